@@ -1,0 +1,59 @@
+"""Every error that autoattn raises on purpose.
+
+AutoattnError
+├── UsageError      what the caller gave breaks a contract; the command line exits with 2
+│   ├── ProblemError    an attention problem that cannot exist or is not supported
+│   ├── DeviceError     a device that nobody described
+│   ├── ShapesError     a shapes file that cannot be read as problems
+│   ├── SpaceError      a search space file that cannot be read
+│   └── TensorError     tensors that do not make one attention call
+└── StateError      the world is not as needed; the command line exits with 1
+    ├── CacheError      a cache file that is damaged, newer, foreign or cannot be written
+    └── CompileError    a kernel that the compiler refuses
+
+Each message is one sentence that names the contract, what came, and the way out.
+"""
+
+
+class AutoattnError(Exception):
+    """The root; catch this to catch everything that autoattn raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(AutoattnError, ValueError):
+    """What the caller gave breaks a contract."""
+
+    exit_code = 2
+
+
+class ProblemError(UsageError):
+    """An attention problem that cannot exist or is not supported."""
+
+
+class DeviceError(UsageError):
+    """A device that nobody described."""
+
+
+class ShapesError(UsageError):
+    """A shapes file that cannot be read as problems."""
+
+
+class SpaceError(UsageError):
+    """A search space file that cannot be read."""
+
+
+class TensorError(UsageError):
+    """Tensors that do not make one attention call."""
+
+
+class StateError(AutoattnError, RuntimeError):
+    """The world is not as needed."""
+
+
+class CacheError(StateError):
+    """A cache file that is damaged, newer, foreign or cannot be written."""
+
+
+class CompileError(StateError):
+    """A kernel that the compiler refuses."""

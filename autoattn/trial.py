@@ -1,0 +1,103 @@
+"""What becomes of a variant: every outcome is a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from autoattn.variant import Variant
+
+
+class Outcome(str, Enum):
+    """How a trial ended; everything but OK is fed back to the search as bad."""
+
+    OK = "ok"
+    INFEASIBLE = "infeasible"  # arithmetic, or the compiler's own report, proves that it cannot launch
+    COMPILE_ERROR = "compile error"
+    LAUNCH_ERROR = "launch error"
+    WRONG_RESULT = "wrong result"
+    TIMEOUT = "timeout"
+    CRASH = "crash"  # the worker process died
+
+
+class Evidence(str, Enum):
+    """What a cache entry rests on."""
+
+    MEASURED = "measured"
+    PREDICTED = "predicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticReport:
+    """What the machine code says of a kernel, read without a GPU."""
+
+    digest: str  # of the source
+    arch: int  # compute capability times ten: 80, 90
+    registers: int  # per thread
+    spilled_bytes: int  # stack frame per thread
+    shared_bytes: int  # per block, static and dynamic
+    num_warps: int
+    code_bytes: int
+    # Opcode -> instructions that one warp issues per pass of the loop over keys that masks nothing (or of the only loop).
+    loop: dict[str, int] = field(default_factory=dict)
+    # The same for the loop that masks, when the kernel has two; else empty.
+    masked_loop: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the model of the GPU expects, and which unit it expects to bind."""
+
+    time_us: float
+    bound: str  # tensor, exp, issue, shared, dram or launch
+    parts_us: dict[str, float]  # microseconds that each unit would need alone
+    occupancy: int  # blocks that fit on one SM
+    waves: float  # grid / (SMs x occupancy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the gate says of a kernel's numbers."""
+
+    ok: bool
+    checks: int  # problems compared with the reference
+    max_error: float  # largest absolute error against the reference, over all checks
+    rms_error: float  # root mean square error, the worst check's
+    allowed: float  # what max_error was allowed to be, in the check where it came closest
+    reason: str = ""  # why not, in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A kernel's time: cold L2, warm GPU, interleaved with its rivals."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    samples: int
+    tflops: float  # kept pairs only
+    clock_mhz: int | None = None  # SM clock, median over the rounds
+    throttled: bool = False  # the driver reported a thermal or power slowdown during some round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One variant's way through the pipeline."""
+
+    variant: Variant
+    outcome: Outcome
+    digest: str = ""  # of the rendered source, once there is one
+    detail: str = ""  # the reason, in words, when the outcome is not OK
+    report: StaticReport | None = None
+    prediction: Prediction | None = None
+    verdict: Verdict | None = None
+    measurement: Measurement | None = None
+
+    @property
+    def time_us(self) -> float | None:
+        """Measured time if there is one, else the predicted one, in microseconds; None when it failed."""
+        if self.outcome is not Outcome.OK:
+            return None
+        if self.measurement is not None:
+            return self.measurement.median_us
+        return self.prediction.time_us if self.prediction is not None else None
