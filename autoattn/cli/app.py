@@ -80,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     except CommandLineError as error:
         return _say(_of_command_line(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", INTERRUPTED)
+        code = INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone (autoattn show | head); keep Python from saying so at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,6 +89,8 @@ def run(arguments: Sequence[str]) -> int:
         if error.errno not in PLACE_ERRORS:
             raise
         return _say(_of_place(error), 1)
+    if code == INTERRUPTED:  # from above, from tune, or typer's own answer to Ctrl-C
+        return _say("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
