@@ -43,8 +43,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No GPU and no shipped cache, whatever the machine and the checkout hold."""
+    """No GPU, no shipped cache and no terminal, whatever the machine and the checkout hold."""
     set_card(monkeypatch, None)
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "shipped")
 
 
@@ -663,6 +664,5 @@ def test_plain_ascii_output_is_possible() -> None:
     assert "NVIDIA A30" in done.stdout
 
 
-def test_the_console_is_wide_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_the_console_is_wide_where_there_is_no_terminal() -> None:
     assert console().width >= 160
