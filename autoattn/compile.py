@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 
 from autoattn import resources, sass
 from autoattn.errors import CompileError
@@ -89,6 +90,11 @@ def load(source: Source, device: torch.device) -> Kernel:
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
     properties = torch.cuda.get_device_properties(device)
     compiled = build(source, properties.major * 10 + properties.minor)
+    try:
+        with torch.cuda.device(device):
+            compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
+    except OutOfResources as error:
+        raise CompileError(f"this variant does not fit {properties.name}: {error}") from None
     return Kernel(
         source=source, module=module, compiled=compiled, device=device, sm_count=properties.multi_processor_count
     )

@@ -7,7 +7,7 @@ from functools import lru_cache
 import jinja2
 
 from autoattn import resources
-from autoattn.problem import Alignment, DType, Problem
+from autoattn.problem import Alignment, DType, Layout, Problem
 from autoattn.variant import Source, Traits, Variant, digest_of
 
 ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}  # Triton's names
@@ -29,8 +29,9 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     alignment = 16 // problem.dtype.bytes  # elements in the widest load of one thread, 16 bytes
     while problem.head_dim % alignment:
         alignment //= 2
-    longest = max(problem.seq_q * problem.heads_q, problem.seq_kv * problem.heads_kv)
-    return Traits(alignment=alignment, wide=longest * problem.head_dim >= 2**31, lse=lse)
+    heads = problem.heads_q if problem.layout is Layout.BSHD else 1  # a step in the sequence passes all of them
+    reach = max(problem.seq_q, problem.seq_kv) * heads * problem.head_dim
+    return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse)
 
 
 def template_digest(template: str) -> str:
@@ -73,7 +74,7 @@ def _kind(problem: Problem) -> str:
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(resources.templates()),
+        loader=jinja2.FileSystemLoader(resources.root() / "templates"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -56,10 +56,9 @@ def parse(document: object, name: str) -> list[NamedProblem]:
     # `published` holds tables of measurements that belong to the shapes; its content is none of our business.
     file = _mapping(document, name, {"version", "defaults", "groups", "published"})
     version = file.get("version")
-    if isinstance(version, bool) or version != VERSION:
-        came = repr(version) if "version" in file else "none"
+    if type(version) is not int or version != VERSION:
         raise ShapesError(
-            f"{name} must say version: {VERSION}, the one that this autoattn reads, got {came}; correct it"
+            f"{name} must say version: {VERSION}, all that this autoattn reads, got {_show(version)}; correct it"
         )
     defaults = _values(file.get("defaults", {}), f"{name}: defaults")
     groups = _mapping(file.get("groups"), f"{name}: groups")
@@ -69,7 +68,7 @@ def parse(document: object, name: str) -> list[NamedProblem]:
     budget = MAX_PROBLEMS
     for group, body in groups.items():
         for position, values in _entries(group, body, defaults, name):
-            where = f"{name}: group {group!r}, problem {position}"
+            where = f"{name}: group {_show(group)}, problem {position}"
             budget -= _grid_size(values)
             if budget < 0:
                 raise ShapesError(f"{where} takes the file above {MAX_PROBLEMS} problems; shorten its lists")
@@ -84,7 +83,7 @@ def _entries(
     group: object, body: object, defaults: Mapping[str, Any], name: str
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The problems of a group with the defaults filled in, each with its position, which counts from 1."""
-    where = f"{name}: group {group!r}"
+    where = f"{name}: group {_show(group)}"
     if not isinstance(group, str) or not group:
         raise ShapesError(f"{where} must have a text for its name; quote the name")
     fields = _mapping(body, where, {"description", "defaults", "problems"})
@@ -200,7 +199,7 @@ def _lengths(key: str, value: object) -> tuple[int, int]:
 
 
 def _dtype(key: str, value: object) -> tuple[DType, Precision]:
-    """ "bf16" -> bfloat16; "float32:tf32" -> float32 whose products are formed in tf32; "float32" alone is ieee."""
+    """Reads "bf16" as bfloat16; "float32:tf32" as float32 with products formed in tf32; "float32" alone is ieee."""
     name, colon, precision = value.partition(":") if isinstance(value, str) else ("", "", "")
     if name in _DTYPES and not colon:
         return _DTYPES[name], Precision.IEEE
@@ -213,7 +212,8 @@ def _dtype(key: str, value: object) -> tuple[DType, Precision]:
 
 
 def _mask(key: str, value: object) -> Mask:
-    return Mask.parse(value if isinstance(value, str) else _show(value))
+    short = isinstance(value, str) and len(value) < 60
+    return Mask.parse(str(value) if short else _show(value))
 
 
 def _causal(key: str, value: object) -> Mask:

@@ -43,6 +43,7 @@ class Case:
     expected: Tensor  # [batch, heads_q, rows, head_dim] in float64
     rows: Tensor  # [rows] the query positions that are compared
     allowed: float  # largest absolute error
+    guard: int  # rows of NaN behind each sequence
 
 
 class Gate:
@@ -70,35 +71,50 @@ def small(problem: Problem, seq_q: int, seq_kv: int) -> Problem:
 
 
 def make_case(
-    problem: Problem, device: torch.device, generator: torch.Generator, *, loud: bool = False, rows: int | None = None
+    problem: Problem,
+    device: torch.device,
+    generator: torch.Generator,
+    *,
+    loud: bool = False,
+    rows: int | None = None,
+    guard: int = GUARD_ROWS,
 ) -> Case:
     """Random normal inputs for `problem`, and the reference's answer for all or for `rows` random query rows."""
-    query = guarded(problem, problem.heads_q, problem.seq_q, device, generator)
-    key = guarded(problem, problem.heads_kv, problem.seq_kv, device, generator)
-    value = guarded(problem, problem.heads_kv, problem.seq_kv, device, generator)
+    query = guarded(problem, problem.heads_q, problem.seq_q, guard, device, generator)
+    key = guarded(problem, problem.heads_kv, problem.seq_kv, guard, device, generator)
+    value = guarded(problem, problem.heads_kv, problem.seq_kv, guard, device, generator)
     if loud:
         query *= LOUD
     if rows is None or rows >= problem.seq_q:
         positions = torch.arange(problem.seq_q)
     else:  # the first and the last row are where masks go wrong
-        positions = torch.cat((torch.tensor([0, problem.seq_q - 1]), torch.randint(problem.seq_q, (rows - 2,), generator=generator)))
+        some = torch.randint(problem.seq_q, (rows - 2,), generator=generator)
+        positions = torch.cat((torch.tensor([0, problem.seq_q - 1]), some))
     positions = positions.to(device)
     expected, allowed = _answer(problem, query, key, value, positions)
     name = f"{problem}{' loud' if loud else ''}"
     return Case(
-        name=name, problem=problem, query=query, key=key, value=value, expected=expected, rows=positions, allowed=allowed
+        name=name,
+        problem=problem,
+        query=query,
+        key=key,
+        value=value,
+        expected=expected,
+        rows=positions,
+        allowed=allowed,
+        guard=guard,
     )
 
 
 def guarded(
-    problem: Problem, heads: int, seq: int, device: torch.device, generator: torch.Generator | None
+    problem: Problem, heads: int, seq: int, guard: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """A [batch, heads, seq, head_dim] view in the problem's layout, with rows of NaN behind every sequence.
+    """A [batch, heads, seq, head_dim] view in the problem's layout, with `guard` rows of NaN behind every sequence.
 
     Filled with random normal numbers, or left NaN when there is no generator.
     """
     dtype = reference.TORCH_DTYPE[problem.dtype]
-    rows = seq + GUARD_ROWS
+    rows = seq + guard
     if problem.layout is Layout.BHSD:
         room = torch.full((problem.batch, heads, rows, problem.head_dim), math.nan, dtype=dtype, device=device)
     else:
@@ -130,7 +146,7 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
 
 def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
     """Largest and root mean square error of one case, and what is wrong with it in words."""
-    first, second = (_run(kernel, case) for _ in range(2))
+    first, second = (run(kernel, case) for _ in range(2))
     room = first._base if first._base is not None else first
     if not torch.equal(first, second) and not first.isnan().any():
         return math.inf, math.inf, "two runs on the same inputs differ"
@@ -139,14 +155,20 @@ def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
         return math.inf, math.inf, f"{int(written.isnan().sum())} of {written.numel()} outputs are NaN or never written"
     if int(room.isnan().sum()) != room.numel() - first.numel():
         return math.inf, math.inf, "it wrote outside the output"
-    error = (written - case.expected).abs()
-    max_error, rms_error = float(error.max()), float(error.square().mean().sqrt())
+    max_error, rms_error = errors(first, case)
     reason = "" if max_error <= case.allowed else f"error {max_error:.3g} where {case.allowed:.3g} is allowed"
     return max_error, rms_error, reason
 
 
-def _run(kernel: Kernel, case: Case) -> Tensor:
-    output = guarded(case.problem, case.problem.heads_q, case.problem.seq_q, case.query.device, None)
+def errors(output: Tensor, case: Case) -> tuple[float, float]:
+    """Largest and root mean square error of an output [batch, heads_q, seq_q, head_dim] at the compared rows."""
+    error = (output[:, :, case.rows].double() - case.expected).abs()
+    return float(error.max()), float(error.square().mean().sqrt())
+
+
+def run(kernel: Kernel, case: Case) -> Tensor:
+    """The kernel's output for a case, [batch, heads_q, seq_q, head_dim] inside NaN."""
+    output = guarded(case.problem, case.problem.heads_q, case.problem.seq_q, case.guard, case.query.device, None)
     lse = None
     if kernel.source.traits.lse:
         lse = case.query.new_full(output.shape[:3], math.nan, dtype=torch.float32)
