@@ -17,7 +17,7 @@ import pytest
 import samples
 from typer.testing import CliRunner
 
-from autoattn import cache, dispatch, gpu, resources, tune, verify
+from autoattn import cache, dispatch, gpu, resources, space, tune, verify
 from autoattn.cli.app import app, run
 from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.cli.terminal import console, print_json
@@ -270,9 +270,10 @@ def test_every_error_of_ours_has_an_exit_code() -> None:
 
 
 def test_control_codes_of_an_error_do_not_reach_the_terminal(autoattn: Run) -> None:
-    _, _, error = autoattn("devices", "--\x1b[31mred\x07")
-    assert "\x1b" not in error
-    assert "\x07" not in error
+    code, _, error = autoattn("tune", "--device", "a30", "--shapes", "\x1b[31mred\x07.yaml")
+    assert code == 2
+    assert_one_sentence(error)
+    assert error.strip().isprintable()
 
 
 # Tune
@@ -504,11 +505,12 @@ def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tm
 # Explain
 
 
-def explained(problem: Problem, device: Device | None = None, cache: Path | None = None) -> dispatch.Explanation:
-    explained.called = (problem, device, cache)  # type: ignore[attr-defined]
+def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> dispatch.Explanation:
+    explained.called = (problem, device, folder)  # type: ignore[attr-defined]
     return dispatch.Explanation(
-        problem=problem, route="triton/forward", level="bucket", reason="a tuned problem is near",
-        entry=samples.measured(), steps=("exact: no entry for this problem", "bucket: found one"),
+        problem=problem, route="kernel", level=dispatch.Level.BUCKET, reason="a tuned problem is near",
+        entry=samples.measured(), variant=samples.measured().variant,
+        steps=("exact: no entry for this problem", "bucket: found one"),
     )  # fmt: skip
 
 
@@ -516,7 +518,7 @@ def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch:
     monkeypatch.setattr(dispatch, "explain", explained)
     code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *ONE)
     assert code == 0
-    words = ("triton/forward", "bucket", "a tuned problem is near", "1. exact: no entry", "2. bucket: found one")
+    words = ("kernel", "bucket", "a tuned problem is near", "BLOCK_M=", "1. exact: no entry", "2. bucket: found one")
     positions = [out.index(word) for word in words]
     assert positions == sorted(positions)
     assert explained.called == (samples.problem(), samples.H200, Path("here"))  # type: ignore[attr-defined]
@@ -527,7 +529,7 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
 ) -> None:
     monkeypatch.setattr(dispatch, "explain", explained)
     one = json.loads(autoattn("explain", "--json", *ONE)[1])
-    assert (one["route"], one["level"], one["problem"]["seq_kv"]) == ("triton/forward", "bucket", 4096)
+    assert (one["route"], one["level"], one["problem"]["seq_kv"]) == ("kernel", "bucket", 4096)
     assert len(one["steps"]) == 2
     many = json.loads(autoattn("explain", "--json", "--shapes", shapes)[1])
     assert [document["problem"]["seq_q"] for document in many] == [1024, 2048, 1024]
@@ -561,7 +563,10 @@ def test_render_changes_what_param_names(autoattn: Run) -> None:
 
 
 def test_render_says_when_a_variant_cannot_run_on_the_device(autoattn: Run) -> None:
-    _, out, _ = autoattn("render", "--device", "a30", *ONE, "--param", "BLOCK_N=256", "--param", "num_stages=5")
+    choices = space.load("triton/forward").choices
+    largest = {"BLOCK_M": max(choices["BLOCK_M"]), "BLOCK_N": max(choices["BLOCK_N"]), "num_warps": 1}  # type: ignore[type-var]
+    settings = [word for name, value in largest.items() for word in ("--param", f"{name}={value}")]
+    _, out, _ = autoattn("render", "--device", "a30", *ONE, *settings)
     assert out.splitlines()[2].startswith("# cannot run on that device: ")
 
 

@@ -9,11 +9,11 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
 
+from autoattn import __version__
 from autoattn.cli import devices, explain, render, report, show, tune, verify
 from autoattn.errors import AutoattnError
 
@@ -49,10 +49,7 @@ for module in (tune, show, explain, render, verify, report, devices):
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(f"autoattn {metadata.version('autoattn')}")
-        except metadata.PackageNotFoundError:
-            print("autoattn, from a checkout that is not installed")
+        print(f"autoattn {__version__}")
         raise typer.Exit
 
 
