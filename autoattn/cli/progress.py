@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from autoattn.report import figures
 
@@ -53,7 +54,7 @@ class Display:
         """Takes one report of the run."""
         self.clock.hear(report)
         if report.phase in FINISHED:
-            self.console.print(self._line(report), soft_wrap=True)
+            self.console.print(Text(self._line(report)), soft_wrap=True)
         if self.bars is not None and self.all is not None and self.one is not None:
             done = report.index + (report.phase in FINISHED)
             left = self.clock.left()

@@ -36,7 +36,8 @@ def command(
         int | None, typer.Option("--trials", help="Variants to try for each problem, in place of --effort's.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", help="Stop searching after this long.")
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="Begin no new variant of a problem after this long."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the search; the same seed searches the same way.")] = 0,
     cache: Annotated[
