@@ -70,12 +70,12 @@ class Mask:
         """Reads `full`, `causal`, `causal:top-left` or `causal:bottom-right` (booleans mean causal or full)."""
         if isinstance(text, bool):
             text = "causal" if text else "full"
-        kind, _, alignment = str(text).partition(":")
+        kind, colon, alignment = str(text).partition(":")
         try:
-            if kind == "full" and not alignment:
+            if kind == "full" and not colon:
                 return cls()
             if kind == "causal":
-                return cls(kind=MaskKind.CAUSAL, alignment=Alignment(alignment or "bottom-right"))
+                return cls(kind=MaskKind.CAUSAL, alignment=Alignment(alignment if colon else "bottom-right"))
         except ValueError:
             pass
         raise ProblemError(

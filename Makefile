@@ -1,0 +1,74 @@
+# Everything runs in a virtual environment of its own; `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+TRITON ?= 3.6.0
+NEWEST_TRITON ?= 3.9.*
+TORCH_CPU ?= 2.13.0+cpu
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+JOBS ?= auto
+
+DEVICE ?= a30
+SHAPES ?= shapes.yaml
+REPORT ?= report
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(TRITON)
+NEWEST := $(VENV)/newest-triton
+PYTEST := $(BIN)/python -m pytest
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+
+.PHONY: help tune test test-gpu lint format report newest-triton clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+tune: $(READY) ## Tune the problems of SHAPES for DEVICE (a30 and shapes.yaml)
+	$(BIN)/autoattn tune --device $(DEVICE) --shapes $(SHAPES)
+
+report: $(READY) ## Write the report of what was tuned into REPORT (report/)
+	$(BIN)/autoattn report --out $(REPORT)
+
+test: $(READY) ## Run every test that needs no GPU
+	$(PYTEST) -m "not gpu" -n $(JOBS) --maxprocesses 8
+
+test-gpu: $(READY) ## Run the tests that need an NVIDIA GPU
+	$(PYTEST) -m gpu
+
+lint: $(READY) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## Put the code into the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+newest-triton: $(READY) $(NEWEST)/.ready-$(NEWEST_TRITON) ## Compile every template with the newest Triton
+	PYTHONPATH=$(NEWEST) $(PYTEST) -m "not gpu" tests/test_templates_compile.py
+
+clean: ## Remove the virtual environment
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "autoattn needs Python 3.10 or newer, got $$($(PYTHON) --version); run make PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# Without a GPU the CPU build of torch is enough; the one of PyPI would bring gigabytes of CUDA. With one, torch brings
+# the Triton that it was made for.
+$(READY): pyproject.toml | $(VENV)/bin/python
+ifeq ($(HAS_GPU),0)
+	$(BIN)/python -m pip install --quiet --retries 2 --timeout 15 --extra-index-url $(TORCH_CPU_INDEX) \
+		"torch==$(TORCH_CPU)" "triton==$(TRITON)"
+	$(BIN)/python -m pip install --quiet "torch==$(TORCH_CPU)" "triton==$(TRITON)" -e ".[dev]"
+else
+	$(BIN)/python -m pip install --quiet torch
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+endif
+	touch $@
+
+$(NEWEST)/.ready-$(NEWEST_TRITON): | $(VENV)/bin/python
+	rm -rf $(NEWEST)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) "triton==$(NEWEST_TRITON)"
+	touch "$@"

@@ -1,0 +1,5 @@
+"""`python -m autoattn`."""
+
+from autoattn.cli import main
+
+main()

@@ -1,0 +1,75 @@
+"""`autoattn explain`: what a call would run on, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoattn.cli import options
+
+if TYPE_CHECKING:
+    from autoattn.dispatch import Explanation
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn explain --device a30 --dtype bf16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1000 "
+    "--head-dim 128 --mask causal[/]\n\n[bold]autoattn explain --device h200 --shapes shapes.yaml --json[/]"
+)
+
+
+def command(
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help="As if on this device; the one in this machine if left out."),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
+    ] = None,
+    shapes: options.Shapes = None,
+    group: options.Groups = None,
+    json: options.Json = False,
+    dtype: options.DType = None,
+    batch: options.Batch = None,
+    heads: options.Heads = None,
+    heads_kv: options.HeadsKV = None,
+    seq_q: options.SeqQ = None,
+    seq_kv: options.SeqKV = None,
+    head_dim: options.HeadDim = None,
+    mask: options.Mask = None,
+    layout: options.Layout = None,
+    precision: options.Precision = None,
+) -> None:
+    """Say which kernel a call would run on, how near to a tuned problem that is, and why nothing nearer was taken."""
+    problem = options.problem_of(
+        dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
+        mask=mask, layout=layout, precision=precision,
+    )  # fmt: skip
+    named = options.problems_of(shapes, group, problem)
+    from autoattn import dispatch, gpu
+    from autoattn.cli import terminal
+
+    card = gpu.resolve(device)[0] if device is not None else None
+    answers = [dispatch.explain(one.problem, device=card, cache=cache) for one in named]
+    if json:
+        documents = [_document(answer) for answer in answers]
+        terminal.print_json(documents[0] if problem is not None else documents)
+        return
+    for answer in answers:
+        _print(answer)
+
+
+def _document(answer: Explanation) -> dict[str, Any]:
+    names = ("problem", "route", "level", "reason", "steps", "entry")
+    return {name: getattr(answer, name) for name in names}
+
+
+def _print(answer: Explanation) -> None:
+    from autoattn.report import figures
+
+    print(figures.printable(answer.problem))
+    print(f"  runs on  {figures.printable(answer.route)}")
+    print(f"  level    {figures.printable(answer.level)}")
+    print(f"  because  {figures.printable(answer.reason)}")
+    for position, step in enumerate(answer.steps, start=1):
+        print(f"  {position:>7}. {figures.printable(step)}")

@@ -1,0 +1,154 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoattn.errors import ProblemError, ShapesError, UsageError
+
+if TYPE_CHECKING:
+    from autoattn.problem import Problem
+    from autoattn.shapes import NamedProblem
+
+ONE = "One problem"
+
+Device = Annotated[str, typer.Option("--device", metavar="NAME", help="A device of `autoattn devices`, or auto.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Shapes = Annotated[
+    Path | None,
+    typer.Option(
+        "--shapes",
+        metavar="FILE",
+        help="YAML file of problems (docs/shapes.md), or one problem below.",
+    ),
+]
+Groups = Annotated[
+    list[str] | None, typer.Option("--group", metavar="NAME", help="Only this group of the file; can be repeated.")
+]
+DType = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="TYPE", help="float16, bfloat16 or float32.", rich_help_panel=ONE),
+]
+Batch = Annotated[int | None, typer.Option("--batch", help="Sequences; 1 if left out.", rich_help_panel=ONE)]
+Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", rich_help_panel=ONE)]
+HeadsKV = Annotated[
+    int | None, typer.Option("--heads-kv", help="Key and value heads; as --heads if left out.", rich_help_panel=ONE)
+]
+SeqQ = Annotated[int | None, typer.Option("--seq-q", help="Query tokens per sequence.", rich_help_panel=ONE)]
+SeqKV = Annotated[
+    int | None, typer.Option("--seq-kv", help="Key tokens per sequence; as --seq-q if left out.", rich_help_panel=ONE)
+]
+HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Elements per head, up to 256.", rich_help_panel=ONE)]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        metavar="MASK",
+        help="full, causal, causal:top-left or causal:bottom-right; full if left out.",
+        rich_help_panel=ONE,
+    ),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option("--layout", metavar="AXES", help="bhsd or bshd; bhsd if left out.", rich_help_panel=ONE),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision", metavar="KIND", help="How float32 products are formed: ieee or tf32.", rich_help_panel=ONE
+    ),
+]
+
+
+def problem_of(
+    *,
+    dtype: str | None,
+    batch: int | None,
+    heads: int | None,
+    heads_kv: int | None,
+    seq_q: int | None,
+    seq_kv: int | None,
+    head_dim: int | None,
+    mask: str | None,
+    layout: str | None,
+    precision: str | None,
+) -> Problem | None:
+    """The problem that the options describe; None when they describe none.
+
+    Raises:
+        UsageError: some of the options that a problem needs are there and others are not.
+        ProblemError: the problem cannot exist.
+    """
+    needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
+    missing = [name for name, value in needed.items() if value is None]
+    others = (batch, heads_kv, seq_kv, mask, layout, precision)
+    if len(missing) == len(needed) and all(value is None for value in others):
+        return None
+    if missing:
+        raise UsageError(
+            f"a problem needs {', '.join(needed)}, got no {' and no '.join(missing)}; add what is missing or leave all out"
+        )
+    values = {
+        "dtype": f"{dtype}:{precision}" if precision is not None else dtype,
+        "batch": 1 if batch is None else batch,
+        "heads": heads,
+        "heads_kv": heads if heads_kv is None else heads_kv,
+        "seq_q": seq_q,
+        "seq_kv": seq_q if seq_kv is None else seq_kv,
+        "head_dim": head_dim,
+        "mask": mask if mask is not None else "full",
+        "layout": layout if layout is not None else "bhsd",
+    }
+    return _parsed(values)
+
+
+def _parsed(values: dict[str, Any]) -> Problem:
+    """Reads the values as a shapes file's, so that both accept the same spellings and refuse in the same words."""
+    from autoattn import shapes
+
+    try:
+        return shapes.parse({"version": 1, "groups": {"options": {"problems": [values]}}}, "options")[0].problem
+    except ShapesError as error:
+        raise ProblemError(str(error).removeprefix("options: group 'options', problem 1: ")) from None
+
+
+def problems_of(file: Path | None, groups: list[str] | None, problem: Problem | None) -> list[NamedProblem]:
+    """The problems to work on, from a shapes file or from the options.
+
+    Raises:
+        UsageError: neither or both of them are there, or a group is not in the file.
+        ShapesError: the file cannot be read.
+    """
+    from autoattn import shapes
+
+    if (file is None) == (problem is None):
+        came = "neither" if file is None else "both"
+        raise UsageError(
+            f"problems come from --shapes FILE or from --dtype, --heads, --seq-q and --head-dim, got {came}; give one"
+        )
+    if problem is not None:
+        if groups:
+            raise UsageError(
+                f"--group picks from a shapes file, got --group {groups[0]} without --shapes; leave it out"
+            )
+        return [shapes.NamedProblem(problem=problem, groups=("one problem",))]
+    assert file is not None
+    named = shapes.load(file)
+    known = list(dict.fromkeys(group for one in named for group in one.groups))
+    for group in groups or ():
+        if group not in known:
+            raise UsageError(f"--group must be a group of {file}, got {group!r}; it has {', '.join(known)}")
+    return [one for one in named if not groups or set(one.groups) & set(groups)]
+
+
+def at_least(name: str, least: float, given: float | None) -> None:
+    """Refuses a number below its least.
+
+    Raises:
+        UsageError: it is.
+    """
+    if given is not None and not given >= least:
+        raise UsageError(f"{name} must be at least {least:g}, got {given:g}; correct it")

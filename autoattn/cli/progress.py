@@ -1,0 +1,119 @@
+"""What a tuning run shows while it goes on: bars on a terminal, one line per finished problem elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from autoattn.report import figures
+
+if TYPE_CHECKING:
+    from autoattn.tune import Progress as Report
+
+FINISHED = ("done", "kept")
+
+
+class Display:
+    """Listens to a tuning run; also a context manager, so that the terminal is left as it was."""
+
+    def __init__(self, console: Console, *, measured: bool) -> None:
+        self.console = console
+        self.kind = "" if measured else " predicted"
+        self.clock = Remaining()
+        self.bars: Progress | None = None
+        self.all: TaskID | None = None
+        self.one: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.bars = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+                console=self.console,
+                transient=True,
+            )
+            self.bars.start()
+            self.all = self.bars.add_task("all problems", total=None, note="")
+            self.one = self.bars.add_task("", total=None, note="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+    def __call__(self, report: Report) -> None:
+        """Takes one report of the run."""
+        self.clock.hear(report)
+        if report.phase in FINISHED:
+            self.console.print(self._line(report), soft_wrap=True)
+        if self.bars is not None and self.all is not None and self.one is not None:
+            done = report.index + (report.phase in FINISHED)
+            left = self.clock.left()
+            note = f"about {duration(left)} left" if left is not None else ""
+            self.bars.update(self.all, total=report.total, completed=done, note=note)
+            self.bars.update(
+                self.one,
+                description=figures.printable(report.problem),
+                total=report.planned or None,
+                completed=report.tried,
+                note=self._note(report),
+            )
+
+    def _line(self, report: Report) -> str:
+        width = len(str(report.total))
+        head = f"[{report.index + 1:>{width}}/{report.total}] {figures.printable(report.problem)}: "
+        if report.phase == "kept":
+            return head + "already up to date" + self._figures(report, ", ")
+        if report.best_us is None:
+            return head + f"no kernel ({figures.printable(report.detail) or 'every variant failed'})"
+        return head + self._figures(report) + f", {report.tried} tried"
+
+    def _note(self, report: Report) -> str:
+        words = ["finals" if report.phase == "final" else "", self._figures(report, "best "), report.detail]
+        return figures.printable(", ".join(word for word in words if word))
+
+    def _figures(self, report: Report, before: str = "") -> str:
+        if report.best_us is None:
+            return ""
+        rate = f", {figures.tflops(report.best_tflops)} TFLOP/s" if report.best_tflops is not None else ""
+        return f"{before}{figures.microseconds(report.best_us)} us{rate}{self.kind}"
+
+
+class Remaining:
+    """How long the rest will take, if it goes on as before; problems that were kept cost nothing and say nothing."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.searched = 0
+        self.kept = 0
+        self.total = 0
+        self.part = 0.0  # of the problem at hand, 0..1
+
+    def hear(self, report: Report) -> None:
+        self.total = report.total
+        self.part = min(1.0, report.tried / report.planned) if report.planned and report.phase == "search" else 0.0
+        self.searched += report.phase == "done"
+        self.kept += report.phase == "kept"
+
+    def left(self) -> float | None:
+        """Seconds, or None while there is nothing to go by."""
+        done = self.searched + self.part
+        if done <= 0:
+            return None
+        return (time.monotonic() - self.start) * max(0.0, self.total - self.kept - done) / done
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits: 4.2 s, 3 min 10 s, 2 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,134 @@
+"""`autoattn render`: a kernel as a file that stands alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoattn.cli import options
+from autoattn.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoattn.device import Device
+    from autoattn.entry import CacheEntry
+    from autoattn.problem import Problem
+    from autoattn.variant import Value, Variant
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn render --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 "
+    "--out kernel.py[/]\n\n[bold]autoattn render --device a30 --dtype fp16 --heads 8 --seq-q 1024 --head-dim 64 "
+    "--param BLOCK_M=64 --param num_warps=4[/]"
+)
+
+
+def command(
+    device: options.Device = "auto",
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write; standard output if left out.")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option("--template", metavar="NAME", help="Start from this template's default instead.")
+    ] = None,
+    param: Annotated[
+        list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="Change a parameter; can be repeated.")
+    ] = None,
+    lse: Annotated[bool, typer.Option("--lse", help="Also write the log-sum-exp of each row.")] = False,
+    dtype: options.DType = None,
+    batch: options.Batch = None,
+    heads: options.Heads = None,
+    heads_kv: options.HeadsKV = None,
+    seq_q: options.SeqQ = None,
+    seq_kv: options.SeqKV = None,
+    head_dim: options.HeadDim = None,
+    mask: options.Mask = None,
+    layout: options.Layout = None,
+    precision: options.Precision = None,
+) -> None:
+    """Write the kernel of one problem as a Python file that needs only Triton.
+
+    It is the winner that the cache holds for the problem on the device, else the template's default.
+    """
+    problem = options.problem_of(
+        dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
+        mask=mask, layout=layout, precision=precision,
+    )  # fmt: skip
+    if problem is None:
+        raise UsageError("render needs a problem: --dtype, --heads, --seq-q and --head-dim, got none of them; add them")
+    from autoattn.report import files
+
+    text = _text(problem, device, cache, template, param or [], lse)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        files.write(out, text)
+        print(out)
+
+
+def _text(
+    problem: Problem, device: str, cache: Path | None, template: str | None, settings: list[str], lse: bool
+) -> str:
+    from autoattn import gpu, render, space
+
+    card, _ = gpu.resolve(device)
+    entry = _winner(problem, card, cache) if template is None else None
+    if entry is not None:
+        variant, origin = entry.variant, f"{entry.evidence.value} winner of the cache"
+    else:
+        template = template or f"triton/{problem.op.value}"
+        variant, origin = space.load(template).default(problem, card), "default of the template"
+    if settings:
+        variant, origin = changed(variant, settings), f"{origin}, changed by --param"
+    source = render.render(problem, variant, render.natural_traits(problem, lse=lse))
+    return f"# {problem}, for {card.full_name}\n# {origin}; source digest {source.digest}\n{source.text}"
+
+
+def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:
+    from autoattn import resources
+    from autoattn.cache import path_of, read
+
+    for place in [folder] if folder is not None else [resources.user_cache(), resources.shipped_cache()]:
+        path = path_of(place, card, problem.op)
+        if path.exists() and (entry := read(path).entries.get(problem.key)) is not None:
+            return entry
+    return None
+
+
+def changed(variant: Variant, settings: list[str]) -> Variant:
+    """`variant` with the parameters that `NAME=VALUE` settings name replaced.
+
+    Raises:
+        UsageError: a setting is not NAME=VALUE, the template has no such parameter, or the value is of another type.
+    """
+    from autoattn.variant import Variant
+
+    params = variant.as_dict()
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not text:
+            raise UsageError(f"--param must be NAME=VALUE, got {setting!r}; write it as BLOCK_M=64")
+        if name not in params:
+            raise UsageError(
+                f"--param must name a parameter of {variant.template}, got {name!r}; it has {', '.join(params)}"
+            )
+        params[name] = _value(name, text, params[name])
+    return Variant.of(variant.template, params)
+
+
+def _value(name: str, text: str, old: Value) -> Value:
+    """The text as a value of the same type as the old one, so that nothing but a known kind reaches the template."""
+    if isinstance(old, bool):
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise UsageError(f"--param {name} must be true or false, got {text!r}; correct it")
+    if isinstance(old, int):
+        try:
+            return int(text)
+        except ValueError:
+            raise UsageError(f"--param {name} must be a whole number, got {text!r}; correct it") from None
+    return text

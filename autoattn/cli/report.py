@@ -1,0 +1,31 @@
+"""`autoattn report`: the cache as one HTML file and one Markdown file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = "Example: [bold]autoattn report --cache cache --out report[/]"
+
+
+def command(
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache",
+            metavar="DIR",
+            help="Cache to report on; yours if left out, the shipped one if yours is empty.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("report"),
+) -> None:
+    """Write a report of what was tuned: DIR/report.html (one file that needs no other) and DIR/report.md."""
+    from autoattn import report, resources
+    from autoattn.cache import read_folder
+
+    if cache is None:
+        cache = resources.user_cache() if read_folder(resources.user_cache()) else resources.shipped_cache()
+    for path in report.build(cache, out):
+        print(path)

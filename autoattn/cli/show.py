@@ -1,0 +1,104 @@
+"""`autoattn show`: what the cache holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from autoattn.cli import options
+
+if TYPE_CHECKING:
+    from autoattn.cache import CacheFile
+    from autoattn.entry import CacheEntry
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn show --device h200 --evidence measured[/]\n\n"
+    "[bold]autoattn show --cache cache --json[/]"
+)
+COLUMNS = ("Problem", "Evidence", "Runs on", ">us", ">TFLOP/s", "Best rival, or bound", "Tile")
+
+
+def command(
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Only this device, or auto; all if left out.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
+    ] = None,
+    evidence: Annotated[
+        Literal["measured", "predicted"] | None, typer.Option("--evidence", help="Only entries that rest on this.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
+
+    A ratio is the rival's time over the kernel's: above 1 the kernel is faster. Measured and predicted times are never
+    in one table.
+    """
+    from autoattn.cli import terminal
+
+    found = [
+        (folder, file, entries)
+        for folder, file in read(device, cache)
+        if (entries := [entry for entry in _sorted(file) if evidence in (None, entry.evidence.value)])
+    ]
+    if json:
+        terminal.print_json(
+            [
+                {"cache": str(folder), "device": file.device, "fingerprint": file.fingerprint, "entries": entries}
+                for folder, file, entries in found
+            ]
+        )
+        return
+    console = terminal.console()
+    for folder, file, entries in found:
+        for kind in ("measured", "predicted"):
+            if rows := [row(entry) for entry in entries if entry.evidence.value == kind]:
+                console.print(terminal.table(f"{file.device}, {kind} ({folder})", COLUMNS, rows))
+    if not found:
+        console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
+
+
+def read(device: str | None, cache: Path | None) -> list[tuple[Path, CacheFile]]:
+    """Cache files and the folder of each: of `cache`, else the user's and then the shipped ones."""
+    from autoattn import gpu, resources
+    from autoattn.cache import read_folder
+
+    name = gpu.resolve(device)[0].name if device is not None else None
+    folders = [cache] if cache is not None else [resources.user_cache(), resources.shipped_cache()]
+    return [
+        (folder, file)
+        for folder in dict.fromkeys(folders)
+        for file in read_folder(folder)
+        if name in (None, file.device)
+    ]
+
+
+def _sorted(file: CacheFile) -> list[CacheEntry]:
+    return [entry for _, entry in sorted(file.entries.items())]
+
+
+def row(entry: CacheEntry) -> tuple[object, ...]:
+    from autoattn.report import figures
+
+    return (
+        entry.problem,
+        entry.evidence.value,
+        figures.choice(entry),
+        figures.microseconds(entry.time_us),
+        figures.tflops(entry.tflops),
+        comparison(entry),
+        figures.tile(entry),
+    )
+
+
+def comparison(entry: CacheEntry) -> str:
+    """The best rival of a measured entry, the bound of a predicted one."""
+    from autoattn.report import figures
+
+    best = figures.best_rival(entry)
+    if best is not None:
+        return f"{figures.times(best[1])} {best[0]}"
+    return f"bound by {entry.prediction.bound}" if entry.measurement is None and entry.prediction is not None else "-"

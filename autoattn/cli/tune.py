@@ -1,0 +1,145 @@
+"""`autoattn tune`: search kernels for problems on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from autoattn.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoattn.device import Device
+    from autoattn.problem import Problem
+    from autoattn.shapes import NamedProblem
+    from autoattn.tune import Summary
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
+    "[bold]autoattn tune --device auto --shapes shapes.yaml --group prefill --effort quick --cache cache[/]\n\n"
+    "[bold]autoattn tune --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 --mask causal[/]"
+)
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def command(
+    device: options.Device,
+    shapes: options.Shapes = None,
+    group: options.Groups = None,
+    effort: Annotated[
+        Literal["quick", "standard", "max"], typer.Option("--effort", help="How long to search.")
+    ] = "standard",
+    trials: Annotated[
+        int | None, typer.Option("--trials", help="Variants to try for each problem, in place of --effort's.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", help="Stop searching after this long.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the search; the same seed searches the same way.")] = 0,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Cache to read and write; your own if left out.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Compiler processes; one for each core if left out.")
+    ] = None,
+    dtype: options.DType = None,
+    batch: options.Batch = None,
+    heads: options.Heads = None,
+    heads_kv: options.HeadsKV = None,
+    seq_q: options.SeqQ = None,
+    seq_kv: options.SeqKV = None,
+    head_dim: options.HeadDim = None,
+    mask: options.Mask = None,
+    layout: options.Layout = None,
+    precision: options.Precision = None,
+) -> None:
+    """Search the fastest kernel for each problem on a device, and keep the winners in the cache.
+
+    When the device is in this machine, kernels are validated and measured. When it is not, they are compiled for it
+    all the same, their machine code is read, and a model predicts their times: the first line says which.
+
+    Ctrl-C stops at any time; the same command goes on from there.
+    """
+    limits = (("--trials", 1, trials), ("--timeout", 1, timeout), ("--seed", 0, seed), ("--jobs", 1, jobs))
+    for name, least, given in limits:
+        options.at_least(name, least, given)
+    problem = options.problem_of(
+        dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
+        mask=mask, layout=layout, precision=precision,
+    )  # fmt: skip
+    named = options.problems_of(shapes, group, problem)
+    from autoattn import gpu, resources
+    from autoattn.cli import terminal
+    from autoattn.tune import Effort, Options
+
+    card, measured = gpu.resolve(device)
+    console = terminal.console()
+    console.print(opening(card, measured, gpu.present()), soft_wrap=True)
+    settings = Options(
+        effort=Effort(effort),
+        trials=trials,
+        timeout_s=timeout,
+        seed=seed,
+        cache=cache if cache is not None else resources.user_cache(),
+        jobs=jobs,
+    )
+    console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
+    from autoattn import tune
+    from autoattn.cli.progress import Display
+
+    with Display(console, measured=measured) as display:
+        summary = tune.tune([one.problem for one in named], card, measured=measured, options=settings, listen=display)
+    close(console, named, summary)
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def opening(card: Device, measured: bool, present: Device | None) -> str:
+    """The first line: whether anything will be measured."""
+    if measured:
+        return f"Measuring on {card.full_name}, the card in this machine"
+    there = f"there is {present.full_name}" if present is not None else "no NVIDIA GPU was found"
+    return f"Predicting for {card.full_name} (not in this machine: {there}): nothing here is measured"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def close(console: Console, named: list[NamedProblem], summary: Summary) -> None:
+    """Prints a table for each group, what the run came to, and where the winners are."""
+    from autoattn.cli.progress import duration
+
+    for group in dict.fromkeys(group for one in named for group in one.groups):
+        _table(console, group, [one.problem for one in named if group in one.groups], summary)
+    tuned = len(summary.entries) - summary.kept
+    parts = [f"{tuned:,} tuned", f"{summary.kept:,} already up to date", f"{len(summary.failed):,} failed"]
+    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in summary.outcomes.items())
+    console.print(f"{count(len(named), 'problem')}: {', '.join(parts)}; {duration(summary.seconds)}", soft_wrap=True)
+    console.print(
+        f"{count(sum(summary.outcomes.values()), 'trial')}{f' ({outcomes})' if outcomes else ''}, "
+        f"{count(summary.kernels, 'distinct kernel')} compiled",
+        soft_wrap=True,
+    )
+    console.print(f"Cache: {summary.path}", soft_wrap=True)
+    if summary.interrupted:
+        console.print("Interrupted: what was finished is kept; run the same command again to go on.", soft_wrap=True)
+
+
+def _table(console: Console, group: str, problems: list[Problem], summary: Summary) -> None:
+    from autoattn.cli import show, terminal
+
+    rows: list[tuple[object, ...]] = []
+    for problem in problems:
+        entry = summary.entries.get(problem.key)
+        if entry is not None:
+            rows.append(show.row(entry))
+        else:
+            reason = summary.failed.get(problem.key)
+            rows.append((problem, f"failed: {reason}" if reason is not None else "not reached", "", "", "", "", ""))
+    console.print(terminal.table(group, show.COLUMNS, rows))

@@ -1,0 +1,188 @@
+"""What workers do: inspect machine code, rehearse in the interpreter, screen and finish on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autoattn import compile, rivals, validate
+from autoattn.entry import Rival
+from autoattn.errors import CompileError
+from autoattn.measure import Stopwatch
+from autoattn.ops import forward
+from autoattn.problem import Problem
+from autoattn.trial import Measurement, Outcome, StaticReport, Verdict
+from autoattn.validate import Case, Gate
+from autoattn.variant import Source
+from autoattn.workers import Failure
+
+SPOT_ROWS = 64  # query rows that are compared at full size; the small cases compare all
+Memory = dict[Hashable, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Compiles for an architecture and reads the machine code; needs no GPU."""
+
+    source: Source
+    arch: int
+
+    def run(self, memory: Memory) -> StaticReport | Failure:
+        """The report, or why the compiler refused."""
+        try:
+            return compile.inspect(self.source, self.arch)
+        except CompileError as error:
+            return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearse:
+    """Checks a kernel's numbers on the CPU, in a worker that runs Triton's interpreter."""
+
+    problem: Problem
+    source: Source
+
+    def run(self, memory: Memory) -> Verdict | Failure:
+        """The verdict over tiny cases."""
+        device = torch.device("cpu")
+        gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
+        return gate.judge(compile.load(self.source, device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screened:
+    """A variant that passed the gate, and a first look at its time."""
+
+    verdict: Verdict
+    median_us: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """Validates on the GPU, then takes a first look at the time; the order is the point."""
+
+    problem: Problem
+    source: Source
+    verdict: Verdict | None  # known from another problem with the same source
+    best_us: float | None  # a variant much slower than this is not measured further
+
+    def run(self, memory: Memory) -> Screened | Failure:
+        """The verdict and the time, or what went wrong."""
+        with _failures() as failed:
+            kernel = _kernel(memory, self.source)
+            verdict = self.verdict
+            if verdict is None:
+                gate = _remembered(
+                    memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, torch.device("cuda"))
+                )
+                verdict = gate.judge(kernel)
+            if not verdict.ok:
+                return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
+            case = _full_case(memory, self.problem)
+            output = forward.empty_output(case.query, self.problem.layout)
+            scale = self.problem.head_dim**-0.5
+            looked = _stopwatch(memory).screen(
+                lambda: forward.launch(kernel, case.query, case.key, case.value, output, None, scale), self.best_us
+            )
+            return Screened(verdict=verdict, median_us=looked.median_us, samples=looked.samples)
+        return failed[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The finals of one problem."""
+
+    verdicts: tuple[Verdict, ...]  # of each finalist at full size, in the order given
+    measurements: tuple[Measurement | None, ...]  # None for a finalist that failed the gate
+    rivals: tuple[Rival, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Final:
+    """Validates the finalists at full size and times them against one another and the rivals, interleaved."""
+
+    problem: Problem
+    finalists: tuple[Source, ...]
+    seconds: float
+    seed: int
+
+    def run(self, memory: Memory) -> Finished | Failure:
+        """The measurements, or what went wrong."""
+        with _failures() as failed:
+            case = _full_case(memory, self.problem)
+            scale = self.problem.head_dim**-0.5
+            output = forward.empty_output(case.query, self.problem.layout)
+            kernels = [_kernel(memory, source) for source in self.finalists]
+            verdicts = tuple(validate.judge(kernel, [case]) for kernel in kernels)
+            others = rivals.calls(self.problem, case.query, case.key, case.value, scale)
+            accuracy = {name: validate.errors(call(), case)[0] for name, call in others.items()}
+            contestants: dict[str, Any] = dict(others)
+            for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True)):
+                if verdict.ok:
+                    contestants[f"finalist {place}"] = lambda kernel=kernel: forward.launch(
+                        kernel, case.query, case.key, case.value, output, None, scale
+                    )
+            times = _stopwatch(memory).contest(
+                contestants, self.problem.flops(), seconds=self.seconds, seed=self.seed
+            )
+            return Finished(
+                verdicts=verdicts,
+                measurements=tuple(times.get(f"finalist {place}") for place in range(len(kernels))),
+                rivals=tuple(Rival(name=name, measurement=times[name], max_error=accuracy[name]) for name in others),
+            )
+        return failed[0]
+
+
+def kind_of(problem: Problem) -> Problem:
+    """What problems share whose gate is the same: sizes of the launch are set to one."""
+    return replace(problem, batch=1, heads_q=problem.group_size, heads_kv=1, seq_q=2, seq_kv=3)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[list[Failure]]:
+    """Turns errors that leave the GPU healthy into a Failure; any other ends the worker, which may be poisoned."""
+    failed: list[Failure] = []
+    try:
+        yield failed
+    except CompileError as error:
+        failed.append(Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error)))
+    except torch.cuda.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        failed.append(Failure(outcome=Outcome.LAUNCH_ERROR, detail=f"out of GPU memory: {' '.join(str(error).split())[:200]}"))
+
+
+def _remembered(memory: Memory, name: Hashable, make: Any) -> Any:
+    if name not in memory:
+        memory[name] = make()
+    return memory[name]
+
+
+def _stopwatch(memory: Memory) -> Stopwatch:
+    stopwatch: Stopwatch = _remembered(memory, "stopwatch", lambda: Stopwatch(torch.device("cuda")))
+    return stopwatch
+
+
+def _kernel(memory: Memory, source: Source) -> compile.Kernel:
+    kernel: compile.Kernel = _remembered(
+        memory, ("kernel", source.digest), lambda: compile.load(source, torch.device("cuda"))
+    )
+    return kernel
+
+
+def _full_case(memory: Memory, problem: Problem) -> Case:
+    """The problem itself with contiguous inputs; one at a time, since it can fill a large part of the card."""
+    if memory.get("full problem") != problem:
+        memory.pop("full case", None)
+        torch.cuda.empty_cache()
+        generator = torch.Generator().manual_seed(1)
+        memory["full case"] = validate.make_case(
+            problem, torch.device("cuda"), generator, rows=SPOT_ROWS, guard=0
+        )
+        memory["full problem"] = problem
+    case: Case = memory["full case"]
+    return case

@@ -1,0 +1,1 @@
+"""The host side of each operation: one module per stem."""

@@ -1,0 +1,97 @@
+"""Cache -> one HTML file that needs nothing else, and the same in Markdown."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jinja2
+
+from autoattn import cache
+from autoattn.errors import StateError
+from autoattn.report import contents, figures, files
+
+FOLDER = Path(__file__).parent
+
+
+def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
+    """Writes `report.html` and `report.md` into `out`, which is made when it is missing.
+
+    Returns:
+        The paths of the two files.
+
+    Raises:
+        StateError: the cache holds nothing to report.
+        CacheError: a cache file is damaged, newer or foreign.
+        OSError: `out` cannot be written.
+    """
+    sections = contents.gather(cache.read_folder(cache_folder))
+    if not sections:
+        raise StateError(
+            f"a report needs cache entries, found none in {cache_folder}; run autoattn tune, or name a --cache"
+        )
+    page, twin = html_text(sections), markdown_text(sections)
+    out.mkdir(parents=True, exist_ok=True)
+    written = out / "report.html", out / "report.md"
+    files.write(written[0], page)
+    files.write(written[1], twin)
+    return written
+
+
+def html_text(sections: list[contents.Section]) -> str:
+    """The report as one HTML document without scripts, links to other hosts or files beside it."""
+    return _environment(autoescape=True).get_template("report.html.j2").render(_facts(sections))
+
+
+def markdown_text(sections: list[contents.Section]) -> str:
+    """The same rows in Markdown."""
+    return _environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections))
+
+
+class Verbatim(str):
+    """Markdown that is already safe."""
+
+
+def markdown_cell(value: object) -> object:
+    """Escapes what Markdown or the HTML in it would act upon; every value of the template passes through here."""
+    if isinstance(value, Verbatim):
+        return value
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", html.escape(figures.printable(value), quote=False))
+
+
+def fenced(text: str, language: str = "") -> Verbatim:
+    """A code block whose fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return Verbatim(f"{fence}{language}\n{text.rstrip()}\n{fence}")
+
+
+def _facts(sections: list[contents.Section]) -> dict[str, object]:
+    return {"sections": sections, "versions": contents.versions}
+
+
+def _environment(*, autoescape: bool = False, finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=autoescape,
+        finalize=finalize,
+    )
+    environment.filters.update(
+        us=figures.microseconds,
+        rate=figures.tflops,
+        times=figures.times,
+        error=figures.error,
+        choice=figures.choice,
+        tile=figures.tile,
+        best_rival=figures.best_rival,
+        counts=figures.counts,
+        settings=figures.settings,
+        fenced=fenced,
+    )
+    return environment

@@ -1,0 +1,199 @@
+"""Child processes that may hang, crash or poison their GPU without harm to the search.
+
+A worker does one job at a time. A job is a picklable value with a `run(memory)` method; `memory` is a dictionary that
+lives as long as the worker. A worker that exceeds its time or dies is replaced, and its job ends as a Failure.
+The children are started as `python -m autoattn.workers`, so that no script of the user's is imported twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from autoattn.trial import Outcome
+
+START_SECONDS = 120.0  # importing torch and triton on a busy machine
+RECYCLE_AFTER = 400  # jobs; the compiler keeps what it compiled
+
+
+class Job(Protocol):
+    """What a worker can do."""
+
+    def run(self, memory: dict[Hashable, Any]) -> Any:
+        """Does the work; an exception ends the worker, since it may have poisoned the GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A job that gave no result."""
+
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    ticket: int | None = None
+    deadline: float = 0.0
+    ready: bool = False
+    jobs: int = 0
+    seconds: float = 0.0  # the time that the current job may take
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pool:
+    """Workers of one kind; `submit` queues a job, `next_results` gives those that ended."""
+
+    size: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    _workers: list[_Worker] = field(default_factory=list)
+    _queue: deque[tuple[int, Job, float]] = field(default_factory=deque)
+    _tickets: int = 0
+
+    def submit(self, job: Job, seconds: float) -> int:
+        """Queues a job that may take `seconds` once it runs; returns its ticket."""
+        self._tickets += 1
+        self._queue.append((self._tickets, job, seconds))
+        self._feed()
+        return self._tickets
+
+    def result(self, job: Job, seconds: float) -> Any:
+        """Runs one job and waits for it; only for a pool that has nothing else to do."""
+        ticket = self.submit(job, seconds)
+        while True:
+            for done, result in self.next_results():
+                if done == ticket:
+                    return result
+
+    def next_results(self) -> list[tuple[int, Any]]:
+        """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""
+        results: list[tuple[int, Any]] = []
+        while not results and (self._queue or any(worker.ticket for worker in self._workers)):
+            self._feed()
+            busy = [worker for worker in self._workers if worker.ticket is not None]
+            patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+            ready = set(wait([worker.connection for worker in busy], timeout=patience))
+            for worker in busy:
+                if worker.connection in ready:
+                    results += self._receive(worker)
+                elif time.monotonic() >= worker.deadline:
+                    assert worker.ticket is not None
+                    detail = f"no answer within {worker.seconds:.0f} s"
+                    results.append((worker.ticket, Failure(outcome=Outcome.TIMEOUT, detail=detail)))
+                    self._retire(worker)
+        self._feed()
+        return results
+
+    def close(self) -> None:
+        """Ends all workers, whatever they do."""
+        self._queue.clear()
+        for worker in list(self._workers):
+            self._retire(worker)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _feed(self) -> None:
+        idle = [worker for worker in self._workers if worker.ticket is None]
+        while self._queue:
+            if not idle and len(self._workers) < self.size:
+                idle.append(self._start())
+            if not idle:
+                return
+            worker = idle.pop()
+            ticket, job, seconds = self._queue.popleft()
+            worker.ticket, worker.seconds = ticket, seconds
+            worker.deadline = time.monotonic() + seconds + (0.0 if worker.ready else START_SECONDS)
+            try:
+                worker.connection.send(job)
+            except (OSError, ValueError):  # it died while idle
+                self._retire(worker)
+                self._queue.appendleft((ticket, job, seconds))
+
+    def _receive(self, worker: _Worker) -> list[tuple[int, Any]]:
+        assert worker.ticket is not None
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            code = worker.process.wait()
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            failure = Failure(outcome=Outcome.CRASH, detail=f"the process died ({name})")
+            ticket = worker.ticket
+            self._retire(worker)
+            return [(ticket, failure)]
+        if message is _READY:
+            worker.ready = True
+            worker.deadline = time.monotonic() + worker.seconds
+            return []
+        ticket, worker.ticket = worker.ticket, None
+        worker.jobs += 1
+        if worker.jobs >= RECYCLE_AFTER:
+            self._retire(worker)
+        return [(ticket, message)]
+
+    def _start(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        # A session of its own: killing its group ends a compiler that it started, and Ctrl-C reaches only the parent.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autoattn.workers", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if os.environ.get("AUTOATTN_DEBUG") else subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        worker = _Worker(process=process, connection=Connection(ours.detach()))
+        self._workers.append(worker)
+        return worker
+
+    def _retire(self, worker: _Worker) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+        worker.connection.close()
+        self._workers.remove(worker)
+
+
+_READY = None  # the first message of a worker; no job gives None
+
+
+def serve(connection: Connection) -> None:
+    """The life of a worker: jobs until the parent goes away, or until one fails."""
+    import autoattn.jobs  # noqa: F401 - torch and triton are loaded before the clock of the first job runs
+
+    memory: dict[Hashable, Any] = {}
+    connection.send(_READY)
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result = job.run(memory)
+        except Exception as error:
+            words = " ".join(str(error).split())[:300]
+            failure = Failure(outcome=Outcome.LAUNCH_ERROR, detail=f"{type(error).__name__}: {words}")
+            connection.send(failure)
+            return
+        connection.send(result)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,285 @@
+"""Shapes files: the format, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoattn import shapes
+from autoattn.errors import ShapesError
+from autoattn.problem import DType, Layout, Mask, Precision, Problem
+
+ONE: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
+
+
+def file_of(*problems: object, **top: object) -> dict[str, Any]:
+    return {"version": 1, "groups": {"one": {"problems": list(problems)}}, **top}
+
+
+def problems_of(*problems: object, **top: object) -> list[Problem]:
+    return [named.problem for named in shapes.parse(file_of(*problems, **top), "f.yaml")]
+
+
+def the_problem(**changes: object) -> Problem:
+    """The single problem that ONE with changes stands for; None removes a key."""
+    values = {key: value for key, value in {**ONE, **changes}.items() if value is not None}
+    (problem,) = problems_of(values)
+    return problem
+
+
+def refusal(document: object) -> str:
+    with pytest.raises(ShapesError) as caught:
+        shapes.parse(document, "f.yaml")
+    message = str(caught.value)
+    assert message.startswith("f.yaml")
+    assert "\n" not in message
+    return message
+
+
+# The problem
+
+
+def test_a_problem_says_what_it_says_and_defaults_the_rest() -> None:
+    assert the_problem() == Problem(
+        dtype=DType.BFLOAT16, batch=2, heads_q=4, heads_kv=4, seq_q=128, seq_kv=128, head_dim=64
+    )
+    full = the_problem(heads_kv=2, seq="64x256", mask="causal:top-left", layout="bshd", dtype="float32:tf32")
+    assert (full.heads_q, full.heads_kv, full.seq_q, full.seq_kv) == (4, 2, 64, 256)
+    assert full.mask == Mask.parse("causal:top-left")
+    assert (full.layout, full.dtype, full.precision) == (Layout.BSHD, DType.FLOAT32, Precision.TF32)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "precision"),
+    [
+        ("float16", DType.FLOAT16, Precision.IEEE),
+        ("fp16", DType.FLOAT16, Precision.IEEE),
+        ("bf16", DType.BFLOAT16, Precision.IEEE),
+        ("float32", DType.FLOAT32, Precision.IEEE),
+        ("float32:ieee", DType.FLOAT32, Precision.IEEE),
+        ("fp32:tf32", DType.FLOAT32, Precision.TF32),
+    ],
+)
+def test_dtype_carries_the_precision(text: str, dtype: DType, precision: Precision) -> None:
+    assert (the_problem(dtype=text).dtype, the_problem(dtype=text).precision) == (dtype, precision)
+
+
+def test_lengths_have_three_spellings() -> None:
+    assert the_problem(seq="64x256") == the_problem(seq=None, seq_q=64, seq_kv=256)
+    assert the_problem(seq="64x64") == the_problem(seq=64)
+
+
+def test_masks_have_two_spellings() -> None:
+    assert the_problem(seq="64x256", causal=True) == the_problem(seq="64x256", mask="causal:bottom-right")
+    assert the_problem(causal=False) == the_problem(mask="full") == the_problem()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"batch": 0}, "batch must be a whole number from 1 to 2147483647, got 0"),
+        ({"heads": -4}, "heads must be a whole number"),
+        ({"heads_kv": True}, "heads_kv must be a whole number from 1 to 2147483647, got True"),
+        ({"head_dim": 64.0}, "head_dim must be a whole number from 1 to 2147483647, got 64.0"),
+        ({"batch": "2"}, "batch must be a whole number from 1 to 2147483647, got '2'"),
+        ({"batch": 2**31}, "batch must be a whole number"),
+        ({"batch": {"a": 1}}, "batch must be a whole number"),
+        ({"batch": [1, [2]]}, r"batch must be a whole number from 1 to 2147483647, got \[2\]"),
+        ({"batch": []}, "batch must be a value or a list of them, got an empty list"),
+        ({"seq": True}, "seq must be a whole number"),
+        ({"seq": "128"}, "seq must be a number or a text as 1024x4096, got '128'"),
+        ({"seq": "0x128"}, "seq must be a whole number from 1 to 2147483647, got 0"),
+        ({"seq": "9" * 5000 + "x1"}, "seq must be a number or a text as 1024x4096"),
+        ({"seq": "1x2x3"}, "seq must be a number or a text"),
+        ({"seq": None, "seq_q": 128}, "must say seq_kv, but does not"),
+        ({"seq": None}, "must say seq, but does not"),
+        ({"dtype": None, "batch": None}, "must say dtype, batch, but does not"),
+        ({"seq_q": 128}, "gives seq and seq_q; keep one of them"),
+        ({"mask": "full", "causal": True}, "gives mask and causal; keep one of them"),
+        ({"dtype": "float64"}, "dtype must be float16, .* got 'float64'"),
+        ({"dtype": "bfloat16:tf32"}, "dtype must be .* got 'bfloat16:tf32'"),
+        ({"dtype": "float32:"}, "dtype must be .* got 'float32:'"),
+        ({"dtype": "float32:fast"}, "dtype must be .* got 'float32:fast'"),
+        ({"dtype": 16}, "dtype must be .* got 16"),
+        ({"mask": "diagonal"}, "mask must be full, causal, .* got 'diagonal'"),
+        ({"mask": True}, "mask must be full, causal"),
+        ({"causal": "top-left"}, "causal must be true or false, got 'top-left'"),
+        ({"causal": 1}, "causal must be true or false, got 1"),
+        ({"layout": "bsd"}, "layout must be bhsd or bshd, got 'bsd'"),
+        ({"layout": []}, "layout must be a value or a list"),
+        ({"layout": {}}, "layout must be bhsd or bshd, got {}"),
+        ({"heads_kv": 3}, "heads_q must be a multiple of heads_kv, got 4 and 3"),
+        ({"head_dim": 257}, "head_dim must be at most 256, got 257"),
+        ({"head_dims": 64}, "unknown key 'head_dims'; did you mean head_dim?"),
+        ({"zzz": 64}, "unknown key 'zzz'; known are batch, causal,"),
+        ({"precision": "tf32"}, "unknown key 'precision'; write the precision behind the dtype"),
+    ],
+)
+def test_a_wrong_problem_is_refused_at_its_place(changes: dict[str, object], fault: str) -> None:
+    wrong = {key: value for key, value in {**ONE, **changes}.items() if value is not None}
+    message = refusal(file_of(ONE, wrong))
+    assert message.startswith("f.yaml: group 'one', problem 2")
+    assert re.search(fault, message), message
+
+
+@pytest.mark.parametrize("problem", [None, 1, "x", [ONE]])
+def test_a_problem_is_a_mapping(problem: object) -> None:
+    assert "problem 1 must be a mapping" in refusal(file_of(problem))
+
+
+def test_a_null_value_is_not_an_absent_one() -> None:
+    assert "heads_kv must be a whole number from 1 to 2147483647, got nothing" in refusal(
+        file_of({**ONE, "heads_kv": None})
+    )
+
+
+# Grids and defaults
+
+
+def test_lists_are_grids_and_the_last_key_changes_fastest() -> None:
+    grid = problems_of({**ONE, "batch": [2, 1], "seq": [128, "64x256"], "mask": ["full", "causal"]})
+    assert [(p.batch, p.seq_q, p.mask.causal) for p in grid] == [
+        (batch, seq, causal) for batch in (2, 1) for seq in (128, 64) for causal in (False, True)
+    ]
+
+
+def test_the_lists_of_defaults_are_the_outer_loops() -> None:
+    own = {key: value for key, value in ONE.items() if key not in ("dtype", "batch")}
+    grid = problems_of({**own, "head_dim": [32, 64]}, defaults={"dtype": ["fp16", "bf16"], "batch": 1})
+    assert [(p.dtype, p.head_dim) for p in grid] == [
+        (dtype, head_dim) for dtype in (DType.FLOAT16, DType.BFLOAT16) for head_dim in (32, 64)
+    ]
+
+
+def test_the_nearest_value_counts() -> None:
+    document = {
+        "version": 1,
+        "defaults": {**ONE, "batch": 1, "heads": 1, "head_dim": 16},
+        "groups": {"one": {"defaults": {"heads": 2, "head_dim": 32}, "problems": [{"head_dim": 64}, {}]}},
+    }
+    found = [named.problem for named in shapes.parse(document, "f.yaml")]
+    assert [(p.batch, p.heads_q, p.head_dim) for p in found] == [(1, 2, 64), (1, 2, 32)]
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "expected"),
+    [
+        ({"seq": 64}, {"seq_q": 1, "seq_kv": 2}, {"seq": "1x2"}),
+        ({"seq_q": 1, "seq_kv": 2}, {"seq": 64}, {"seq": 64}),
+        ({"mask": "full"}, {"causal": True}, {"mask": "causal"}),
+        ({"causal": True}, {"mask": "full"}, {"mask": "full"}),
+    ],
+)
+def test_the_other_spelling_of_a_default_gives_way(
+    below: dict[str, Any], above: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    values = {key: value for key, value in ONE.items() if key != "seq"}
+    document = file_of({**values, "seq": 64, **above}, defaults=below)
+    if "seq_q" in above:
+        document = file_of({**values, **above}, defaults=below)
+    (found,) = shapes.parse(document, "f.yaml")
+    assert found.problem == the_problem(**{"seq": 64, **expected})
+
+
+def test_a_spelling_that_gave_way_does_not_come_back() -> None:
+    document = file_of({"seq_q": 1})
+    document["defaults"] = {key: value for key, value in ONE.items() if key != "seq"} | {"seq_q": 2, "seq_kv": 3}
+    document["groups"]["one"]["defaults"] = {"seq": 64}
+    assert "must say seq_kv" in refusal(document)  # the file's seq_kv went when the group said seq
+
+
+def test_wrong_defaults_are_refused_at_their_place() -> None:
+    assert refusal(file_of(ONE, defaults={"batch": 0})).startswith("f.yaml: defaults: batch must be")
+    document = file_of(ONE)
+    document["groups"]["one"]["defaults"] = {"seq": 1, "seq_q": 1}
+    assert refusal(document).startswith("f.yaml: group 'one': defaults gives seq and seq_q")
+    document["groups"]["one"]["defaults"] = [1]
+    assert "defaults must be a mapping" in refusal(document)
+
+
+def test_a_grid_above_ten_thousand_is_refused_before_it_unfolds() -> None:
+    numbers = list(range(1, 101))
+    assert len(problems_of({**ONE, "batch": numbers, "seq": numbers})) == 10_000
+    message = refusal(file_of(ONE, {**ONE, "batch": numbers, "seq": numbers}))
+    assert message == "f.yaml: group 'one', problem 2 takes the file above 10000 problems; shorten its lists"
+    huge = list(range(1, 1000))
+    refusal(file_of({key: "bf16" if key == "dtype" else huge for key in ONE}))  # 10^12 of them, at once
+
+
+# Groups
+
+
+def test_a_problem_listed_twice_is_one_with_all_its_groups() -> None:
+    document = {
+        "version": 1,
+        "groups": {
+            "first": {"problems": [ONE, ONE, {**ONE, "batch": 9}]},
+            "second": {"problems": [{**ONE, "mask": "full"}]},
+            "third": {"problems": [{**ONE, "batch": [8, 9]}]},
+        },
+    }
+    found = shapes.parse(document, "f.yaml")
+    assert [(named.problem.batch, named.groups) for named in found] == [
+        (2, ("first", "second")),
+        (9, ("first", "third")),
+        (8, ("third",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "fault"),
+    [
+        (None, "f.yaml must hold version and groups, but it is empty"),
+        ([], r"f.yaml must be a mapping of names to values, got \[\]"),
+        ("text", "f.yaml must be a mapping"),
+        ({}, "must say version: 1, all that this autoattn reads, got nothing"),
+        ({"version": 2}, "must say version: 1, .* got 2"),
+        ({"version": True}, "must say version: 1, .* got True"),
+        ({"version": "1"}, "must say version: 1, .* got '1'"),
+        ({"version": 1, "group": {}}, "unknown key 'group'; did you mean groups?"),
+        ({"version": 1, 7: {}}, "unknown key 7"),
+        ({"version": 1}, "groups must be a mapping of names to values, got nothing"),
+        ({"version": 1, "groups": {}}, "groups must name at least one group, got none"),
+        ({"version": 1, "groups": [ONE]}, "groups must be a mapping"),
+        ({"version": 1, "groups": {"a": None}}, "group 'a' must be a mapping of names to values, got nothing"),
+        ({"version": 1, "groups": {"a": {}}}, "group 'a' must list at least one problem, got nothing"),
+        ({"version": 1, "groups": {"a": {"problems": []}}}, r"group 'a' must list at least one problem, got \[\]"),
+        ({"version": 1, "groups": {"a": {"problems": ONE}}}, "group 'a' must list at least one problem"),
+        ({"version": 1, "groups": {"a": {"problem": [ONE]}}}, "unknown key 'problem'; did you mean problems?"),
+        ({"version": 1, "groups": {3: {"problems": [ONE]}}}, "group 3 must have a text for its name"),
+        ({"version": 1, "groups": {"": {"problems": [ONE]}}}, "group '' must have a text for its name"),
+        ({"version": 1, "groups": {"a": {"description": 1, "problems": [ONE]}}}, "description must be text, got 1"),
+    ],
+)
+def test_a_wrong_file_is_refused(document: object, fault: str) -> None:
+    assert re.search(fault, refusal(document))
+
+
+def test_published_tables_are_not_read() -> None:
+    for published in (None, 1, {"tables": {"a": {"rows": [[1, 2], "anything"]}}}):
+        assert len(problems_of(ONE, published=published)) == 1
+
+
+@pytest.mark.parametrize("key", ["batch", "seq", "mask", "causal", "dtype", "layout", "x" * 100_000])
+def test_long_values_are_cut_in_messages(key: str) -> None:
+    assert len(refusal(file_of({**ONE, key: "x" * 100_000}))) < 350
+    assert len(refusal({"version": 1, "groups": {"g" * 100_000: None}})) < 350
+
+
+# Files
+
+
+def test_load_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(file_of(ONE)))
+    assert [named.groups for named in shapes.load(path)] == [("one",)]
+    for content in ("", "version: 1\nversion: 1\n", "a: [", "version: 2\n"):
+        path.write_text(content)
+        with pytest.raises(ShapesError, match=re.escape(str(path))):
+            shapes.load(path)
+    with pytest.raises(ShapesError, match="there is none"):
+        shapes.load(tmp_path / "none.yaml")

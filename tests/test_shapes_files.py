@@ -1,0 +1,147 @@
+"""The shapes files that come with the project: the promise, the published tables, and the documentation's examples."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoattn import resources, shapes
+from autoattn.errors import ShapesError
+from autoattn.problem import DType, Layout, Precision, Problem
+
+CHECKOUT = Path(__file__).parent.parent
+SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("*.yaml"))
+
+
+def in_group(group: str) -> list[Problem]:
+    return [named.problem for named in shapes.load(resources.shapes_path()) if group in named.groups]
+
+
+def test_the_root_file_holds_the_promise() -> None:
+    found = shapes.load(resources.shapes_path())
+    assert Counter(named.groups for named in found) == {("seed-003",): 12, ("seed-001",): 81, ("seed-000",): 2}
+
+
+def test_seed_003_is_flash_attention_on_an_a100() -> None:
+    facts = {(p.batch, p.seq_q, p.seq_kv, p.heads_kv, str(p.mask)) for p in in_group("seed-003")}
+    assert facts == {
+        (*sizes, heads_kv, mask)
+        for sizes in ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))
+        for heads_kv in (32, 8)
+        for mask in ("full", "causal:bottom-right")
+    }
+    assert {(p.dtype, p.heads_q, p.head_dim, p.layout) for p in in_group("seed-003")} == {
+        (DType.BFLOAT16, 32, 128, Layout.BHSD)
+    }
+
+
+def test_seed_001_is_one_causal_head() -> None:
+    facts = {(p.dtype, p.precision, p.head_dim, p.seq_q) for p in in_group("seed-001")}
+    assert facts == {
+        (*kind, head_dim, 2**power)
+        for kind in (
+            (DType.BFLOAT16, Precision.IEEE),
+            (DType.FLOAT32, Precision.TF32),
+            (DType.FLOAT32, Precision.IEEE),
+        )
+        for head_dim in (16, 32, 64)
+        for power in range(7, 16)
+    }
+    assert {(p.batch, p.heads_q, p.heads_kv, p.seq_q == p.seq_kv, p.mask.causal) for p in in_group("seed-001")} == {
+        (1, 1, 1, True, True)
+    }
+
+
+def test_seed_000_is_one_long_packed_sequence() -> None:
+    full, causal = in_group("seed-000")
+    assert (full.batch, full.seq_q, full.heads_q, full.head_dim, full.layout) == (1, 65536, 128, 56, Layout.BSHD)
+    assert not full.mask.causal
+    assert causal.mask.causal
+    assert full.bytes() == 4 * 896 * 1024**2  # four tensors of 896 MiB, as the table says
+
+
+# Table -> rows, and one cell that was looked up by hand: (row, column, value).
+PUBLISHED: dict[str, dict[str, tuple[int, tuple[int, str, object]]]] = {
+    "seed_000": {
+        "device": (1, (0, "l2", 24576)),
+        "run_mha_varlen_fwd": (18, (13, "cold_gpu_ms", 12.830983)),
+    },
+    "seed_001": {
+        "model_forward": (3, (2, "avg_forward", 0.0859365)),
+        "model_forward_backward": (2, (1, "avg_backward", 0.0964797)),
+        "benchmark_attn": (20, (14, "forward", "OOM")),
+        "flash_attention": (54, (47, "backward_triton", 11.235)),
+    },
+    "seed_002": {"implementations": (56, (39, "memory", 349.04))},
+    "seed_003": {"not_causal": (6, (5, "no_softmax_tflops", 223.02)), "both_masks": (12, (2, "tflops", 98.10))},
+    "seed_004": {
+        "models_macbook_air": (12, (11, "both", 4.24511)),
+        "models_rtx_pro_6000": (5, (4, "backward", 0.160571)),
+        "models_rtx_pro_6000_no_warmup": (5, (0, "backward", -0.00274821)),
+        "models_rtx_pro_6000_one_warmup": (5, (1, "forward_std", 0.0310978)),
+        "models_rtx_pro_6000_bfloat16": (5, (4, "forward", 0.0485177)),
+        "models_rtx_pro_6000_compiled": (5, (1, "backward", 0.00021299)),
+        "models_rtx_pro_6000_bfloat16_compiled": (5, (0, "both", 0.0144243)),
+        "attention_m4": (4, (3, "both_std", 1.9964e-05)),
+        "attention_m4_compiled": (4, (2, "backward", 0.00747273)),
+        "attention_rtx_pro_6000": (20, (19, "memory_backward", 3838.97)),
+        "attention_rtx_pro_6000_compiled": (20, (9, "forward_std", 2.30392e-05)),
+        "attention_rtx_pro_6000_compiled_bfloat16": (20, (16, "forward", 0.00596216)),
+        "accumulation": (4, (1, "result", 9.9531)),
+    },
+}
+
+
+@pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
+def test_published_tables_are_whole(path: Path) -> None:
+    document: Any = resources.read_yaml(path)
+    tables = document["published"]["tables"]
+    assert set(tables) == set(PUBLISHED[path.stem])
+    for name, (count, (row, column, value)) in PUBLISHED[path.stem].items():
+        columns, rows = list(tables[name]["columns"]), tables[name]["rows"]
+        assert len(rows) == count
+        assert {len(cells) for cells in rows} == {len(columns)}
+        assert rows[row][columns.index(column)] == value
+
+
+def test_there_is_a_file_for_every_seed() -> None:
+    assert {path.stem for path in SEEDS} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
+def test_the_promise_is_part_of_the_seeds_own_file(path: Path) -> None:
+    listed = {named.problem for named in shapes.load(path)}
+    assert listed
+    assert set(in_group(path.stem.replace("_", "-"))) <= listed
+
+
+def test_published_times_and_operations_agree_with_the_problems() -> None:
+    """Seed 003's rates follow from its times and our count of operations, but for its causal convention."""
+    document: Any = resources.read_yaml(CHECKOUT / "benchmarks/shapes/seed_003.yaml")
+    for causal, batch, seq_q, seq_kv, heads_kv, tflops, time in document["published"]["tables"]["both_masks"]["rows"]:
+        full = Problem(
+            dtype=DType.BFLOAT16, batch=batch, heads_q=32, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=128
+        )
+        assert full.flops() / (2 if causal else 1) / time / 1e9 == pytest.approx(tflops, rel=0.002)
+
+
+# Documentation
+
+
+def test_the_examples_of_the_documentation_load() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (CHECKOUT / "docs/shapes.md").read_text(), flags=re.DOTALL)
+    counts = [len(shapes.parse(yaml.safe_load(block), "docs/shapes.md")) for block in blocks]
+    assert counts == [1, 12, 1]
+
+
+def test_the_error_of_the_documentation_is_the_real_one() -> None:
+    wrong = {"dtype": "bfloat16", "batch": 4, "heads": 32, "heads_kv": 5, "seq": 2048, "head_dim": 128}
+    document = {"version": 1, "groups": {"my-model": {"problems": [wrong]}}}
+    with pytest.raises(ShapesError) as caught:
+        shapes.parse(document, "my-shapes.yaml")
+    assert str(caught.value) in (CHECKOUT / "docs/shapes.md").read_text()
