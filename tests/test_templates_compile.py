@@ -132,7 +132,9 @@ def test_an_exported_file_compiles_when_triton_takes_sizes_of_one_as_constants(p
         signature=signature,
         constexprs={(list(signature).index(name),): 1 for name in ones},
     )
-    compiled = triton.compile(kernel, target=GPUTarget("cuda", 80, 32), options=dict(module.OPTIONS))
+    compiled = triton.compile(
+        kernel, target=GPUTarget("cuda", 80, 32), options={**module.OPTIONS, "enable_fp_fusion": True}
+    )
     assert compiled.asm["cubin"]
 
 
