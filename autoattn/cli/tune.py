@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoattn.device import Device
     from autoattn.problem import Problem
     from autoattn.shapes import NamedProblem
-    from autoattn.tune import Summary
+    from autoattn.plan import Summary
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
@@ -74,7 +74,7 @@ def command(
     named = options.problems_of(shapes, group, problem)
     from autoattn import gpu, resources
     from autoattn.cli import terminal
-    from autoattn.tune import Effort, Options
+    from autoattn.plan import Effort, Options
 
     card, measured = gpu.resolve(device)
     console = terminal.console()
