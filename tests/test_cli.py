@@ -376,7 +376,7 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
     monkeypatch.setattr(tune, "tune", fake_tune({one.key: samples.predicted(one)}))
     code, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--cache", tmp_path / "mine")
     assert code == 0
-    prefill, train = out.index("\nprefill"), out.index("\ntrain")
+    prefill, train = out.index("\nprefill, predicted"), out.index("\ntrain, predicted")
     row = next(line for line in out[prefill:train].splitlines() if str(one) in line)
     assert "predicted" in row
     assert "500.0" in row
@@ -389,7 +389,7 @@ def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkey
     monkeypatch.setattr(tune, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
     code, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert code == 1
-    assert "failed: no variant fits" in out
+    assert re.search(r"causal:bottom-right +failed +no variant fits", out)
     assert "no kernel (why)" in out
 
 
@@ -671,3 +671,17 @@ def test_plain_ascii_output_is_possible() -> None:
 
 def test_the_console_is_wide_where_there_is_no_terminal() -> None:
     assert console().width >= 160
+
+
+@pytest.mark.parametrize(("width", "columns"), [(80, 3), (100, 5), (140, 7)])
+def test_a_narrow_terminal_loses_the_last_columns_and_no_figures(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch, width: int, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = autoattn("show", "--evidence", "measured")
+    names = ["Problem", "us", "TFLOP/s", "Evidence", "Runs on", "Best rival, or bound", "Tile"]
+    head = next(line for line in out.splitlines() if "Problem" in line)
+    assert [name in head for name in names] == [position < columns for position in range(len(names))]
+    assert "400.0" in out
+    assert all(len(line) <= width for line in out.splitlines() if not line.startswith((" (", "h200")))
+    assert ("left out" in out) == (columns < len(names))

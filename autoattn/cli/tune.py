@@ -142,5 +142,6 @@ def _table(console: Console, group: str, problems: list[Problem], summary: Summa
             rows.append(show.row(entry))
         else:
             reason = summary.failed.get(problem.key)
-            rows.append((problem, f"failed: {reason}" if reason is not None else "not reached", "", "", "", "", ""))
-    console.print(terminal.table(group, show.COLUMNS, rows))
+            rows.append((problem, "", "", "failed" if reason is not None else "not reached", "", reason or "", ""))
+    kinds = sorted({summary.entries[one.key].evidence.value for one in problems if one.key in summary.entries})
+    terminal.print_table(console, ", ".join([group, *kinds]), show.COLUMNS, rows)
