@@ -13,7 +13,7 @@ need) the lightest and the heaviest path through both a product and an exp2 are 
 - loops that track a running maximum (FMNMX) are left out when another loop does not: they are the second chance of the
   `first_max` softmax, which runs when a tile overflowed;
 - `loop` is the lightest path of the loop with the fewest masking instructions (ISETP, FSEL and their kin);
-- `masked_loop` is the heaviest path of the loop with the most, where it masks more than `loop` does; else empty.
+- `masked_loop` is the heaviest path of the loop with the most, where they are more by half of its exp2; else empty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
 TENSOR = ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "IMMA", "QGMMA", "OMMA", "QMMA")
 MASKING = ("ISETP", "FSEL", "FSETP", "SEL", "PLOP3", "P2R", "R2P", "USEL", "UISETP")
 # Opcodes whose modifiers change what they cost; all others are reported by their first word.
-DETAILED = (*TENSOR, "MUFU", "LDSM", "STSM", "LDG", "LDGSTS", "LDS", "STS", "LDL", "STL", "STG", "LDTM", "STTM",
+DETAILED = (*TENSOR, "MUFU", "LDSM", "STSM", "LDG", "LDGSTS", "LDS", "STS", "LDL", "STL", "STG",
             "WARPGROUP", "SYNCS", "UTMALDG")  # fmt: skip
 _WIDTH = re.compile(r"\.(32|64|128)$|\.(U8|S8|U16|S16)(?=\.|$)")
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)[ ;]([^;]*)")
@@ -344,7 +344,9 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
     passes = [p for p in passes if _maxima(p[0]) <= fewest + 8] or passes
     plain = min((light for light, _ in passes), key=lambda names: (_masking(names), len(names)))
     masked = max((heavy for _, heavy in passes), key=lambda names: (_masking(names), -len(names)))
-    return plain, masked if _masking(masked) > 1.25 * _masking(plain) + 4 else []
+    # A mask selects once per score, and each score has an exp2.
+    masks = _masking(masked) - _masking(plain) > masked.count("MUFU.EX2") / 2
+    return plain, masked if masks else []
 
 
 def _masking(names: list[str]) -> int:
