@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoattn.device import Device
+    from autoattn.plan import Summary
     from autoattn.problem import Problem
     from autoattn.shapes import NamedProblem
-    from autoattn.plan import Summary
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
