@@ -175,11 +175,9 @@ class _Run:
         trials = {trial.variant: trial for trial in working}
         order = sorted(working, key=lambda trial: (trial.time_us, trial.digest))
         finalists = [trial.variant for trial in order[: self.options.profile.finalists]]
-        finalists += [
-            variant
-            for variant in (default, old.variant if old is not None else default)
-            if variant in trials and variant not in finalists
-        ]
+        for variant in (default, old.variant if old is not None else default):
+            if variant in trials and variant not in finalists:
+                finalists.append(variant)
         best = order[0].time_us
         self.listen(
             _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
@@ -189,25 +187,26 @@ class _Run:
         )
         if isinstance(result, Failure):
             return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        ranked = sorted(
-            (measurement.median_us, trials[variant].digest, trials[variant], measurement, verdict)
+        ranked = [
+            (trials[variant], measurement, verdict)
             for variant, measurement, verdict in zip(finalists, result.measurements, result.verdicts, strict=True)
             if measurement is not None and verdict.ok
-        )
+        ]
+        ranked.sort(key=lambda finalist: (finalist[1].median_us, finalist[0].digest))
         if not ranked:
             return f"no finalist was right at full size: {result.verdicts[0].reason}"
-        _, _, winner, measurement, verdict = ranked[0]
+        winner, measurement, verdict = ranked[0]
         rivals = list(result.rivals)
         rivals += [
             Rival(name=TEMPLATE_DEFAULT, measurement=times, max_error=checked.max_error)
-            for _, _, trial, times, checked in ranked
+            for trial, times, checked in ranked
             if trial.variant == default and trial is not winner
         ]
         return self._entry(
             study,
             winner,
             Evidence.MEASURED,
-            candidates=[(trial, median) for median, _, trial, _, _ in ranked[1:]],
+            candidates=[(trial, times.median_us) for trial, times, _ in ranked[1:]],
             measurement=measurement,
             verdict=_both(winner.verdict, verdict),
             rivals=rivals,
