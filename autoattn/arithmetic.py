@@ -85,10 +85,9 @@ def _closure(node: ast.AST, text: str) -> Callable[[Facts], Any]:
         if isinstance(node.op, ast.And):
             return lambda facts: all(part(facts) for part in parts)
         return lambda facts: any(part(facts) for part in parts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        if not node.keywords and not any(isinstance(part, ast.Starred) for part in node.args):
-            call, arguments = _FUNCTIONS[node.func.id], [_closure(part, text) for part in node.args]
-            return lambda facts: call(*[argument(facts) for argument in arguments])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and node.args:
+        call, arguments = _FUNCTIONS[node.func.id], [_closure(part, text) for part in [*node.args, *node.keywords]]
+        return lambda facts: call(*[argument(facts) for argument in arguments])
     piece = ast.unparse(node)
     raise SpaceError(
         f"a rule may hold numbers, names, + - * / // %, one comparison at a time, and, or, not, min and max, "

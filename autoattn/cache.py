@@ -18,7 +18,7 @@ from typing import Any
 import filelock
 import msgspec
 
-from autoattn import resources, space
+from autoattn import space
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, UsageError

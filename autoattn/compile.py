@@ -51,10 +51,15 @@ def build(source: Source, arch: int) -> Any:
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in module.DIVISIBLE.items()}
     kernel = ASTSource(fn=getattr(module, source.name), signature=module.SIGNATURE, constexprs={}, attrs=attributes)
     try:
-        return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options=dict(module.OPTIONS))
+        with triton.knobs.compilation.scope():
+            # Part of Triton's cache key, so the same everywhere; line tables make a cubin four times as large.
+            triton.knobs.compilation.disable_line_info = True
+            return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options=dict(module.OPTIONS))
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
         reason = " ".join(str(error).split())[:300]
-        raise CompileError(f"Triton {triton.__version__} cannot compile this variant for sm_{arch}: {reason}") from error
+        raise CompileError(
+            f"Triton {triton.__version__} cannot compile this variant for sm_{arch}: {reason}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -72,7 +72,11 @@ class CacheEntry:
         if not (measured if self.evidence is Evidence.MEASURED else unmeasured):
             raise ValueError(
                 f"a {self.evidence.value} entry must rest on "
-                + ("a passing verdict and a measurement" if self.evidence is Evidence.MEASURED else "a prediction alone")
+                + (
+                    "a passing verdict and a measurement"
+                    if self.evidence is Evidence.MEASURED
+                    else "a prediction alone"
+                )
             )
 
     @property

@@ -49,7 +49,7 @@ class Rehearse:
     def run(self, memory: Memory) -> Verdict | Failure:
         """The verdict over tiny cases."""
         device = torch.device("cpu")
-        gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
+        gate: Gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
         return gate.judge(compile.load(self.source, device))
 
 
@@ -127,9 +127,7 @@ class Final:
                     contestants[f"finalist {place}"] = lambda kernel=kernel: forward.launch(
                         kernel, case.query, case.key, case.value, output, None, scale
                     )
-            times = _stopwatch(memory).contest(
-                contestants, self.problem.flops(), seconds=self.seconds, seed=self.seed
-            )
+            times = _stopwatch(memory).contest(contestants, self.problem.flops(), seconds=self.seconds, seed=self.seed)
             return Finished(
                 verdicts=verdicts,
                 measurements=tuple(times.get(f"finalist {place}") for place in range(len(kernels))),
@@ -153,7 +151,9 @@ def _failures() -> Iterator[list[Failure]]:
         failed.append(Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error)))
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
-        failed.append(Failure(outcome=Outcome.LAUNCH_ERROR, detail=f"out of GPU memory: {' '.join(str(error).split())[:200]}"))
+        failed.append(
+            Failure(outcome=Outcome.LAUNCH_ERROR, detail=f"out of GPU memory: {' '.join(str(error).split())[:200]}")
+        )
 
 
 def _remembered(memory: Memory, name: Hashable, make: Any) -> Any:
@@ -180,9 +180,7 @@ def _full_case(memory: Memory, problem: Problem) -> Case:
         memory.pop("full case", None)
         torch.cuda.empty_cache()
         generator = torch.Generator().manual_seed(1)
-        memory["full case"] = validate.make_case(
-            problem, torch.device("cuda"), generator, rows=SPOT_ROWS, guard=0
-        )
+        memory["full case"] = validate.make_case(problem, torch.device("cuda"), generator, rows=SPOT_ROWS, guard=0)
         memory["full problem"] = problem
     case: Case = memory["full case"]
     return case

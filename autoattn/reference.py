@@ -56,17 +56,23 @@ def visible(positions: Tensor, seq_q: int, seq_kv: int, mask: Mask) -> Tensor:
 
 
 def low_precision(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, precision: Precision, rows: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    precision: Precision,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The same maths as `attention` with PyTorch in the tensors' own precision: the yardstick for an honest error."""
     if precision is Precision.TF32:
-        query, key, value = (round_to_tf32(tensor) for tensor in (query * scale, key, value))
+        query, key, value = (cut_to_tf32(tensor) for tensor in (query * scale, key, value))
         scale = 1.0
     output, _ = attention(query, key, value, mask=mask, scale=scale, dtype=query.dtype, rows=rows)
     return output
 
 
-def round_to_tf32(tensor: Tensor) -> Tensor:
-    """float32 with 10 bits of mantissa, rounded to nearest: what a tensor core keeps of a float32 operand."""
-    bits = tensor.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+def cut_to_tf32(tensor: Tensor) -> Tensor:
+    """float32 without the low 13 bits: what a tensor core sees of a float32 operand (PTX ISA, mma with .tf32)."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)

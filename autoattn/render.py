@@ -79,5 +79,5 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 - the values are numbers and enums, checked against the space
+        autoescape=False,
     )

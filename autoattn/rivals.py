@@ -35,9 +35,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float,
     return _sdpa(query, key, value, mask, scale)
 
 
-def calls(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> dict[str, Callable[[], Tensor]]:
+def calls(problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict[str, Callable[[], Tensor]]:
     """The rivals that take these inputs, ready to be timed: each was run once."""
     found: dict[str, Callable[[], Tensor]] = {}
     for name in (SDPA, *BACKENDS):

@@ -78,7 +78,9 @@ class SearchSpace:
         """Checks that `params` names every parameter once and takes each value from its choices."""
         if set(params) != set(self.choices):
             wrong = sorted(set(params) ^ set(self.choices))
-            raise SpaceError(f"a variant of {self.template} sets {', '.join(self.choices)}, got {wrong} amiss; correct it")
+            raise SpaceError(
+                f"a variant of {self.template} sets {', '.join(self.choices)}, got {wrong} amiss; correct it"
+            )
         for name, value in params.items():
             if value not in self.choices[name] or isinstance(value, bool):
                 options = ", ".join(str(choice) for choice in self.choices[name])

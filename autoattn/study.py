@@ -94,7 +94,9 @@ class Study:
         try:
             self._stored.add_trial(frozen)
         except OSError as error:
-            raise CacheError(f"the study's journal must be writable, but {error}; free the disk or use --cache") from None
+            raise CacheError(
+                f"the study's journal must be writable, but {error}; free the disk or use --cache"
+            ) from None
 
     def _remember(self, trial: Trial) -> None:
         self.trials[trial.variant] = trial

@@ -38,7 +38,7 @@ class StaticReport:
     shared_bytes: int  # per block, static and dynamic
     num_warps: int
     code_bytes: int
-    # Opcode -> instructions that one warp issues per pass of the loop over keys that masks nothing (or of the only loop).
+    # Opcode -> instructions of one warp in one pass of the loop over keys that masks nothing (or of the only loop).
     loop: dict[str, int] = field(default_factory=dict)
     # The same for the loop that masks, when the kernel has two; else empty.
     masked_loop: dict[str, int] = field(default_factory=dict)

@@ -4,6 +4,10 @@ The rule is FlashAttention's own (tests/test_flash_attn.py): the largest error a
 at most twice that of the same maths done by PyTorch in the low precision, plus an absolute term the size of an ulp
 (FlashAttention-3's yardstick: twice the largest |x + 0.3 - 0.3 - x| over the reference x).
 
+In IEEE float32 PyTorch's own error is a few ulps and no yardstick alone: exp2 on the GPU errs by 2**-22 (PTX ISA,
+ex2.approx) and scores round at their own size, so eight ulps of the largest value are allowed beside it. That is still
+500 times less than what tf32 products would need.
+
 Every tensor lies inside a larger one filled with NaN, so that a read or a write out of bounds is seen; outputs start as
 NaN, so that an element never written is seen; every case runs twice and must agree to the bit, so that a race is seen.
 """
@@ -20,10 +24,11 @@ from torch import Tensor
 from autoattn import reference
 from autoattn.compile import Kernel
 from autoattn.ops import forward
-from autoattn.problem import Layout, Problem
+from autoattn.problem import DType, Layout, Problem
 from autoattn.trial import Verdict
 
 ERROR_RATIO = 2.0  # times PyTorch's own error in the low precision
+FLOAT32_ULPS = 8  # of the largest value
 GUARD_ROWS = 3  # NaN rows behind each sequence; odd, so that strides are no multiple of the tile either
 # (seq_q, seq_kv): one row, one key, tile multiples, one more or less, primes, more queries than keys.
 LENGTHS = ((1, 1), (1, 147), (113, 203), (128, 128), (256, 129), (203, 113), (64, 1), (257, 256), (384, 640))
@@ -138,9 +143,7 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
             worst = replace(worst, max_error=max_error, allowed=case.allowed)
         worst = replace(worst, checks=count, rms_error=max(worst.rms_error, rms_error))
         if reason:
-            return replace(
-                worst, ok=False, max_error=max_error, allowed=case.allowed, reason=f"{case.name}: {reason}"
-            )
+            return replace(worst, ok=False, max_error=max_error, allowed=case.allowed, reason=f"{case.name}: {reason}")
     return worst
 
 
@@ -196,5 +199,7 @@ def _answer(problem: Problem, query: Tensor, key: Tensor, value: Tensor, rows: T
             expected[batch : batch + 1, group] = exact
             honest = max(honest, float((rough.double() - exact).abs().max()))
     coarse = expected.to(query.dtype)
-    ulp = float((coarse + 0.3 - 0.3 - coarse).abs().max())
-    return expected, ERROR_RATIO * honest + 2.0 * ulp
+    absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
+    if problem.dtype is DType.FLOAT32:
+        absolute += FLOAT32_ULPS * torch.finfo(torch.float32).eps * float(value.abs().max())
+    return expected, ERROR_RATIO * honest + absolute

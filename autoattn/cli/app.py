@@ -9,11 +9,11 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
 
+from autoattn import __version__
 from autoattn.cli import devices, explain, render, report, show, tune, verify
 from autoattn.errors import AutoattnError
 
@@ -49,10 +49,7 @@ for module in (tune, show, explain, render, verify, report, devices):
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(f"autoattn {metadata.version('autoattn')}")
-        except metadata.PackageNotFoundError:
-            print("autoattn, from a checkout that is not installed")
+        print(f"autoattn {__version__}")
         raise typer.Exit
 
 
@@ -80,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     except CommandLineError as error:
         return _say(_of_command_line(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", INTERRUPTED)
+        code = INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone (autoattn show | head); keep Python from saying so at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,6 +86,8 @@ def run(arguments: Sequence[str]) -> int:
         if error.errno not in PLACE_ERRORS:
             raise
         return _say(_of_place(error), 1)
+    if code == INTERRUPTED:  # from above, from tune, or typer's own answer to Ctrl-C
+        return _say("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 

@@ -21,7 +21,11 @@ EXAMPLES = (
 def command(
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="NAME", help="As if on this device; the one in this machine if left out."),
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="As if on this device; the GPU in this machine, or else its CPU, if left out.",
+        ),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
@@ -49,8 +53,8 @@ def command(
     from autoattn import dispatch, gpu
     from autoattn.cli import terminal
 
-    card = gpu.resolve(device)[0] if device is not None else None
-    answers = [dispatch.explain(one.problem, device=card, cache=cache) for one in named]
+    card = gpu.resolve(device)[0] if device is not None else gpu.present()
+    answers = [dispatch.explain(one.problem, card, cache) for one in named]
     if json:
         documents = [_document(answer) for answer in answers]
         terminal.print_json(documents[0] if problem is not None else documents)
@@ -60,7 +64,7 @@ def command(
 
 
 def _document(answer: Explanation) -> dict[str, Any]:
-    names = ("problem", "route", "level", "reason", "steps", "entry")
+    names = ("problem", "route", "level", "reason", "steps", "variant", "entry")
     return {name: getattr(answer, name) for name in names}
 
 
@@ -69,7 +73,9 @@ def _print(answer: Explanation) -> None:
 
     print(figures.printable(answer.problem))
     print(f"  runs on  {figures.printable(answer.route)}")
-    print(f"  level    {figures.printable(answer.level)}")
+    print(f"  level    {answer.level.value}")
     print(f"  because  {figures.printable(answer.reason)}")
+    if answer.variant is not None:
+        print(f"  variant  {figures.printable(answer.variant.template)}: {figures.printable(answer.variant)}")
     for position, step in enumerate(answer.steps, start=1):
         print(f"  {position:>7}. {figures.printable(step)}")

@@ -89,7 +89,8 @@ def problem_of(
         return None
     if missing:
         raise UsageError(
-            f"a problem needs {', '.join(needed)}, got no {' and no '.join(missing)}; add what is missing or leave all out"
+            f"a problem needs {', '.join(needed)}, got no {' and no '.join(missing)}; "
+            "add what is missing, or give no part of a problem"
         )
     values = {
         "dtype": f"{dtype}:{precision}" if precision is not None else dtype,
@@ -131,9 +132,7 @@ def problems_of(file: Path | None, groups: list[str] | None, problem: Problem | 
         )
     if problem is not None:
         if groups:
-            raise UsageError(
-                f"--group picks from a shapes file, got --group {groups[0]} without --shapes; leave it out"
-            )
+            raise UsageError(f"--group picks from a shapes file, got {groups[0]!r} without --shapes; leave it out")
         return [shapes.NamedProblem(problem=problem, groups=("one problem",))]
     assert file is not None
     named = shapes.load(file)

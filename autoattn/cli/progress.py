@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from autoattn.report import figures
 
 if TYPE_CHECKING:
-    from autoattn.tune import Progress as Report
+    from autoattn.plan import Progress as Report
 
 FINISHED = ("done", "kept")
 
@@ -53,7 +54,7 @@ class Display:
         """Takes one report of the run."""
         self.clock.hear(report)
         if report.phase in FINISHED:
-            self.console.print(self._line(report), soft_wrap=True)
+            self.console.print(Text(self._line(report)), soft_wrap=True)
         if self.bars is not None and self.all is not None and self.one is not None:
             done = report.index + (report.phase in FINISHED)
             left = self.clock.left()

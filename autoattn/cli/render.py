@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoattn.device import Device
     from autoattn.entry import CacheEntry
     from autoattn.problem import Problem
-    from autoattn.variant import Value, Variant
+    from autoattn.variant import Variant
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn render --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 "
@@ -85,16 +85,17 @@ def _text(
     if settings:
         variant, origin = changed(variant, settings), f"{origin}, changed by --param"
     source = render.render(problem, variant, render.natural_traits(problem, lse=lse))
-    return f"# {problem}, for {card.full_name}\n# {origin}; source digest {source.digest}\n{source.text}"
+    header = [f"{problem}, for {card.full_name}", f"{origin}; source digest {source.digest}"]
+    if (reason := space.load(variant.template).why_infeasible(variant, problem, card)) is not None:
+        header.append(f"cannot run on that device: {reason}")
+    return "".join(f"# {line}\n" for line in header) + source.text
 
 
 def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:
-    from autoattn import resources
-    from autoattn.cache import path_of, read
+    from autoattn import cache, resources
 
     for place in [folder] if folder is not None else [resources.user_cache(), resources.shipped_cache()]:
-        path = path_of(place, card, problem.op)
-        if path.exists() and (entry := read(path).entries.get(problem.key)) is not None:
+        if (entry := cache.lookup(place, card, problem.op).get(problem.key)) is not None:
             return entry
     return None
 
@@ -103,32 +104,23 @@ def changed(variant: Variant, settings: list[str]) -> Variant:
     """`variant` with the parameters that `NAME=VALUE` settings name replaced.
 
     Raises:
-        UsageError: a setting is not NAME=VALUE, the template has no such parameter, or the value is of another type.
+        UsageError: a setting is not NAME=VALUE, or the search space has no such parameter or value.
     """
+    from autoattn import space
     from autoattn.variant import Variant
 
+    choices = space.load(variant.template).choices
     params = variant.as_dict()
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not text:
             raise UsageError(f"--param must be NAME=VALUE, got {setting!r}; write it as BLOCK_M=64")
-        if name not in params:
-            raise UsageError(
-                f"--param must name a parameter of {variant.template}, got {name!r}; it has {', '.join(params)}"
-            )
-        params[name] = _value(name, text, params[name])
+        if name not in choices:
+            known = ", ".join(choices)
+            raise UsageError(f"--param must name a parameter of {variant.template}, got {name!r}; it has {known}")
+        # Only a value of the space reaches the template, so that no text of the command line becomes code.
+        values = {str(choice): choice for choice in choices[name]}
+        if text not in values:
+            raise UsageError(f"--param {name} must be one of {', '.join(values)}, got {text!r}; correct it")
+        params[name] = values[text]
     return Variant.of(variant.template, params)
-
-
-def _value(name: str, text: str, old: Value) -> Value:
-    """The text as a value of the same type as the old one, so that nothing but a known kind reaches the template."""
-    if isinstance(old, bool):
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise UsageError(f"--param {name} must be true or false, got {text!r}; correct it")
-    if isinstance(old, int):
-        try:
-            return int(text)
-        except ValueError:
-            raise UsageError(f"--param {name} must be a whole number, got {text!r}; correct it") from None
-    return text

@@ -1,0 +1,203 @@
+"""Problem + device -> which kernel runs, and why: exact, bucket, nearest, predicted, default, SDPA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+
+import triton
+
+from autoattn import cache, render, resources, space
+from autoattn.device import Device
+from autoattn.entry import KERNEL, CacheEntry
+from autoattn.errors import UsageError
+from autoattn.problem import Problem
+from autoattn.rivals import SDPA
+from autoattn.trial import Evidence
+from autoattn.variant import Variant
+
+MIN_ARCH = 80  # Triton's tensor core path needs Ampere
+FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
+
+
+class Level(str, Enum):
+    """How close what was found is to what was asked."""
+
+    EXACT = "exact"  # this problem was measured on this card
+    BUCKET = "bucket"  # a problem whose lengths and heads round to the same powers of two was
+    NEAREST = "nearest"  # some problem with the same kernels was
+    PREDICTED = "predicted"  # this problem was tuned for this kind of card without having one
+    DEFAULT = "default"  # nothing was; the template's default runs
+    SDPA = "sdpa"  # no kernel of ours can run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What runs for a problem, and why."""
+
+    problem: Problem | None
+    route: str  # "kernel", or the name of the rival that runs: "sdpa", "sdpa-cudnn", ...
+    level: Level
+    reason: str  # one sentence
+    steps: tuple[str, ...] = ()  # what was tried before, one sentence each
+    entry: CacheEntry | None = None
+    variant: Variant | None = None
+
+    def __str__(self) -> str:
+        return f"{self.route} ({self.level.value}): {self.reason}"
+
+
+def sdpa(reason: str, problem: Problem | None = None, steps: Sequence[str] = ()) -> Explanation:
+    """The explanation of a call that PyTorch answers."""
+    return Explanation(problem=problem, route=SDPA, level=Level.SDPA, reason=reason, steps=tuple(steps))
+
+
+def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
+    """What would run for `problem` on `device`; None is the CPU.
+
+    Reads the cache in `folder`, or the user's cache over the shipped one. Never tunes and never compiles.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    if device is None:
+        return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
+    if device.arch < MIN_ARCH:
+        return sdpa(f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem)
+    folders = (folder,) if folder is not None else (resources.user_cache(), resources.shipped_cache())
+    return _Search(problem, device, folders).run()
+
+
+class _Search:
+    """One walk down the levels; what fails on the way is kept as steps."""
+
+    def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
+        self.problem, self.device = problem, device
+        self.steps: list[str] = []
+        self.measured: dict[str, CacheEntry] = {}
+        self.predicted: dict[str, CacheEntry] = {}
+        for folder in reversed(folders):
+            self._read(folder)
+
+    def run(self) -> Explanation:
+        """The first level that has an answer."""
+        return self._exact() or self._neighbour() or self._predicted() or self._default()
+
+    def _read(self, folder: Path) -> None:
+        path = cache.path_of(folder, self.device, self.problem.op)
+        if not path.exists():
+            return
+        file = cache.read(path)
+        same_card = file.fingerprint == self.device.fingerprint
+        if not same_card:
+            self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
+        for key, entry in file.entries.items():
+            if entry.evidence is Evidence.PREDICTED:
+                self.predicted[key] = entry
+            elif same_card:
+                self.measured[key] = entry
+
+    def _exact(self) -> Explanation | None:
+        entry = self.measured.get(self.problem.key)
+        if entry is None:
+            self.steps.append("exact: this problem was not measured on this card")
+            return None
+        return self._use(entry, Level.EXACT, "this problem was measured on this card")
+
+    def _neighbour(self) -> Explanation | None:
+        """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
+        related = [
+            (distance(entry.problem, self.problem), key, entry)
+            for key, entry in self.measured.items()
+            if same_kernels(entry.problem, self.problem)
+        ]
+        for far, _, entry in sorted(related, key=lambda item: item[:2]):
+            if far > FARTHEST:
+                break
+            level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
+            found = self._use(entry, level, f"{entry.problem} is {far:.1f} octaves away and was measured on this card")
+            if found is not None:
+                return found
+        self.steps.append("bucket, nearest: no measured problem on this card shares these kernels")
+        return None
+
+    def _predicted(self) -> Explanation | None:
+        entry = self.predicted.get(self.problem.key)
+        if entry is None:
+            self.steps.append("predicted: nobody predicted this problem for this kind of card")
+            return None
+        return self._use(entry, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
+
+    def _default(self) -> Explanation:
+        template = resources.template_names(self.problem.op)[0]
+        variant = space.load(template).default(self.problem, self.device)
+        return Explanation(
+            problem=self.problem,
+            route=KERNEL,
+            level=Level.DEFAULT,
+            reason=f"nothing was tuned for it, so the default of {template} runs; autoattn tune finds a better one",
+            steps=tuple(self.steps),
+            variant=variant,
+        )
+
+    def _use(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
+        """The entry as an answer, or a step that says why it is none."""
+        why_not = self._why_not(entry)
+        if why_not is not None:
+            self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
+            return None
+        tuned_with = entry.versions.get("triton")
+        if tuned_with != triton.__version__:
+            self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
+        if entry.choice != KERNEL:
+            rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
+            gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
+            reason += f", and {entry.choice} was the fastest{gain}"
+        return Explanation(
+            problem=self.problem,
+            route=entry.choice,
+            level=level,
+            reason=reason,
+            steps=tuple(self.steps),
+            entry=entry,
+            variant=entry.variant,
+        )
+
+    def _why_not(self, entry: CacheEntry) -> str | None:
+        if entry.template_digest != _template_digest(entry.template):
+            return f"it was tuned for another text of {entry.template}; run autoattn tune again"
+        try:
+            return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
+        except UsageError as error:
+            return str(error)
+
+
+def same_kernels(one: Problem, other: Problem) -> bool:
+    """Whether two problems differ only in the numbers of a launch."""
+    return one.family == other.family and one.mask == other.mask
+
+
+def bucket(problem: Problem) -> tuple[int, ...]:
+    """Lengths and heads, rounded up to powers of two."""
+    sizes = (problem.seq_q, problem.seq_kv, problem.batch * problem.heads_q, problem.group_size)
+    return tuple((size - 1).bit_length() for size in sizes)
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """Octaves between two problems, summed over query length, key length, heads and group size."""
+    pairs = (
+        (one.seq_q, other.seq_q),
+        (one.seq_kv, other.seq_kv),
+        (one.batch * one.heads_q, other.batch * other.heads_q),
+        (one.group_size, other.group_size),
+    )
+    return sum(abs(math.log2(left / right)) for left, right in pairs)
+
+
+@lru_cache(maxsize=16)
+def _template_digest(template: str) -> str:
+    return render.template_digest(template)

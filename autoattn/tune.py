@@ -1,0 +1,377 @@
+"""Problems and a device -> the cache: search, finals, entry, one problem after another."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from autoattn import __version__, cache, gpu, render, resources, space
+from autoattn.device import Device
+from autoattn.entry import KERNEL, CacheEntry, Candidate, Rival, SearchRecord
+from autoattn.plan import Effort, Listener, Options, Progress, Summary
+from autoattn.problem import Op, Problem
+from autoattn.study import Study
+from autoattn.trial import Evidence, Measurement, Outcome, Trial, Verdict
+from autoattn.variant import Variant
+from autoattn.workers import Failure
+from autoattn.workshop import Workshop
+
+TEMPLATE_DEFAULT = "template default"
+CANDIDATES = 5  # runners-up that an entry keeps
+MARGIN = 0.01  # a rival must be faster by this share to be chosen over the kernel: less is noise
+# A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
+# says: the model's first choice is off by more than that (docs/model.md), and good tiles travel.
+ELSEWHERE = 0.9
+
+
+def tune(
+    problems: Sequence[Problem], device: Device, *, measured: bool, options: Options, listen: Listener = lambda _: None
+) -> Summary:
+    """Tunes each problem and merges its entry into the cache as soon as it is there.
+
+    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped.
+
+    Raises:
+        CacheError: the cache or a journal cannot be read or written.
+        SpaceError: a search space cannot be read.
+    """
+    begin = time.monotonic()
+    path = cache.path_of(options.cache, device, Op.FORWARD)
+    entries: dict[str, CacheEntry] = {}
+    failed: dict[str, str] = {}
+    kept, interrupted = 0, False
+    known = cache.lookup(options.cache, device, Op.FORWARD)
+    with Workshop(device, measured=measured, jobs=options.jobs) as shop:
+        try:
+            for index, problem in enumerate(problems):
+                old = known.get(problem.key)
+                if old is not None and _up_to_date(old, measured, options):
+                    entries[problem.key] = old
+                    kept += 1
+                    listen(_progress(problem, index, len(problems), "kept", 0, 0, old.time_us))
+                    continue
+                run = _Run(problem, device, measured, options, shop, listen, index, len(problems))
+                result = run.entry(entries, old)
+                if isinstance(result, str):
+                    failed[problem.key] = result
+                else:
+                    entries[problem.key] = result
+                    cache.merge(options.cache, device, Op.FORWARD, [result])
+                listen(_done(problem, index, len(problems), result))
+        except KeyboardInterrupt:
+            interrupted = True
+        outcomes = {outcome.value: count for outcome, count in sorted(shop.outcomes.items())}
+        kernels = shop.kernels
+    return Summary(
+        entries=entries,
+        kept=kept,
+        failed=failed,
+        interrupted=interrupted,
+        outcomes=outcomes,
+        kernels=kernels,
+        seconds=time.monotonic() - begin,
+        path=path,
+    )
+
+
+class _Run:
+    """One problem's way to its entry."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        measured: bool,
+        options: Options,
+        shop: Workshop,
+        listen: Listener,
+        index: int,
+        total: int,
+    ) -> None:
+        self.problem, self.device, self.measured, self.options = problem, device, measured, options
+        self.shop, self.listen, self.index, self.total = shop, listen, index, total
+        # The first template is the only family so far; a second one joins by being another study.
+        self.space = space.load(resources.template_names(problem.op)[0])
+
+    def entry(self, siblings: dict[str, CacheEntry], old: CacheEntry | None) -> CacheEntry | str:
+        """The entry, or in words why there is none."""
+        study = Study(
+            self._study_name(),
+            self.options.cache / self.device.name / "studies" / f"{self.problem.op.value}.journal",
+            self.space,
+            self.problem,
+            self.device,
+            seed=self.options.seed,
+            budget=self.options.budget,
+        )
+        default = self.space.default(self.problem, self.device)
+        relatives = [entry for entry in siblings.values() if _same_kind(entry.problem, self.problem)]
+        elsewhere = _measured_elsewhere(self.problem, self.device, self.options.cache)
+        study.enqueue([old.variant] if old is not None and old.template == self.space.template else [])
+        study.enqueue(self.space.seeds_for(self.problem, self.device))
+        study.enqueue(elsewhere)
+        study.enqueue(variant for entry in relatives[-3:] for variant in _variants_of(entry)[:3])
+        self._search(study, sibling=bool(relatives))
+        working = [trial for trial in study.trials.values() if trial.outcome is Outcome.OK]
+        if not working:
+            return _why_none(study)
+        if self.measured:
+            return self._finals(study, working, default, old)
+        return self._ranking(study, working, set(elsewhere))
+
+    def _search(self, study: Study, *, sibling: bool) -> None:
+        begin = time.monotonic()
+        budget = self.options.budget
+        # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
+        cheap = sibling and not self.measured and self.options.trials is None
+        fresh = self.options.profile.sibling_trials if cheap else budget
+        compiled = self.shop.kernels
+
+        def more(begun: int) -> bool:
+            late = self.options.timeout_s is not None and time.monotonic() - begin > self.options.timeout_s
+            new = self.shop.kernels - compiled
+            return len(study.trials) < budget and begun < budget and new < fresh and not late
+
+        def heard(trial: Trial) -> None:
+            best = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
+            tried = len(study.trials)
+            self.listen(
+                _progress(self.problem, self.index, self.total, "search", tried, budget, best, str(trial.detail))
+            )
+
+        self.shop.search(study, more, heard)
+
+    def _ranking(self, study: Study, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
+        """The predicted entry: by the model, leaning on what was measured elsewhere; numerics by the interpreter."""
+
+        def rank(trial: Trial) -> tuple[float, str]:
+            assert trial.prediction is not None
+            return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
+
+        ranked: list[Trial] = []
+        for trial in sorted(working, key=rank):
+            verdict = self.shop.rehearse(self.problem, trial.variant)
+            if isinstance(verdict, Verdict) and verdict.ok:
+                ranked.append(trial)
+            if len(ranked) > CANDIDATES:
+                break
+        if not ranked:
+            return "no variant gave right numbers in the interpreter"
+        winner = ranked[0]
+        return self._entry(
+            study,
+            winner,
+            Evidence.PREDICTED,
+            candidates=[(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None],
+        )
+
+    def _finals(self, study: Study, working: list[Trial], default: Variant, old: CacheEntry | None) -> CacheEntry | str:
+        """The measured entry: the fastest few, the template's default and the previous winner, against the rivals."""
+        trials = {trial.variant: trial for trial in working}
+        order = sorted(working, key=lambda trial: (trial.time_us, trial.digest))
+        finalists = [trial.variant for trial in order[: self.options.profile.finalists]]
+        finalists += [
+            variant
+            for variant in (default, old.variant if old is not None else default)
+            if variant in trials and variant not in finalists
+        ]
+        best = order[0].time_us
+        self.listen(
+            _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
+        )
+        result = self.shop.final(
+            self.problem, finalists, seconds=self.options.profile.final_seconds, seed=self.options.seed
+        )
+        if isinstance(result, Failure):
+            return f"the finals ended with a {result.outcome.value}: {result.detail}"
+        ranked = sorted(
+            (measurement.median_us, trials[variant].digest, trials[variant], measurement, verdict)
+            for variant, measurement, verdict in zip(finalists, result.measurements, result.verdicts, strict=True)
+            if measurement is not None and verdict.ok
+        )
+        if not ranked:
+            return f"no finalist was right at full size: {result.verdicts[0].reason}"
+        _, _, winner, measurement, verdict = ranked[0]
+        rivals = list(result.rivals)
+        rivals += [
+            Rival(name=TEMPLATE_DEFAULT, measurement=times, max_error=checked.max_error)
+            for _, _, trial, times, checked in ranked
+            if trial.variant == default and trial is not winner
+        ]
+        return self._entry(
+            study,
+            winner,
+            Evidence.MEASURED,
+            candidates=[(trial, median) for median, _, trial, _, _ in ranked[1:]],
+            measurement=measurement,
+            verdict=_both(winner.verdict, verdict),
+            rivals=rivals,
+        )
+
+    def _entry(
+        self,
+        study: Study,
+        winner: Trial,
+        evidence: Evidence,
+        *,
+        candidates: list[tuple[Trial, float]],
+        measurement: Measurement | None = None,
+        verdict: Verdict | None = None,
+        rivals: Sequence[Rival] = (),
+    ) -> CacheEntry:
+        outcomes = Counter(trial.outcome.value for trial in study.trials.values())
+        return CacheEntry(
+            problem=self.problem,
+            evidence=evidence,
+            choice=_choice(measurement, rivals),
+            template=self.space.template,
+            params=winner.variant.as_dict(),
+            source_digest=winner.digest,
+            template_digest=render.template_digest(self.space.template),
+            space_digest=self.space.digest,
+            verdict=verdict,
+            measurement=measurement,
+            prediction=winner.prediction,
+            report=winner.report,
+            rivals=tuple(rivals),
+            candidates=tuple(
+                Candidate(params=trial.variant.as_dict(), source_digest=trial.digest, time_us=time_us)
+                for trial, time_us in candidates[:CANDIDATES]
+            ),
+            search=SearchRecord(
+                effort=self.options.effort.value,
+                seed=self.options.seed,
+                trials=len(study.trials),
+                outcomes=dict(sorted(outcomes.items())),
+            ),
+            versions=_versions(self.measured),
+        )
+
+    def _study_name(self) -> str:
+        """Everything that, when it changes, makes old trials worthless."""
+        parts = (
+            self.space.template,
+            self.problem.key,
+            "measured" if self.measured else "predicted",
+            self.device.fingerprint,
+            self.space.digest,
+            render.template_digest(self.space.template),
+            f"triton {triton.__version__}",
+        )
+        return " ".join(parts)
+
+
+def _up_to_date(entry: CacheEntry, measured: bool, options: Options) -> bool:
+    """Whether a search with these options would find nothing new."""
+    if measured and entry.evidence is Evidence.PREDICTED:
+        return False
+    efforts = list(Effort)
+    enough = efforts.index(Effort(entry.search.effort)) >= efforts.index(options.effort)
+    if options.trials is not None:
+        enough = entry.search.trials >= options.trials
+    return (
+        enough
+        and entry.template_digest == render.template_digest(entry.template)
+        and entry.space_digest == space.load(entry.template).digest
+        and entry.versions.get("triton") == triton.__version__
+    )
+
+
+def _choice(measurement: Measurement | None, rivals: Sequence[Rival]) -> str:
+    """The kernel, unless a rival was faster by more than the margin: never slower than what the user had."""
+    if measurement is None:
+        return KERNEL
+    others = [rival for rival in rivals if rival.name != TEMPLATE_DEFAULT]
+    best = min(others, key=lambda rival: rival.measurement.median_us, default=None)
+    if best is None or best.measurement.median_us >= measurement.median_us * (1.0 - MARGIN):
+        return KERNEL
+    return best.name
+
+
+def _both(small: Verdict | None, full: Verdict) -> Verdict:
+    """One verdict over the small cases and the full size: the closer call speaks."""
+    if small is None:
+        return full
+    closer = max((small, full), key=lambda verdict: verdict.max_error / verdict.allowed)
+    return Verdict(
+        ok=True,
+        checks=small.checks + full.checks,
+        max_error=closer.max_error,
+        rms_error=max(small.rms_error, full.rms_error),
+        allowed=closer.allowed,
+    )
+
+
+def _same_kind(one: Problem, other: Problem) -> bool:
+    """Whether two problems share their kernels' text, the launch's numbers apart."""
+    return one.family == other.family and one.mask == other.mask
+
+
+def _variants_of(entry: CacheEntry) -> list[Variant]:
+    """The winner and the runners-up."""
+    return [entry.variant, *(Variant.of(entry.template, candidate.params) for candidate in entry.candidates)]
+
+
+def _measured_elsewhere(problem: Problem, device: Device, folder: Path) -> list[Variant]:
+    """Winners of the same problem, then of the same kind, measured on other cards; best evidence first."""
+    found: list[Variant] = []
+    files = [*cache.read_folder(folder), *cache.read_folder(resources.shipped_cache())]
+    entries = [
+        entry
+        for file in files
+        if file.device != device.name
+        for entry in file.entries.values()
+        if entry.evidence is Evidence.MEASURED and _same_kind(entry.problem, problem)
+    ]
+    entries.sort(key=lambda entry: (entry.problem.key != problem.key, entry.problem.key))
+    for entry in entries[:3]:
+        found += [variant for variant in _variants_of(entry)[:2] if variant not in found]
+    return found
+
+
+def _why_none(study: Study) -> str:
+    outcomes = Counter((trial.outcome.value, trial.detail) for trial in study.trials.values())
+    if not outcomes:
+        return "the search was given no time or no trials; allow more with --trials or --timeout"
+    (outcome, detail), count = outcomes.most_common(1)[0]
+    return f"none of {len(study.trials)} variants worked; {count} ended with {outcome}: {detail}"
+
+
+def _versions(measured: bool) -> dict[str, str]:
+    versions = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
+    driver = gpu.driver_version() if measured else None
+    return versions | ({"driver": driver} if driver is not None else {})
+
+
+def _progress(
+    problem: Problem,
+    index: int,
+    total: int,
+    phase: str,
+    tried: int,
+    planned: int,
+    best_us: float | None,
+    detail: str = "",
+) -> Progress:
+    return Progress(
+        problem=problem,
+        index=index,
+        total=total,
+        phase=phase,
+        tried=tried,
+        planned=planned,
+        best_us=best_us,
+        best_tflops=problem.flops() / best_us / 1e6 if best_us is not None else None,
+        detail=detail,
+    )
+
+
+def _done(problem: Problem, index: int, total: int, result: CacheEntry | str) -> Progress:
+    if isinstance(result, str):
+        return _progress(problem, index, total, "done", 0, 0, None, result)
+    return _progress(problem, index, total, "done", result.search.trials, result.search.trials, result.time_us)

@@ -1,0 +1,173 @@
+"""Variant -> Trial: renders, compiles ahead in worker processes, then predicts or, on the GPU, validates and times."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autoattn import model, render
+from autoattn.device import Device
+from autoattn.jobs import Final, Finished, Inspect, Rehearse, Screen, Screened, kind_of
+from autoattn.problem import DType, Precision, Problem
+from autoattn.study import Study
+from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
+from autoattn.variant import Source, Variant
+from autoattn.workers import Failure, Pool
+
+COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
+GPU_SECONDS = 60.0  # validation and a first look; a hanging kernel costs this much
+FINAL_SECONDS = 180.0
+REHEARSAL_SECONDS = 120.0
+REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
+INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Slot:
+    """A variant on its way."""
+
+    variant: Variant
+    source: Source
+    report: StaticReport | Failure | None = None
+
+
+class Workshop:
+    """Worker pools, and what they found out, shared by all problems of a run."""
+
+    def __init__(self, device: Device, *, measured: bool, jobs: int | None = None) -> None:
+        self.device, self.measured = device, measured
+        jobs = jobs if jobs is not None else len(os.sched_getaffinity(0))
+        self._compilers = Pool(size=jobs, environment=COMPILER)
+        # One GPU worker, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
+        self._bench = Pool(size=1, environment={} if measured else INTERPRETER)
+        self._window = 2 * jobs if measured else jobs + 1
+        self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
+        self._tickets: dict[int, str] = {}
+        self._verdicts: dict[str, Verdict] = {}  # by source digest, or by the digest of a structure
+        self.outcomes: Counter[Outcome] = Counter()
+
+    @property
+    def kernels(self) -> int:
+        """Distinct kernels whose machine code was read in this run."""
+        return sum(isinstance(report, StaticReport) for report in self._reports.values())
+
+    def close(self) -> None:
+        """Ends all workers."""
+        self._compilers.close()
+        self._bench.close()
+
+    def __enter__(self) -> Workshop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def search(self, study: Study, more: Callable[[int], bool], heard: Callable[[Trial], None]) -> None:
+        """Tries what the study proposes while `more(variants begun)` holds.
+
+        Variants are compiled ahead, but reported to the study in the order in which it proposed them, so that a seed
+        gives the same search whatever the compiler's timing.
+        """
+        pending: deque[_Slot] = deque()
+        begun = 0
+        best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
+        while True:
+            while len(pending) < self._window and more(begun):
+                variant = study.propose()
+                if variant is None:
+                    break
+                begun += 1
+                pending.append(_Slot(variant=variant, source=self._begin(study.problem, variant)))
+            if not pending:
+                return
+            slot = pending[0]
+            report = self._reports.get(slot.source.digest)
+            if report is None:
+                self._collect()
+                continue
+            pending.popleft()
+            trial = self._finish(study.problem, slot, report, best_us)
+            self.outcomes[trial.outcome] += 1
+            if trial.time_us is not None and (best_us is None or trial.time_us < best_us):
+                best_us = trial.time_us
+            study.record(trial)
+            heard(trial)
+
+    def rehearse(self, problem: Problem, variant: Variant) -> Verdict | Failure:
+        """Checks the structure of a variant in the interpreter, once per structure."""
+        kind, source = self._structure(problem, variant)
+        if source.digest not in self._verdicts:
+            result = self._bench.result(Rehearse(problem=kind, source=source), REHEARSAL_SECONDS)
+            if isinstance(result, Failure):
+                return result
+            self._verdicts[source.digest] = result
+        return self._verdicts[source.digest]
+
+    def check(self, problem: Problem, variant: Variant) -> Screened | Verdict | Failure:
+        """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter."""
+        if not self.measured:
+            return self.rehearse(problem, variant)
+        job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
+        result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+        return result
+
+    def final(self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int) -> Finished | Failure:
+        """Times the finalists against one another and the rivals."""
+        finalists = tuple(render.render(problem, variant) for variant in variants)
+        job = Final(problem=problem, finalists=finalists, seconds=seconds, seed=seed)
+        result: Finished | Failure = self._bench.result(job, FINAL_SECONDS + 4 * seconds)
+        return result
+
+    def _begin(self, problem: Problem, variant: Variant) -> Source:
+        source = render.render(problem, variant)
+        if source.digest not in self._reports and source.digest not in self._tickets.values():
+            ticket = self._compilers.submit(Inspect(source=source, arch=self.device.arch), COMPILE_SECONDS)
+            self._tickets[ticket] = source.digest
+        return source
+
+    def _collect(self) -> None:
+        for ticket, report in self._compilers.next_results():
+            self._reports[self._tickets.pop(ticket)] = report
+
+    def _finish(self, problem: Problem, slot: _Slot, report: StaticReport | Failure, best_us: float | None) -> Trial:
+        trial = Trial(variant=slot.variant, outcome=Outcome.OK, digest=slot.source.digest)
+        if isinstance(report, Failure):
+            return replace(trial, outcome=report.outcome, detail=report.detail)
+        trial = replace(trial, report=report)
+        reason = model.why_unlaunchable(self.device, report)
+        if reason is not None:
+            return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
+        if self.device.peak_flops:
+            prediction = model.predict(problem, self.device, slot.variant.as_dict(), report)
+            trial = replace(trial, prediction=prediction)
+        return self._screen(problem, slot.source, trial, best_us) if self.measured else trial
+
+    def _screen(self, problem: Problem, source: Source, trial: Trial, best_us: float | None) -> Trial:
+        job = Screen(problem=problem, source=source, verdict=self._verdicts.get(source.digest), best_us=best_us)
+        result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+        if isinstance(result, Failure):
+            return replace(trial, outcome=result.outcome, detail=result.detail)
+        self._verdicts[source.digest] = result.verdict
+        looked = Measurement(
+            median_us=result.median_us,
+            p20_us=result.median_us,
+            p80_us=result.median_us,
+            samples=result.samples,
+            tflops=problem.flops() / result.median_us / 1e6,
+        )
+        return replace(trial, verdict=result.verdict, measurement=looked)
+
+    def _structure(self, problem: Problem, variant: Variant) -> tuple[Problem, Source]:
+        """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly.
+
+        Barriers are left out, since the interpreter runs one program's threads as one, and so are tensor core modes.
+        """
+        dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
+        head_dim = 16 if problem.head_dim == problem.head_dim_padded else 24
+        kind = replace(kind_of(problem), dtype=dtype, precision=Precision.IEEE, head_dim=head_dim)
+        small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
+        params = variant.as_dict() | small | {"barrier": "none"}
+        return kind, render.render(kind, Variant.of(variant.template, params))

@@ -1,0 +1,48 @@
+"""What all tests share: GPU tests are skipped where there is none, and fresh memory is poisoned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills what torch.empty and its kin return with NaN (the largest value of an integer type).
+
+    A kernel that reads what nobody wrote, or leaves a part of its output unwritten, then gives a wrong answer instead
+    of one that is right by luck.
+    """
+    import torch
+
+    def poisoning(create: Any) -> Any:
+        def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = create(*args, **kwargs)
+            if tensor.is_floating_point():
+                return tensor.fill_(float("nan"))
+            return tensor if tensor.dtype is torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+        return created
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoning(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests neither see nor touch the cache of whoever runs them."""
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path_factory.mktemp("user_cache")))
