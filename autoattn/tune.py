@@ -25,7 +25,7 @@ TEMPLATE_DEFAULT = "template default"
 CANDIDATES = 5  # runners-up that an entry keeps
 MARGIN = 0.01  # a rival must be faster by this share to be chosen over the kernel: less is noise
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
-# says: the model's first choice is off by more than that (docs/model.md), and good tiles travel.
+# says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
 
 
