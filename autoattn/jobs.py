@@ -49,7 +49,7 @@ class Rehearse:
     def run(self, memory: Memory) -> Verdict | Failure:
         """The verdict over tiny cases."""
         device = torch.device("cpu")
-        gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
+        gate: Gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
         return gate.judge(compile.load(self.source, device))
 
 
