@@ -204,6 +204,11 @@ def test_facts_are_what_the_loader_knows() -> None:
     assert set(facts_of(problem(), A30)) == space.FACTS
 
 
+def test_every_fact_is_documented() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "search-spaces.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(space.FACTS) if f"`{name}`" not in page] == []
+
+
 def test_facts_are_the_problems_and_the_devices() -> None:
     facts = facts_of(problem(head_dim=80, dtype=DType.FLOAT32, precision=Precision.TF32), H200)
     expected = {
