@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,6 +122,7 @@ class Final:
             verdicts = tuple(validate.judge(kernel, [case]) for kernel in kernels)
             others = rivals.calls(self.problem, case.query, case.key, case.value, scale)
             accuracy = {name: validate.errors(call(), case)[0] for name, call in others.items()}
+            others = {name: others[name] for name in others if math.isfinite(accuracy[name])}  # NaN is no answer
             contestants: dict[str, Any] = dict(others)
             for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True)):
                 if verdict.ok:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import dataclasses
 import json
 import os
 import re
@@ -496,7 +497,9 @@ def test_json_holds_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tmp_path: Path) -> None:
-    cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice="\x1b[31m[red]red[/red]\nrow")])
+    name = "\x1b[31m[red]red[/red]\nrow"
+    rival = dataclasses.replace(samples.measured().rivals[0], name=name)
+    cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice=name, rivals=(rival,))])
     _, out, _ = autoattn("show", "--cache", tmp_path)
     assert "\x1b" not in out
     assert "[red]red[/red]\\nrow" in out
