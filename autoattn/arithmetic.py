@@ -15,20 +15,38 @@ from autoattn.errors import SpaceError
 
 Facts = Mapping[str, Any]
 MAX_LENGTH = 500  # characters of one rule
+MAX_DEPTH = 40  # levels of nesting; our deepest rule has a quarter of it, and each level is a call
+MAX_BITS = 256  # of a whole number; names that build on names could double its length with each
+
+
+def _on_numbers(act: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that takes no words: 'a' * 10**9 and '%999999999d' % 1 would fill the memory."""
+
+    def apply(*values: Any) -> Any:
+        if any(isinstance(value, str) for value in values):
+            raise TypeError("words can only be compared")
+        result = act(*values)
+        if isinstance(result, int) and result.bit_length() > MAX_BITS:
+            raise OverflowError(f"a whole number of more than {MAX_BITS} bits")
+        return result
+
+    return apply
+
+
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Add: _on_numbers(operator.add),
+    ast.Sub: _on_numbers(operator.sub),
+    ast.Mult: _on_numbers(operator.mul),
+    ast.Div: _on_numbers(operator.truediv),
+    ast.FloorDiv: _on_numbers(operator.floordiv),
+    ast.Mod: _on_numbers(operator.mod),
+    ast.USub: _on_numbers(operator.neg),
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
-    ast.USub: operator.neg,
     ast.Not: operator.not_,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
@@ -49,13 +67,16 @@ class Rule:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise SpaceError(f"a rule must be arithmetic such as BLOCK_M <= 128, got {text!r}; correct it") from None
-        self.names = frozenset(
-            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _FUNCTIONS
-        )
-        self._value = _closure(tree, text)
+        names: set[str] = set()
+        self._value = _closure(tree, text.strip(), names, MAX_DEPTH)
+        self.names = frozenset(names)
 
     def __call__(self, facts: Facts) -> Any:
-        """The value of the expression; `facts` must hold every name in `names`."""
+        """The value of the expression; `facts` must hold every name in `names`.
+
+        Raises:
+            SpaceError: the arithmetic has no result, such as a division by zero.
+        """
         try:
             return self._value(facts)
         except ArithmeticError as error:
@@ -64,33 +85,50 @@ class Rule:
             raise SpaceError(f"the rule {self.text!r} mixes numbers and words ({error}); correct it") from None
 
 
-def _closure(node: ast.AST, text: str) -> Callable[[Facts], Any]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
-        constant = node.value
-        return lambda facts: constant
-    if isinstance(node, ast.Name):
-        name = node.id
-        return lambda facts: facts[name]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        act, operand = _OPERATORS[type(node.op)], _closure(node.operand, text)
-        return lambda facts: act(operand(facts))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        act, left, right = _OPERATORS[type(node.op)], _closure(node.left, text), _closure(node.right, text)
-        return lambda facts: act(left(facts), right(facts))
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
-        act, left, right = _OPERATORS[type(node.ops[0])], _closure(node.left, text), _closure(node.comparators[0], text)
-        return lambda facts: act(left(facts), right(facts))
-    if isinstance(node, ast.BoolOp):
-        parts = [_closure(part, text) for part in node.values]
-        if isinstance(node.op, ast.And):
-            return lambda facts: all(part(facts) for part in parts)
-        return lambda facts: any(part(facts) for part in parts)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        if not node.keywords and not any(isinstance(part, ast.Starred) for part in node.args):
-            call, arguments = _FUNCTIONS[node.func.id], [_closure(part, text) for part in node.args]
-            return lambda facts: call(*[argument(facts) for argument in arguments])
-    piece = ast.unparse(node)
+def _closure(node: ast.expr, text: str, names: set[str], depth: int) -> Callable[[Facts], Any]:
+    """Turns a node into a function of the facts, and notes in `names` what it will ask of them."""
+    if depth == 0:
+        raise SpaceError(f"a rule must nest at most {MAX_DEPTH} levels, got {text!r}; write it flatter")
+
+    def parts(*nodes: ast.expr) -> list[Callable[[Facts], Any]]:
+        return [_closure(part, text, names, depth - 1) for part in nodes]
+
+    match node:
+        case ast.Constant(value=int() | float() | str() as constant):
+            return lambda facts: constant
+        case ast.Name(id=name) if name not in _FUNCTIONS:
+            names.add(name)
+            return lambda facts: facts[name]
+        case ast.UnaryOp() if type(node.op) in _OPERATORS:
+            return _applied(_OPERATORS[type(node.op)], parts(node.operand))
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            return _applied(_OPERATORS[type(node.op)], parts(node.left, node.right))
+        case ast.Compare(ops=[comparison], comparators=[right]) if type(comparison) in _OPERATORS:
+            return _applied(_OPERATORS[type(comparison)], parts(node.left, right))
+        case ast.BoolOp():
+            return _first(parts(*node.values), isinstance(node.op, ast.Or))
+        case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, _, *_] as arguments, keywords=[]):
+            return _applied(_FUNCTIONS[name], parts(*arguments))
+    piece = ast.get_source_segment(text, node)
     raise SpaceError(
-        f"a rule may hold numbers, names, + - * / // %, one comparison at a time, and, or, not, min and max, "
-        f"got {piece!r} in {text!r}; write it with those"
+        f"a rule may hold numbers, names, + - * / // %, one comparison at a time, and, or, not, min and max of two or "
+        f"more, got {piece!r} in {text!r}; write it with those"
     )
+
+
+def _applied(act: Callable[..., Any], parts: list[Callable[[Facts], Any]]) -> Callable[[Facts], Any]:
+    return lambda facts: act(*[part(facts) for part in parts])
+
+
+def _first(parts: list[Callable[[Facts], Any]], wanted: bool) -> Callable[[Facts], Any]:
+    """The value of the first part that is as wanted, else of the last, as Python's `or` and `and` have it."""
+
+    def value(facts: Facts) -> Any:
+        found: Any = None
+        for part in parts:
+            found = part(facts)
+            if bool(found) is wanted:
+                break
+        return found
+
+    return value

@@ -7,6 +7,7 @@ writer takes, so that two tuners that write at once lose nothing and a crash lea
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -20,8 +21,8 @@ import msgspec
 
 from autoattn import space
 from autoattn.device import Device
-from autoattn.entry import CacheEntry
-from autoattn.errors import CacheError, UsageError
+from autoattn.entry import KERNEL, CacheEntry
+from autoattn.errors import CacheError
 from autoattn.problem import Op
 from autoattn.trial import Evidence
 
@@ -50,25 +51,36 @@ def read(path: Path) -> CacheFile:
     """Reads one cache file.
 
     Raises:
-        CacheError: the file is damaged, newer, foreign or unreadable; it is left as it is.
+        CacheError: the file is missing, damaged, newer, foreign or unreadable; it is left as it is.
     """
-    try:
-        stamp = path.stat()
-        return _read(path, stamp.st_mtime_ns, stamp.st_size)
-    except OSError as error:
-        raise CacheError(f"the cache file {path} must be readable, but {_words(error)}; correct that") from None
+    found = _found(path)
+    if found is None:
+        raise CacheError(f"the cache file {path} must be there, but there is none; tune first or correct the path")
+    return found
 
 
 def read_folder(folder: Path) -> list[CacheFile]:
-    """Every cache file in a folder, sorted by device and operation; none when the folder is missing."""
+    """Every cache file in a folder, sorted by device and operation; none when the folder is missing.
+
+    Raises:
+        CacheError: the folder or one of its files cannot be read.
+    """
     stems = [op.value for op in Op]
-    return [read(path) for path in sorted(folder.glob("*/*.json")) if path.stem in stems]
+    try:
+        paths = sorted(path for path in folder.glob("*/*.json") if path.stem in stems)
+    except OSError as error:
+        raise CacheError(f"the cache {folder} must be readable, but {_words(error)}; correct that") from None
+    return [read(path) for path in paths]
 
 
 def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
-    """The entries of a device in a folder; none when there is no file yet."""
-    path = path_of(folder, device, op)
-    return read(path).entries if path.exists() else {}
+    """The entries of a device in a folder; none when there is no file yet.
+
+    Raises:
+        CacheError: the file is damaged, newer, foreign or unreadable.
+    """
+    found = _found(path_of(folder, device, op))
+    return found.entries if found is not None else {}
 
 
 def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -> Path:
@@ -77,14 +89,19 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
     A predicted entry never replaces a measured one.
 
     Raises:
-        CacheError: the existing file is not a cache file of this device, or the folder cannot be written.
+        CacheError: the existing file is not a cache file of this device, an entry could not be read back, or the folder
+            cannot be written. The file is left as it is.
     """
     path = path_of(folder, device, op)
+    entries = list(entries)
     try:
+        for entry in entries:
+            _check(entry.problem.key, entry)
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(str(path.with_suffix(".lock")), timeout=LOCK_SECONDS):
-            old = read(path) if path.exists() else None
-            _write(path, _encode(_merged(path, old, device, op, list(entries))))
+            # Never from memory: another writer may have been here within a tick of the file system's clock.
+            old = _parse(path) if path.exists() else None
+            _write(path, _encode(_merged(path, old, device, op, entries)))
     except filelock.Timeout:
         raise CacheError(
             f"the cache file {path} must be free within {LOCK_SECONDS:.0f} s, but another process holds its lock; "
@@ -92,6 +109,14 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
         ) from None
     except OSError as error:
         raise CacheError(f"the cache {folder} must be writable, but {_words(error)}; use --cache DIR") from None
+    except NotImplementedError:
+        raise CacheError(
+            f"the cache {folder} must be on a file system with locks, but has none; use --cache DIR"
+        ) from None
+    except ValueError as error:
+        raise CacheError(
+            f"the cache file {path} must hold what can be read back, but {_clipped(error)}; tune that problem again"
+        ) from None
     return path
 
 
@@ -118,7 +143,12 @@ def _measured(entry: CacheEntry) -> bool:
 
 
 def _encode(file: CacheFile) -> bytes:
-    return json.dumps(_tidy(msgspec.to_builtins(file)), indent=1, ensure_ascii=False).encode() + b"\n"
+    # JSON has no NaN and no infinity; such an entry would make the whole file unreadable.
+    text = json.dumps(_tidy(msgspec.to_builtins(file)), indent=1, ensure_ascii=False, allow_nan=False)
+    data = text.encode() + b"\n"
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it would be larger than {MAX_BYTES} bytes")
+    return data
 
 
 def _tidy(value: Any) -> Any:
@@ -146,13 +176,30 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-@lru_cache(maxsize=64)
-def _read(path: Path, modified_ns: int, size: int) -> CacheFile:
-    if size > MAX_BYTES:
-        raise CacheError(f"the cache file {path} must be at most {MAX_BYTES} bytes, got {size}; prune it")
-    data = path.read_bytes()
+def _found(path: Path) -> CacheFile | None:
+    """The file, from memory when it has not changed; None when there is none."""
     try:
-        raw = msgspec.json.decode(data)
+        stamp = path.stat()
+        return _read(path, stamp.st_mtime_ns, stamp.st_size, stamp.st_ino)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        words = _words(error) if isinstance(error, OSError) else error
+        raise CacheError(f"the cache file {path!s:.500} must be readable, but {words}; correct that") from None
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, modified_ns: int, size: int, inode: int) -> CacheFile:
+    return _parse(path)
+
+
+def _parse(path: Path) -> CacheFile:
+    with path.open("rb") as stream:
+        data = stream.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise CacheError(f"the cache file {path} must be at most {MAX_BYTES} bytes, but it is larger; prune it")
+    try:
+        raw = json.loads(data, object_pairs_hook=_once)
         if not isinstance(raw, dict) or "schema" not in raw or "entries" not in raw:
             raise CacheError(f"{path} must be an autoattn cache file, got something else; name another file")
         if raw["schema"] != SCHEMA:
@@ -160,18 +207,45 @@ def _read(path: Path, modified_ns: int, size: int) -> CacheFile:
         file = msgspec.json.decode(data, type=CacheFile)
         for key, entry in file.entries.items():
             _check(key, entry)
-    except (msgspec.DecodeError, UsageError, ValueError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's, json's, Unicode's and our own are ValueErrors
+        raise CacheError(f"the cache file {path} is damaged ({_clipped(error)}); restore it or move it away") from None
+    if (file.device, file.op.value) != (path.parent.name, path.stem):
         raise CacheError(
-            f"the cache file {path} is damaged ({' '.join(str(error).split())}); restore it or move it away"
-        ) from None
+            f"the cache file {path} must hold {path.stem} on {path.parent.name}, "
+            f"got {file.op.value} on {file.device!r:.60}; move it where it belongs"
+        )
     return file
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ: of two equal ones, which a merge by hand may leave, JSON keeps the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{double!r:.100} stands twice in one object")
+    return found
+
+
 def _check(key: str, entry: CacheEntry) -> None:
+    """Raises ValueError (which SpaceError is) for an entry that no tuner can have written."""
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
-    space.load(entry.template).check(entry.params)
+    space_of = space.load(entry.template)
+    for params in (entry.params, *(candidate.params for candidate in entry.candidates)):
+        space_of.check(params)
+    times = [entry.time_us]
+    times += [candidate.time_us for candidate in entry.candidates]
+    times += [rival.measurement.median_us for rival in entry.rivals]
+    if not all(0.0 < time_us < math.inf for time_us in times):
+        raise ValueError(f"a time of {entry.problem.key} is not above 0 and finite")
+    if entry.choice != KERNEL and entry.choice not in [rival.name for rival in entry.rivals]:
+        raise ValueError(f"the choice {entry.choice!r:.60} of {entry.problem.key} is none of its rivals")
 
 
 def _words(error: OSError) -> str:
     return f"{error.filename or 'writing'}: {error.strerror or error}"
+
+
+def _clipped(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

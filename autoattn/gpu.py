@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -117,9 +118,8 @@ def _handle(nvml: ModuleType, index: int) -> Any:
 @lru_cache(maxsize=1)
 def _nvml() -> ModuleType | None:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        nvml = import_module("pynvml")
+        nvml.nvmlInit()
     except Exception:  # no library, no driver, no permission: the card works without a clock reading
         return None
-    return pynvml
+    return nvml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +50,7 @@ class Rehearse:
     def run(self, memory: Memory) -> Verdict | Failure:
         """The verdict over tiny cases."""
         device = torch.device("cpu")
-        gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
+        gate: Gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
         return gate.judge(compile.load(self.source, device))
 
 
@@ -121,6 +122,7 @@ class Final:
             verdicts = tuple(validate.judge(kernel, [case]) for kernel in kernels)
             others = rivals.calls(self.problem, case.query, case.key, case.value, scale)
             accuracy = {name: validate.errors(call(), case)[0] for name, call in others.items()}
+            others = {name: others[name] for name in others if math.isfinite(accuracy[name])}  # NaN is no answer
             contestants: dict[str, Any] = dict(others)
             for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True)):
                 if verdict.ok:

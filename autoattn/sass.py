@@ -13,7 +13,7 @@ need) the lightest and the heaviest path through both a product and an exp2 are 
 - loops that track a running maximum (FMNMX) are left out when another loop does not: they are the second chance of the
   `first_max` softmax, which runs when a tile overflowed;
 - `loop` is the lightest path of the loop with the fewest masking instructions (ISETP, FSEL and their kin);
-- `masked_loop` is the heaviest path of the loop with the most, where it masks more than `loop` does; else empty.
+- `masked_loop` is the heaviest path of the loop with the most, where they are more by half of its exp2; else empty.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
 TENSOR = ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA", "IMMA", "QGMMA", "OMMA", "QMMA")
 MASKING = ("ISETP", "FSEL", "FSETP", "SEL", "PLOP3", "P2R", "R2P", "USEL", "UISETP")
 # Opcodes whose modifiers change what they cost; all others are reported by their first word.
-DETAILED = (*TENSOR, "MUFU", "LDSM", "STSM", "LDG", "LDGSTS", "LDS", "STS", "LDL", "STL", "STG", "LDTM", "STTM",
+DETAILED = (*TENSOR, "MUFU", "LDSM", "STSM", "LDG", "LDGSTS", "LDS", "STS", "LDL", "STL", "STG",
             "WARPGROUP", "SYNCS", "UTMALDG")  # fmt: skip
 _WIDTH = re.compile(r"\.(32|64|128)$|\.(U8|S8|U16|S16)(?=\.|$)")
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)[ ;]([^;]*)")
-_GOES_ON = 7  # the predicate PT: always
-_CALLED = "?"  # stands for an opcode that was never seen
+_ALWAYS = 7  # the predicate PT
+_UNIFORM_BRANCH = 0x547
+_UNKNOWN = "?"  # an encoding that the disassembler did not print
 
 _base: dict[int, str] = {}  # architecture and low 12 bits of an encoding -> first word
 _detail: dict[tuple[int, int, int], str] = {}  # ... with the bits that hold modifiers -> name
@@ -122,12 +123,15 @@ def _decode(cubin: bytes, text: bytes, arch: int) -> list[Instruction]:
     words = list(struct.iter_unpack("<QQ", text[: len(text) // INSTRUCTION_BYTES * INSTRUCTION_BYTES]))
     names = [_name(arch, low, high) for low, high in words]
     if None in names:
-        for at, name, rest in _disassemble(cubin):
-            _learn(arch, *words[at // INSTRUCTION_BYTES], name, rest)
-        names = [_name(arch, low, high) or _CALLED for low, high in words]
-    return [
-        (name or _CALLED, *_flow(name or _CALLED, i * INSTRUCTION_BYTES, *words[i], arch)) for i, name in enumerate(names)
-    ]
+        for at, spelt, rest in _disassemble(cubin):
+            low, high = words[at // INSTRUCTION_BYTES]
+            _learn(arch, low, high, spelt, rest)
+        names = [_name(arch, low, high) or _UNKNOWN for low, high in words]
+    code: list[Instruction] = []
+    for i, ((low, high), name) in enumerate(zip(words, names, strict=True)):
+        target, goes_on = _flow(name or _UNKNOWN, i * INSTRUCTION_BYTES, low, high, arch)
+        code.append((name or _UNKNOWN, target, goes_on))
+    return code
 
 
 def _name(arch: int, low: int, high: int) -> str | None:
@@ -150,7 +154,7 @@ def _learn(arch: int, low: int, high: int, name: str, rest: str) -> None:
     opcode = arch << 12 | low & 0xFFF
     _base[opcode] = base
     if base in DETAILED:
-        _detail[opcode, *_name_bits(base, low, high)] = _short(base, name, rest)
+        _detail[(opcode, *_name_bits(base, low, high))] = _short(base, name, rest)
 
 
 def _short(base: str, name: str, operands: str) -> str:
@@ -195,7 +199,7 @@ def disassembler() -> str:
 
 def _flow(name: str, at: int, low: int, high: int, arch: int) -> tuple[int | None, bool]:
     """Where an instruction may branch to, and whether it may go on to the next one."""
-    always = low >> 12 & 0xF == _GOES_ON
+    always = low >> 12 & 0xF == _ALWAYS
     if name in ("EXIT", "RET", "BPT"):
         return None, not always
     if name != "BRA":
@@ -205,7 +209,9 @@ def _flow(name: str, at: int, low: int, high: int, arch: int) -> tuple[int | Non
         distance -= 1 << 48
     if arch >= 90:  # eight more bits stand where the destination register of other instructions is
         distance = distance << 8 | low >> 16 & 0xFF
-    return at + INSTRUCTION_BYTES + 4 * distance, not (always and high >> 23 & 0xF == _GOES_ON)
+    # A uniform branch (BRA.U) is decided by a uniform predicate, another one also by a second predicate.
+    condition = low >> 24 & 0xF if low & 0xFFF == _UNIFORM_BRANCH else high >> 23 & 0xF
+    return at + INSTRUCTION_BYTES + 4 * distance, not (always and condition == _ALWAYS)
 
 
 def _blocks(code: list[Instruction]) -> tuple[list[list[str]], list[list[int]]]:
@@ -316,8 +322,9 @@ def _passes(
 
 def _kinds(names: list[str]) -> int:
     """1 if a matrix product is among them, plus 2 if an exp2 is."""
-    fused = sum(name == "FFMA" for name in names)
-    product = fused > 100 or any(name.partition(".")[0] in TENSOR for name in names)
+    fused = names.count("FFMA")  # IEEE float32: 2 * head_dim of them per exp2, where scaling a score takes one
+    product = fused >= 24 and fused > 8 * names.count("MUFU.EX2")
+    product = product or any(name.partition(".")[0] in TENSOR for name in names)
     return product + 2 * ("MUFU.EX2" in names)
 
 
@@ -331,13 +338,15 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
     for head in sorted(holding):
         if not any(other != head and holding[other] < holding[head] for other in holding):
             passes.append(_passes(head, holding[head], blocks, after, order))
-    if not passes:
-        return [], []
+    if not passes:  # nothing that looks like attention: the whole kernel once is the honest upper bound
+        return [name for name, _, _ in code], []
     fewest = min(_maxima(light) for light, _ in passes)
     passes = [p for p in passes if _maxima(p[0]) <= fewest + 8] or passes
     plain = min((light for light, _ in passes), key=lambda names: (_masking(names), len(names)))
     masked = max((heavy for _, heavy in passes), key=lambda names: (_masking(names), -len(names)))
-    return plain, masked if _masking(masked) > 1.25 * _masking(plain) + 4 else []
+    # A mask selects once per score, and each score has an exp2.
+    masks = _masking(masked) - _masking(plain) > masked.count("MUFU.EX2") / 2
+    return plain, masked if masks else []
 
 
 def _masking(names: list[str]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
 
@@ -18,25 +20,28 @@ from autoattn.variant import Value, Variant, digest_of
 
 VERSION = 1
 _PROBLEM_FACTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv", "head_dim", "head_dim_padded")
+_DERIVED_FACTS = ("dtype", "precision", "element_bytes", "causal")
+_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float"))
+FACTS = frozenset((*_PROBLEM_FACTS, *_DERIVED_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
 
 
 class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
-    choices: list[int | str]
-    about: str
+    choices: Annotated[list[int | str], msgspec.Meta(min_length=1)]
+    about: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _Requirement(msgspec.Struct, forbid_unknown_fields=True):
     rule: str
-    because: str
+    because: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     template: str
-    parameters: dict[str, _Parameter]
+    parameters: Annotated[dict[str, _Parameter], msgspec.Meta(min_length=1)]
     let: dict[str, str]
     require: list[_Requirement]
-    seeds: list[dict[str, int | str]]
+    seeds: Annotated[list[dict[str, int | str]], msgspec.Meta(min_length=1)]
     base: dict[str, int | str]
 
 
@@ -77,14 +82,15 @@ class SearchSpace:
     def check(self, params: Mapping[str, Value]) -> None:
         """Checks that `params` names every parameter once and takes each value from its choices."""
         if set(params) != set(self.choices):
-            wrong = sorted(set(params) ^ set(self.choices))
+            wrong = ", ".join(sorted(set(params) ^ set(self.choices)))
             raise SpaceError(
-                f"a variant of {self.template} sets {', '.join(self.choices)}, got {wrong} amiss; correct it"
+                f"a variant of {self.template} sets {', '.join(self.choices)}, got {wrong!r:.200} amiss; correct it"
             )
         for name, value in params.items():
-            if value not in self.choices[name] or isinstance(value, bool):
+            # 1, 1.0 and True are equal, and differ in a kernel's text.
+            if not any(value == choice and type(value) is type(choice) for choice in self.choices[name]):
                 options = ", ".join(str(choice) for choice in self.choices[name])
-                raise SpaceError(f"{name} of {self.template} must be one of {options}, got {value!r}; correct it")
+                raise SpaceError(f"{name} of {self.template} must be one of {options}, got {value!r:.60}; correct it")
 
     def feasible(self, problem: Problem, device: Device, rng: random.Random | None = None) -> Iterator[Variant]:
         """Every feasible variant, in the file's order or, with `rng`, in a random one.
@@ -108,8 +114,18 @@ class SearchSpace:
         return found
 
     def default(self, problem: Problem, device: Device) -> Variant:
-        """The template's default: the first feasible seed."""
-        return self.seeds_for(problem, device)[0]
+        """The template's default: the first feasible seed.
+
+        Raises:
+            SpaceError: no seed is feasible; the last one should be for every problem and device.
+        """
+        found = self.seeds_for(problem, device)
+        if not found:
+            raise SpaceError(
+                f"the search space of {self.template} must have a feasible seed for every problem, got none for "
+                f"{problem} on {device.name}; add one"
+            )
+        return found[0]
 
     def _with_names(self, facts: dict[str, Value | float]) -> dict[str, Value | float]:
         for name, rule in self.let:
@@ -155,19 +171,14 @@ class SearchSpace:
 
 def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
     """What rules may ask of a problem and a device."""
-    facts: dict[str, Value | float] = {name: getattr(problem, name) for name in _PROBLEM_FACTS}
-    facts |= {
+    return {
+        **{name: getattr(problem, name) for name in _PROBLEM_FACTS},
         "dtype": problem.dtype.value,
         "precision": problem.precision.value,
         "element_bytes": problem.dtype.bytes,
         "causal": problem.mask.causal,
+        **{name: getattr(device, name) for name in _DEVICE_FACTS},
     }
-    facts |= {
-        field.name: getattr(device, field.name)
-        for field in fields(device)
-        if isinstance(getattr(device, field.name), int | float)
-    }
-    return facts
 
 
 @lru_cache(maxsize=16)
@@ -176,6 +187,7 @@ def load(template: str) -> SearchSpace:
 
     Raises:
         SpaceError: the file is not a search space; the sentence says where.
+        UsageError: the template's name is none.
     """
     path = resources.space_path(template)
     try:
@@ -185,16 +197,51 @@ def load(template: str) -> SearchSpace:
     if file.version != VERSION:
         raise SpaceError(f"{path} must have version {VERSION}, got {file.version}; use a matching autoattn")
     if file.template != template:
-        raise SpaceError(f"{path} must speak of the template {template}, got {file.template}; correct it")
+        raise SpaceError(f"{path} must speak of the template {template}, got {file.template!r}; correct it")
+    try:
+        return _checked(file, digest_of(path.read_text(encoding="utf-8")))
+    except SpaceError as error:
+        raise SpaceError(f"in {path}, {error}") from None
+
+
+def _checked(file: _File, digest: str) -> SearchSpace:
+    """The search space of a file whose every name is known before the search asks for it."""
+    known = set(FACTS)
+    for name, parameter in file.parameters.items():
+        _define(name, known)
+        if len(set(parameter.choices)) != len(parameter.choices):
+            raise SpaceError(f"the choices of {name} must differ, got {parameter.choices}; remove the double")
+    let = []
+    for name, text in file.let.items():
+        let.append((name, _rule(text, known)))  # a let builds on those before it
+        _define(name, known)
     space = SearchSpace(
-        template=template,
-        digest=digest_of(path.read_text(encoding="utf-8")),
+        template=file.template,
+        digest=digest,
         choices={name: tuple(parameter.choices) for name, parameter in file.parameters.items()},
         about={name: parameter.about for name, parameter in file.parameters.items()},
-        let=tuple((name, Rule(text)) for name, text in file.let.items()),
-        require=tuple(Requirement(rule=Rule(entry.rule), because=entry.because) for entry in file.require),
-        seeds=tuple((Rule(str(seed.pop("when", "1 == 1"))), {**file.base, **seed}) for seed in file.seeds),
+        let=tuple(let),
+        require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
+        seeds=tuple((_rule(str(seed.pop("when", 1)), FACTS), {**file.base, **seed}) for seed in file.seeds),
     )
     for _, params in space.seeds:
         space.check(params)
     return space
+
+
+def _define(name: str, known: set[str]) -> None:
+    if not name.isidentifier() or Rule(name).names != {name}:
+        raise SpaceError(f"a parameter or let must be named by a word that rules can hold, got {name!r}; rename it")
+    if name in known:
+        raise SpaceError(f"each name must mean one thing, got {name!r} a second time; rename it")
+    known.add(name)
+
+
+def _rule(text: str, known: Collection[str]) -> Rule:
+    rule = Rule(text)
+    unknown = sorted(rule.names - set(known))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise SpaceError(f"the rule {text!r} must speak of what is known to it, got {unknown[0]}; {hint}correct it")
+    return rule

@@ -38,7 +38,7 @@ class StaticReport:
     shared_bytes: int  # per block, static and dynamic
     num_warps: int
     code_bytes: int
-    # Opcode -> instructions that one warp issues per pass of the loop over keys that masks nothing (or of the only loop).
+    # Opcode -> instructions of one warp in one pass of the loop over keys that masks nothing (or of the only loop).
     loop: dict[str, int] = field(default_factory=dict)
     # The same for the loop that masks, when the kernel has two; else empty.
     masked_loop: dict[str, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Prediction:
     """What the model of the GPU expects, and which unit it expects to bind."""
 
     time_us: float
-    bound: str  # tensor, exp, issue, shared, dram or launch
+    bound: str  # tensor, exp, issue, shared, l2, dram or launch; latency when none of them takes half of the time
     parts_us: dict[str, float]  # microseconds that each unit would need alone
     occupancy: int  # blocks that fit on one SM
     waves: float  # grid / (SMs x occupancy)

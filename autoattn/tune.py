@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ import triton
 from autoattn import __version__, cache, gpu, render, resources, space
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry, Candidate, Rival, SearchRecord
+from autoattn.plan import Effort, Listener, Options, Progress, Summary
 from autoattn.problem import Op, Problem
 from autoattn.study import Study
 from autoattn.trial import Evidence, Measurement, Outcome, Trial, Verdict
@@ -26,85 +25,8 @@ TEMPLATE_DEFAULT = "template default"
 CANDIDATES = 5  # runners-up that an entry keeps
 MARGIN = 0.01  # a rival must be faster by this share to be chosen over the kernel: less is noise
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
-# says: the model's first choice is off by more than that (docs/model.md), and good tiles travel.
+# says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
-
-
-class Effort(str, Enum):
-    """How much to spend on a problem."""
-
-    QUICK = "quick"
-    STANDARD = "standard"
-    MAX = "max"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """What an effort buys for one problem."""
-
-    trials: int  # distinct variants
-    sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
-    finalists: int
-    final_seconds: float
-
-
-PROFILES = {
-    Effort.QUICK: Profile(trials=24, sibling_trials=1, finalists=3, final_seconds=1.0),
-    Effort.STANDARD: Profile(trials=48, sibling_trials=3, finalists=5, final_seconds=2.5),
-    Effort.MAX: Profile(trials=200, sibling_trials=24, finalists=8, final_seconds=8.0),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to tune."""
-
-    effort: Effort = Effort.STANDARD
-    trials: int | None = None  # distinct variants per problem; the effort's own when None
-    timeout_s: float | None = None  # a problem's search begins no new variant after so many seconds
-    seed: int = 0
-    cache: Path = field(default_factory=resources.user_cache)
-    jobs: int | None = None  # compiler processes; one per core when None
-
-    @property
-    def profile(self) -> Profile:
-        return PROFILES[self.effort]
-
-    @property
-    def budget(self) -> int:
-        return self.trials if self.trials is not None else self.profile.trials
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What the tuner tells whoever listens."""
-
-    problem: Problem
-    index: int  # from 0
-    total: int
-    phase: str  # "search", "final", "done" or "kept"
-    tried: int
-    planned: int
-    best_us: float | None
-    best_tflops: float | None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a run left behind."""
-
-    entries: dict[str, CacheEntry]  # problem key -> entry, kept ones included
-    kept: int  # entries that were up to date
-    failed: dict[str, str]  # problem key -> why there is no entry
-    interrupted: bool
-    outcomes: dict[str, int]  # trials of this run
-    kernels: int  # distinct kernels compiled and read
-    seconds: float
-    path: Path
-
-
-Listener = Callable[[Progress], None]
 
 
 def tune(
@@ -253,11 +175,9 @@ class _Run:
         trials = {trial.variant: trial for trial in working}
         order = sorted(working, key=lambda trial: (trial.time_us, trial.digest))
         finalists = [trial.variant for trial in order[: self.options.profile.finalists]]
-        finalists += [
-            variant
-            for variant in (default, old.variant if old is not None else default)
-            if variant in trials and variant not in finalists
-        ]
+        for variant in (default, old.variant if old is not None else default):
+            if variant in trials and variant not in finalists:
+                finalists.append(variant)
         best = order[0].time_us
         self.listen(
             _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
@@ -267,25 +187,26 @@ class _Run:
         )
         if isinstance(result, Failure):
             return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        ranked = sorted(
-            (measurement.median_us, trials[variant].digest, trials[variant], measurement, verdict)
+        ranked = [
+            (trials[variant], measurement, verdict)
             for variant, measurement, verdict in zip(finalists, result.measurements, result.verdicts, strict=True)
             if measurement is not None and verdict.ok
-        )
+        ]
+        ranked.sort(key=lambda finalist: (finalist[1].median_us, finalist[0].digest))
         if not ranked:
             return f"no finalist was right at full size: {result.verdicts[0].reason}"
-        _, _, winner, measurement, verdict = ranked[0]
+        winner, measurement, verdict = ranked[0]
         rivals = list(result.rivals)
         rivals += [
             Rival(name=TEMPLATE_DEFAULT, measurement=times, max_error=checked.max_error)
-            for _, _, trial, times, checked in ranked
+            for trial, times, checked in ranked
             if trial.variant == default and trial is not winner
         ]
         return self._entry(
             study,
             winner,
             Evidence.MEASURED,
-            candidates=[(trial, median) for median, _, trial, _, _ in ranked[1:]],
+            candidates=[(trial, times.median_us) for trial, times, _ in ranked[1:]],
             measurement=measurement,
             verdict=_both(winner.verdict, verdict),
             rivals=rivals,

@@ -65,10 +65,6 @@ class Workshop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def known(self, problem: Problem, variant: Variant) -> bool:
-        """Whether this variant's kernel was compiled in this run, so that a trial without a GPU costs nothing."""
-        return render.render(problem, variant).digest in self._reports
-
     def search(self, study: Study, more: Callable[[int], bool], heard: Callable[[Trial], None]) -> None:
         """Tries what the study proposes while `more(variants begun)` holds.
 
@@ -109,6 +105,14 @@ class Workshop:
                 return result
             self._verdicts[source.digest] = result
         return self._verdicts[source.digest]
+
+    def check(self, problem: Problem, variant: Variant) -> Screened | Verdict | Failure:
+        """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter."""
+        if not self.measured:
+            return self.rehearse(problem, variant)
+        job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
+        result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+        return result
 
     def final(self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int) -> Finished | Failure:
         """Times the finalists against one another and the rivals."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("autoattn", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("autoattn")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import dataclasses
 import json
 import os
 import re
@@ -17,14 +18,14 @@ import pytest
 import samples
 from typer.testing import CliRunner
 
-from autoattn import cache, dispatch, gpu, resources, space, tune, verify
+from autoattn import cache, dispatch, gpu, plan, resources, space, tune, verify
 from autoattn.cli.app import app, run
 from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.cli.terminal import console, print_json
 from autoattn.device import Device
 from autoattn.errors import AutoattnError, CacheError
+from autoattn.plan import Progress, Summary
 from autoattn.problem import Mask, Op, Problem
-from autoattn.tune import Progress, Summary
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("tune", "show", "explain", "render", "verify", "report", "devices")
@@ -121,7 +122,7 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
     from autoattn.cli.tune import command
 
     literal, _ = get_args(inspect.signature(command, eval_str=True).parameters["effort"].annotation)
-    assert set(get_args(literal)) == {effort.value for effort in tune.Effort}
+    assert set(get_args(literal)) == {effort.value for effort in plan.Effort}
 
 
 # Mistakes
@@ -283,7 +284,7 @@ def fake_tune(
     entries: dict[str, Any], *, failed: dict[str, str] | None = None, interrupted: bool = False, kept: int = 0
 ) -> Callable[..., Summary]:
     def tuned(
-        problems: list[Problem], device: Device, *, measured: bool, options: tune.Options, listen: Callable[..., None]
+        problems: list[Problem], device: Device, *, measured: bool, options: plan.Options, listen: Callable[..., None]
     ) -> Summary:
         tuned.called = {"problems": problems, "device": device, "measured": measured, "options": options}  # type: ignore[attr-defined]
         for index, problem in enumerate(problems):
@@ -343,7 +344,7 @@ def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, m
     assert [problem.seq_q for problem in called["problems"]] == [1024, 2048]
     assert called["device"] == samples.A30
     options = called["options"]
-    assert (options.effort, options.trials, options.timeout_s) == (tune.Effort.MAX, 7, 60.0)
+    assert (options.effort, options.trials, options.timeout_s) == (plan.Effort.MAX, 7, 60.0)
     assert (options.seed, options.cache, options.jobs) == (3, tmp_path / "mine", 2)
 
 
@@ -376,7 +377,7 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
     monkeypatch.setattr(tune, "tune", fake_tune({one.key: samples.predicted(one)}))
     code, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--cache", tmp_path / "mine")
     assert code == 0
-    prefill, train = out.index("\nprefill"), out.index("\ntrain")
+    prefill, train = out.index("\nprefill, predicted"), out.index("\ntrain, predicted")
     row = next(line for line in out[prefill:train].splitlines() if str(one) in line)
     assert "predicted" in row
     assert "500.0" in row
@@ -389,7 +390,7 @@ def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkey
     monkeypatch.setattr(tune, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
     code, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert code == 1
-    assert "failed: no variant fits" in out
+    assert re.search(r"causal:bottom-right +failed +no variant fits", out)
     assert "no kernel (why)" in out
 
 
@@ -428,7 +429,7 @@ def test_a_terminal_shows_bars_and_is_left_clean(monkeypatch: pytest.MonkeyPatch
     from rich.console import Console
 
     screen = Console(file=StringIO(), force_terminal=True, width=120)
-    options = tune.Options(effort=tune.Effort.QUICK, trials=None, timeout_s=None, seed=0, cache=Path(), jobs=None)
+    options = plan.Options(effort=plan.Effort.QUICK, trials=None, timeout_s=None, seed=0, cache=Path(), jobs=None)
     with Display(screen, measured=True) as display:
         fake_tune({})([samples.problem()], samples.H200, measured=True, options=options, listen=display)
     text = screen.file.getvalue()  # type: ignore[attr-defined]
@@ -496,7 +497,9 @@ def test_json_holds_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tmp_path: Path) -> None:
-    cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice="\x1b[31m[red]red[/red]\nrow")])
+    name = "\x1b[31m[red]red[/red]\nrow"
+    rival = dataclasses.replace(samples.measured().rivals[0], name=name)
+    cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice=name, rivals=(rival,))])
     _, out, _ = autoattn("show", "--cache", tmp_path)
     assert "\x1b" not in out
     assert "[red]red[/red]\\nrow" in out
@@ -671,3 +674,17 @@ def test_plain_ascii_output_is_possible() -> None:
 
 def test_the_console_is_wide_where_there_is_no_terminal() -> None:
     assert console().width >= 160
+
+
+@pytest.mark.parametrize(("width", "columns"), [(80, 3), (100, 5), (140, 7)])
+def test_a_narrow_terminal_loses_the_last_columns_and_no_figures(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch, width: int, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = autoattn("show", "--evidence", "measured")
+    names = ["Problem", "us", "TFLOP/s", "Evidence", "Runs on", "Best rival, or bound", "Tile"]
+    head = next(line for line in out.splitlines() if "Problem" in line)
+    assert [name in head for name in names] == [position < columns for position in range(len(names))]
+    assert "400.0" in out
+    assert all(len(line) <= width for line in out.splitlines() if not line.startswith((" (", "h200")))
+    assert ("left out" in out) == (columns < len(names))

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "autoattn"
 FLOORS = (
     {"errors", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
     {"resources", "shapes", "space", "render", "cache"},
-    {"reference", "compile", "sass", "ops", "validate", "measure", "model", "gpu", "rivals"},
-    {"tune", "study", "workshop", "workers", "jobs"},
+    {"reference", "compile", "sass", "ops", "validate", "measure", "model", "waves", "gpu", "rivals"},
+    {"tune", "plan", "study", "workshop", "workers", "jobs"},
     {"dispatch", "module", "functional"},
     {"verify", "report", "cli", "__main__"},
 )

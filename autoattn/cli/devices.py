@@ -33,9 +33,9 @@ def command(json: options.Json = False) -> None:
         )
         for device in known
     ]
-    columns = ("Name", "GPU", "Arch", ">SMs", ">Shared/block", ">L2", ">Memory", ">fp16 TFLOP/s", "Also called")
+    columns = ("=Name", "GPU", "Arch", ">SMs", ">Shared/block", ">L2", ">Memory", ">fp16 TFLOP/s", "Also called")
     console = terminal.console()
-    console.print(terminal.table("Devices", columns, rows))
+    terminal.print_table(console, "Devices", columns, rows)
     if present is None:
         console.print("No NVIDIA GPU was found in this machine: tuning predicts, it does not measure.")
     else:

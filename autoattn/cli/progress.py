@@ -13,7 +13,7 @@ from rich.text import Text
 from autoattn.report import figures
 
 if TYPE_CHECKING:
-    from autoattn.tune import Progress as Report
+    from autoattn.plan import Progress as Report
 
 FINISHED = ("done", "kept")
 

@@ -17,7 +17,7 @@ EXAMPLES = (
     "Examples:\n\n[bold]autoattn show --device h200 --evidence measured[/]\n\n"
     "[bold]autoattn show --cache cache --json[/]"
 )
-COLUMNS = ("Problem", "Evidence", "Runs on", ">us", ">TFLOP/s", "Best rival, or bound", "Tile")
+COLUMNS = ("=Problem", ">us", ">TFLOP/s", "Evidence", "Runs on", "Best rival, or bound", "Tile")
 
 
 def command(
@@ -56,7 +56,7 @@ def command(
     for folder, file, entries in found:
         for kind in ("measured", "predicted"):
             if rows := [row(entry) for entry in entries if entry.evidence.value == kind]:
-                console.print(terminal.table(f"{file.device}, {kind} ({folder})", COLUMNS, rows))
+                terminal.print_table(console, f"{file.device}, {kind} ({folder})", COLUMNS, rows)
     if not found:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
 
@@ -85,10 +85,10 @@ def row(entry: CacheEntry) -> tuple[object, ...]:
 
     return (
         entry.problem,
-        entry.evidence.value,
-        figures.choice(entry),
         figures.microseconds(entry.time_us),
         figures.tflops(entry.tflops),
+        entry.evidence.value,
+        figures.choice(entry),
         comparison(entry),
         figures.tile(entry),
     )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from autoattn.report.figures import printable
 
+FOLDED = 24  # characters that a column of words wants before it is folded
 PLAIN_WIDTH = 200  # characters; what is not a terminal has no width of its own
 
 
@@ -22,15 +23,36 @@ def console() -> Console:
     return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table; a column whose name starts with ">" is set flush right and kept on one line."""
+def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Prints a table; the most important columns come first, and the last ones give way on a narrow terminal.
+
+    ">" before a column's name sets it flush right on one line, "=" keeps it on one line.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    shown = _fitting(console.width, columns, cells)
     made = Table(title=Text(printable(title)), title_justify="left", title_style="bold", box=SIMPLE, pad_edge=False)
-    for column in columns:
+    for column in columns[:shown]:
+        whole = column.startswith((">", "="))
         right = column.startswith(">")
-        made.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", no_wrap=right)
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    return made
+        made.add_column(Text(column[whole:]), justify="right" if right else "left", no_wrap=whole)
+    for row in cells:
+        made.add_row(*map(Text, row[:shown]))
+    console.print(made)
+    if shown < len(columns):
+        left_out = ", ".join(column.lstrip(">=") for column in columns[shown:])
+        console.print(f" (left out on {console.width} columns: {left_out})\n", soft_wrap=True)
+
+
+def _fitting(width: int, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """How many of the columns fit into `width`; the first three always do."""
+    used = 2
+    for position, column in enumerate(columns):
+        whole = column.startswith((">", "="))
+        longest = max((len(row[position]) for row in cells), default=0)
+        used += max(len(column) - whole, longest if whole else min(longest, FOLDED)) + 3
+        if used > width and position >= 3:
+            return position
+    return len(columns)
 
 
 def print_json(document: object) -> None:

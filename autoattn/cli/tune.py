@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoattn.device import Device
+    from autoattn.plan import Summary
     from autoattn.problem import Problem
     from autoattn.shapes import NamedProblem
-    from autoattn.tune import Summary
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
@@ -74,7 +74,7 @@ def command(
     named = options.problems_of(shapes, group, problem)
     from autoattn import gpu, resources
     from autoattn.cli import terminal
-    from autoattn.tune import Effort, Options
+    from autoattn.plan import Effort, Options
 
     card, measured = gpu.resolve(device)
     console = terminal.console()
@@ -142,5 +142,6 @@ def _table(console: Console, group: str, problems: list[Problem], summary: Summa
             rows.append(show.row(entry))
         else:
             reason = summary.failed.get(problem.key)
-            rows.append((problem, f"failed: {reason}" if reason is not None else "not reached", "", "", "", "", ""))
-    console.print(terminal.table(group, show.COLUMNS, rows))
+            rows.append((problem, "", "", "failed" if reason is not None else "not reached", "", reason or "", ""))
+    kinds = sorted({summary.entries[one.key].evidence.value for one in problems if one.key in summary.entries})
+    terminal.print_table(console, ", ".join([group, *kinds]), show.COLUMNS, rows)

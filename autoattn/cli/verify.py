@@ -38,6 +38,6 @@ def command(
         )
     checked = verify([entry for _, entry in sorted(entries.items())], card)
     rows = [(check.problem, "ok" if check.ok else "FAILED", check.detail) for check in checked]
-    terminal.console().print(terminal.table(f"{card.name}, {len(rows)} kernels", ("Problem", "", "Detail"), rows))
+    terminal.print_table(terminal.console(), f"{card.name}, {len(rows)} kernels", ("=Problem", "", "Detail"), rows)
     if not all(check.ok for check in checked):
         raise typer.Exit(1)

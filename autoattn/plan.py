@@ -1,0 +1,89 @@
+"""How to tune, and what the tuner tells of it: the words between tune and whoever calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from autoattn import resources
+from autoattn.entry import CacheEntry
+from autoattn.problem import Problem
+
+
+class Effort(str, Enum):
+    """How much to spend on a problem."""
+
+    QUICK = "quick"
+    STANDARD = "standard"
+    MAX = "max"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What an effort buys for one problem."""
+
+    trials: int  # distinct variants
+    sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
+    finalists: int
+    final_seconds: float
+
+
+PROFILES = {
+    Effort.QUICK: Profile(trials=24, sibling_trials=1, finalists=3, final_seconds=1.0),
+    Effort.STANDARD: Profile(trials=48, sibling_trials=3, finalists=5, final_seconds=2.5),
+    Effort.MAX: Profile(trials=200, sibling_trials=24, finalists=8, final_seconds=8.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to tune."""
+
+    effort: Effort = Effort.STANDARD
+    trials: int | None = None  # distinct variants per problem; the effort's own when None
+    timeout_s: float | None = None  # a problem's search begins no new variant after so many seconds
+    seed: int = 0
+    cache: Path = field(default_factory=resources.user_cache)
+    jobs: int | None = None  # compiler processes; one per core when None
+
+    @property
+    def profile(self) -> Profile:
+        return PROFILES[self.effort]
+
+    @property
+    def budget(self) -> int:
+        return self.trials if self.trials is not None else self.profile.trials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the tuner tells whoever listens."""
+
+    problem: Problem
+    index: int  # from 0
+    total: int
+    phase: str  # "search", "final", "done" or "kept"
+    tried: int
+    planned: int
+    best_us: float | None
+    best_tflops: float | None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run left behind."""
+
+    entries: dict[str, CacheEntry]  # problem key -> entry, kept ones included
+    kept: int  # entries that were up to date
+    failed: dict[str, str]  # problem key -> why there is no entry
+    interrupted: bool
+    outcomes: dict[str, int]  # trials of this run
+    kernels: int  # distinct kernels compiled and read
+    seconds: float
+    path: Path
+
+
+Listener = Callable[[Progress], None]

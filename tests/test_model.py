@@ -1,0 +1,291 @@
+"""The model of the GPU: what fits, how the work is counted, and claims that physics makes of any time."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoattn import model, profiles, waves
+from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
+from autoattn.problem import DType, Mask, Problem
+from autoattn.trial import StaticReport
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import model_quality
+
+A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
+PARAMS = {
+    "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
+    "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
+}  # fmt: skip
+# The loops of templates/triton/forward.py.j2 for sm_80 with the parameters above, head dim 64, bfloat16.
+PLAIN = {
+    "HMMA.16816.F32.BF16": 128, "LDSM.16.M88.4": 16, "LDSM.16.MT88.4": 16, "MUFU.EX2": 68, "FMUL": 130, "FADD": 130,
+    "FFMA": 4, "FMNMX": 72, "F2FP": 32, "SHFL": 16, "LDGSTS.128": 8, "BAR": 2, "IADD3": 20, "LOP3": 20,
+}  # fmt: skip
+MASKED = PLAIN | {"ISETP": 80, "FSEL": 80}
+
+
+def report(**changes):
+    facts = {
+        "digest": "d", "arch": 80, "registers": 240, "spilled_bytes": 0, "shared_bytes": 48 * 1024, "num_warps": 4,
+        "code_bytes": 20000, "loop": PLAIN, "masked_loop": MASKED,
+    }  # fmt: skip
+    return StaticReport(**facts | changes)
+
+
+def problem(mask="full", **changes):
+    facts = {"dtype": DType.BFLOAT16, "batch": 4, "heads_q": 32, "heads_kv": 32, "seq_q": 4096, "seq_kv": 4096}
+    return Problem(**facts | {"head_dim": 64} | changes, mask=Mask.parse(mask))
+
+
+def time(of=None, on=A100, kernel=None, **params):
+    return predict(of or problem(), on, PARAMS | params, kernel or report()).time_us
+
+
+# --- occupancy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "registers", "shared_kib", "num_warps", "blocks"),
+    [
+        (A100, 255, 0, 4, 2),  # 255 x 32 is up to 8192 a warp: 2 warps of each scheduler's 16,384 registers
+        (A100, 128, 0, 8, 2),  # 4096 a warp: 4 warps a scheduler, 16 of an SM
+        (A100, 129, 0, 8, 1),  # 4352 a warp: 3 warps a scheduler, 12 of an SM, and 8 make a block
+        (A100, 168, 0, 4, 3),  # 5376 a warp: 3 warps a scheduler
+        (A100, 32, 40, 4, 4),  # 41 KiB with CUDA's own: 4 of 164
+        (A100, 32, 81, 4, 2),  # 82 KiB: exactly 2
+        (A100, 32, 82, 4, 1),  # 83 KiB: one too many for 2
+        (A100, 32, 163, 4, 1),  # the opt-in maximum
+        (A100, 16, 0, 32, 2),  # 2048 threads
+        (A100, 16, 0, 1, 32),  # blocks, not threads
+        (RTX3090, 16, 0, 8, 6),  # 1536 threads
+        (RTX3090, 16, 0, 1, 16),
+        (H200, 64, 113, 4, 2),  # 114 KiB: exactly 2 of 228
+        (A100, 32, 164, 4, 0),
+        (RTX3090, 32, 100, 4, 0),
+    ],
+)
+def test_occupancy_is_what_arithmetic_by_hand_says(device, registers, shared_kib, num_warps, blocks):
+    assert occupancy(device, registers, shared_kib * 1024, num_warps) == blocks
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "words"),
+    [
+        (RTX3090, {"shared_bytes": 101_377}, "101,377 bytes of shared memory per block"),
+        (A100, {"registers": 255, "num_warps": 16}, "255 registers for each of 512 threads"),
+        (RTX3090, {"num_warps": 64}, "2048 threads per block"),
+    ],
+)
+def test_a_kernel_that_cannot_launch_is_explained(device, changes, words):
+    kernel = report(**changes)
+    assert words in why_unlaunchable(device, kernel)
+    assert device.full_name in why_unlaunchable(device, kernel)
+    with pytest.raises(ValueError, match="can run"):
+        predict(problem(), device, PARAMS, kernel)
+
+
+def test_a_kernel_that_fits_is_not_complained_of():
+    assert why_unlaunchable(A100, report()) is None
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "causal:top-left"])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(256, 256), (100, 300), (300, 100), (130, 70)])
+@pytest.mark.parametrize(("block_m", "block_n"), [(64, 32), (32, 64), (16, 16)])
+def test_blocks_of_keys_are_those_that_a_walk_over_every_score_finds(mask, seq_q, seq_kv, block_m, block_n):
+    of = problem(mask, seq_q=seq_q, seq_kv=seq_kv)
+    rows, keys = np.arange(seq_q)[:, None], np.arange(seq_kv)[None, :]
+    kept = keys <= rows + of.shift if of.mask.causal else np.ones((seq_q, seq_kv), bool)
+    needed, whole = [], []
+    for start in range(0, seq_q, block_m):
+        tile = kept[start : start + block_m]
+        # A tile's last rows may lie beyond the problem; they see at least what the last real row sees.
+        beyond = max(0, min(seq_kv, start + block_m + of.shift)) if of.mask.causal else seq_kv
+        needed.append(-(-beyond // block_n))
+        columns = [tile[:, n : n + block_n] for n in range(0, seq_kv, block_n)]
+        whole.append(sum(c.shape[1] == block_n and c.all() for c in columns))
+        assert needed[-1] >= sum(c.any() for c in columns)
+    plain, masked = waves.key_blocks(of, block_m, block_n, "split")
+    assert plain.tolist() == whole
+    assert (plain + masked).tolist() == needed
+    every, none = waves.key_blocks(of, block_m, block_n, "every")
+    assert every.tolist() == needed
+    assert not none.any()
+
+
+def makespan(costs, heads, slots, *, descending=True, group=1, slowdown=lambda left: 1.0):
+    return waves.makespan(np.array(costs, float), heads, group, descending=descending, slots=slots, slowdown=slowdown)
+
+
+def test_equal_tiles_run_in_whole_waves():
+    assert makespan([5.0] * 8, 4, 16) == 10.0
+    assert makespan([5.0] * 8, 5, 16) == 15.0
+    assert makespan([5.0], 1, 16) == 5.0
+    assert makespan([5.0] * 8, 5, 16, slowdown=lambda left: 0.5) == 12.5  # the thin last wave runs faster
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("descending", [True, False])
+def test_unequal_tiles_end_between_the_bounds_of_list_scheduling(group, descending):
+    costs, slots = [float(n) for n in range(1, 33)], 24
+    total = sum(costs) * 8 / slots
+    assert total <= makespan(costs, 8, slots, descending=descending, group=group) <= total + max(costs)
+
+
+def test_longest_rows_first_end_no_later():
+    costs = [float(n) for n in range(1, 33)]
+    assert makespan(costs, 8, 24, group=8) < makespan(costs, 8, 24, group=8, descending=False)
+
+
+def test_dealt_tiles_take_as_long_as_the_program_with_most_of_them():
+    dealt = waves.dealt_makespan(np.array([3.0, 1.0]), 4, 1, descending=False, programs=3)
+    assert dealt == 7.0  # 3 1 3 1 3 1 3 1 dealt to three: 3+1+3, 1+3+1, 3+1
+
+
+# --- one pass ---------------------------------------------------------------------------------------------------------
+
+
+def cost(device=A100, of=None, loop=PLAIN, num_warps=4, **params):
+    return demand(of or problem(), device, PARAMS | params, loop, num_warps)
+
+
+def test_tensor_time_is_flops_over_peak():
+    # 4 x 128 x 64 x 64 flop; an A100's SM does 312e12 / (108 x 1410 MHz) = 2049 a cycle
+    assert cost().tensor == pytest.approx(2_097_152 / 2048.8, rel=1e-3)
+    assert cost(of=problem(dtype=DType.FLOAT32)).tensor == 32 * 4 * 4  # only LDSM: IEEE products are FFMA
+
+
+def test_exp_time_is_eight_cycles_each():
+    assert cost().exp == 8 * 68
+    assert cost(num_warps=8).exp == 2 * 8 * 68
+
+
+def test_float32_lanes_are_half_as_many_on_an_a100():
+    loop = {"FFMA": 1000}
+    assert cost(A100, loop=loop).issue == 2000
+    assert cost(RTX3090, loop=loop).issue == 1000
+
+
+def test_warpgroup_products_with_few_keys_are_bound_by_shared_memory():
+    loop = {"HGMMA.64x32x16.F32.BF16.SS": 4}
+    flops = [4 * 64 * n * 64 / 4096 for n in (32, 128)]
+    narrow, wide = (cost(H200, loop=loop, BLOCK_M=64, BLOCK_N=n).tensor for n in (32, 128))
+    assert wide == pytest.approx(flops[1], rel=0.02)
+    assert narrow > 1.2 * flops[0]
+
+
+def test_a_lone_block_pays_for_everything_in_turn():
+    alone = cost()
+    assert pass_cycles(alone, 1, 4) == pytest.approx(sum(alone.stations()) + alone.latency)
+
+
+def test_more_blocks_never_lower_the_throughput_nor_beat_the_slowest_unit():
+    shared = [pass_cycles(cost(), blocks, 4) for blocks in range(1, 17)]
+    assert shared == sorted(shared, reverse=True)
+    assert shared[-1] >= max(cost().stations())
+    assert shared[-1] < 1.3 * max(cost().stations())
+
+
+def test_copies_asked_for_ahead_hide_their_latency():
+    waiting = {name.replace("LDGSTS", "LDG"): count for name, count in PLAIN.items()}
+    assert cost(num_stages=3).latency < cost(num_stages=1, loop=waiting).latency
+    late = cost(num_stages=1, loop=waiting, barrier="after_qk").latency
+    assert late > cost(num_stages=1, loop=waiting).latency
+
+
+# --- the whole kernel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [problem(), problem(seq_q=128, batch=1), problem("causal"), problem(heads_kv=1)])
+@pytest.mark.parametrize("fact", ["bandwidth", "l2_bytes", "sm_count", "sustained_clock_mhz"])
+def test_more_of_anything_is_never_slower(of, fact):
+    better = replace(A100, **{fact: type(getattr(A100, fact))(2 * getattr(A100, fact))})
+    if fact == "sm_count":  # the peak is a fact of the whole card
+        better = replace(better, peak_flops={name: 2 * rate for name, rate in A100.peak_flops.items()})
+    assert time(of, better) <= time(of, A100) * (1 + 1e-9)
+
+
+def test_causal_takes_about_half():
+    assert 0.5 < time(problem("causal")) / time(problem()) < 0.6
+
+
+def test_time_grows_with_the_batch_once_the_card_is_full():
+    assert time(problem(batch=16)) == pytest.approx(2 * time(problem(batch=8)), rel=0.1)
+
+
+def test_one_tile_more_than_a_wave_costs_a_wave():
+    per_wave = A100.sm_count * occupancy(A100, 240, 48 * 1024, 4)
+    one, more, two = (
+        time(problem(batch=1, heads_q=n, heads_kv=n, seq_q=128)) for n in (per_wave, per_wave + 1, 2 * per_wave)
+    )
+    assert one < more < two
+
+
+def test_spills_cost():
+    loop = PLAIN | {"LDL": 40, "STL": 20}
+    assert time(kernel=report(loop=loop, masked_loop=loop)) > 1.05 * time()
+
+
+def test_masking_every_block_costs():
+    causal = problem("causal")
+    assert time(causal, kernel=report(loop=MASKED, masked_loop={}), mask_loop="every") > 1.02 * time(causal)
+
+
+def test_longest_rows_first_is_no_slower_for_causal():
+    few = problem("causal", batch=1)
+    assert time(few, row_order="descending", HEAD_GROUP=0) < time(few, row_order="ascending", HEAD_GROUP=0)
+
+
+def test_persistent_programs_that_do_not_fit_at_once_gain_nothing():
+    alone = report(registers=255, num_warps=8)
+    assert time(PERSISTENT=2, kernel=alone) >= time(PERSISTENT=1, kernel=alone) * (1 - 1e-9)
+
+
+def test_keys_beyond_the_l2_are_read_again_unless_heads_take_turns():
+    long = problem(batch=1, heads_q=256, heads_kv=256, seq_q=65536, seq_kv=65536)
+    apart = predict(long, A30, PARAMS | {"HEAD_GROUP": 0}, report()).parts_us["dram"]
+    in_turn = predict(long, A30, PARAMS | {"HEAD_GROUP": 1}, report()).parts_us["dram"]
+    assert in_turn == pytest.approx(1e6 * long.bytes() / (model.DRAM_EFFICIENCY * A30.bandwidth))
+    assert apart > 10 * in_turn
+
+
+def test_shared_keys_need_less_of_the_dram():
+    few, many = (predict(problem(heads_kv=n), A100, PARAMS, report()).parts_us["dram"] for n in (4, 32))
+    assert few < many
+
+
+def test_a_small_problem_is_bound_by_its_launch_or_latency():
+    tiny = predict(problem(batch=1, heads_q=1, heads_kv=1, seq_q=128, seq_kv=128), A100, PARAMS, report())
+    assert tiny.bound in ("launch", "latency")
+    assert tiny.time_us < 20
+
+
+def test_a_prediction_is_never_faster_than_any_of_its_parts():
+    for mask in ("full", "causal"):
+        prediction = predict(problem(mask), A100, PARAMS, report())
+        assert prediction.time_us >= max(prediction.parts_us.values())
+        assert prediction.occupancy == 2
+        assert prediction.waves == pytest.approx(4 * 32 * 32 / (108 * 2))
+
+
+def test_the_model_ranks_the_measured_kernels_as_well_as_its_page_says():
+    cases = model_quality.load()
+    assert len(cases) == 284
+    for head_dim, correlation in ((64, 0.94), (128, 0.92)):
+        own = [case for case in cases if case.problem.head_dim == head_dim]
+        predicted = [model_quality.by_model(model.CONSTANTS)(case) for case in own]
+        assert model_quality.spearman(predicted, [case.median_ms for case in own]) > correlation
+        assert model_quality.regret(own, predicted, 1) < 0.1
+        assert model_quality.regret(own, predicted, 10) < 0.05
+
+
+def test_constants_lie_within_their_bounds():
+    for name, (low, high) in model.BOUNDS.items():
+        assert low <= getattr(model.CONSTANTS, name) <= high
+    assert set(model.BOUNDS) == set(model.Constants.__dataclass_fields__)

@@ -1,0 +1,329 @@
+"""The machine code reader: the ELF file, the names of instructions, and which loops are reported."""
+
+import re
+import struct
+import subprocess
+from collections import Counter
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from autoattn import sass
+from autoattn.errors import CompileError
+
+BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS = 64, 32, 64, 4
+
+
+@triton.jit
+def walk(
+    acc, m, s, q, k_ptrs, v_ptrs, lo, hi, o_m, stride, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, P: tl.constexpr
+):
+    o_n = tl.arange(0, BLOCK_N)
+    for n in range(lo, hi, BLOCK_N):
+        scores = tl.dot(q, tl.load(k_ptrs + n * stride), input_precision=P)
+        if MASKED:
+            scores = tl.where(o_m[:, None] >= (n + o_n)[None, :], scores, float("-inf"))
+        new = tl.maximum(m, tl.max(scores, 1))
+        weights = tl.exp2(scores - new[:, None])
+        shrink = tl.exp2(m - new)
+        s = s * shrink + tl.sum(weights, 1)
+        value = tl.load(v_ptrs + n * stride)
+        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=P)
+        m = new
+    return acc, m, s
+
+
+@triton.jit
+def attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    stride,
+    keys,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    P: tl.constexpr,
+):
+    start = tl.program_id(0) * BLOCK_M
+    o_m, o_n, o_d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    q = tl.load(q_ptr + o_m[:, None] * stride + o_d[None, :])
+    k_ptrs = k_ptr + o_n[None, :] * stride + o_d[:, None]
+    v_ptrs = v_ptr + o_n[:, None] * stride + o_d[None, :]
+    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    s = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    lo = 0
+    if SPLIT:
+        lo = start // BLOCK_N * BLOCK_N
+        acc, m, s = walk(acc, m, s, q, k_ptrs, v_ptrs, 0, lo, o_m, stride, BLOCK_N, False, P)
+    acc, m, s = walk(acc, m, s, q, k_ptrs, v_ptrs, lo, keys, o_m, stride, BLOCK_N, True, P)
+    tl.store(o_ptr + o_m[:, None] * stride + o_d[None, :], (acc / s[:, None]).to(o_ptr.dtype.element_ty))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compiles the kernel above, each choice once."""
+    done = {}
+
+    def build(arch, *, split=True, element="bf16", precision="tf32", stages=2, block_m=BLOCK_M, maxnreg=None):
+        key = (arch, split, element, precision, stages, block_m, maxnreg)
+        if key not in done:
+            names = attend.arg_names
+            signature = dict.fromkeys(names, "constexpr") | dict.fromkeys(names[:4], f"*{element}")
+            signature |= {"stride": "i32", "keys": "i32"}
+            values = {"BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "D": HEAD_DIM, "SPLIT": split, "P": precision}
+            constants = {(names.index(name),): value for name, value in values.items()}
+            aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+            source = ASTSource(fn=attend, signature=signature, constexprs=constants, attrs=aligned)
+            options = {"num_warps": NUM_WARPS, "num_stages": stages} | ({"maxnreg": maxnreg} if maxnreg else {})
+            done[key] = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        return done[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield build
+
+
+def read(kernel, arch):
+    return sass.read(
+        kernel.asm["cubin"], digest="d", arch=arch, shared_bytes=kernel.metadata.shared, num_warps=NUM_WARPS
+    )
+
+
+def masking(loop):
+    return sum(loop.get(name, 0) for name in ("ISETP", "FSEL"))
+
+
+# --- real kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89])
+def test_the_products_of_a_pass_are_those_that_the_tile_asks_for(compiled, arch):
+    report = read(compiled(arch), arch)
+    wanted = 4 * BLOCK_M * BLOCK_N * HEAD_DIM // (2 * 16 * 8 * 16) // NUM_WARPS
+    assert report.loop["HMMA.16816.F32.BF16"] == wanted
+    assert report.masked_loop["HMMA.16816.F32.BF16"] == wanted
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_pass_has_one_exp2_for_each_score_of_a_thread_and_few_more(compiled, arch):
+    report = read(compiled(arch), arch)
+    scores = BLOCK_M * BLOCK_N // (32 * NUM_WARPS)
+    for loop in (report.loop, report.masked_loop):
+        assert scores < loop["MUFU.EX2"] <= scores + 4
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100])
+def test_the_loop_that_masks_is_told_from_the_one_that_does_not(compiled, arch):
+    report = read(compiled(arch), arch)
+    assert masking(report.masked_loop) >= masking(report.loop) + BLOCK_M * BLOCK_N // (32 * NUM_WARPS)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_kernel_with_one_loop_has_no_masked_loop(compiled, arch):
+    report = read(compiled(arch, split=False), arch)
+    assert report.loop["MUFU.EX2"] > 0
+    assert report.masked_loop == {}
+
+
+def test_warpgroup_products_keep_their_shape_and_where_their_left_factor_is(compiled):
+    report = read(compiled(90), 90)
+    assert report.loop["HGMMA.64x32x16.F32.BF16.SS"] == HEAD_DIM // 16
+    assert report.loop["HGMMA.64x64x16.F32.BF16.RS"] == BLOCK_N // 16
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_ieee_float32_loops_are_found_by_their_multiplications(compiled, arch):
+    report = read(compiled(arch, element="fp32", precision="ieee", block_m=16), arch)
+    per_thread = 2 * 16 * BLOCK_N * HEAD_DIM // (32 * NUM_WARPS)
+    assert per_thread <= report.loop["FFMA"] <= per_thread + 16
+    assert report.masked_loop["MUFU.EX2"] > 0
+
+
+def test_tf32_products_are_told_from_bfloat16_ones(compiled):
+    report = read(compiled(80, element="fp32"), 80)
+    assert report.loop["HMMA.1688.F32.TF32"] == 4 * BLOCK_M * BLOCK_N * HEAD_DIM // (2 * 16 * 8 * 8) // NUM_WARPS
+
+
+def test_asynchronous_copies_show_with_their_width(compiled):
+    assert read(compiled(80), 80).loop["LDGSTS.128"] == 2 * BLOCK_N * HEAD_DIM * 2 // 16 // (32 * NUM_WARPS)
+    assert "LDGSTS.128" not in read(compiled(80, stages=1), 80).loop
+
+
+@pytest.mark.parametrize(("arch", "maxnreg"), [(80, None), (80, 64), (90, None), (100, None)])
+def test_registers_and_stack_are_those_that_the_resource_listing_states(compiled, tmp_path, arch, maxnreg):
+    kernel = compiled(arch, maxnreg=maxnreg)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(kernel.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    listed = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    report = read(kernel, arch)
+    assert report.registers == int(re.search(r"REG:(\d+)", listed)[1])
+    assert report.spilled_bytes == int(re.search(r"STACK:(\d+)", listed)[1])
+    assert report.spilled_bytes > 0 if maxnreg else True
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, monkeypatch, arch):
+    first, second = (compiled(arch, split=split).asm["cubin"] for split in (True, False))
+    for name in ("_base", "_detail"):
+        monkeypatch.setattr(sass, name, {})
+    for cubin in (first, second):
+        text = next(data for name, data in sass._sections(cubin).items() if name.startswith(".text."))
+        code = sass._decode(cubin, text, arch)
+        for at, name, rest in sass._disassemble(cubin):
+            base = name.partition(".")[0]
+            seen, target, _ = code[at // 16]
+            assert seen == (sass._short(base, name, rest) if base in sass.DETAILED else base)
+            assert (target is not None) == (base == "BRA")
+    targets = {target for _, target, _ in code if target is not None}
+    assert targets == labelled(second)
+
+
+def labelled(cubin):
+    """Addresses that branches name, by the disassembler's own labels."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        lines = subprocess.run(
+            [sass.disassembler(), "-c", "-ndf", file.name], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    places, waiting, wanted, last = {}, [], set(), -16
+    for line in lines:
+        if label := re.match(r"(\.L_x_\d+):", line):
+            waiting.append(label[1])
+        if code := re.match(r"\s*/\*([0-9a-f]{4,})\*/.*?;", line):
+            last = int(code[1], 16)
+            places |= dict.fromkeys(waiting, last)
+            waiting = []
+            if branch := re.search(r"\bBRA.*`\((\.L_x_\d+)\)", line):
+                wanted.add(branch[1])
+    return {places[label] for label in wanted}
+
+
+def test_a_kernel_of_known_encodings_does_not_start_the_disassembler(compiled, monkeypatch):
+    kernel = compiled(80)
+    before = read(kernel, 80)
+    monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    assert read(kernel, 80) == before
+
+
+def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):
+    whole = compiled(80).asm["cubin"]
+    for broken in (b"", b"\x7fELF", b"text" * 100, whole[:200], whole[:18] + struct.pack("<H", 62) + whole[20:]):
+        with pytest.raises(CompileError, match="compile the kernel again"):
+            sass.read(broken, digest="d", arch=80, shared_bytes=0, num_warps=4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "at", "low", "high", "target", "goes_on"),
+    [
+        (80, 0x1300, 0x0000325000003947, 0x000FEA0003800000, 0x4560, True),  # @P3 BRA
+        (80, 0x4550, 0xFFFFD25000007947, 0x000FEA000383FFFF, 0x17B0, False),  # BRA, backwards
+        (90, 0x12A0, 0x000000240064A947, 0x000FEA0003800000, 0x3840, True),  # @!P2 BRA
+        (90, 0x5160, 0xFFFFFFFC00FC7947, 0x000FC0000383FFFF, 0x5160, False),  # BRA, to itself
+        (100, 0x0, 0x000000A508A07547, 0x002FD8000B800000, 0xA690, True),  # BRA.U !UP0: the uniform predicate decides
+    ],
+)
+def test_branches_are_read_from_their_encoding(arch, at, low, high, target, goes_on):
+    assert sass._flow("BRA", at, low, high, arch) == (target, goes_on)
+
+
+# --- the rule, on made-up code ----------------------------------------------------------------------------------------
+
+PRODUCT, EXP, MASK, MAXIMUM = ["HMMA"] * 4, ["MUFU.EX2"] * 4, ["ISETP", "FSEL"] * 8, ["FMNMX"] * 16
+
+
+class Program:
+    """Writes instructions down; labels may be used before they are placed."""
+
+    def __init__(self):
+        self.lines, self.places = [], {}
+
+    def __call__(self, *names):
+        self.lines += [(name, None, True) for name in names]
+        return self
+
+    def label(self, name):
+        self.places[name] = len(self.lines) * 16
+        return self
+
+    def branch(self, label, *, always=False):
+        self.lines.append(("BRA", label, not always))
+        return self
+
+    def loop(self, *names):
+        start = f"loop at {len(self.lines)}"
+        return self.label(start)(*names).branch(start)
+
+    def key_loops(self):
+        code = [*((n, self.places.get(t, t), g) for n, t, g in self.lines), ("EXIT", None, False)]
+        return tuple(Counter(loop) for loop in sass._key_loops(code))
+
+
+def test_a_loop_around_the_key_loops_is_not_reported():
+    program = Program().label("tile")(*MASK).loop(*PRODUCT, *EXP)(*MASK, "STG").branch("tile")
+    plain, masked = program.key_loops()
+    assert plain == Counter([*PRODUCT, *EXP, "BRA"])
+    assert masked == Counter()
+
+
+def test_the_order_of_the_loops_does_not_matter():
+    plain, masked = Program().loop(*PRODUCT, *EXP, *MASK).loop(*PRODUCT, *EXP).key_loops()
+    assert plain["FSEL"] == 0
+    assert masked["FSEL"] == 8
+
+
+def test_loops_without_both_a_product_and_an_exp2_are_not_reported():
+    plain, masked = Program().loop(*PRODUCT).loop(*EXP).loop(*PRODUCT, *EXP, "FADD").key_loops()
+    assert plain["FADD"] == 1
+    assert masked == Counter()
+
+
+def test_the_second_chance_of_the_first_maximum_is_left_out():
+    first = Program().loop(*PRODUCT, *EXP, *MASK, "FADD")
+    plain, masked = first.loop(*PRODUCT, *EXP, *MASK, *MASK, *MAXIMUM).key_loops()
+    assert plain == Counter([*PRODUCT, *EXP, *MASK, "FADD", "BRA"])
+    assert masked == Counter()
+
+
+def test_a_mask_that_only_some_blocks_need_is_read_as_two_loops():
+    program = Program().label("top")(*PRODUCT).branch("skip")(*MASK).label("skip")(*EXP).branch("top")
+    plain, masked = program.key_loops()
+    assert plain["FSEL"] == 0
+    assert masked["FSEL"] == 8
+
+
+def test_a_rescale_that_only_some_blocks_need_is_not_taken_for_a_mask():
+    program = Program().label("top")(*PRODUCT).branch("skip")(*["FMUL"] * 50).label("skip")(*EXP).branch("top")
+    plain, masked = program.key_loops()
+    assert plain["FMUL"] == 0
+    assert masked == Counter()
+
+
+def test_a_wait_inside_a_loop_does_not_hide_it():
+    program = Program().label("top")(*PRODUCT).label("wait")("SYNCS").branch("wait")(*EXP).branch("top")
+    plain, _ = program.key_loops()
+    assert plain["MUFU.EX2"] == 4
+    assert plain["SYNCS"] == 1
+
+
+def test_code_far_below_that_jumps_back_makes_no_loop():
+    program = Program().branch("far").label("near").loop(*PRODUCT, *EXP)
+    program.branch("end", always=True).label("far")("NOP").branch("near", always=True).label("end")
+    plain, _ = program.key_loops()
+    assert plain == Counter([*PRODUCT, *EXP, "BRA"])
+
+
+def test_a_kernel_without_a_key_loop_is_reported_whole():
+    plain, masked = Program()(*PRODUCT, *EXP).key_loops()
+    assert plain == Counter([*PRODUCT, *EXP, "EXIT"])
+    assert masked == Counter()

@@ -1,0 +1,451 @@
+"""Search spaces: what a file may say, which variants it leaves, and the shipped one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from samples import A30, H200, problem
+
+from autoattn import profiles, resources, shapes, space
+from autoattn.device import Device
+from autoattn.errors import SpaceError, UsageError
+from autoattn.problem import DType, Mask, Precision, Problem
+from autoattn.space import SearchSpace, facts_of
+from autoattn.variant import Variant
+
+SMALL: dict[str, Any] = {
+    "version": 1,
+    "template": "triton/forward",
+    "parameters": {
+        "TILE": {"choices": [16, 32, 64], "about": "rows"},
+        "warps": {"choices": [1, 2, 4], "about": "warps"},
+        "mode": {"choices": ["plain", "fancy"], "about": "how"},
+    },
+    "let": {"threads": "32 * warps", "share": "TILE * head_dim / threads"},
+    "require": [
+        {"rule": "share <= 64", "because": "a thread must hold its share"},
+        {"rule": "mode == 'plain' or causal", "because": "only a mask has a fancy mode"},
+        {"rule": "seq_q >= 4", "because": "there must be a few rows"},
+    ],
+    "seeds": [
+        {"when": "arch >= 90", "TILE": 64, "warps": 4, "mode": "fancy"},
+        {"when": "head_dim == 64", "TILE": 32, "warps": 2},
+        {"when": "head_dim == 64", "TILE": 32, "warps": 2, "mode": "plain"},
+        {"TILE": 16, "warps": 4},
+    ],
+    "base": {"mode": "plain"},
+}
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], SearchSpace]:
+    """Writes a search space (text, bytes, or what YAML shall say) and loads it."""
+    monkeypatch.setattr(resources, "root", lambda: tmp_path)
+    path = tmp_path / "search_spaces" / "triton" / "forward.yaml"
+    path.parent.mkdir(parents=True)
+
+    def loaded(document: Any) -> SearchSpace:
+        if not isinstance(document, str | bytes):
+            document = yaml.safe_dump(document, sort_keys=False)
+        path.write_bytes(document.encode() if isinstance(document, str) else document)
+        return space.load.__wrapped__("triton/forward")
+
+    return loaded
+
+
+@pytest.fixture
+def refusal(load: Callable[[Any], SearchSpace], tmp_path: Path) -> Callable[[Any], str]:
+    def refused(document: Any) -> str:
+        with pytest.raises(SpaceError) as caught:
+            load(document)
+        message = str(caught.value)
+        assert str(tmp_path / "search_spaces" / "triton" / "forward.yaml") in message
+        assert "\n" not in message
+        return message.replace(str(tmp_path), "")
+
+    return refused
+
+
+def changed(*path: str | int, to: Any) -> dict[str, Any]:
+    """SMALL with one value changed, or removed when it becomes `...`."""
+    document = copy.deepcopy(SMALL)
+    part: Any = document
+    for step in path[:-1]:
+        part = part[step]
+    if to is ...:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = to
+    return document
+
+
+def every_point(one: SearchSpace) -> Iterator[Variant]:
+    for values in itertools.product(*one.choices.values()):
+        yield Variant.of(one.template, dict(zip(one.choices, values, strict=True)))
+
+
+# The file
+
+
+def test_a_file_says_what_it_says(load: Callable[[Any], SearchSpace]) -> None:
+    one = load(SMALL)
+    assert one.template == "triton/forward"
+    assert one.choices == {"TILE": (16, 32, 64), "warps": (1, 2, 4), "mode": ("plain", "fancy")}
+    assert list(one.choices) == ["TILE", "warps", "mode"]
+    assert one.about["TILE"] == "rows"
+    assert one.require[0].rule.text == "share <= 64"
+    assert one.seeds[1][1] == {"TILE": 32, "warps": 2, "mode": "plain"}
+
+
+def test_the_digest_is_the_texts(load: Callable[[Any], SearchSpace]) -> None:
+    text = yaml.safe_dump(SMALL, sort_keys=False)
+    assert load(text).digest == load(text).digest
+    assert load(text).digest != load(text + "# a word\n").digest
+
+
+@pytest.mark.parametrize("key", SMALL)
+def test_every_part_is_needed(refusal: Callable[[Any], str], key: str) -> None:
+    assert f"`{key}`" in refusal(changed(key, to=...))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("version",), 2, "must have version 1, got 2; use a matching autoattn"),
+        (("version",), "1", "must be a search space, but Expected `int`, got `str` - at `$.version`"),
+        (("template",), "triton/backward", "must speak of the template triton/forward, got 'triton/backward'"),
+        (("parametres",), {}, "unknown field `parametres`"),
+        (("parameters",), {}, "length >= 1 - at `$.parameters`"),
+        (("parameters", "TILE", "choice"), [1], "unknown field `choice`"),
+        (("parameters", "TILE", "choices"), [], "length >= 1 - at `$.parameters[...].choices`"),
+        (("parameters", "TILE", "choices"), [0.5], "Expected `int | str`, got `float`"),
+        (("parameters", "TILE", "choices"), [True, False], "Expected `int | str`, got `bool`"),
+        (("parameters", "TILE", "choices"), [16, 32, 16], "the choices of TILE must differ, got [16, 32, 16]"),
+        (("parameters", "TILE", "about"), "", "length >= 1 - at `$.parameters[...].about`"),
+        (("parameters", "head_dim"), {"choices": [1], "about": "x"}, "got 'head_dim' a second time"),
+        (("parameters", "l2_bytes"), {"choices": [1], "about": "x"}, "got 'l2_bytes' a second time"),
+        (("parameters", "a b"), {"choices": [1], "about": "x"}, "must be named by a word that rules can hold"),
+        (("parameters", "min"), {"choices": [1], "about": "x"}, "got 'min'"),
+        (("parameters", "not"), {"choices": [1], "about": "x"}, "got 'not'"),
+        (("parameters", 5), {"choices": [1], "about": "x"}, "Expected `str`"),
+        (("let", "warps"), "1", "got 'warps' a second time"),
+        (("let", "batch"), "1", "got 'batch' a second time"),
+        (("let", "a.b"), "1", "got 'a.b'"),
+        (("let", "threads"), 32, "Expected `str`, got `int`"),
+        (("let", "threads"), "share", "the rule 'share' must speak of what is known to it, got share"),
+        (("let", "share"), "share + 1", "got share"),
+        (("let", "threads"), "import os", "must be arithmetic such as"),
+        (("require", 0, "rule"), "TYLE <= 64", "got TYLE; did you mean TILE? correct it"),
+        (("require", 0, "rule"), "zzzzzz == 1", "got zzzzzz; correct it"),
+        (("require", 0, "rule"), "open('x')", "a rule may hold numbers, names"),
+        (("require", 0, "rule"), 5, "Expected `str`, got `int`"),
+        (("require", 0, "because"), "", "length >= 1 - at `$.require[0].because`"),
+        (("require", 0, "becuase"), "x", "unknown field `becuase`"),
+        (("seeds",), [], "length >= 1 - at `$.seeds`"),
+        (("seeds", 0, "when"), "TILE == 16", "got TILE"),
+        (("seeds", 0, "when"), "threads == 16", "got threads"),
+        (("seeds", 0, "when"), "arhc == 90", "got arhc; did you mean arch?"),
+        (("seeds", 0, "when"), "arch = 90", "must be arithmetic such as"),
+        (("seeds", 0, "TYLE"), 16, "sets TILE, warps, mode, got 'TYLE' amiss"),
+        (("seeds", 0, "TILE"), ..., "sets TILE, warps, mode, got 'TILE' amiss"),
+        (("seeds", 0, "TILE"), 48, "TILE of triton/forward must be one of 16, 32, 64, got 48"),
+        (("seeds", 0, "TILE"), "16", "TILE of triton/forward must be one of 16, 32, 64, got '16'"),
+        (("seeds", 0, "TILE"), [16], "Expected `int | str`, got `array`"),
+        (("base", "mode"), "strange", "mode of triton/forward must be one of plain, fancy, got 'strange'"),
+        (("base", "other"), 1, "got 'other' amiss"),
+        (("base",), None, "Expected `object`, got `null` - at `$.base`"),
+    ],
+)
+def test_a_fault_is_named_in_one_sentence(
+    refusal: Callable[[Any], str], path: tuple[str | int, ...], value: Any, words: str
+) -> None:
+    assert words in refusal(changed(*path, to=value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1, 2]",
+        "just words",
+        "version: [",
+        "version: 1\nversion: 1",
+        "a: &x 1\nb: *x",
+        "!!python/object/apply:os.system ['true']",
+        b"\xff\xfe",
+        b"version: \x00",
+    ],
+)
+def test_what_is_no_search_space_is_refused(refusal: Callable[[Any], str], text: str | bytes) -> None:
+    refusal(text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "root", lambda: tmp_path)
+    with pytest.raises(SpaceError, match=r"search_spaces/gluon/forward\.yaml must be a YAML file, but there is none"):
+        space.load("gluon/forward")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "triton", "", "triton/forward/x", "Triton/forward"])
+def test_no_name_leaves_the_folder(name: str) -> None:
+    with pytest.raises(UsageError, match="a template is named family/operation"):
+        space.load(name)
+
+
+def test_facts_are_what_the_loader_knows() -> None:
+    assert set(facts_of(problem(), A30)) == space.FACTS
+
+
+def test_every_fact_is_documented() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "search-spaces.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(space.FACTS) if f"`{name}`" not in page] == []
+
+
+def test_facts_are_the_problems_and_the_devices() -> None:
+    facts = facts_of(problem(head_dim=80, dtype=DType.FLOAT32, precision=Precision.TF32), H200)
+    expected = {
+        "dtype": "float32",
+        "precision": "tf32",
+        "element_bytes": 4,
+        "causal": True,
+        "group_size": 4,
+        "head_dim_padded": 128,
+        "arch": 90,
+        "sm_count": 132,
+        "l2_bytes": 60 * 2**20,
+    }
+    assert {name: facts[name] for name in expected} == expected
+
+
+# Variants
+
+
+def test_a_variant_names_every_parameter_once_and_takes_a_choice(load: Callable[[Any], SearchSpace]) -> None:
+    one = load(SMALL)
+    good = {"TILE": 16, "warps": 1, "mode": "plain"}
+    one.check(good)
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"TILE": 16, "warps": 1},
+        {**good, "other": 1},
+        {**good, "TILE": 17},
+        {**good, "TILE": "16"},
+        {**good, "warps": True},
+        {**good, "warps": 1.0},
+        {**good, "mode": "x" * 10**6},
+        {**good, "y" * 10**6: 1},
+    ]
+    for params in wrong:
+        with pytest.raises(SpaceError) as caught:
+            one.check(params)
+        assert len(str(caught.value)) < 500
+        with pytest.raises(SpaceError):
+            one.why_infeasible(Variant.of("triton/forward", params), problem(), A30)
+
+
+def test_a_broken_rule_explains_itself_in_words(load: Callable[[Any], SearchSpace]) -> None:
+    one = load(SMALL)
+    wide = Variant.of("triton/forward", {"TILE": 64, "warps": 1, "mode": "plain"})
+    assert one.why_infeasible(wide, problem(), A30) == "a thread must hold its share (needs share <= 64)"
+    fancy = Variant.of("triton/forward", {"TILE": 16, "warps": 4, "mode": "fancy"})
+    assert one.why_infeasible(fancy, problem(), A30) is None
+    words = "only a mask has a fancy mode (needs mode == 'plain' or causal)"
+    assert one.why_infeasible(fancy, problem(mask=Mask()), A30) == words
+
+
+@pytest.mark.parametrize("seq_q", [1, 1024])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_feasible_is_every_point_that_breaks_no_rule(load: Callable[[Any], SearchSpace], seq_q: int, mask: str) -> None:
+    one, asked = load(SMALL), problem(seq_q=seq_q, mask=Mask.parse(mask))
+    expected = [point for point in every_point(one) if one.why_infeasible(point, asked, A30) is None]
+    assert list(one.feasible(asked, A30)) == expected
+    assert bool(expected) is (seq_q >= 4)
+
+
+def test_a_let_of_facts_alone_and_a_rule_without_names_are_checked_too(load: Callable[[Any], SearchSpace]) -> None:
+    document = changed("let", "rows", to="batch * seq_q")
+    document["require"] += [{"rule": "rows > 100", "because": "few"}]
+    one = load(document)
+    assert list(one.feasible(problem(), A30))
+    assert not list(one.feasible(problem(batch=1, seq_q=64), A30))
+    document["require"] += [{"rule": "1 == 2", "because": "never"}]
+    assert not list(load(document).feasible(problem(), A30))
+
+
+def test_random_order_gives_the_same_set_and_the_seed_fixes_it(load: Callable[[Any], SearchSpace]) -> None:
+    one = load(SMALL)
+    in_order = list(one.feasible(problem(), A30))
+    orders = [list(one.feasible(problem(), A30, random.Random(seed))) for seed in range(4)]
+    assert all(sorted(order, key=str) == sorted(in_order, key=str) for order in orders)
+    assert any(order != in_order for order in orders)
+    assert orders[3] == list(one.feasible(problem(), A30, random.Random(3)))
+
+
+# Seeds
+
+
+def test_a_seed_speaks_where_its_when_holds(load: Callable[[Any], SearchSpace]) -> None:
+    one = load(SMALL)
+
+    def tiles(asked: Problem, device: Device) -> list[Any]:
+        return [variant["TILE"] for variant in one.seeds_for(asked, device)]
+
+    assert tiles(problem(), H200) == [64, 16]
+    assert tiles(problem(), A30) == [16]
+    assert tiles(problem(head_dim=64), A30) == [32, 16]  # two seeds are one variant
+    assert tiles(problem(mask=Mask()), H200) == [16]  # fancy needs a mask
+    assert one.default(problem(), H200)["TILE"] == 64
+
+
+def test_no_feasible_seed_is_an_error_that_says_so(load: Callable[[Any], SearchSpace]) -> None:
+    one = load(SMALL)
+    assert one.seeds_for(problem(seq_q=1), A30) == []
+    with pytest.raises(SpaceError, match=r"must have a feasible seed for every problem, got none for bf16 .* on a30"):
+        one.default(problem(seq_q=1), A30)
+
+
+# The space that comes with autoattn
+
+SHIPPED = space.load("triton/forward")
+SHAPES = [resources.shapes_path(), *sorted(Path(__file__).parent.parent.glob("benchmarks/shapes/*.yaml"))]
+every_shipped_rule = pytest.mark.parametrize("place", range(len(SHIPPED.require)))
+
+
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:
+    for asked in shapes.load(path):
+        for device in profiles.all_devices():
+            default = SHIPPED.default(asked.problem, device)
+            assert SHIPPED.why_infeasible(default, asked.problem, device) is None
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 17, 32, 56, 64, 80, 128, 129, 256])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (DType.FLOAT16, Precision.IEEE),
+        (DType.BFLOAT16, Precision.IEEE),
+        (DType.FLOAT32, Precision.IEEE),
+        (DType.FLOAT32, Precision.TF32),
+    ],
+)
+def test_every_problem_has_a_default_on_every_architecture(dtype: DType, precision: Precision, head_dim: int) -> None:
+    devices = {device.arch: device for device in profiles.all_devices()}.values()
+    for device, seq_q, seq_kv, heads in itertools.product(devices, (1, 17, 4096), (1, 16, 17, 4096), (1, 32)):
+        asked = Problem(
+            dtype=dtype,
+            precision=precision,
+            batch=1,
+            heads_q=heads,
+            heads_kv=1,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
+            head_dim=head_dim,
+        )
+        assert SHIPPED.seeds_for(asked, device)
+
+
+def test_the_last_shipped_seed_is_feasible_for_every_problem_and_device() -> None:
+    when, params = SHIPPED.seeds[-1]
+    assert when({}) is True
+    last = Variant.of(SHIPPED.template, params)
+    for device in profiles.all_devices():
+        for precision, head_dim, length in itertools.product(Precision, (8, 64, 256), (1, 4096)):
+            asked = problem(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, seq_q=length, seq_kv=length)
+            assert SHIPPED.why_infeasible(last, asked, device) is None
+
+
+@pytest.mark.parametrize("place", range(len(SHIPPED.seeds)))
+def test_every_shipped_seed_is_feasible_somewhere(place: int) -> None:
+    when, params = SHIPPED.seeds[place]
+    variant = Variant.of(SHIPPED.template, params)
+    asked = [
+        problem(dtype=dtype, precision=precision, head_dim=head_dim, batch=batch)
+        for dtype, precision in ((DType.BFLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE))
+        for head_dim in (64, 128, 256)
+        for batch in (1, 4)
+    ]
+    asked.append(problem(batch=1, heads_q=1, heads_kv=1))
+    places = [(one, device) for one in asked for device in (A30, H200) if when(facts_of(one, device))]
+    assert any(SHIPPED.why_infeasible(variant, one, device) is None for one, device in places)
+
+
+def test_a_shipped_seed_repeats_none_before_it() -> None:
+    seen = [(when.text, params) for when, params in SHIPPED.seeds]
+    assert all(one not in seen[:place] for place, one in enumerate(seen))
+
+
+def small_part() -> SearchSpace:
+    """The shipped space with a few choices of each parameter."""
+    keep = {"BLOCK_M": (16, 128, 256), "BLOCK_N": (16, 128), "num_warps": (1, 8), "num_stages": (1, 5)}
+    keep |= {"maxnreg": (0, 128), "mask_loop": ("split",), "barrier": ("none", "loop_end"), "HEAD_GROUP": (1, 16, 0)}
+    return dataclasses.replace(SHIPPED, choices={**SHIPPED.choices, **keep, "softmax": ("online", "first_max")})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(),
+        problem(batch=1, heads_q=1, heads_kv=1, mask=Mask(), seq_q=100, seq_kv=200, head_dim=56),
+        problem(dtype=DType.FLOAT32, head_dim=32),
+    ],
+    ids=str,
+)
+def test_feasible_is_every_shipped_point_that_breaks_no_rule(asked: Problem) -> None:
+    part = small_part()
+    expected = [point for point in every_point(part) if part.why_infeasible(point, asked, A30) is None]
+    assert expected
+    assert list(part.feasible(asked, A30)) == expected
+
+
+def neighbours(variant: Variant) -> Iterator[Variant]:
+    """The variants that differ from it in one parameter or two."""
+    points = [(name, value) for name, values in SHIPPED.choices.items() for value in values]
+    for first, second in itertools.product(points, points):
+        yield Variant.of(variant.template, {**variant.as_dict(), **dict([first, second])})
+
+
+@every_shipped_rule
+def test_every_shipped_rule_is_broken_by_some_variant_and_says_so_in_words(place: int) -> None:
+    """Each rule decides for itself: some variant breaks it, and none before it."""
+    requirement = SHIPPED.require[place]
+    words = f"{requirement.because} (needs {requirement.rule.text})"
+    tight = dataclasses.replace(A30, name="tight", max_threads_per_sm=128)  # no card holds so few
+    small = problem(mask=Mask(), batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_kv=32, head_dim=64)
+    cases = [(problem(), A30), (small, A30), (problem(dtype=DType.FLOAT32, head_dim=32), A30), (problem(), tight)]
+    reasons = (
+        SHIPPED.why_infeasible(variant, asked, device)
+        for asked, device in cases
+        for variant in neighbours(SHIPPED.default(asked, device))
+    )
+    assert words in reasons
+    assert len(requirement.because.split()) >= 5
+
+
+@every_shipped_rule
+def test_every_shipped_rule_is_kept_by_some_variant(place: int) -> None:
+    """A rule that nothing keeps would empty the space."""
+    rule = SHIPPED.require[place].rule
+    default = SHIPPED.default(problem(), A30)
+    facts: dict[str, Any] = {**facts_of(problem(), A30), **default.as_dict()}
+    for name, let in SHIPPED.let:
+        facts[name] = let(facts)
+    assert rule(facts)
+
+
+def test_every_shipped_choice_is_feasible_somewhere() -> None:
+    asked = problem(dtype=DType.BFLOAT16, head_dim=64, seq_q=4096)
+    missing = {(name, value) for name, values in SHIPPED.choices.items() for value in values}
+    rng = random.Random(0)
+    for _ in range(400):
+        variant = next(SHIPPED.feasible(asked, H200, rng))
+        missing -= set(variant.params)
+    assert missing == set()
