@@ -40,9 +40,8 @@ def predict(device: str) -> None:
         print(f"tune, nothing changed     {seconds:8.1f} s")
     for use in ("pass", "autoattn.Attention"):
         times = [imported(use) for _ in range(5)]
-        print(
-            f"import after torch, {use:18} {statistics.median(times):.3f} s (median of 5, {min(times):.3f} to {max(times):.3f})"
-        )
+        spread = f"median of {len(times)}, {min(times):.3f} to {max(times):.3f}"
+        print(f"import after torch, {use:18} {statistics.median(times):.3f} s ({spread})")
 
 
 def watched(command: list[str], environment: dict[str, str]) -> tuple[float, int, str]:
