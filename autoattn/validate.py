@@ -38,7 +38,7 @@ TINY_LENGTHS = ((17, 34), (34, 17), (16, 32))  # for the interpreter, where a ti
 GROUPS = (1, 2)  # query heads that share a key head; a kernel's text serves all group sizes and both layouts
 LOUD = 6.0  # a factor on queries
 STEEP_QUERY = 16.0  # one element of each query
-STEEP_RISE = 400.0  # what it adds to the last key's score; e**89 overflows in float32
+STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
 
 
 class Scores(str, Enum):
@@ -112,9 +112,9 @@ def make_case(
     if scores is Scores.LOUD:
         query *= LOUD
     elif scores is Scores.STEEP:
-        query[..., 0] = STEEP_QUERY
+        query[..., -1] = STEEP_QUERY
         last = STEEP_RISE / STEEP_QUERY * problem.head_dim**0.5
-        key[..., 0] = torch.linspace(0.0, last, problem.seq_kv, device=device)
+        key[..., -1] = torch.linspace(0.0, last, problem.seq_kv, device=device)
     if rows is None or rows >= problem.seq_q:
         positions = torch.arange(problem.seq_q)
     else:  # the first and the last row are where masks go wrong
@@ -122,6 +122,8 @@ def make_case(
         positions = torch.cat((torch.tensor([0, problem.seq_q - 1]), some))
     positions = positions.to(device)
     expected, allowed = _answer(problem, query, key, value, positions)
+    if scores is Scores.STEEP:  # a float32 score rounds at its own size, here and in PyTorch in another order
+        allowed += STEEP_RISE * torch.finfo(torch.float32).eps * float(value.abs().max())
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,
