@@ -139,7 +139,7 @@ class _Search:
             problem=self.problem,
             route=KERNEL,
             level=Level.DEFAULT,
-            reason=f"nothing was tuned for it, so the default of {template} runs; autoattn tune finds a better one",
+            reason=f"no tuned entry can serve it, so the default of {template} runs; autoattn tune finds a better one",
             steps=tuple(self.steps),
             variant=variant,
         )

@@ -1,7 +1,7 @@
 """Time on the GPU: cold L2, warm clocks, rivals interleaved in random order.
 
-Each sample is one call between two CUDA events. The L2 is flushed before it by writing exactly its size, and a short
-spin of the GPU lets the host enqueue the whole sample first, so that launch overhead is not measured.
+Each sample is one call between two CUDA events. The L2 is flushed before it by writing exactly its size, and a spin
+of the GPU lets the host enqueue the whole sample first, so that launch overhead is not measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoattn.trial import Measurement
 
 Call = Callable[[], object]
 WARM_SECONDS = 0.15  # less leaves the first contestants slower: triton issue 2306
-SPIN_CYCLES = 120_000  # about 65 us at 1.8 GHz: longer than the host needs to enqueue one call
+SPIN_CYCLES = 450_000  # about 250 us at 1.8 GHz: the host needs up to 80 us to enqueue one call of SDPA's backends
 HOST_BOUND_US = 2_000.0  # calls longer than this hide the host's work by themselves
 LOSER = 1.5  # a call this many times slower than the best is not measured further
 SCREEN_SECONDS = 0.03  # of GPU time for one variant of the search

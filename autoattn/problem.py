@@ -155,6 +155,12 @@ class Problem:
         )
 
     @property
+    def order(self) -> tuple[str | int, ...]:
+        """What people expect lists of problems to be sorted by: kind first, then sizes as numbers."""
+        sizes = (self.head_dim, self.seq_q, self.seq_kv, self.batch, self.heads_q, self.heads_kv)
+        return (self.op.value, self.dtype.value, self.precision.value, *sizes, str(self.mask), self.layout.value)
+
+    @property
     def family(self) -> str:
         """Dtype, precision and head dim: what a kernel is compiled for, whatever the mask and the sizes."""
         precision = f"-{self.precision.value}" if self.dtype is DType.FLOAT32 else ""

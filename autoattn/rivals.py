@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from autoattn.problem import Mask, Problem
 
@@ -67,6 +66,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -
         return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     blind = max(0, seq_q - seq_kv)  # aligned bottom-right, the first rows see no key
     if blind == 0:
+        # Imported here because it pulls in all of torch._dynamo, a second that most programs need not spend.
+        from torch.nn.attention.bias import causal_lower_right
+
         bias = causal_lower_right(seq_q, seq_kv)
         return attend(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
     seen = attend(query[:, :, blind:], key, value, is_causal=True, scale=scale, enable_gqa=grouped)

@@ -107,7 +107,7 @@ class SearchSpace:
         facts = facts_of(problem, device)
         found = []
         for when, params in self.seeds:
-            if when(facts):
+            if when(self._with_names({**facts, **params})):
                 variant = Variant.of(self.template, params)
                 if variant not in found and self.why_infeasible(variant, problem, device) is None:
                     found.append(variant)
@@ -222,7 +222,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         about={name: parameter.about for name, parameter in file.parameters.items()},
         let=tuple(let),
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
-        seeds=tuple((_rule(str(seed.pop("when", 1)), FACTS), {**file.base, **seed}) for seed in file.seeds),
+        seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
     for _, params in space.seeds:
         space.check(params)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import inspect
-import dataclasses
 import json
 import os
 import re

@@ -16,7 +16,7 @@ FLOORS = (
     {"errors", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
     {"resources", "shapes", "space", "render", "cache"},
     {"reference", "compile", "sass", "ops", "validate", "measure", "model", "waves", "gpu", "rivals"},
-    {"tune", "study", "workshop", "workers", "jobs"},
+    {"tune", "plan", "study", "workshop", "workers", "jobs"},
     {"dispatch", "module", "functional"},
     {"verify", "report", "cli", "__main__"},
 )

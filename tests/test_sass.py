@@ -223,6 +223,20 @@ def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):
             sass.read(broken, digest="d", arch=80, shared_bytes=0, num_warps=4)
 
 
+@pytest.mark.parametrize(
+    ("arch", "at", "low", "high", "target", "goes_on"),
+    [
+        (80, 0x1300, 0x0000325000003947, 0x000FEA0003800000, 0x4560, True),  # @P3 BRA
+        (80, 0x4550, 0xFFFFD25000007947, 0x000FEA000383FFFF, 0x17B0, False),  # BRA, backwards
+        (90, 0x12A0, 0x000000240064A947, 0x000FEA0003800000, 0x3840, True),  # @!P2 BRA
+        (90, 0x5160, 0xFFFFFFFC00FC7947, 0x000FC0000383FFFF, 0x5160, False),  # BRA, to itself
+        (100, 0x0, 0x000000A508A07547, 0x002FD8000B800000, 0xA690, True),  # BRA.U !UP0: the uniform predicate decides
+    ],
+)
+def test_branches_are_read_from_their_encoding(arch, at, low, high, target, goes_on):
+    assert sass._flow("BRA", at, low, high, arch) == (target, goes_on)
+
+
 # --- the rule, on made-up code ----------------------------------------------------------------------------------------
 
 PRODUCT, EXP, MASK, MAXIMUM = ["HMMA"] * 4, ["MUFU.EX2"] * 4, ["ISETP", "FSEL"] * 8, ["FMNMX"] * 16
@@ -256,10 +270,10 @@ class Program:
 
 
 def test_a_loop_around_the_key_loops_is_not_reported():
-    program = Program().label("tile")("S2R").loop(*PRODUCT, *EXP).loop(*PRODUCT, *EXP, *MASK)("STG").branch("tile")
+    program = Program().label("tile")(*MASK).loop(*PRODUCT, *EXP)(*MASK, "STG").branch("tile")
     plain, masked = program.key_loops()
     assert plain == Counter([*PRODUCT, *EXP, "BRA"])
-    assert masked == Counter([*PRODUCT, *EXP, *MASK, "BRA"])
+    assert masked == Counter()
 
 
 def test_the_order_of_the_loops_does_not_matter():

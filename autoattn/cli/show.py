@@ -77,7 +77,7 @@ def read(device: str | None, cache: Path | None) -> list[tuple[Path, CacheFile]]
 
 
 def _sorted(file: CacheFile) -> list[CacheEntry]:
-    return [entry for _, entry in sorted(file.entries.items())]
+    return sorted(file.entries.values(), key=lambda entry: entry.problem.order)
 
 
 def row(entry: CacheEntry) -> tuple[object, ...]:

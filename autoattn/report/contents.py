@@ -101,7 +101,8 @@ def gather(files: list[CacheFile]) -> list[Section]:
 
 def _section(file: CacheFile, op: str) -> Section:
     shown: dict[str, str] = {}  # source -> anchor of the card that shows it
-    entries = [entry for _, entry in sorted(file.entries.items()) if entry.problem.op.value == op]
+    entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
+    entries.sort(key=lambda entry: entry.problem.order)
     # Measured first, so that the source stands beside a measurement where it can.
     entries.sort(key=lambda entry: entry.evidence is not Evidence.MEASURED)
     cards = [_card(entry, file.device, shown) for entry in entries]

@@ -1,0 +1,138 @@
+"""Prints the project's own figures: how fast a tune without a GPU is, and how fast the kernels are that a GPU measured.
+
+python benchmarks/figures.py predict [DEVICE]     tunes shapes.yaml for a card that is not here, twice, and imports
+python benchmarks/figures.py measured [CACHE]     ratios over SDPA's backends, from a cache that a tune wrote
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autoattn.entry import CacheEntry
+
+ROOT = Path(__file__).parent.parent
+RIVALS = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "template default")
+IMPORTS = "import torch, time; t = time.perf_counter(); import autoattn; {use}; print(time.perf_counter() - t)"
+
+
+def predict(device: str) -> None:
+    """Tunes with empty caches, then again with nothing changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "AUTOATTN_CACHE": f"{folder}/user", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, "-m", "autoattn", "tune", "--device", device, "--shapes", str(ROOT / "shapes.yaml")]
+        seconds, memory, output = watched(command, environment)
+        kernels = int(re.search(r"([\d,]+) distinct kernels? compiled", output)[1].replace(",", ""))
+        print(output[output.rindex("\n", 0, output.index(" tuned,")) + 1 :].strip())
+        print(f"tune, empty caches        {seconds:8.1f} s")
+        print(f"kernels compiled and read {kernels:8d}   {kernels / seconds:.2f} a second over the whole run")
+        print(f"peak memory, all processes{memory / 2**30:8.2f} GiB")
+        seconds, _, _ = watched(command, environment)
+        print(f"tune, nothing changed     {seconds:8.1f} s")
+    for use in ("pass", "autoattn.Attention"):
+        times = [imported(use) for _ in range(5)]
+        spread = f"median of {len(times)}, {min(times):.3f} to {max(times):.3f}"
+        print(f"import after torch, {use:18} {statistics.median(times):.3f} s ({spread})")
+
+
+def watched(command: list[str], environment: dict[str, str]) -> tuple[float, int, str]:
+    """Wall-clock seconds, peak resident bytes of the process and its descendants, and the output."""
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, resident(process.pid))
+            time.sleep(0.25)
+        log.seek(0)
+        output = log.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} exited with {process.returncode}:\n{output}")
+    return time.monotonic() - begin, peak, output
+
+
+def resident(root: int) -> int:
+    """Proportional resident bytes of a process and all that descend from it: shared pages count once."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    family = {root}
+    while True:
+        children = {child for child, parent in parents.items() if parent in family} - family
+        if not children:
+            break
+        family |= children
+    total = 0
+    for member in family:
+        try:
+            rollup = Path(f"/proc/{member}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
+        total += int(found[1]) * 1024 if found else 0
+    return total
+
+
+def imported(use: str) -> float:
+    """Seconds that importing autoattn takes after torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS.format(use=use)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return float(done.stdout)
+
+
+def measured(folder: Path) -> None:
+    """Each measured problem's ratios, and their geometric means over each group of shapes.yaml."""
+    from autoattn import cache, shapes
+    from autoattn.trial import Evidence
+
+    groups = {one.problem.key: one.groups for one in shapes.load(ROOT / "shapes.yaml")}
+    for file in cache.read_folder(folder):
+        entries = {key: entry for key, entry in file.entries.items() if entry.evidence is Evidence.MEASURED}
+        if not entries:
+            continue
+        print(f"{file.fingerprint}: times of rivals over the kernel's; above 1 the kernel is faster")
+        for group in dict.fromkeys(name for key in entries for name in groups.get(key, ())):
+            for causal in (False, True):
+                rows = [
+                    entry
+                    for key, entry in entries.items()
+                    if group in groups.get(key, ()) and entry.problem.mask.causal is causal
+                ]
+                if rows:
+                    print(f"\n{group}, {'causal' if causal else 'no mask'}, {len(rows)} problems, geometric means")
+                    print_means(rows)
+
+
+def print_means(rows: list[CacheEntry]) -> None:
+    """A line for each rival: geometric mean of its time over the kernel's, and the range."""
+    for rival in RIVALS:
+        ratios = [
+            one.measurement.median_us / entry.time_us for entry in rows for one in entry.rivals if one.name == rival
+        ]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            print(f"  {rival:18} {mean:6.3f}   {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} problems")
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:] or ["help"]
+    if what == "predict":
+        predict(rest[0] if rest else "a30")
+    elif what == "measured":
+        measured(Path(rest[0]) if rest else ROOT / "cache")
+    else:
+        sys.exit(__doc__)

@@ -1,0 +1,127 @@
+"""Problems and variants of the forward template, and sets of them that cover a template's branches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoattn import render
+from autoattn.problem import DType, Layout, Mask, Precision, Problem
+from autoattn.variant import Source, Traits, Value, Variant
+
+TEMPLATE = "triton/forward"
+BASE: dict[str, Value] = {
+    "BLOCK_M": 16,
+    "BLOCK_N": 16,
+    "num_warps": 1,
+    "num_stages": 1,
+    "maxnreg": 0,
+    "mask_loop": "split",
+    "softmax": "online",
+    "barrier": "none",
+    "HEAD_GROUP": 1,
+    "row_order": "descending",
+    "PERSISTENT": 0,
+}
+NUMBERS = (
+    (DType.FLOAT16, Precision.IEEE),
+    (DType.BFLOAT16, Precision.IEEE),
+    (DType.FLOAT32, Precision.IEEE),
+    (DType.FLOAT32, Precision.TF32),
+)
+MASKS = ("full", "causal:bottom-right", "causal:top-left")
+
+
+def problem(**changes: Any) -> Problem:
+    """A small problem; `mask` may be words."""
+    facts: dict[str, Any] = {
+        "dtype": DType.FLOAT16,
+        "batch": 2,
+        "heads_q": 4,
+        "heads_kv": 2,
+        "seq_q": 33,
+        "seq_kv": 50,
+        "head_dim": 16,
+    }
+    facts |= changes
+    if isinstance(facts.get("mask"), str):
+        facts["mask"] = Mask.parse(facts["mask"])
+    return Problem(**facts)
+
+
+def variant(**changes: Value) -> Variant:
+    """The smallest variant, changed."""
+    return Variant.of(TEMPLATE, BASE | changes)
+
+
+def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+    """The rendered kernel of the smallest variant, changed."""
+    return render.render(one, variant(**changes), traits)
+
+
+def covering(choices: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:
+    """Few points that hold every combination of values of any `strength` parameters; always the same ones.
+
+    Greedy: each point starts from a combination that is still missing, then takes the value that completes most others.
+    """
+    names = list(choices)
+    groups = list(itertools.combinations(names, min(strength, len(names))))
+    missing = {(group, values) for group in groups for values in itertools.product(*(choices[name] for name in group))}
+    points = []
+    while missing:
+        group, values = min(missing, key=repr)
+        point = dict(zip(group, values, strict=True))
+        for name in names:
+            if name not in point:
+                point[name] = max(choices[name], key=lambda value: _completed(point | {name: value}, missing))
+        points.append({name: point[name] for name in names})
+        missing -= {(group, tuple(point[name] for name in group)) for group in groups}
+    return points
+
+
+def _completed(point: dict[str, Any], missing: set[tuple[tuple[str, ...], tuple[Any, ...]]]) -> int:
+    return sum(
+        all(name in point and point[name] == value for name, value in zip(group, values, strict=True))
+        for group, values in missing
+    )
+
+
+def every_text() -> Iterator[tuple[Problem, Source]]:
+    """Sources that cover every pair of choices that reach the template's text."""
+    for point in covering(
+        {
+            "numbers": NUMBERS,
+            "head_dim": (16, 57, 80),
+            "mask": MASKS,
+            "traits": ((1, False), (8, False), (8, True), (1, True)),
+            "lse": (False, True),
+            "mask_loop": ("split", "every", "branch"),
+            "softmax": ("online", "lazy", "first_max"),
+            "barrier": ("none", "after_qk", "before_pv", "loop_end"),
+            "HEAD_GROUP": (1, 4, 0),
+            "row_order": ("descending", "ascending"),
+            "PERSISTENT": (0, 2),
+            "maxnreg": (0, 168),
+        }
+    ):
+        dtype, precision = point.pop("numbers")
+        alignment, wide = point.pop("traits")
+        one = problem(dtype=dtype, precision=precision, head_dim=point.pop("head_dim"), mask=point.pop("mask"))
+        traits = Traits(alignment=min(alignment, 16 // dtype.bytes), wide=wide, lse=point.pop("lse"))
+        yield one, source(one, traits, **point)
+
+
+def relatives(one: Problem) -> Iterator[Problem]:
+    """Problems that differ from `one` only in what the launch is told: batch, heads, lengths, layout."""
+    changes: tuple[dict[str, Any], ...] = (
+        {"batch": 7},
+        {"heads_q": 12, "heads_kv": 3},
+        {"heads_q": 8, "heads_kv": 8},
+        {"seq_q": 1, "seq_kv": 777},
+        {"seq_q": 4096, "seq_kv": 4097},
+        {"layout": Layout.BSHD},
+    )
+    for change in changes:
+        yield replace(one, **change)

@@ -1,0 +1,178 @@
+"""Every template compiles for every architecture, with whatever Triton is installed; no GPU is needed.
+
+`make newest-triton` runs this file with the newest Triton that the project supports.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from autoattn import profiles, render, resources, space
+from autoattn.compile import build, inspect, load_module
+from autoattn.errors import CompileError
+from autoattn.problem import DType, Op, Problem
+from autoattn.variant import Source, Traits, Variant
+
+CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200"}
+TEMPLATES = [name for op in Op for name in resources.template_names(op)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def kinds() -> Iterator[tuple[Problem, Traits]]:
+    """Every type of numbers, mask, head dim class and trait, in few calls; large enough for every parameter value."""
+    sizes = {"batch": 16, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192}
+    for numbers, head_dim, mask, alignment, wide, lse in (
+        (kernels.NUMBERS[0], 64, "full", 8, False, False),
+        (kernels.NUMBERS[0], 57, "causal:top-left", 1, True, True),
+        (kernels.NUMBERS[1], 128, "causal", 8, True, False),
+        (kernels.NUMBERS[1], 80, "full", 2, False, True),
+        (kernels.NUMBERS[2], 16, "causal", 4, False, True),
+        (kernels.NUMBERS[3], 40, "causal:top-left", 4, False, False),
+        (kernels.NUMBERS[3], 32, "full", 1, False, False),
+    ):
+        dtype, precision = numbers
+        one = kernels.problem(dtype=dtype, precision=precision, head_dim=head_dim, mask=mask, **sizes)
+        yield one, Traits(alignment=alignment, wide=wide, lse=lse)
+
+
+def sources(template: str, arch: int) -> list[Source]:
+    """Few kernels that the search could try on a card of `arch`: every kind, and every value of every parameter."""
+    device = profiles.named(CARDS[arch])
+    points = space.load(template)
+    missing = {(name, value) for name, values in points.choices.items() for value in values}
+    rng = random.Random(arch)
+    pool = []
+    for one, traits in kinds():
+        for _ in range(60):
+            variant = next(points.feasible(one, device, rng))
+            pool.append((one, traits, variant))
+    chosen = []
+    for kind in kinds():  # one of each kind, then whatever values are still missing
+        best = max((item for item in pool if item[:2] == kind), key=lambda item: gain(item[2], missing))
+        chosen.append(best)
+        missing -= set(best[2].params)
+    while missing:
+        best = max(pool, key=lambda item: (bool(missing & set(item[2].params)), gain(item[2], missing)))
+        assert missing & set(best[2].params), f"no feasible variant has any of {sorted(missing, key=str)}"
+        chosen.append(best)
+        missing -= set(best[2].params)
+    return [render.render(one, variant, traits) for one, traits, variant in chosen]
+
+
+def gain(variant: Variant, missing: set[tuple[str, Any]]) -> float:
+    """How many missing values it has, less something for a large tile, which takes long to compile."""
+    return len(missing & set(variant.params)) - int(variant["BLOCK_M"]) * int(variant["BLOCK_N"]) / 8192
+
+
+@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_value_of_every_parameter_compiles(template: str, arch: int) -> None:
+    for source in sources(template, arch):
+        compiled = build(source, arch)
+        assert compiled.asm["cubin"], source.variant
+        assert compiled.metadata.num_warps == source.variant["num_warps"]
+        assert f".target sm_{arch}" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("point", kernels.covering({
+    "mask_loop": ("split", "every", "branch"),
+    "softmax": ("online", "lazy", "first_max"),
+    "barrier": ("none", "after_qk", "before_pv", "loop_end"),
+    "PERSISTENT": (0, 2),
+    "mask": kernels.MASKS,
+}), ids=str)  # fmt: skip
+def test_every_pair_of_structures_compiles(point: dict[str, Any]) -> None:
+    point = dict(point)
+    one = kernels.problem(mask=point.pop("mask"))
+    assert build(kernels.source(one, BLOCK_N=32, **point), 80).asm["cubin"]
+
+
+@pytest.mark.parametrize("numbers", kernels.NUMBERS[1:], ids=lambda numbers: "-".join(part.value for part in numbers))
+def test_the_widest_head_compiles_with_the_smallest_tile(numbers: Any) -> None:
+    dtype, precision = numbers
+    one = kernels.problem(dtype=dtype, precision=precision, head_dim=256 if dtype is not DType.FLOAT32 else 200)
+    num_warps = 4 if numbers == kernels.NUMBERS[2] else 1  # without tensor cores more warps share the work
+    assert build(kernels.source(one, num_warps=num_warps), 80).asm["cubin"]
+
+
+@pytest.mark.parametrize("persistent", [0, 2])
+def test_an_exported_file_compiles_when_triton_takes_sizes_of_one_as_constants(persistent: int) -> None:
+    """A plain launch of the file does that; autoattn's own launch passes them as numbers."""
+    one = kernels.problem(mask="causal")
+    source = kernels.source(one, Traits(alignment=1, lse=True), PERSISTENT=persistent, HEAD_GROUP=4)
+    module = load_module(source)
+    ones = (
+        "stride_qd",
+        "stride_kd",
+        "stride_vd",
+        "stride_od",
+        "batch_heads",
+        "heads_q",
+        "group_size",
+        "seq_q",
+        "seq_kv",
+    )
+    signature = {name: "constexpr" if name in ones else kind for name, kind in module.SIGNATURE.items()}
+    kernel = ASTSource(
+        fn=module.forward,
+        signature=signature,
+        constexprs={(list(signature).index(name),): 1 for name in ones},
+    )
+    compiled = triton.compile(
+        kernel, target=GPUTarget("cuda", 80, 32), options={**module.OPTIONS, "enable_fp_fusion": True}
+    )
+    assert compiled.asm["cubin"]
+
+
+def test_divisible_strides_give_wide_loads_and_unknown_ones_do_not() -> None:
+    one = kernels.problem(head_dim=64)
+    loads = {
+        alignment: build(kernels.source(one, Traits(alignment=alignment), num_stages=3), 80).asm["ptx"]
+        for alignment in (8, 1)
+    }
+    assert "cp.async.cg.shared.global" in loads[8], "16 bytes at a time"
+    assert "cp.async.cg.shared.global" not in loads[1]
+
+
+def test_a_register_cap_reaches_the_compiler() -> None:
+    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=128)
+    tile: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    free, capped = (inspect(kernels.source(one, maxnreg=cap, **tile), 80) for cap in (0, 168))
+    assert free.registers > 168 >= capped.registers
+
+
+def test_a_compiler_that_refuses_is_quoted_in_one_sentence() -> None:
+    source = kernels.source(kernels.problem())
+    broken = replace(source, text=source.text.replace("tl.dot(query, key)", "tl.dot(query, nothing)"))
+    with pytest.raises(
+        CompileError, match=rf"^Triton {triton.__version__} cannot compile this variant for sm_80: "
+    ) as caught:
+        build(broken, 80)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kernel_is_compiled_from_the_text_that_its_digest_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
+    source = kernels.source(kernels.problem(head_dim=24))
+    module = load_module(source)
+    assert module.__file__ is not None
+    path = Path(module.__file__)
+    assert path.stem == source.digest
+    assert path.read_text(encoding="utf-8") == source.text
+    assert [other.name for other in path.parent.iterdir()] == [path.name], "nothing temporary is left"
