@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import random
 import warnings
 from collections import deque
@@ -9,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import filelock
 import msgspec
 import optuna
 from optuna.distributions import CategoricalDistribution
@@ -20,12 +24,13 @@ from autoattn.device import Device
 from autoattn.errors import CacheError
 from autoattn.problem import Problem
 from autoattn.space import SearchSpace
-from autoattn.trial import Outcome, Trial
+from autoattn.trial import Trial
 from autoattn.variant import Variant
 
 BAD = 1e12  # microseconds that a failed trial is told to have taken: the sampler must learn from failures
 STARTUP = 10  # random feasible variants between the seeds and the first that the sampler proposes
 ATTEMPTS = 40  # proposals that may be infeasible or known before a random feasible variant takes their place
+LOCK_SECONDS = 30.0  # a writer holds the journal for milliseconds; longer means a dead file system
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -54,9 +59,10 @@ class Study:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=0, constant_liar=True)
         self._live = optuna.create_study(sampler=sampler)
+        self._journal = journal
         self._stored = _open(name, journal)
-        for frozen in self._stored.get_trials(deepcopy=False):
-            self._remember(msgspec.convert(frozen.user_attrs["trial"], Trial))
+        for trial in _trials(self._stored, journal, space):
+            self._remember(trial)
         self._everything = self._all_if_few(budget)
 
     def enqueue(self, variants: Iterable[Variant]) -> None:
@@ -93,10 +99,8 @@ class Study:
         frozen = self._frozen(trial, {"trial": msgspec.to_builtins(trial)})
         try:
             self._stored.add_trial(frozen)
-        except OSError as error:
-            raise CacheError(
-                f"the study's journal must be writable, but {error}; free the disk or use --cache"
-            ) from None
+        except Exception as error:  # whatever Optuna makes of a full disk or of another writer's damage
+            raise _refusal(self._journal, error) from None
 
     def _remember(self, trial: Trial) -> None:
         self.trials[trial.variant] = trial
@@ -130,8 +134,10 @@ class Study:
         return None
 
     def _random(self) -> Variant | None:
-        for _ in range(ATTEMPTS):
-            variant = next(self.space.feasible(self.problem, self.device, self._rng), None)
+        """A feasible variant that was not tried; None when there is none left."""
+        lucky = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(ATTEMPTS))
+        # Each of the lucky ones begins at another place; when few variants are left, one walk passes them all.
+        for variant in itertools.chain(lucky, self.space.feasible(self.problem, self.device, self._rng)):
             if variant is not None and variant not in self.trials and variant not in self._pending:
                 self._pending[variant] = None
                 return variant
@@ -149,15 +155,60 @@ class Study:
 
 def _value(trial: Trial) -> float:
     time_us = trial.time_us
-    return BAD if trial.outcome is not Outcome.OK or time_us is None else time_us
+    return time_us if time_us is not None and math.isfinite(time_us) else BAD
 
 
 def _open(name: str, journal: Path) -> optuna.Study:
     try:
         journal.parent.mkdir(parents=True, exist_ok=True)
-        storage = JournalStorage(JournalFileBackend(str(journal)))
+        # Optuna's own locks outlive a killed process; this one the kernel takes back.
+        lock = filelock.FileLock(f"{journal}.lock", timeout=LOCK_SECONDS)
+        with lock:
+            _mend(journal)
+        storage = JournalStorage(JournalFileBackend(str(journal), lock))
         return optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-    except OSError as error:
-        raise CacheError(f"the study's journal {journal} must be writable, but {error}; use --cache DIR") from None
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise CacheError(f"the study's journal {journal} is damaged ({error}); remove it to start anew") from None
+    except Exception as error:  # Optuna replays what the file says without looking at it first
+        raise _refusal(journal, error) from None
+
+
+def _mend(journal: Path) -> None:
+    """Drops a last line that was not written whole; Optuna would append to it, and read neither."""
+    if not journal.exists():
+        return
+    with journal.open("r+b") as file:
+        data = file.read()
+        if data and not data.startswith(_FIRST_BYTES[: len(data)]):
+            raise ValueError("it does not begin as a journal")
+        end = data.rfind(b"\n") + 1
+        last = data.rfind(b"\n", 0, max(0, end - 1)) + 1
+        try:
+            json.loads(data[last:end] or b"{}")
+        except ValueError:
+            end = last
+        if end < len(data):
+            file.truncate(end)
+
+
+_FIRST_BYTES = b'{"op_code":'  # of every journal that Optuna writes
+
+
+def _trials(stored: optuna.Study, journal: Path, space: SearchSpace) -> list[Trial]:
+    try:
+        found = [msgspec.convert(frozen.user_attrs["trial"], Trial) for frozen in stored.get_trials(deepcopy=False)]
+        for trial in found:
+            space.check(trial.variant.as_dict())
+    except Exception as error:  # as in _open
+        raise _refusal(journal, error) from None
+    return found
+
+
+def _refusal(journal: Path, error: Exception) -> CacheError:
+    words = " ".join(str(error).split())[:300]
+    if isinstance(error, filelock.Timeout):
+        return CacheError(f"the study's journal {journal} must be free, but another process holds it; wait for it")
+    if isinstance(error, OSError):
+        return CacheError(
+            f"the study's journal {journal} must be writable, but {words}; correct that or use --cache DIR"
+        )
+    kind = type(error).__name__
+    return CacheError(f"the study's journal {journal} is damaged ({kind}: {words}); remove it to start anew")

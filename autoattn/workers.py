@@ -2,17 +2,22 @@
 
 A worker does one job at a time. A job is a picklable value with a `run(memory)` method; `memory` is a dictionary that
 lives as long as the worker. A worker that exceeds its time or dies is replaced, and its job ends as a Failure.
-The children are started as `python -m autoattn.workers`, so that no script of the user's is imported twice.
+The children are started as `python -m autoattn.workers`, so that no script of the user's is imported twice, and end
+with their parent, however that ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -23,6 +28,7 @@ from typing import Any, Protocol
 from autoattn.trial import Outcome
 
 START_SECONDS = 120.0  # importing torch and triton on a busy machine
+EXIT_SECONDS = 10.0  # from the end of a connection, or a kill, to the end of its process; a stuck driver takes longer
 RECYCLE_AFTER = 400  # jobs; the compiler keeps what it compiled
 
 
@@ -58,14 +64,16 @@ class Pool:
 
     size: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    preload: str = "autoattn.jobs"  # imported before the clock of a worker's first job runs: torch and triton are slow
     _workers: list[_Worker] = field(default_factory=list)
-    _queue: deque[tuple[int, Job, float]] = field(default_factory=deque)
+    _queue: deque[tuple[int, bytes, float]] = field(default_factory=deque)  # ticket, pickled job, seconds
     _tickets: int = 0
 
     def submit(self, job: Job, seconds: float) -> int:
-        """Queues a job that may take `seconds` once it runs; returns its ticket."""
+        """Queues a job that may take `seconds` once it runs; returns its ticket. The job must be picklable."""
+        pickled = pickle.dumps(job)
         self._tickets += 1
-        self._queue.append((self._tickets, job, seconds))
+        self._queue.append((self._tickets, pickled, seconds))
         self._feed()
         return self._tickets
 
@@ -120,37 +128,41 @@ class Pool:
             worker.ticket, worker.seconds = ticket, seconds
             worker.deadline = time.monotonic() + seconds + (0.0 if worker.ready else START_SECONDS)
             try:
-                worker.connection.send(job)
-            except (OSError, ValueError):  # it died while idle
+                worker.connection.send_bytes(job)
+            except OSError:  # it died while idle
                 self._retire(worker)
                 self._queue.appendleft((ticket, job, seconds))
 
     def _receive(self, worker: _Worker) -> list[tuple[int, Any]]:
         assert worker.ticket is not None
         try:
-            message = worker.connection.recv()
+            message = worker.connection.recv_bytes()
         except (EOFError, OSError):
-            code = worker.process.wait()
-            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            failure = Failure(outcome=Outcome.CRASH, detail=f"the process died ({name})")
+            failure = Failure(outcome=Outcome.CRASH, detail=_death(worker))
             ticket = worker.ticket
             self._retire(worker)
             return [(ticket, failure)]
-        if message is _READY:
+        try:
+            kind, content = pickle.loads(message)
+        except Exception as error:  # a class that only the child can import, or one that does not unpickle
+            kind, content = _BROKEN, _described(error)
+        if kind == _READY:
             worker.ready = True
             worker.deadline = time.monotonic() + worker.seconds
             return []
         ticket, worker.ticket = worker.ticket, None
         worker.jobs += 1
-        if worker.jobs >= RECYCLE_AFTER:
+        if kind == _BROKEN:
+            content = Failure(outcome=Outcome.LAUNCH_ERROR, detail=content)
+        if kind == _BROKEN or worker.jobs >= RECYCLE_AFTER:
             self._retire(worker)
-        return [(ticket, message)]
+        return [(ticket, content)]
 
     def _start(self) -> _Worker:
         ours, theirs = socket.socketpair()
         # A session of its own: killing its group ends a compiler that it started, and Ctrl-C reaches only the parent.
         process = subprocess.Popen(
-            [sys.executable, "-m", "autoattn.workers", str(theirs.fileno())],
+            [sys.executable, "-m", "autoattn.workers", str(theirs.fileno()), self.preload],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
@@ -166,34 +178,63 @@ class Pool:
     def _retire(self, worker: _Worker) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait()
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # stuck in the driver: nothing ends it, nobody waits for it
+            worker.process.wait(EXIT_SECONDS)
         worker.connection.close()
         self._workers.remove(worker)
 
 
-_READY = None  # the first message of a worker; no job gives None
+# What a worker says: (kind, content). A broken one may have poisoned the GPU and takes no other job.
+_READY, _RESULT, _BROKEN = "ready", "result", "broken"
 
 
-def serve(connection: Connection) -> None:
+def _death(worker: _Worker) -> str:
+    """How a worker that closed its connection ended, in words."""
+    try:
+        code = worker.process.wait(EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "the process hung when it should have ended"
+    try:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    except ValueError:  # a real-time signal has no name
+        how = f"signal {-code}"
+    if not worker.ready:
+        return f"the process died before its first job ({how}); AUTOATTN_DEBUG=1 shows what it says"
+    return f"the process died ({how})"
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def serve(connection: Connection, preload: str) -> None:
     """The life of a worker: jobs until the parent goes away, or until one fails."""
-    import autoattn.jobs  # noqa: F401 - torch and triton are loaded before the clock of the first job runs
-
+    threading.Thread(target=_end_with, args=[connection.fileno()], daemon=True).start()
+    importlib.import_module(preload)
     memory: dict[Hashable, Any] = {}
-    connection.send(_READY)
+    connection.send_bytes(pickle.dumps((_READY, None)))
     while True:
         try:
-            job = connection.recv()
+            job = connection.recv_bytes()
         except (EOFError, OSError):
             return
         try:
-            result = job.run(memory)
+            message = pickle.dumps((_RESULT, pickle.loads(job).run(memory)))
         except Exception as error:
-            words = " ".join(str(error).split())[:300]
-            failure = Failure(outcome=Outcome.LAUNCH_ERROR, detail=f"{type(error).__name__}: {words}")
-            connection.send(failure)
+            connection.send_bytes(pickle.dumps((_BROKEN, _described(error))))
             return
-        connection.send(result)
+        connection.send_bytes(message)
+
+
+def _end_with(descriptor: int) -> None:
+    """Ends this process and what it started once the parent's end of the connection is closed, whatever it does."""
+    hung_up = select.poll()
+    hung_up.register(descriptor, select.POLLHUP)
+    hung_up.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])), sys.argv[2])
