@@ -93,10 +93,6 @@ def test_the_scale_is_the_callers(scale: float) -> None:
             close(output, expected(tensors, causal, scale=scale))
 
 
-def test_a_scale_that_is_no_number_gives_none() -> None:
-    assert autoattn.attention(*inputs(), scale=math.nan).isnan().all()
-
-
 def test_the_default_scale_is_that_of_the_head_dim() -> None:
     tensors = inputs(head_dim=57)
     close(autoattn.attention(*tensors), autoattn.attention(*tensors, scale=1 / math.sqrt(57)))
