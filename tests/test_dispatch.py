@@ -236,6 +236,14 @@ def test_a_rival_that_was_faster_is_followed(tmp_path: Path, one: Problem, level
     assert "sdpa-cudnn was the fastest, 1.10x faster than the kernel" in found.reason
 
 
+def test_a_rival_that_nobody_knows_is_skipped_and_said(tmp_path: Path) -> None:
+    (unknown, *others) = samples.measured().rivals
+    rivals = (replace(unknown, name="sdpa-of-tomorrow"), *others)
+    found = explained(written(tmp_path, measured(ASKED, choice="sdpa-of-tomorrow", rivals=rivals)))
+    assert found.level is Level.DEFAULT
+    assert "it chose 'sdpa-of-tomorrow', which this autoattn does not know" in found.steps[0]
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 

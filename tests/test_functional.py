@@ -84,7 +84,7 @@ def test_the_output_has_the_inputs_dtype(dtype: torch.dtype) -> None:
     close(output, expected(tensors, True))
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 3, -0.5, 0.0])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3, -0.5, 0.0, 1e-50, -1e-50])
 def test_the_scale_is_the_callers(scale: float) -> None:
     for seq_q in (5, 7, 9):
         tensors = inputs(seq_q=seq_q)

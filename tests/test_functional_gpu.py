@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import kernels
 import pytest
+import samples
 import torch
+import triton
 from torch import Tensor
 
 import autoattn
-from autoattn import functional, reference
-from autoattn.problem import Mask
+from autoattn import cache, functional, gpu, reference, render, rivals, validate
+from autoattn.dispatch import Level
+from autoattn.entry import Rival
+from autoattn.problem import DType, Layout, Mask, Op, Problem
+from autoattn.variant import Traits
 
 pytestmark = pytest.mark.gpu
 
@@ -182,3 +192,278 @@ def test_a_compiled_function_gives_the_same() -> None:
     with torch.no_grad():
         output = twice(query, key, value) / 2
     assert largest_error(output, query, key, value, causal=True) <= TOLERANCE[torch.bfloat16]
+
+
+# --- tuned kernels, and rivals that were faster -----------------------------------------------------------------------
+
+TUNED = [
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "softmax": "first_max"},
+    {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3, "softmax": "lazy", "mask_loop": "every"},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "mask_loop": "branch", "HEAD_GROUP": 4},
+    {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 1, "num_stages": 4, "PERSISTENT": 1, "HEAD_GROUP": 0},
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "PERSISTENT": 2, "row_order": "ascending", "HEAD_GROUP": 16},
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "barrier": "after_qk", "maxnreg": 168},
+    {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "barrier": "before_pv"},
+    {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 2, "barrier": "loop_end"},
+]
+
+
+RIVALS = (rivals.SDPA, *rivals.BACKENDS)
+
+
+def remember(folder: Path, one: Problem, **changes: Any) -> None:
+    """Writes a measured entry of this very card."""
+    card = gpu.present()
+    assert card is not None
+    facts: dict[str, Any] = {
+        "choice": "kernel",
+        "template_digest": render.template_digest(kernels.TEMPLATE),
+        "versions": {"triton": triton.__version__},
+        "rivals": tuple(Rival(name=name, measurement=samples.measurement(one, 300.0)) for name in RIVALS),
+    }
+    entry = replace(samples.measured(one), **{**facts, **changes})
+    cache.merge(folder, card, Op.FORWARD, [entry])
+
+
+@pytest.mark.parametrize("params", TUNED, ids=lambda params: "-".join(str(value) for value in params.values()))
+@pytest.mark.parametrize("lengths", [(1000, 1500), (700, 500)])
+def test_a_tuned_kernel_runs_and_matches_the_reference(
+    params: dict[str, Any], lengths: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path / "user"))
+    seq_q, seq_kv = lengths
+    sizes = {"batch": 6, "heads_q": 48, "heads_kv": 6, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": 64}
+    one = kernels.problem(dtype=DType.FLOAT16, mask="causal", **sizes)
+    variant = kernels.variant(**params)
+    remember(tmp_path / "user", one, params=variant.as_dict())
+    query = normal(6, 48, seq_q, 64, dtype=torch.float16)
+    key, value = (normal(6, 6, seq_kv, 64, dtype=torch.float16) for _ in range(2))
+    found = autoattn.explain(query, key, value, causal=True)
+    assert (found.level, found.route, found.variant) == (Level.EXACT, "kernel", variant), found.steps
+    check_kernel(query, key, value, causal=True)
+    loud = query * 20.0  # rows whose maxima move far, and weights that overflow float16
+    output = autoattn.attention(loud, key, value, causal=True)
+    assert largest_error(output, loud, key, value, causal=True) <= 6e-2
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_a_rival_that_was_faster_runs(
+    name: str, causal: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path / "user"))
+    mask = Mask.parse(causal if isinstance(causal, bool) else f"causal:{causal}")
+    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 4, "seq_q": 300, "seq_kv": 500, "head_dim": 64}
+    remember(tmp_path / "user", kernels.problem(dtype=DType.BFLOAT16, mask=mask, **sizes), choice=name)
+    query, key, value = normal(2, 8, 300, 64), normal(2, 4, 500, 64), normal(2, 4, 500, 64)
+    assert autoattn.explain(query, key, value, causal=causal).route == name
+    output = autoattn.attention(query, key, value, causal=causal)  # where it refuses, PyTorch's own choice answers
+    assert largest_error(output, query, key, value, causal=causal) <= TOLERANCE[torch.bfloat16]
+
+
+def test_a_rival_that_does_not_take_the_tensors_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path / "user"))
+    sizes = {"batch": 1, "heads_q": 4, "heads_kv": 4, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
+    remember(tmp_path / "user", kernels.problem(dtype=DType.FLOAT32, **sizes), choice="sdpa-flash")
+    query, key, value = (normal(1, 4, 64, 64, dtype=torch.float32) for _ in range(3))
+    output = autoattn.attention(query, key, value)
+    assert largest_error(output, query, key, value) <= 1e-2  # PyTorch's own choice may use tf32
+    assert "does not take these tensors" in autoattn.explain(query, key, value).reason
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [20, 57, 60])
+def test_aligned_slices_of_wider_rows_match_the_reference(head_dim: int) -> None:
+    """The inputs are aligned, the new output is not."""
+    query, key, value = (normal(2, 4, 200, 64)[..., :head_dim] for _ in range(3))
+    check_kernel(query, key, value, causal=True)
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
+def test_nan_around_the_inputs_never_leaks(layout: Layout, dtype: DType) -> None:
+    one = kernels.problem(dtype=dtype, seq_q=203, seq_kv=331, head_dim=72, mask="causal", layout=layout)
+    case = validate.make_case(one, torch.device("cuda"), torch.Generator().manual_seed(0))
+    views = case.query, case.key, case.value
+    query, key, value = views if layout is Layout.BHSD else tuple(tensor.transpose(1, 2) for tensor in views)
+    check_kernel(query, key, value, causal=True, layout=layout.value)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_every_element_of_the_output_is_written() -> None:
+    for head_dim in (57, 64):
+        query, key, value = (torch.randn(3, 5, 333, head_dim, device="cuda").bfloat16() for _ in range(3))
+        assert autoattn.attention(query, key, value, causal=True).isfinite().all()
+
+
+def gigabytes_free() -> float:
+    return float(torch.cuda.mem_get_info()[0]) / 2**30
+
+
+def test_more_than_two_to_the_31_elements_over_all_sequences_are_right() -> None:
+    if gigabytes_free() < 24:
+        pytest.skip("needs 24 GiB of GPU memory")
+    query, key, value = (torch.empty(1030, 128, 128, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    for tensor in (query, key, value):
+        tensor.normal_()
+    assert query.numel() > 2**31
+    check_kernel(query, key, value, causal=True)
+
+
+def test_more_than_two_to_the_31_elements_in_one_head_of_a_bshd_call_are_right() -> None:
+    """A step in the sequence passes all heads."""
+    if gigabytes_free() < 16:
+        pytest.skip("needs 16 GiB of GPU memory")
+    length = 2**18 + 64
+    query = normal(1, 16, 64, 128)
+    key, value = (torch.empty(1, length, 64, 128, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2))
+    assert length * 64 * 128 > 2**31
+    check_kernel(query, key, value, layout="bshd")
+    check_kernel(query, key, value, layout="bshd", causal=True)
+
+
+def test_tensors_on_another_card_than_the_current_one_are_right() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    query, key, value = (torch.randn(1, 4, 300, 64, device="cuda:1").bfloat16() for _ in range(3))
+    assert torch.cuda.current_device() == 0
+    output = autoattn.attention(query, key, value, causal=True)
+    assert output.device == query.device
+    assert largest_error(output, query, key, value, causal=True) <= TOLERANCE[torch.bfloat16]
+    assert torch.cuda.current_device() == 0
+
+
+# --- the ways that models call ----------------------------------------------------------------------------------------
+
+
+def test_two_calls_agree_to_the_bit() -> None:
+    query, key, value = (normal(2, 8, 1000, 64) for _ in range(3))
+    first = autoattn.attention(query, key, value, causal=True)
+    for _ in range(10):
+        assert torch.equal(autoattn.attention(query, key, value, causal=True), first)
+
+
+def test_inference_mode_runs_the_kernel() -> None:
+    query, key, value = (normal(1, 2, 64, 64).requires_grad_() for _ in range(3))
+    with torch.inference_mode():
+        check_kernel(query, key, value)
+
+
+def test_autocast_runs_the_kernel_in_the_low_precision() -> None:
+    query, key, value = (normal(1, 4, 300, 64, dtype=torch.float32) for _ in range(3))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert autoattn.explain(query, key, value).route == "kernel"
+        output = autoattn.attention(query, key, value)
+    assert output.dtype is torch.bfloat16
+    assert largest_error(output, query, key, value) <= TOLERANCE[torch.bfloat16]
+
+
+def test_a_capture_of_what_was_never_called_goes_to_pytorch_and_is_right() -> None:
+    query, key, value = (normal(2, 8, 320, 64) for _ in range(3))
+    torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = autoattn.explain(query, key, value)
+        output = autoattn.attention(query, key, value)
+    assert "captured" in found.reason
+    query.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert largest_error(output, query, key, value) <= TOLERANCE[torch.bfloat16]
+    assert autoattn.explain(query, key, value).route == "kernel"
+
+
+def test_one_graph_may_hold_several_calls() -> None:
+    query, key, value = (normal(2, 4, 256, 64) for _ in range(3))
+
+    def twice() -> Tensor:
+        return autoattn.attention(autoattn.attention(query, key, value), key, value, causal=True)
+
+    eager = twice()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = twice()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, eager)
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_torch_compile_traces_it_whole(causal: bool | str) -> None:
+    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return 2.0 * autoattn.attention(query, key, value, causal=causal)
+
+    torch._dynamo.reset()
+    traced = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    for seq_q, seq_kv in ((100, 300), (300, 100), (200, 200)):
+        query, key, value = normal(1, 4, seq_q, 64), normal(1, 2, seq_kv, 64), normal(1, 2, seq_kv, 64)
+        with torch.no_grad():
+            output = traced(query, key, value) / 2.0
+        assert largest_error(output, query, key, value, causal=causal) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(64, 200), (200, 64), (128, 128)])
+def test_gradients_are_those_of_the_reference(causal: bool | str, seq_q: int, seq_kv: int) -> None:
+    query, key, value = (
+        normal(1, heads, seq, 64, dtype=torch.float32) for heads, seq in ((4, seq_q), (2, seq_kv), (2, seq_kv))
+    )
+    ours = [tensor.bfloat16().requires_grad_() for tensor in (query, key, value)]
+    theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
+    push = normal(1, 4, seq_q, 64)
+    autoattn.attention(*ours, causal=causal).backward(push)
+    mask = Mask.parse(causal if isinstance(causal, bool) else f"causal:{causal}")
+    blind = max(0, seq_q - seq_kv) if causal is True else 0
+    seen, _ = reference.attention(theirs[0][:, :, blind:], theirs[1], theirs[2], mask=mask, scale=0.125)
+    seen.backward(push[:, :, blind:].double())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert float((mine.grad.double() - other.grad).abs().max()) <= 0.03 * max(1.0, float(other.grad.abs().max()))
+
+
+@pytest.mark.parametrize("scale", [-2.0, 0.0, 1e-50])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_a_scale_that_the_kernels_do_not_take_is_right_all_the_same(scale: float, causal: bool | str) -> None:
+    query, key, value = normal(1, 4, 100, 64), normal(1, 4, 160, 64), normal(1, 4, 160, 64)
+    assert "scale" in autoattn.explain(query, key, value, scale=scale, causal=causal).reason
+    output = autoattn.attention(query, key, value, scale=scale, causal=causal)
+    mask = Mask.parse(causal if isinstance(causal, bool) else f"causal:{causal}")
+    exact, _ = reference.attention(query, key, value, mask=mask, scale=scale)
+    assert float((output.double() - exact).abs().max()) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("batch", "heads", "seq_q", "seq_kv"), [(2, 4, 300, 500), (1, 1, 1, 1), (1, 16, 16, 16)])
+@pytest.mark.parametrize("persistent", [0, 2])
+def test_an_exported_file_launches_as_its_docstring_says(
+    batch: int, heads: int, seq_q: int, seq_kv: int, persistent: int, tmp_path: Path
+) -> None:
+    """Triton's own launcher takes sizes of one as constants and looks for what 16 divides."""
+    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal")
+    path = tmp_path / "exported.py"
+    path.write_text(
+        kernels.source(one, Traits(lse=True), BLOCK_M=64, BLOCK_N=64, num_warps=4, PERSISTENT=persistent).text
+    )
+    spec = importlib.util.spec_from_file_location("exported", path)
+    assert spec is not None
+    assert spec.loader is not None
+    exported = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exported)
+    query, key, value = (normal(batch, heads, seq, 64) for seq in (seq_q, seq_kv, seq_kv))
+    output, lse = torch.full_like(query, math.nan), torch.full((batch, heads, seq_q), math.nan, device="cuda")
+    values: dict[str, Any] = {
+        "query_ptr": query, "key_ptr": key, "value_ptr": value, "output_ptr": output, "lse_ptr": lse,
+        "batch_heads": batch * heads, "heads_q": heads, "group_size": 1, "seq_q": seq_q, "seq_kv": seq_kv,
+        "scale_log2": 0.125 * math.log2(math.e),
+    }  # fmt: skip
+    for name, tensor in (("q", query), ("k", key), ("v", value), ("o", output)):
+        values |= {f"stride_{name}{axis}": step for axis, step in zip("bhsd", tensor.stride(), strict=True)}
+    grid = exported.grid(batch * heads, seq_q, torch.cuda.get_device_properties(0).multi_processor_count)
+    exported.forward[grid](*[values[name] for name in exported.SIGNATURE], **exported.OPTIONS)
+    assert largest_error(output, query, key, value, causal=True) <= TOLERANCE[torch.bfloat16]
+    _, exact = reference.attention(query, key, value, mask=one.mask, scale=0.125)
+    assert torch.allclose(lse.double(), exact, atol=1e-3)
