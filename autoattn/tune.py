@@ -127,7 +127,7 @@ class _Run:
         return self._ranking(study, working, set(elsewhere))
 
     def _search(self, study: Study, *, sibling: bool) -> None:
-        begin = time.monotonic()
+        begin: float | None = None  # the first result: starting the workers is no search
         budget = self.options.budget
         # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
         cheap = sibling and not self.measured and self.options.trials is None
@@ -135,18 +135,21 @@ class _Run:
         compiled = self.shop.kernels
 
         def more(begun: int) -> bool:
-            late = time.monotonic() - begin > self.options.search_seconds
-            new = self.shop.kernels - compiled
-            return len(study.trials) < budget and begun < budget and new < fresh and not late
+            return len(study.trials) < budget and begun < budget and self.shop.kernels - compiled < fresh
+
+        def late() -> bool:
+            return begin is not None and time.monotonic() - begin > self.options.search_seconds
 
         def heard(trial: Trial) -> None:
+            nonlocal begin
+            begin = time.monotonic() if begin is None else begin
             best = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
             tried = len(study.trials)
             self.listen(
                 _progress(self.problem, self.index, self.total, "search", tried, budget, best, str(trial.detail))
             )
 
-        self.shop.search(study, more, heard)
+        self.shop.search(study, more=more, late=late, heard=heard)
 
     def _ranking(self, study: Study, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
         """The predicted entry: by the model, leaning on what was measured elsewhere; numerics by the interpreter."""
