@@ -108,10 +108,12 @@ class _Search:
         if not same_card:
             self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
         for key, entry in file.entries.items():
-            if entry.evidence is Evidence.PREDICTED:
-                self.predicted[key] = entry
-            elif same_card:
-                self.measured[key] = entry
+            known = self.predicted if entry.evidence is Evidence.PREDICTED else self.measured
+            if entry.evidence is Evidence.MEASURED and not same_card:
+                continue
+            # The user's entries come last and shadow the shipped ones, unless they have gone stale.
+            if key not in known or self._why_not(entry) is None:
+                known[key] = entry
 
     def _exact(self) -> Explanation | None:
         entry = self.measured.get(self.problem.key)
@@ -125,7 +127,7 @@ class _Search:
         related = [
             (distance(entry.problem, self.problem), key, entry)
             for key, entry in self.measured.items()
-            if same_kernels(entry.problem, self.problem)
+            if key != self.problem.key and same_kernels(entry.problem, self.problem)
         ]
         for far, _, entry in sorted(related, key=lambda item: item[:2]):
             if far > FARTHEST:
@@ -134,7 +136,7 @@ class _Search:
             found = self._use(entry, level, f"{entry.problem} is {far:.1f} octaves away and was measured on this card")
             if found is not None:
                 return found
-        self.steps.append("bucket, nearest: no measured problem on this card shares these kernels")
+        self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
         return None
 
     def _predicted(self) -> Explanation | None:

@@ -61,6 +61,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -
     attend = torch.nn.functional.scaled_dot_product_attention
     if query.shape[1] != key.shape[1]:  # decided here: traced with symbolic sizes, the comparison itself is no bool
         attend = partial(attend, enable_gqa=True)
+    if scale <= 0.0:  # PyTorch's fused backends scale what they have masked, and -inf times 0 or less is no mask
+        query, scale = (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
     seq_q, seq_kv = query.shape[2], key.shape[2]
     if not mask.causal:
         return attend(query, key, value, scale=scale)

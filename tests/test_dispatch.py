@@ -1,0 +1,327 @@
+"""Which kernel runs for a problem, and why: every level, from cache files that were written for the test."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import triton
+
+from autoattn import cache, dispatch, render, resources, space
+from autoattn.device import Device
+from autoattn.dispatch import Level
+from autoattn.entry import CacheEntry
+from autoattn.errors import CacheError
+from autoattn.problem import DType, Layout, Mask, Op, Precision, Problem
+
+H200, A30 = samples.H200, samples.A30
+TEMPLATE = "triton/forward"
+ASKED = samples.problem()
+# Of the same kernels as ASKED: in its bucket, and half an octave to two octaves away.
+IN_BUCKET = samples.problem(seq_q=1000)
+NEAR = samples.problem(seq_q=2048)
+FAR = samples.problem(seq_q=2048, seq_kv=8192)
+
+
+@pytest.fixture(autouse=True)
+def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "shipped")
+
+
+def fresh(entry: CacheEntry, **changes: Any) -> CacheEntry:
+    """The entry, tuned with today's template and Triton."""
+    facts = {"template_digest": render.template_digest(TEMPLATE), "versions": {"triton": triton.__version__}}
+    return replace(entry, **{**facts, **changes})
+
+
+def measured(one: Problem, **changes: Any) -> CacheEntry:
+    return fresh(samples.measured(one), **{"choice": "kernel", **changes})
+
+
+def predicted(one: Problem, **changes: Any) -> CacheEntry:
+    return fresh(samples.predicted(one), **changes)
+
+
+def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
+    cache.merge(folder, device, Op.FORWARD, entries)
+    return folder
+
+
+def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> dispatch.Explanation:
+    return dispatch.explain(one, device, folder)
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_problem_itself_beats_its_bucket(tmp_path: Path) -> None:
+    entries = [measured(ASKED, params={**samples.measured().params, "num_warps": 4}), measured(IN_BUCKET)]
+    found = explained(written(tmp_path, *entries))
+    assert (found.level, found.route, found.entry) == (Level.EXACT, "kernel", explained(tmp_path).entry)
+    assert found.variant is not None
+    assert found.variant["num_warps"] == 4
+    assert found.reason == "this problem was measured on this card"
+    assert found.steps == ()
+
+
+def test_the_bucket_beats_a_farther_neighbour(tmp_path: Path) -> None:
+    found = explained(written(tmp_path, measured(NEAR), measured(IN_BUCKET), measured(FAR)))
+    assert found.level is Level.BUCKET
+    assert found.entry is not None
+    assert found.entry.problem == IN_BUCKET
+
+
+def test_the_nearest_of_several_neighbours_is_taken(tmp_path: Path) -> None:
+    found = explained(written(tmp_path, measured(FAR), measured(NEAR), predicted(ASKED)))
+    assert found.level is Level.NEAREST
+    assert found.entry is not None
+    assert found.entry.problem == NEAR
+    assert "1.0 octaves away" in found.reason
+    assert found.steps[0] == "exact: this problem was not measured on this card"
+
+
+def test_a_neighbour_beats_a_prediction(tmp_path: Path) -> None:
+    assert explained(written(tmp_path, measured(FAR), predicted(ASKED))).level is Level.NEAREST
+
+
+def test_a_prediction_beats_the_default_and_says_that_it_is_none_measured(tmp_path: Path) -> None:
+    found = explained(written(tmp_path, predicted(ASKED)))
+    assert (found.level, found.route) == (Level.PREDICTED, "kernel")
+    assert found.reason == "predicted for h200, not measured"
+    assert [step.partition(":")[0] for step in found.steps] == ["exact", "bucket, nearest"]
+
+
+def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
+    assert explained(written(tmp_path, predicted(IN_BUCKET))).level is Level.DEFAULT
+
+
+def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
+    found = explained(tmp_path)
+    assert (found.level, found.route, found.entry) == (Level.DEFAULT, "kernel", None)
+    assert found.variant == space.load(TEMPLATE).default(ASKED, H200)
+    assert "autoattn tune" in found.reason
+    assert [step.partition(":")[0] for step in found.steps] == ["exact", "bucket, nearest", "predicted"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": DType.FLOAT16},
+        {"head_dim": 64},
+        {"mask": Mask()},
+        {"mask": Mask.parse("causal:top-left")},
+        {"dtype": DType.FLOAT32},
+    ],
+    ids=str,
+)
+def test_an_entry_of_other_kernels_is_no_neighbour(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert explained(written(tmp_path, measured(samples.problem(**change)))).level is Level.DEFAULT
+
+
+def test_products_of_float32_make_other_kernels(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"dtype": DType.FLOAT32, "head_dim": 64}
+    exact, coarse = (samples.problem(**facts, precision=precision) for precision in Precision)
+    assert explained(written(tmp_path, measured(exact)), coarse).level is Level.DEFAULT
+
+
+@pytest.mark.parametrize("change", [{"layout": Layout.BSHD}, {"heads_kv": 4}, {"batch": 8}, {"heads_q": 64}], ids=str)
+def test_batch_heads_and_layout_make_a_neighbour(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert explained(written(tmp_path, measured(samples.problem(**change)))).level in (Level.BUCKET, Level.NEAREST)
+
+
+def test_beyond_eight_octaves_nothing_is_a_neighbour(tmp_path: Path) -> None:
+    within, beyond = samples.problem(seq_q=2**14, seq_kv=2**16), samples.problem(seq_q=2**14, seq_kv=2**17)
+    assert explained(written(tmp_path / "within", measured(within))).level is Level.NEAREST
+    assert explained(written(tmp_path / "beyond", measured(beyond))).level is Level.DEFAULT
+
+
+def test_of_equally_near_neighbours_always_the_same_is_taken(tmp_path: Path) -> None:
+    entries = [measured(samples.problem(seq_q=length)) for length in (512, 2048)]
+    taken = [explained(written(tmp_path / str(turn), *entries[:: (-1) ** turn])).entry for turn in range(2)]
+    assert taken[0] is not None
+    assert taken[0] == taken[1]
+
+
+# --- distance ---------------------------------------------------------------------------------------------------------
+
+
+def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
+    assert dispatch.distance(ASKED, ASKED) == 0.0
+    assert dispatch.distance(ASKED, FAR) == dispatch.distance(FAR, ASKED) == 2.0
+    assert dispatch.distance(ASKED, samples.problem(batch=1)) == 2.0
+    assert dispatch.distance(ASKED, samples.problem(heads_kv=32)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"seq_q": 513}, True),
+        ({"seq_q": 512}, False),
+        ({"seq_q": 1025}, False),
+        ({"seq_kv": 4095}, True),
+        ({"batch": 3}, True),
+        ({"batch": 2}, False),
+        ({"heads_kv": 16}, False),
+    ],
+    ids=str,
+)
+def test_a_bucket_rounds_sizes_up_to_powers_of_two(change: dict[str, int], same: bool) -> None:
+    assert (dispatch.bucket(samples.problem(**change)) == dispatch.bucket(ASKED)) is same
+
+
+# --- what cannot serve ------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_that_was_tuned_for_another_template_is_skipped_and_said(tmp_path: Path) -> None:
+    found = explained(written(tmp_path, measured(ASKED, template_digest="0" * 16), measured(NEAR)))
+    assert (found.level, found.entry and found.entry.problem) == (Level.NEAREST, NEAR)
+    (step,) = found.steps
+    assert step.startswith(f"exact: {ASKED} cannot serve, it was tuned for another text of triton/forward")
+    assert "autoattn tune" in step
+
+
+def test_every_stale_entry_is_said_once(tmp_path: Path) -> None:
+    stale = [measured(one, template_digest="0" * 16) for one in (ASKED, NEAR)]
+    found = explained(written(tmp_path, *stale, predicted(FAR)))
+    assert found.level is Level.DEFAULT
+    assert sum(f"{ASKED} cannot serve" in step for step in found.steps) == 1
+    assert sum(f"{NEAR} cannot serve" in step for step in found.steps) == 1
+
+
+def test_a_neighbour_that_cannot_run_this_problem_is_skipped_and_said(tmp_path: Path) -> None:
+    """Persistent programs need more tiles than this short problem has."""
+    short = samples.problem(batch=1, heads_q=8, seq_q=128, seq_kv=512)
+    near = samples.problem(batch=1, heads_q=8, seq_q=1024, seq_kv=4096)
+    farther = samples.problem(batch=1, heads_q=8, seq_q=2048, seq_kv=4096)
+    persistent = measured(near, params={**samples.measured(near).params, "PERSISTENT": 1})
+    found = explained(written(tmp_path, persistent, measured(farther)), short)
+    assert found.entry is not None
+    assert found.entry.problem == farther
+    assert any("persistent programs need more tiles" in step for step in found.steps)
+
+
+def test_an_entry_for_another_triton_serves_and_is_said(tmp_path: Path) -> None:
+    found = explained(written(tmp_path, measured(ASKED, versions={"triton": "3.5.1"})))
+    assert found.level is Level.EXACT
+    assert found.steps == (f"{ASKED} was tuned with Triton 3.5.1, this is {triton.__version__}",)
+
+
+def test_measurements_of_another_card_of_that_name_are_ignored_and_said(tmp_path: Path) -> None:
+    slice_of_it = replace(H200, sm_count=66)
+    found = explained(written(tmp_path, measured(ASKED), predicted(NEAR)), device=slice_of_it)
+    assert found.level is Level.DEFAULT
+    assert found.steps[0].endswith(f"speaks of {H200.fingerprint}, not of {slice_of_it.fingerprint}")
+
+
+def test_predictions_for_another_card_of_that_name_are_taken(tmp_path: Path) -> None:
+    found = explained(written(tmp_path, predicted(ASKED)), device=replace(H200, sm_count=66))
+    assert found.level is Level.PREDICTED
+
+
+def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
+    assert explained(written(tmp_path, measured(ASKED)), device=A30).level is Level.DEFAULT
+
+
+# --- rivals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "level"), [(ASKED, Level.EXACT), (IN_BUCKET, Level.BUCKET), (NEAR, Level.NEAREST)])
+def test_a_rival_that_was_faster_is_followed(tmp_path: Path, one: Problem, level: Level) -> None:
+    found = explained(written(tmp_path, measured(one, choice="sdpa-cudnn")))
+    assert (found.level, found.route) == (level, "sdpa-cudnn")
+    assert "sdpa-cudnn was the fastest, 1.10x faster than the kernel" in found.reason
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path / "user"))
+    return tmp_path / "user", tmp_path / "shipped"
+
+
+def warps(found: dispatch.Explanation) -> Any:
+    assert found.variant is not None
+    return found.variant["num_warps"]
+
+
+def with_warps(number: int, **changes: Any) -> CacheEntry:
+    return measured(ASKED, params={**samples.measured().params, "num_warps": number}, **changes)
+
+
+def test_the_users_cache_shadows_the_shipped_one(folders: tuple[Path, Path]) -> None:
+    user, shipped = folders
+    written(shipped, with_warps(8), measured(NEAR))
+    assert warps(dispatch.explain(ASKED, H200)) == 8
+    written(user, with_warps(4))
+    assert warps(dispatch.explain(ASKED, H200)) == 4
+    assert dispatch.explain(NEAR, H200).level is Level.EXACT, "what the user has not tuned is still found"
+
+
+def test_a_stale_entry_of_the_user_does_not_hide_a_shipped_one_that_holds(folders: tuple[Path, Path]) -> None:
+    user, shipped = folders
+    written(shipped, with_warps(8))
+    written(user, with_warps(4, template_digest="0" * 16))
+    found = dispatch.explain(ASKED, H200)
+    assert (found.level, warps(found)) == (Level.EXACT, 8)
+
+
+def test_a_shipped_prediction_yields_to_the_users_measurement(folders: tuple[Path, Path]) -> None:
+    user, shipped = folders
+    written(shipped, predicted(ASKED))
+    written(user, with_warps(4))
+    assert dispatch.explain(ASKED, H200).level is Level.EXACT
+
+
+def test_a_folder_that_was_named_is_the_only_one_that_is_read(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    for folder in folders:
+        written(folder, measured(ASKED))
+    assert explained(tmp_path / "empty").level is Level.DEFAULT
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: json.dumps({**json.loads(text), "schema": 999}),
+        lambda text: "[]",
+        lambda text: text.replace('"num_warps": 8', '"num_warps": 7'),
+    ],
+    ids=["cut", "newer", "foreign", "impossible"],
+)
+def test_a_file_that_cannot_be_trusted_is_refused_and_left(tmp_path: Path, damage: Any) -> None:
+    path = cache.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
+    text = damage(path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(CacheError, match=str(path)):
+        explained(tmp_path)
+    assert path.read_text(encoding="utf-8") == text
+
+
+# --- without a card that can -----------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_pytorch_answers_and_no_cache_is_read(tmp_path: Path) -> None:
+    path = cache.path_of(tmp_path, H200, Op.FORWARD)
+    path.parent.mkdir(parents=True)
+    path.write_text("damaged", encoding="utf-8")
+    found = explained(tmp_path, device=None)
+    assert (found.route, found.level) == ("sdpa", Level.SDPA)
+    assert found.reason == "the tensors are on the CPU, where PyTorch's own attention runs"
+    assert found.problem == ASKED
+
+
+def test_on_a_card_older_than_ampere_pytorch_answers(tmp_path: Path) -> None:
+    turing = replace(A30, name="t4", full_name="Tesla T4", arch=75)
+    found = explained(tmp_path, device=turing)
+    assert (found.route, found.level) == ("sdpa", Level.SDPA)
+    assert found.reason == "Tesla T4 is sm_75, and the kernels need sm_80 or newer"
+
+
+def test_an_explanation_reads_as_one_line(tmp_path: Path) -> None:
+    assert str(explained(tmp_path)).startswith("kernel (default): no tuned entry can serve it, so the default of")

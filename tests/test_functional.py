@@ -1,0 +1,435 @@
+"""Attention as a function and as a module, on the CPU: right numbers, gradients, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import kernels
+import pytest
+import samples
+import torch
+from torch import Tensor
+
+import autoattn
+from autoattn import dispatch, functional, gpu, reference, rivals
+from autoattn.compile import Kernel
+from autoattn.dispatch import Level
+from autoattn.errors import AutoattnError, CompileError, ProblemError, TensorError
+from autoattn.ops import forward
+from autoattn.problem import Layout, Mask
+from autoattn.variant import Source, Traits
+
+MASKS = {False: "full", True: "causal", "bottom-right": "causal:bottom-right", "top-left": "causal:top-left"}
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_planned() -> None:
+    functional.forget()
+
+
+def inputs(
+    seq_q: int = 5, seq_kv: int = 7, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16,
+    dtype: torch.dtype = torch.float32, layout: str = "bhsd",
+) -> Inputs:  # fmt: skip
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, seq, head_dim, generator=rng).to(dtype)
+        for heads, seq in ((heads_q, seq_q), (heads_kv, seq_kv), (heads_kv, seq_kv))
+    )
+    if layout == "bshd":
+        query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
+    return query, key, value
+
+
+def expected(tensors: Inputs, causal: bool | str, layout: str = "bhsd", scale: float | None = None) -> Tensor:
+    query, key, value = (tensor if layout == "bhsd" else tensor.transpose(1, 2) for tensor in tensors)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    output, _ = reference.attention(query, key, value, mask=Mask.parse(MASKS[causal]), scale=scale)
+    return output if layout == "bhsd" else output.transpose(1, 2)
+
+
+def close(actual: Tensor, wanted: Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[actual.dtype]
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", MASKS, ids=str)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(5, 7), (7, 5), (6, 6), (1, 9), (9, 1)])
+def test_it_equals_the_reference(causal: bool | str, seq_q: int, seq_kv: int, layout: str) -> None:
+    tensors = inputs(seq_q, seq_kv, layout=layout)
+    output = autoattn.attention(*tensors, causal=causal, layout=layout)
+    assert output.shape == tensors[0].shape
+    close(output, expected(tensors, causal, layout))
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (3, 3), (4, 1), (6, 2), (8, 8)])
+def test_key_heads_may_be_fewer_than_query_heads(heads_q: int, heads_kv: int) -> None:
+    tensors = inputs(heads_q=heads_q, heads_kv=heads_kv)
+    for causal in MASKS:
+        close(autoattn.attention(*tensors, causal=causal), expected(tensors, causal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_output_has_the_inputs_dtype(dtype: torch.dtype) -> None:
+    tensors = inputs(dtype=dtype)
+    output = autoattn.attention(*tensors, causal=True)
+    assert output.dtype is dtype
+    close(output, expected(tensors, True))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3, -0.5, 0.0])
+def test_the_scale_is_the_callers(scale: float) -> None:
+    for seq_q in (5, 7, 9):
+        tensors = inputs(seq_q=seq_q)
+        for causal in MASKS:
+            output = autoattn.attention(*tensors, causal=causal, scale=scale)
+            close(output, expected(tensors, causal, scale=scale))
+
+
+def test_the_default_scale_is_that_of_the_head_dim() -> None:
+    tensors = inputs(head_dim=57)
+    close(autoattn.attention(*tensors), autoattn.attention(*tensors, scale=1 / math.sqrt(57)))
+
+
+def test_true_means_bottom_right_and_differs_from_top_left() -> None:
+    tensors = inputs()
+    right, true, left = (autoattn.attention(*tensors, causal=causal) for causal in ("bottom-right", True, "top-left"))
+    assert torch.equal(right, true)
+    assert not torch.allclose(right, left)
+
+
+def test_a_query_that_sees_no_key_gives_zero() -> None:
+    output = autoattn.attention(*inputs(seq_q=7, seq_kv=3), causal=True)
+    assert (output[:, :, :4] == 0.0).all()
+    assert (output[:, :, 4:] != 0.0).any(dim=-1).all()
+
+
+def test_strided_inputs_are_taken_as_they_are() -> None:
+    query, key, value = inputs()
+    far = torch.full((2, 4, 10, 35), math.nan)[:, :, ::2, 3::2]
+    far.copy_(query)
+    wide = key.transpose(2, 3).contiguous().transpose(2, 3)
+    one = value[:, :1].expand_as(value)
+    close(autoattn.attention(far, wide, one), expected((query, key, one), False))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_no_number_comes_from_memory_that_nobody_wrote() -> None:
+    for seq_q, seq_kv in ((5, 7), (7, 5)):
+        for causal in MASKS:
+            assert autoattn.attention(*inputs(seq_q, seq_kv), causal=causal).isfinite().all()
+
+
+def test_a_module_does_what_the_function_does() -> None:
+    tensors = inputs(layout="bshd")
+    module = autoattn.Attention(causal="top-left", scale=0.2, layout="bshd")
+    assert torch.equal(module(*tensors), autoattn.attention(*tensors, causal="top-left", scale=0.2, layout="bshd"))
+    assert module.explain(*tensors) == autoattn.explain(*tensors, causal="top-left", scale=0.2, layout="bshd")
+    assert list(module.parameters()) == []
+    assert repr(module) == "Attention(causal='top-left', scale=0.2, layout='bshd')"
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", MASKS, ids=str)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(3, 5), (5, 3), (4, 4)])
+def test_gradients_are_those_of_the_reference(causal: bool | str, seq_q: int, seq_kv: int, layout: str) -> None:
+    tensors = inputs(seq_q, seq_kv, layout=layout)
+    ours = [tensor.clone().requires_grad_() for tensor in tensors]
+    theirs = [tensor.double().requires_grad_() for tensor in tensors]
+    output = autoattn.attention(*ours, causal=causal, layout=layout)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    output.backward(push)
+    query, key, value = (tensor if layout == "bhsd" else tensor.transpose(1, 2) for tensor in theirs)
+    blind = max(0, seq_q - seq_kv) if MASKS[causal] in ("causal", "causal:bottom-right") else 0
+    # The reference's rows that see nothing are constant zeros; its softmax of nothing has no gradient to compare.
+    seen, _ = reference.attention(
+        query[:, :, blind:], key, value, mask=Mask.parse(MASKS[causal]), scale=query.shape[3] ** -0.5
+    )
+    push = push if layout == "bhsd" else push.transpose(1, 2)
+    seen.backward(push[:, :, blind:].double())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        close(mine.grad, other.grad)
+
+
+def test_one_input_that_needs_a_gradient_is_enough() -> None:
+    for place in range(3):
+        tensors = list(inputs())
+        tensors[place].requires_grad_()
+        autoattn.attention(*tensors, causal=True).sum().backward()
+        assert tensors[place].grad is not None
+        assert tensors[place].grad.abs().max() > 0.0
+
+
+# --- autocast, meta, torch.compile ------------------------------------------------------------------------------------
+
+
+def test_autocast_counts_in_the_low_precision_as_pytorch_does() -> None:
+    tensors = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = autoattn.attention(*tensors)
+        theirs = torch.nn.functional.scaled_dot_product_attention(*tensors, enable_gqa=True)
+    assert output.dtype is theirs.dtype is torch.bfloat16
+    close(output, expected(tensors, False))
+
+
+def test_autocast_turns_nothing_else_into_attention() -> None:
+    query, key, value = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for wrong in (value.double(), value.int(), None):
+            with pytest.raises(TensorError, match="value must be"):
+                autoattn.attention(query, key, wrong)  # type: ignore[arg-type]
+
+
+def test_meta_tensors_get_the_shape_of_the_answer() -> None:
+    tensors = tuple(tensor.to("meta") for tensor in inputs(layout="bshd"))
+    output = autoattn.attention(*tensors, causal=True, layout="bshd")
+    assert (output.device.type, output.shape) == ("meta", (2, 5, 4, 16))
+    assert autoattn.explain(*tensors, layout="bshd").reason.startswith("the tensors are on the meta")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_torch_compile_traces_it_whole(causal: bool | str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+
+    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return 2.0 * autoattn.attention(query, key, value, causal=causal)
+
+    traced = torch.compile(twice, backend="eager", fullgraph=True, dynamic=dynamic)
+    for sizes in ((5, 7, 4, 2), (7, 5, 4, 2), (6, 6, 4, 4)):
+        tensors = inputs(*sizes)
+        close(traced(*tensors), 2.0 * expected(tensors, causal))
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+Q, K, V = inputs()
+MISTAKES: dict[str, tuple[Inputs, dict[str, Any], type[AutoattnError], str]] = {
+    "float64": ((Q.double(), K.double(), V.double()), {}, TensorError, "query must be float16, bfloat16 or float32"),
+    "integers": ((Q.int(), K.int(), V.int()), {}, TensorError, "query must be float16, bfloat16 or float32"),
+    "two dtypes": ((Q, K.half(), V), {}, TensorError, "key must have the query's dtype torch.float32"),
+    "two devices": ((Q, K, V.to("meta")), {}, TensorError, "value must be on the query's device cpu, got meta"),
+    "two shapes": ((Q, K, V[:, :, :3]), {}, TensorError, "key and value must have one shape"),
+    "other layout": ((Q, K, V), {"layout": "bshd"}, TensorError, "check the layout"),
+    "three axes": ((Q[0], K[0], V[0]), {}, TensorError, "query must be [batch, heads, seq, head_dim]"),
+    "empty": ((Q[:, :, :0], K, V), {}, TensorError, "must not be empty"),
+    "heads": ((Q[:, :3], K, V), {}, TensorError, "query heads must be a multiple of key heads, got 3 and 2"),
+    "layout": ((Q, K, V), {"layout": "sbhd"}, TensorError, "layout must be bhsd or bshd, got 'sbhd'; correct it"),
+    "mask": ((Q, K, V), {"causal": "left"}, ProblemError, "got 'causal:left'"),
+    "mask kind": ((Q, K, V), {"causal": None}, ProblemError, "mask must be full, causal"),
+    "scale": ((Q, K, V), {"scale": "large"}, TensorError, "scale must be a number or None, got 'large'; correct it"),
+    "head dim": (inputs(head_dim=257), {}, ProblemError, "head_dim must be at most 256, got 257"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence_for_every_door(name: str) -> None:
+    tensors, facts, kind, words = MISTAKES[name]
+    for door in (autoattn.attention, autoattn.explain, autoattn.Attention(**facts)):
+        with pytest.raises(kind) as caught:
+            door(*tensors, **({} if isinstance(door, torch.nn.Module) else facts))
+        sentence = str(caught.value)
+        assert words in sentence
+        assert "\n" not in sentence
+        assert isinstance(caught.value, ValueError)
+
+
+# --- explanations -----------------------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_it_says_that_pytorch_answers() -> None:
+    found = autoattn.explain(*inputs(), causal="top-left")
+    assert (found.route, found.level) == ("sdpa", Level.SDPA)
+    assert found.reason == "the tensors are on the cpu, where PyTorch's own attention runs"
+    assert found.problem is not None
+    assert str(found.problem.mask) == "causal:top-left"
+
+
+@pytest.mark.parametrize(
+    ("words", "needs", "scale", "batch"),
+    [
+        ("an input needs a gradient, and there is no backward kernel yet", True, 1.0, 2),
+        ("the kernels need a positive scale that float32 can hold, got -1.0", False, -1.0, 2),
+        ("the kernels need a positive scale that float32 can hold, got 0.0", False, 0.0, 2),
+        ("the kernels need a positive scale that float32 can hold, got nan", False, math.nan, 2),
+        ("the kernels need a positive scale that float32 can hold, got 1e-50", False, 1e-50, 2),
+        ("the launch would need more than 2**31 - 1 programs", False, 1.0, 2**31 - 1),
+        (None, False, 1.0, 2),
+    ],
+)
+def test_on_a_card_it_says_why_no_kernel_may_run(
+    words: str | None, needs: bool, scale: float, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnCard:
+        """All that is asked of a tensor before anything is decided."""
+
+        device = SimpleNamespace(type="cuda", index=0)
+        requires_grad = needs
+
+    views: Any = (OnCard(), OnCard(), OnCard())
+    assert functional._why_sdpa(kernels.problem(), views, 1.0) in ("a tensor subclass has rules of its own", words)
+    monkeypatch.setattr(functional, "Tensor", OnCard)
+    assert functional._why_sdpa(kernels.problem(batch=batch), views, scale) == words
+    with torch.no_grad():
+        assert functional._why_sdpa(kernels.problem(), views, 1.0) is None
+
+
+# --- plans, with a card that is not there -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Plans as if the CPU's tensors were on an H200; kernels are computed by PyTorch."""
+    seen: dict[str, Any] = {"loaded": [], "capturing": False, "launched": 0}
+
+    def load(source: Source, device: torch.device) -> Kernel:
+        seen["loaded"].append(source)
+        return Kernel(source=source, module=None, compiled=None, device=device, sm_count=132)  # type: ignore[arg-type]
+
+    def launch(kernel: Kernel, *tensors: Any) -> None:
+        query, key, value, output, _, scale = tensors
+        seen["launched"] += 1
+        seen["traits"] = forward.traits_of(query, key, value, output)
+        output.copy_(rivals.sdpa(query, key, value, mask=Mask(), scale=scale))
+
+    functional._loaded.cache_clear()
+    monkeypatch.setattr(functional, "_why_sdpa", lambda problem, views, scale: None)
+    monkeypatch.setattr(functional.compile, "load", load)
+    monkeypatch.setattr(forward, "launch", launch)
+    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen["capturing"])
+    return seen
+
+
+def test_a_kernel_is_planned_once_and_launched_each_time(card: dict[str, Any]) -> None:
+    tensors = inputs(dtype=torch.float16)
+    for _ in range(3):
+        close(autoattn.attention(*tensors), expected(tensors, False))
+    assert (len(card["loaded"]), card["launched"]) == (1, 3)
+    assert autoattn.explain(*tensors).level is Level.DEFAULT
+
+
+def test_problems_that_differ_only_in_sizes_share_a_kernel(card: dict[str, Any]) -> None:
+    for length in range(300, 316):
+        autoattn.attention(*inputs(seq_q=256, seq_kv=length, dtype=torch.float16))
+    assert len(card["loaded"]) == 1
+
+
+@pytest.mark.parametrize(("head_dim", "alignment"), [(16, 8), (20, 4), (57, 1)])
+def test_a_kernel_suits_the_memory_of_the_output_too(card: dict[str, Any], head_dim: int, alignment: int) -> None:
+    """Slices of wider rows are aligned where the contiguous output is not."""
+    room = [torch.zeros(2, 3, 40, 64, dtype=torch.float16) for _ in range(3)]
+    autoattn.attention(*(tensor[..., :head_dim] for tensor in room))
+    (source,) = card["loaded"]
+    assert source.traits == Traits(alignment=alignment) == card["traits"]
+
+
+def test_other_strides_get_another_kernel(card: dict[str, Any]) -> None:
+    query, key, value = inputs(dtype=torch.float16)
+    autoattn.attention(query, key, value)
+    autoattn.attention(query.mT.contiguous().mT, key, value)
+    assert [source.traits.alignment for source in card["loaded"]] == [8, 1]
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_the_output_stands_in_memory_as_the_layout_says(card: dict[str, Any], layout: Layout) -> None:
+    tensors = inputs(dtype=torch.float16, layout=layout.value)
+    output = autoattn.attention(*tensors, layout=layout.value)
+    assert output.is_contiguous()
+    close(output, expected(tensors, False, layout.value))
+
+
+def test_what_a_compiler_refuses_goes_to_pytorch_and_is_said(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Source, device: torch.device) -> Kernel:
+        raise CompileError("this variant does not fit")
+
+    monkeypatch.setattr(functional.compile, "load", refuse)
+    tensors = inputs(dtype=torch.float16)
+    close(autoattn.attention(*tensors), expected(tensors, False))
+    assert str(autoattn.explain(*tensors)) == "sdpa (sdpa): this variant does not fit"
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> None:
+    tensors = inputs(dtype=torch.float16)
+    card["capturing"] = True
+    close(autoattn.attention(*tensors), expected(tensors, False))
+    assert "call once before capturing" in autoattn.explain(*tensors).reason
+    assert card["loaded"] == []
+    card["capturing"] = False
+    autoattn.attention(*tensors)
+    card["capturing"] = True
+    autoattn.attention(*tensors)
+    assert card["launched"] == 2, "what was loaded before runs in the graph too"
+
+
+def test_forgetting_reads_the_cache_anew(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    explain = dispatch.explain
+    monkeypatch.setattr(dispatch, "explain", lambda *facts: asked.append(facts) or explain(*facts))
+    tensors = inputs(dtype=torch.float16)
+    for _ in range(2):
+        autoattn.attention(*tensors)
+    assert len(asked) == 1
+    functional.forget()
+    autoattn.attention(*tensors)
+    assert len(asked) == 2
+
+
+def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    sdpa = rivals.sdpa
+
+    def refusing(*tensors: Tensor, backend: str = "sdpa", **facts: Any) -> Tensor:
+        calls.append(backend)
+        if backend == "sdpa-cudnn":
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return sdpa(*tensors, backend=backend, **facts)
+
+    chosen = dispatch.Explanation(problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(rivals, "sdpa", refusing)
+    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    tensors = inputs(dtype=torch.float16)
+    for _ in range(2):
+        close(autoattn.attention(*tensors), expected(tensors, False))
+    assert calls == ["sdpa-cudnn", "sdpa", "sdpa"]
+    assert autoattn.explain(*tensors).reason == "sdpa-cudnn was the fastest, but does not take these tensors"
+
+
+def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*tensors: Tensor, **facts: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    chosen = dispatch.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(rivals, "sdpa", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        autoattn.attention(*inputs(dtype=torch.float16))
+    assert autoattn.explain(*inputs(dtype=torch.float16)) is chosen, "the next call may find room"
+
+
+def test_float32_follows_pytorchs_own_setting(card: dict[str, Any]) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, precision in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
+            torch.set_float32_matmul_precision(setting)
+            found = autoattn.explain(*inputs())
+            assert found.problem is not None
+            assert found.problem.precision.value == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
