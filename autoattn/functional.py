@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,7 +15,9 @@ from autoattn.entry import KERNEL
 from autoattn.errors import CompileError, TensorError
 from autoattn.ops import forward
 from autoattn.problem import Layout, Mask, Precision, Problem
-from autoattn.variant import Traits
+from autoattn.variant import Source, Traits
+
+MAX_SCALE = 1e38  # times log2(e) it is still a float32
 
 _Plan = tuple[Explanation, compile.Kernel | None]
 _plans: dict[tuple[Problem, Traits, int], _Plan] = {}
@@ -48,7 +54,7 @@ def attention(
     problem, views, scale = _asked(query, key, value, causal, scale, layout)
     explanation, kernel = _plan(problem, views, scale)
     if kernel is None:
-        output = rivals.sdpa(*views, mask=problem.mask, scale=scale, backend=explanation.route)
+        output = _by_pytorch(explanation, problem, views, scale)
     else:
         output = forward.empty_output(views[0], problem.layout)
         forward.launch(kernel, *views, output, None, scale)
@@ -82,31 +88,49 @@ def _asked(
         order = Layout(layout)
     except ValueError:
         raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it") from None
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
-        low = torch.get_autocast_dtype(query.device.type)  # as PyTorch's own attention does
-        query, key, value = (tensor.to(low) for tensor in (query, key, value))
+    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     mask = Mask.parse(causal if isinstance(causal, bool) else f"causal:{causal}")
-    exact = torch.get_float32_matmul_precision() == "highest"
+    # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
+    exact = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
     problem = forward.problem_of(
         query, key, value, mask=mask, layout=order, precision=Precision.IEEE if exact else Precision.TF32
     )
     if order is Layout.BSHD:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return problem, (query, key, value), problem.head_dim**-0.5 if scale is None else float(scale)
+    try:
+        return problem, (query, key, value), problem.head_dim**-0.5 if scale is None else float(scale)
+    except (TypeError, ValueError):
+        raise TensorError(f"scale must be a number or None, got {scale!r}; correct it") from None
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """What PyTorch's own attention makes of a tensor under autocast; other things are left to the checks."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in forward.DTYPE:
+        return tensor
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _plan(problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: float) -> _Plan:
     reason = _why_sdpa(problem, views, scale)
     if reason is not None:
         return dispatch.sdpa(reason, problem), None
-    index = views[0].device.index
-    name = (problem, forward.traits_of(*views), index)
+    name = _name(problem, views)
     if name not in _plans:
         if torch.cuda.is_current_stream_capturing():
             reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
             return dispatch.sdpa(reason, problem), None
-        _plans[name] = _prepare(problem, name[1], index)
+        _plans[name] = _prepare(*name)
     return _plans[name]
+
+
+def _name(problem: Problem, views: tuple[Tensor, Tensor, Tensor]) -> tuple[Problem, Traits, int]:
+    """What a plan depends on: the problem, what the memory of the inputs and of the new output asks, and the card."""
+    asked, output = forward.traits_of(*views), render.natural_traits(problem)
+    alignment = math.gcd(asked.alignment, output.alignment)
+    return problem, replace(asked, alignment=alignment, wide=asked.wide or output.wide), views[0].device.index
 
 
 def _prepare(problem: Problem, traits: Traits, index: int) -> _Plan:
@@ -116,9 +140,31 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> _Plan:
         return explanation, None
     source = render.render(problem, explanation.variant, traits)
     try:
-        return explanation, compile.load(source, torch.device("cuda", index))
+        return explanation, _loaded(source, index)
     except CompileError as error:
         return dispatch.sdpa(str(error), problem, explanation.steps), None
+
+
+@cache
+def _loaded(source: Source, index: int) -> compile.Kernel:
+    """Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step."""
+    return compile.load(source, torch.device("cuda", index))
+
+
+def _by_pytorch(
+    explanation: Explanation, problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: float
+) -> Tensor:
+    """PyTorch's attention with the backend that was the fastest; with any, where that one does not take the tensors."""
+    try:
+        return rivals.sdpa(*views, mask=problem.mask, scale=scale, backend=explanation.route)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if explanation.route == rivals.SDPA:
+            raise
+        reason = f"{explanation.route} was the fastest, but does not take these tensors"
+        _plans[_name(problem, views)] = dispatch.sdpa(reason, problem, explanation.steps), None
+        return rivals.sdpa(*views, mask=problem.mask, scale=scale)
 
 
 def _why_sdpa(problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: float) -> str | None:
@@ -134,8 +180,8 @@ def _why_sdpa(problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: flo
         return "torch.compile is tracing, and the kernels are not custom operators yet"
     if any(type(view) not in (Tensor, torch.nn.Parameter) for view in views):
         return "a tensor subclass has rules of its own"
-    if not scale > 0.0:
-        return f"the kernels need a positive scale, got {scale}"
+    if not torch.finfo(torch.float32).tiny <= scale <= MAX_SCALE:
+        return f"the kernels need a positive scale that float32 can hold, got {scale}"
     if problem.batch * problem.heads_q * -(-problem.seq_q // 16) > forward.MAX_TILES:
         return "the launch would need more than 2**31 - 1 programs"
     return None

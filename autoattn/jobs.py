@@ -15,7 +15,7 @@ from autoattn.entry import Rival
 from autoattn.errors import CompileError
 from autoattn.measure import Stopwatch
 from autoattn.ops import forward
-from autoattn.problem import Problem
+from autoattn.problem import Layout, Problem
 from autoattn.trial import Measurement, Outcome, StaticReport, Verdict
 from autoattn.validate import Case, Gate
 from autoattn.variant import Source
@@ -139,8 +139,8 @@ class Final:
 
 
 def kind_of(problem: Problem) -> Problem:
-    """What problems share whose gate is the same: sizes of the launch are set to one."""
-    return replace(problem, batch=1, heads_q=problem.group_size, heads_kv=1, seq_q=2, seq_kv=3)
+    """What problems share whose gate is the same: what only tells the launch is set to the smallest."""
+    return replace(problem, batch=1, heads_q=1, heads_kv=1, seq_q=2, seq_kv=3, layout=Layout.BHSD)
 
 
 @contextlib.contextmanager

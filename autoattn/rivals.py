@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,18 +59,27 @@ def calls(problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: fl
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> Tensor:
     attend = torch.nn.functional.scaled_dot_product_attention
-    grouped = query.shape[1] != key.shape[1]
+    if query.shape[1] != key.shape[1]:  # decided here: traced with symbolic sizes, the comparison itself is no bool
+        attend = partial(attend, enable_gqa=True)
     seq_q, seq_kv = query.shape[2], key.shape[2]
     if not mask.causal:
-        return attend(query, key, value, scale=scale, enable_gqa=grouped)
+        return attend(query, key, value, scale=scale)
     if seq_q == seq_kv or mask.alignment.value == "top-left":
-        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attend(query, key, value, is_causal=True, scale=scale)
     blind = max(0, seq_q - seq_kv)  # aligned bottom-right, the first rows see no key
     if blind == 0:
-        # Imported here because it pulls in all of torch._dynamo, a second that most programs need not spend.
-        from torch.nn.attention.bias import causal_lower_right
-
-        bias = causal_lower_right(seq_q, seq_kv)
-        return attend(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
-    seen = attend(query[:, :, blind:], key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attend(query, key, value, attn_mask=_lower_right(query, seq_kv), scale=scale)
+    seen = attend(query[:, :, blind:], key, value, is_causal=True, scale=scale)
     return torch.cat((torch.zeros_like(query[:, :, :blind]), seen), dim=2)
+
+
+def _lower_right(query: Tensor, seq_kv: int) -> Tensor:
+    """A causal mask aligned bottom-right, as PyTorch's fused backends know it, unless Dynamo would have to trace it."""
+    seq_q = query.shape[2]
+    if torch.compiler.is_compiling():
+        return torch.ones(seq_q, seq_kv, dtype=torch.bool, device=query.device).tril(seq_kv - seq_q)
+    # Imported here because it pulls in all of torch._dynamo, a second that most programs need not spend.
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias: Tensor = causal_lower_right(seq_q, seq_kv)
+    return bias

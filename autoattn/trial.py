@@ -61,9 +61,9 @@ class Verdict:
 
     ok: bool
     checks: int  # problems compared with the reference
-    max_error: float  # largest absolute error against the reference, over all checks
+    max_error: float  # largest absolute error against the reference, in the check that came closest to failing
     rms_error: float  # root mean square error, the worst check's
-    allowed: float  # what max_error was allowed to be, in the check where it came closest
+    allowed: float  # what max_error was allowed to be, in that check
     reason: str = ""  # why not, in words
 
 

@@ -21,7 +21,8 @@ GPU_SECONDS = 60.0  # validation and a first look; a hanging kernel costs this m
 FINAL_SECONDS = 180.0
 REHEARSAL_SECONDS = 120.0
 REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
-INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+# One thread: more would wait for the compilers' cores at every small product.
+INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 

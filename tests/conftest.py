@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import hypothesis
 import pytest
+
+# Small tensors gain nothing from threads, and threads of several test processes wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("autoattn", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("autoattn")

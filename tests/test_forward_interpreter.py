@@ -244,12 +244,28 @@ def test_a_nan_query_row_stays_alone(child: Pool, softmax: str) -> None:
 # --- the gate in the interpreter --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_a_rehearsal_passes_the_gate_in_the_interpreter(child: Pool, mask: str) -> None:
-    one = kernels.problem(head_dim=24, mask=mask)
-    verdict = child.result(Rehearse(problem=one, source=kernels.source(one)), interpreted.SECONDS)
+@pytest.mark.parametrize(
+    ("softmax", "dtype", "mask"),
+    [
+        ("online", DType.FLOAT16, "full"),
+        ("lazy", DType.FLOAT32, "causal"),
+        ("first_max", DType.FLOAT16, "causal:top-left"),
+        ("first_max", DType.FLOAT32, "full"),
+    ],
+)
+def test_a_rehearsal_passes_the_gate_in_the_interpreter(child: Pool, softmax: str, dtype: DType, mask: str) -> None:
+    one = kernels.problem(head_dim=24, dtype=dtype, mask=mask)
+    verdict = child.result(Rehearse(problem=one, source=kernels.source(one, softmax=softmax)), interpreted.SECONDS)
     assert isinstance(verdict, Verdict)
     assert verdict.ok, verdict.reason
+
+
+def test_a_rehearsal_refuses_first_max_without_its_redo_pass(child: Pool) -> None:
+    one = kernels.problem(dtype=DType.FLOAT32)
+    verdict = child.result(Rehearse(problem=one, source=without_redo(one)), interpreted.SECONDS)
+    assert isinstance(verdict, Verdict)
+    assert not verdict.ok
+    assert "steep" in verdict.reason
 
 
 def test_a_rehearsal_refuses_a_mask_that_is_wrong_by_one(child: Pool) -> None:

@@ -54,7 +54,7 @@ def traits_of(*tensors: Tensor, lse: bool = False) -> Traits:
     for tensor in tensors:
         _, _, seq, head_dim = tensor.shape
         stride_b, stride_h, stride_s, stride_d = tensor.stride()
-        reach = (seq - 1) * stride_s + (head_dim - 1) * stride_d
+        reach = (seq - 1) * stride_s + max(head_dim - 1, 1) * stride_d
         # A tile reaches 256 rows past the last one before its mask cuts it off.
         wide = wide or reach + 256 * stride_s >= 2**31
         if stride_d != 1:
