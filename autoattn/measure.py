@@ -24,6 +24,9 @@ HOST_BOUND_US = 2_000.0  # calls longer than this hide the host's work by themse
 LOSER = 1.5  # a call this many times slower than the best is not measured further
 SCREEN_SECONDS = 0.03  # of GPU time for one variant of the search
 MIN_SAMPLES, MAX_SAMPLES = 3, 40
+LONG_US = 100_000.0  # a call this long is timed once or twice: its noise is small and its cost is not
+MODULE_LOAD_US = 20_000.0  # what loading a module may add to a first call
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,23 +80,24 @@ class Stopwatch:
         return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
     def screen(self, call: Call, best_us: float | None) -> Screening:
-        """A first median; stops early when the call is clearly no rival of the best so far."""
+        """A first median; stops as soon as the call is clearly no rival of the best so far."""
         self.warm()
-        call()  # loads the module
-        first = self.samples(call, 2)
-        guess = min(first)
-        if best_us is not None and guess > LOSER * best_us:
-            return Screening(median_us=guess, samples=len(first))
+        first = self.samples(call, 1)  # it also loads the module, which only makes it look slower
+        limit = None if best_us is None else LOSER * max(best_us, MODULE_LOAD_US)
+        if limit is not None and first[0] > limit:
+            return Screening(median_us=first[0], samples=1)
+        again = self.samples(call, 2 if first[0] < LONG_US else 1)
+        guess = min(again)
+        if guess >= LONG_US or (best_us is not None and guess > LOSER * best_us):
+            return Screening(median_us=guess, samples=len(again))
         count = min(MAX_SAMPLES, int(SCREEN_SECONDS * 1e6 / guess))
-        rest = self.samples(call, max(MIN_SAMPLES - len(first), count), spin=guess < HOST_BOUND_US)
-        return Screening(median_us=statistics.median(first[1:] + rest), samples=len(first) + len(rest))
+        rest = self.samples(call, max(MIN_SAMPLES - len(again), count), spin=guess < HOST_BOUND_US)
+        return Screening(median_us=statistics.median(again + rest), samples=len(again) + len(rest))
 
-    def contest(
-        self, calls: dict[str, Call], flops: int, *, seconds: float, seed: int, min_rounds: int = 5
-    ) -> dict[str, Measurement]:
+    def contest(self, calls: dict[str, Call], flops: int, *, seconds: float, seed: int) -> dict[str, Measurement]:
         """Times all calls against one another: each round runs every call once, in random order.
 
-        Stops after `seconds`, but not before `min_rounds`. `flops` are those of one call.
+        Ends after `seconds`, but not before MIN_ROUNDS. `flops` are those of one call.
         """
         rng = random.Random(seed)
         order = list(calls)
@@ -106,7 +110,7 @@ class Stopwatch:
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         rounds = 0
-        while rounds < min_rounds or time.perf_counter() - begin < seconds:
+        while rounds < MIN_ROUNDS or time.perf_counter() - begin < seconds:
             rng.shuffle(order)
             for name in order:
                 times[name] += self.samples(calls[name], 1)

@@ -25,15 +25,16 @@ class Profile:
     """What an effort buys for one problem."""
 
     trials: int  # distinct variants
+    search_seconds: float  # no new variant is begun after so long: huge problems take seconds a call
     sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
     finalists: int
     final_seconds: float
 
 
 PROFILES = {
-    Effort.QUICK: Profile(trials=24, sibling_trials=1, finalists=3, final_seconds=1.0),
-    Effort.STANDARD: Profile(trials=48, sibling_trials=3, finalists=5, final_seconds=2.5),
-    Effort.MAX: Profile(trials=200, sibling_trials=24, finalists=8, final_seconds=8.0),
+    Effort.QUICK: Profile(trials=24, search_seconds=25.0, sibling_trials=1, finalists=3, final_seconds=1.0),
+    Effort.STANDARD: Profile(trials=32, search_seconds=180.0, sibling_trials=2, finalists=5, final_seconds=2.5),
+    Effort.MAX: Profile(trials=200, search_seconds=1800.0, sibling_trials=24, finalists=8, final_seconds=8.0),
 }
 
 
@@ -43,7 +44,7 @@ class Options:
 
     effort: Effort = Effort.STANDARD
     trials: int | None = None  # distinct variants per problem; the effort's own when None
-    timeout_s: float | None = None  # a problem's search begins no new variant after so many seconds
+    timeout_s: float | None = None  # of a problem's search, in place of the effort's search_seconds
     seed: int = 0
     cache: Path = field(default_factory=resources.user_cache)
     jobs: int | None = None  # compiler processes; one per core when None
@@ -51,6 +52,10 @@ class Options:
     @property
     def profile(self) -> Profile:
         return PROFILES[self.effort]
+
+    @property
+    def search_seconds(self) -> float:
+        return self.timeout_s if self.timeout_s is not None else self.profile.search_seconds
 
     @property
     def budget(self) -> int:

@@ -135,7 +135,7 @@ class _Run:
         compiled = self.shop.kernels
 
         def more(begun: int) -> bool:
-            late = self.options.timeout_s is not None and time.monotonic() - begin > self.options.timeout_s
+            late = time.monotonic() - begin > self.options.search_seconds
             new = self.shop.kernels - compiled
             return len(study.trials) < budget and begun < budget and new < fresh and not late
 

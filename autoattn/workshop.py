@@ -17,7 +17,7 @@ from autoattn.variant import Source, Variant
 from autoattn.workers import Failure, Pool
 
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
-GPU_SECONDS = 60.0  # validation and a first look; a hanging kernel costs this much
+GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
 FINAL_SECONDS = 180.0
 REHEARSAL_SECONDS = 120.0
 REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow

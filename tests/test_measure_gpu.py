@@ -1,0 +1,112 @@
+"""The stopwatch and the whole tuner on a real GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autoattn import gpu, jobs, plan, render, rivals, space, tune
+from autoattn.entry import KERNEL
+from autoattn.measure import Stopwatch
+from autoattn.problem import DType, Mask, Problem
+from autoattn.trial import Evidence, Outcome
+from autoattn.variant import Source
+from autoattn.workers import Failure, Pool
+
+pytestmark = pytest.mark.gpu
+
+SMALL = Problem(
+    dtype=DType.BFLOAT16, batch=2, heads_q=8, heads_kv=4, seq_q=512, seq_kv=512, head_dim=64, mask=Mask.parse("causal")
+)
+HANG = """
+import triton
+import triton.language as tl
+OPTIONS = {"num_warps": 1}
+SIGNATURE = {"output_ptr": "*bf16", "seq_q": "i32"}
+DIVISIBLE = {}
+
+
+def grid(batch_heads, seq_q, sm_count):
+    return (1,)
+
+
+@triton.jit
+def forward(output_ptr, seq_q):
+    turns = seq_q
+    while turns > 0:
+        turns = tl.load(output_ptr, volatile=True).to(tl.int32) * 0 + 1
+"""
+ILLEGAL = HANG.replace("    turns = seq_q\n", "    turns = 0\n    tl.store(output_ptr + (1 << 40), 1.0)\n")
+
+
+@pytest.fixture(scope="module")
+def stopwatch() -> Stopwatch:
+    return Stopwatch(torch.device("cuda"))
+
+
+def test_a_copy_twice_as_large_takes_about_twice_as_long(stopwatch: Stopwatch) -> None:
+    small, large = (torch.empty(size * 2**28, dtype=torch.int8, device="cuda") for size in (1, 2))
+    into = torch.empty_like(large)
+    looked = [
+        stopwatch.screen(lambda source=source: into[: len(source)].copy_(source), None).median_us
+        for source in (small, large)
+    ]
+    assert 1.6 < looked[1] / looked[0] < 2.4
+
+
+def test_a_clear_loser_is_not_measured_further(stopwatch: Stopwatch) -> None:
+    slow = stopwatch.screen(lambda: torch.cuda._sleep(100_000_000), 10.0)
+    assert slow.samples <= 2
+
+
+def test_the_host_is_hidden(stopwatch: Stopwatch) -> None:
+    tiny = torch.empty(1, device="cuda")
+    assert stopwatch.screen(lambda: tiny.add_(1), None).median_us < 15.0
+
+
+def test_a_contest_times_everybody(stopwatch: Stopwatch) -> None:
+    tiny = torch.empty(1, device="cuda")
+    times = stopwatch.contest(
+        {"a": lambda: tiny.add_(1), "b": lambda: torch.cuda._sleep(1_000_000)}, 1, seconds=0.1, seed=0
+    )
+    assert set(times) == {"a", "b"}
+    assert times["a"].median_us < times["b"].median_us
+    assert times["a"].samples == times["b"].samples >= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "outcomes"), [(HANG, {Outcome.TIMEOUT}), (ILLEGAL, {Outcome.LAUNCH_ERROR, Outcome.CRASH})]
+)
+def test_a_kernel_that_hangs_or_writes_where_it_must_not_costs_its_trial_alone(
+    text: str, outcomes: set[Outcome]
+) -> None:
+    card = gpu.present()
+    assert card is not None
+    variant = space.load("triton/forward").default(SMALL, card)
+    good = render.render(SMALL, variant)
+    bad = Source(name="forward", text=text, variant=variant, traits=good.traits)
+    with Pool(size=1) as pool:
+        failed = pool.result(jobs.Screen(problem=SMALL, source=bad, verdict=None, best_us=None), 20.0)
+        assert isinstance(failed, Failure)
+        assert failed.outcome in outcomes
+        fine = pool.result(jobs.Screen(problem=SMALL, source=good, verdict=None, best_us=None), 60.0)
+    assert isinstance(fine, jobs.Screened)
+    assert fine.verdict.ok
+
+
+def test_a_tune_measures_against_the_rivals_and_resumes(tmp_path: Path) -> None:
+    card = gpu.present()
+    assert card is not None
+    options = plan.Options(effort=plan.Effort.QUICK, trials=4, cache=tmp_path)
+    summary = tune.tune([SMALL], card, measured=True, options=options)
+    entry = summary.entries[SMALL.key]
+    assert entry.evidence is Evidence.MEASURED
+    assert entry.verdict is not None
+    assert entry.verdict.ok
+    assert {rivals.SDPA, "sdpa-flash"} <= {rival.name for rival in entry.rivals}
+    assert entry.choice == KERNEL or entry.choice in {rival.name for rival in entry.rivals}
+    again = tune.tune([SMALL], card, measured=True, options=options)
+    assert again.kept == 1
+    assert again.kernels == 0
