@@ -16,7 +16,7 @@ from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import UsageError
 from autoattn.problem import Problem
-from autoattn.rivals import SDPA
+from autoattn.rivals import BACKENDS, SDPA
 from autoattn.trial import Evidence
 from autoattn.variant import Variant
 
@@ -184,6 +184,8 @@ class _Search:
     def _why_not(self, entry: CacheEntry) -> str | None:
         if entry.template_digest != _template_digest(entry.template):
             return f"it was tuned for another text of {entry.template}; run autoattn tune again"
+        if entry.choice not in (KERNEL, SDPA, *BACKENDS):
+            return f"its choice {entry.choice} is none of PyTorch's backends"
         try:
             return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
         except UsageError as error:
