@@ -46,7 +46,7 @@ class Workshop:
         # One GPU worker, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
         self._bench = Pool(size=1, environment={} if measured else INTERPRETER)
         # Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more.
-        self._window = min(2 * jobs, MEASURED_WINDOW) if measured else jobs + 1
+        self._window = min(2 * jobs, MEASURED_WINDOW) if measured else 4 * jobs
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
         self._verdicts: dict[str, Verdict] = {}  # by source digest, or by the digest of a structure
@@ -179,5 +179,6 @@ class Workshop:
         head_dim = 16 if problem.head_dim == problem.head_dim_padded else 24
         kind = replace(kind_of(problem), dtype=dtype, precision=Precision.IEEE, head_dim=head_dim)
         small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
-        params = variant.as_dict() | small | {"barrier": "none"}
+        numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}  # as constants, not as branches
+        params = variant.as_dict() | small | numbers | {"barrier": "none"}
         return kind, render.render(kind, Variant.of(variant.template, params))
