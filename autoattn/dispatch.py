@@ -72,6 +72,18 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     return _Search(problem, device, folders).run()
 
 
+def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
+    """What to compile for an explanation, best first; nothing when a rival runs.
+
+    A default that does not fit the card, which only the compiler can tell, makes way for the template's next seed.
+    """
+    if explanation.route != KERNEL or explanation.variant is None:
+        return []
+    if explanation.level is not Level.DEFAULT or explanation.problem is None or device is None:
+        return [explanation.variant]
+    return space.load(explanation.variant.template).seeds_for(explanation.problem, device)
+
+
 class _Search:
     """One walk down the levels; what fails on the way is kept as steps."""
 
@@ -173,7 +185,7 @@ class _Search:
         if entry.template_digest != _template_digest(entry.template):
             return f"it was tuned for another text of {entry.template}; run autoattn tune again"
         if entry.choice not in (KERNEL, SDPA, *BACKENDS):
-            return f"it chose {entry.choice!r:.60}, which this autoattn does not know; run autoattn tune again"
+            return f"its choice {entry.choice} is none of PyTorch's backends"
         try:
             return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
         except UsageError as error:

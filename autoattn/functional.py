@@ -11,7 +11,6 @@ from torch import Tensor
 
 from autoattn import compile, dispatch, gpu, render, rivals
 from autoattn.dispatch import Explanation
-from autoattn.entry import KERNEL
 from autoattn.errors import CompileError, TensorError
 from autoattn.ops import forward
 from autoattn.problem import Layout, Mask, Precision, Problem
@@ -136,13 +135,15 @@ def _name(problem: Problem, views: tuple[Tensor, Tensor, Tensor]) -> tuple[Probl
 def _prepare(problem: Problem, traits: Traits, index: int) -> _Plan:
     """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
     explanation = dispatch.explain(problem, gpu.present(index))
-    if explanation.route != KERNEL or explanation.variant is None:
-        return explanation, None
-    source = render.render(problem, explanation.variant, traits)
-    try:
-        return explanation, _loaded(source, index)
-    except CompileError as error:
-        return dispatch.sdpa(str(error), problem, explanation.steps), None
+    refused = ""
+    for variant in dispatch.variants(explanation, gpu.present(index)):
+        try:
+            kernel = _loaded(render.render(problem, variant, traits), index)
+        except CompileError as error:
+            refused = str(error)
+        else:
+            return replace(explanation, variant=variant), kernel
+    return (dispatch.sdpa(refused, problem, explanation.steps) if refused else explanation), None
 
 
 @cache

@@ -25,14 +25,14 @@ class Profile:
     """What an effort buys for one problem."""
 
     trials: int  # distinct variants
-    search_seconds: float  # no new variant is begun after so long: huge problems take seconds a call
+    search_seconds: float  # from the first result on, then no new variant is begun: huge problems take seconds a call
     sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
     finalists: int
     final_seconds: float
 
 
 PROFILES = {
-    Effort.QUICK: Profile(trials=24, search_seconds=25.0, sibling_trials=1, finalists=3, final_seconds=1.0),
+    Effort.QUICK: Profile(trials=24, search_seconds=12.0, sibling_trials=1, finalists=3, final_seconds=1.0),
     Effort.STANDARD: Profile(trials=32, search_seconds=180.0, sibling_trials=2, finalists=5, final_seconds=2.5),
     Effort.MAX: Profile(trials=200, search_seconds=1800.0, sibling_trials=24, finalists=8, final_seconds=8.0),
 }

@@ -25,6 +25,7 @@ from autoattn.workshop import Workshop
 
 TEMPLATE_DEFAULT = "template default"
 CANDIDATES = 5  # runners-up that an entry keeps
+RIVAL_ERROR = 4.0  # times what the gate allows a kernel at the same size
 MARGIN = 0.01  # a rival must be faster by this share to be chosen over the kernel: less is noise
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
@@ -47,7 +48,7 @@ def tune(
     entries: dict[str, CacheEntry] = {}
     failed: dict[str, str] = {}
     kept, interrupted = 0, False
-    known = cache.lookup(options.cache, device, Op.FORWARD)
+    known = _known(options.cache, device, measured)
     with Workshop(device, measured=measured, jobs=options.jobs) as shop:
         try:
             for index, problem in enumerate(problems):
@@ -104,7 +105,7 @@ class _Run:
         """The entry, or in words why there is none."""
         study = Study(
             self._study_name(),
-            self.options.cache / self.device.name / "studies" / f"{self.problem.op.value}.journal",
+            self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal",
             self.space,
             self.problem,
             self.device,
@@ -127,7 +128,7 @@ class _Run:
         return self._ranking(study, working, set(elsewhere))
 
     def _search(self, study: Study, *, sibling: bool) -> None:
-        begin = time.monotonic()
+        begin: float | None = None  # the first result: starting the workers is no search
         budget = self.options.budget
         # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
         cheap = sibling and not self.measured and self.options.trials is None
@@ -135,18 +136,21 @@ class _Run:
         compiled = self.shop.kernels
 
         def more(begun: int) -> bool:
-            late = time.monotonic() - begin > self.options.search_seconds
-            new = self.shop.kernels - compiled
-            return len(study.trials) < budget and begun < budget and new < fresh and not late
+            return len(study.trials) < budget and begun < budget and self.shop.kernels - compiled < fresh
+
+        def late() -> bool:
+            return begin is not None and time.monotonic() - begin > self.options.search_seconds
 
         def heard(trial: Trial) -> None:
+            nonlocal begin
+            begin = time.monotonic() if begin is None else begin
             best = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
             tried = len(study.trials)
             self.listen(
                 _progress(self.problem, self.index, self.total, "search", tried, budget, best, str(trial.detail))
             )
 
-        self.shop.search(study, more, heard)
+        self.shop.search(study, more=more, late=late, heard=heard)
 
     def _ranking(self, study: Study, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
         """The predicted entry: by the model, leaning on what was measured elsewhere; numerics by the interpreter."""
@@ -198,7 +202,8 @@ class _Run:
         if not ranked:
             return f"no finalist was right at full size: {result.verdicts[0].reason}"
         winner, measurement, verdict = ranked[0]
-        rivals = list(result.rivals)
+        # A backend far less accurate than the gate allows a kernel is no rival.
+        rivals = [rival for rival in result.rivals if (rival.max_error or 0.0) <= RIVAL_ERROR * verdict.allowed]
         rivals += [
             Rival(name=TEMPLATE_DEFAULT, measurement=times, max_error=checked.max_error)
             for trial, times, checked in ranked
@@ -229,7 +234,7 @@ class _Run:
         return CacheEntry(
             problem=self.problem,
             evidence=evidence,
-            choice=_choice(measurement, rivals),
+            choice=_choice(measurement, rivals) if measurement is not None else KERNEL,
             template=self.space.template,
             params=winner.variant.as_dict(),
             source_digest=winner.digest,
@@ -267,12 +272,20 @@ class _Run:
         return " ".join(parts)
 
 
+def _known(folder: Path, device: Device, measured: bool) -> dict[str, CacheEntry]:
+    """The entries that there are, less those that another card measured."""
+    path = cache.path_of(folder, device, Op.FORWARD)
+    if measured and path.exists() and cache.read(path).fingerprint != device.fingerprint:
+        return {}
+    return cache.lookup(folder, device, Op.FORWARD)
+
+
 def _up_to_date(entry: CacheEntry, measured: bool, options: Options) -> bool:
     """Whether a search with these options would find nothing new."""
     if measured and entry.evidence is Evidence.PREDICTED:
         return False
-    efforts = list(Effort)
-    enough = efforts.index(Effort(entry.search.effort)) >= efforts.index(options.effort)
+    efforts = [effort.value for effort in Effort]
+    enough = entry.search.effort in efforts[efforts.index(options.effort.value) :]
     if options.trials is not None:
         enough = entry.search.trials >= options.trials
     return (
@@ -283,10 +296,8 @@ def _up_to_date(entry: CacheEntry, measured: bool, options: Options) -> bool:
     )
 
 
-def _choice(measurement: Measurement | None, rivals: Sequence[Rival]) -> str:
+def _choice(measurement: Measurement, rivals: Sequence[Rival]) -> str:
     """The kernel, unless a rival was faster by more than the margin: never slower than what the user had."""
-    if measurement is None:
-        return KERNEL
     times = {rival.name: rival.measurement.median_us for rival in rivals if rival.name != TEMPLATE_DEFAULT}
     best = min(times, key=lambda name: times[name], default=KERNEL)
     if best == KERNEL or times[best] >= measurement.median_us * (1.0 - MARGIN):

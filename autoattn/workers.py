@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from autoattn.trial import Outcome
 
@@ -47,15 +47,20 @@ class Failure:
     detail: str
 
 
+class _Task(NamedTuple):
+    ticket: int
+    job: bytes  # pickled
+    seconds: float  # that it may take
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
-    ticket: int | None = None
+    task: _Task | None = None
+    begun: bool = False  # the worker has said that it took the task
     deadline: float = 0.0
-    ready: bool = False
     jobs: int = 0
-    seconds: float = 0.0  # the time that the current job may take
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,14 +71,14 @@ class Pool:
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: str = "autoattn.jobs"  # imported before the clock of a worker's first job runs: torch and triton are slow
     _workers: list[_Worker] = field(default_factory=list)
-    _queue: deque[tuple[int, bytes, float]] = field(default_factory=deque)  # ticket, pickled job, seconds
+    _queue: deque[_Task] = field(default_factory=deque)
     _tickets: int = 0
 
     def submit(self, job: Job, seconds: float) -> int:
         """Queues a job that may take `seconds` once it runs; returns its ticket. The job must be picklable."""
         pickled = pickle.dumps(job)
         self._tickets += 1
-        self._queue.append((self._tickets, pickled, seconds))
+        self._queue.append(_Task(self._tickets, pickled, seconds))
         self._feed()
         return self._tickets
 
@@ -88,18 +93,18 @@ class Pool:
     def next_results(self) -> list[tuple[int, Any]]:
         """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""
         results: list[tuple[int, Any]] = []
-        while not results and (self._queue or any(worker.ticket for worker in self._workers)):
+        while not results and (self._queue or any(worker.task for worker in self._workers)):
             self._feed()
-            busy = [worker for worker in self._workers if worker.ticket is not None]
+            busy = [worker for worker in self._workers if worker.task is not None]
             patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
             ready = set(wait([worker.connection for worker in busy], timeout=patience))
             for worker in busy:
                 if worker.connection in ready:
                     results += self._receive(worker)
                 elif time.monotonic() >= worker.deadline:
-                    assert worker.ticket is not None
-                    detail = f"no answer within {worker.seconds:.0f} s"
-                    results.append((worker.ticket, Failure(outcome=Outcome.TIMEOUT, detail=detail)))
+                    assert worker.task is not None
+                    detail = f"no answer within {worker.task.seconds:.0f} s"
+                    results.append((worker.task.ticket, Failure(outcome=Outcome.TIMEOUT, detail=detail)))
                     self._retire(worker)
         self._feed()
         return results
@@ -117,46 +122,51 @@ class Pool:
         self.close()
 
     def _feed(self) -> None:
-        idle = [worker for worker in self._workers if worker.ticket is None]
+        idle = [worker for worker in self._workers if worker.task is None]
         while self._queue:
             if not idle and len(self._workers) < self.size:
                 idle.append(self._start())
             if not idle:
                 return
             worker = idle.pop()
-            ticket, job, seconds = self._queue.popleft()
-            worker.ticket, worker.seconds = ticket, seconds
-            worker.deadline = time.monotonic() + seconds + (0.0 if worker.ready else START_SECONDS)
-            try:
-                worker.connection.send_bytes(job)
-            except OSError:  # it died while idle
-                self._retire(worker)
-                self._queue.appendleft((ticket, job, seconds))
+            worker.task, worker.begun = self._queue.popleft(), False
+            worker.deadline = time.monotonic() + worker.task.seconds + (0.0 if worker.jobs else START_SECONDS)
+            with contextlib.suppress(OSError):  # it died, which _receive sees
+                worker.connection.send_bytes(worker.task.job)
 
     def _receive(self, worker: _Worker) -> list[tuple[int, Any]]:
-        assert worker.ticket is not None
+        assert worker.task is not None
         try:
             message = worker.connection.recv_bytes()
         except (EOFError, OSError):
-            failure = Failure(outcome=Outcome.CRASH, detail=_death(worker))
-            ticket = worker.ticket
-            self._retire(worker)
-            return [(ticket, failure)]
+            return self._bury(worker)
         try:
             kind, content = pickle.loads(message)
         except Exception as error:  # a class that only the child can import, or one that does not unpickle
             kind, content = _BROKEN, _described(error)
-        if kind == _READY:
-            worker.ready = True
-            worker.deadline = time.monotonic() + worker.seconds
+        if kind == _BEGUN:
+            worker.begun = True
+            worker.deadline = time.monotonic() + worker.task.seconds
             return []
-        ticket, worker.ticket = worker.ticket, None
+        ticket, worker.task = worker.task.ticket, None
         worker.jobs += 1
         if kind == _BROKEN:
             content = Failure(outcome=Outcome.LAUNCH_ERROR, detail=content)
         if kind == _BROKEN or worker.jobs >= RECYCLE_AFTER:
             self._retire(worker)
         return [(ticket, content)]
+
+    def _bury(self, worker: _Worker) -> list[tuple[int, Any]]:
+        """What a worker that closed its connection leaves: a crash, or a job that it never began."""
+        assert worker.task is not None
+        task, how = worker.task, _death(worker)
+        self._retire(worker)
+        if worker.jobs and not worker.begun:  # it died while idle, and the job is not to blame
+            self._queue.appendleft(task)
+            return []
+        if not worker.begun:
+            how += " before its first job; AUTOATTN_DEBUG=1 shows what it says"
+        return [(task.ticket, Failure(outcome=Outcome.CRASH, detail=how))]
 
     def _start(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -178,16 +188,14 @@ class Pool:
     def _retire(self, worker: _Worker) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.process.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # stuck in the driver: nothing ends it, nobody waits for it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends what is stuck in the driver
             worker.process.wait(EXIT_SECONDS)
         worker.connection.close()
         self._workers.remove(worker)
 
 
 # What a worker says: (kind, content). A broken one may have poisoned the GPU and takes no other job.
-_READY, _RESULT, _BROKEN = "ready", "result", "broken"
+_BEGUN, _RESULT, _BROKEN = "begun", "result", "broken"
 
 
 def _death(worker: _Worker) -> str:
@@ -200,8 +208,6 @@ def _death(worker: _Worker) -> str:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     except ValueError:  # a real-time signal has no name
         how = f"signal {-code}"
-    if not worker.ready:
-        return f"the process died before its first job ({how}); AUTOATTN_DEBUG=1 shows what it says"
     return f"the process died ({how})"
 
 
@@ -214,12 +220,12 @@ def serve(connection: Connection, preload: str) -> None:
     threading.Thread(target=_end_with, args=[connection.fileno()], daemon=True).start()
     importlib.import_module(preload)
     memory: dict[Hashable, Any] = {}
-    connection.send_bytes(pickle.dumps((_READY, None)))
     while True:
         try:
             job = connection.recv_bytes()
         except (EOFError, OSError):
             return
+        connection.send_bytes(pickle.dumps((_BEGUN, None)))
         try:
             message = pickle.dumps((_RESULT, pickle.loads(job).run(memory)))
         except Exception as error:

@@ -19,6 +19,7 @@ from autoattn.workers import Failure, Pool
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
 FINAL_SECONDS = 180.0
+MEASURED_WINDOW = 8
 REHEARSAL_SECONDS = 120.0
 REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
 # One thread: more would wait for the compilers' cores at every small product.
@@ -44,7 +45,8 @@ class Workshop:
         self._compilers = Pool(size=jobs, environment=COMPILER)
         # One GPU worker, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
         self._bench = Pool(size=1, environment={} if measured else INTERPRETER)
-        self._window = 2 * jobs if measured else jobs + 1
+        # Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more.
+        self._window = min(2 * jobs, MEASURED_WINDOW) if measured else 4 * jobs
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
         self._verdicts: dict[str, Verdict] = {}  # by source digest, or by the digest of a structure
@@ -66,8 +68,15 @@ class Workshop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def search(self, study: Study, more: Callable[[int], bool], heard: Callable[[Trial], None]) -> None:
-        """Tries what the study proposes while `more(variants begun)` holds.
+    def search(
+        self,
+        study: Study,
+        *,
+        more: Callable[[int], bool],
+        late: Callable[[], bool],
+        heard: Callable[[Trial], None],
+    ) -> None:
+        """Tries what the study proposes while `more(variants begun)` holds; once it is late, leaves what is begun.
 
         Variants are compiled ahead, but reported to the study in the order in which it proposed them, so that a seed
         gives the same search whatever the compiler's timing.
@@ -82,7 +91,7 @@ class Workshop:
                     break
                 begun += 1
                 pending.append(_Slot(variant=variant, source=self._begin(study.problem, variant)))
-            if not pending:
+            if not pending or late():
                 return
             slot = pending[0]
             report = self._reports.get(slot.source.digest)
@@ -170,5 +179,6 @@ class Workshop:
         head_dim = 16 if problem.head_dim == problem.head_dim_padded else 24
         kind = replace(kind_of(problem), dtype=dtype, precision=Precision.IEEE, head_dim=head_dim)
         small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
-        params = variant.as_dict() | small | {"barrier": "none"}
+        numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}  # as constants, not as branches
+        params = variant.as_dict() | small | numbers | {"barrier": "none"}
         return kind, render.render(kind, Variant.of(variant.template, params))

@@ -251,13 +251,29 @@ def test_a_worker_that_dies_between_jobs_is_replaced(pool: Pool) -> None:
     assert worker_of(pool) != pid
 
 
+def test_a_job_that_a_dying_worker_never_began_is_begun_by_another(pool: Pool) -> None:
+    pid = worker_of(pool)
+    os.kill(pid, signal.SIGSTOP)
+    ticket = pool.submit(Echo(1), LONG)  # taken by the connection, read by nobody
+    os.kill(pid, signal.SIGKILL)
+    (other, value) = all_results(pool, 1)[ticket]
+    assert other != pid
+    assert value == 1
+
+
+def test_a_large_job_for_a_worker_that_cannot_start_is_no_endless_loop(make: Callable[..., Pool]) -> None:
+    pool = make()
+    pool.preload = "no_such_module"
+    assert pool.result(Echo(b"x" * 2**24), LONG).outcome is Outcome.CRASH
+
+
 def test_a_worker_that_cannot_start_says_how_to_learn_why(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.preload = "no_such_module"
     failure = pool.result(Echo(), LONG)
     assert failure.outcome is Outcome.CRASH
     assert failure.detail == (
-        "the process died before its first job (exit code 1); AUTOATTN_DEBUG=1 shows what it says"
+        "the process died (exit code 1) before its first job; AUTOATTN_DEBUG=1 shows what it says"
     )
 
 
