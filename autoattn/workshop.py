@@ -177,6 +177,8 @@ class Workshop:
         """
         dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
         head_dim = 16 if problem.head_dim == problem.head_dim_padded else 24
+        if render.natural_traits(problem).alignment == 1:
+            head_dim = 25  # nothing divides the strides, which is a branch of its own
         kind = replace(kind_of(problem), dtype=dtype, precision=Precision.IEEE, head_dim=head_dim)
         small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
         numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}  # as constants, not as branches

@@ -1,0 +1,377 @@
+"""From a variant to a trial: what is compiled once, in which order the study hears of it, what becomes of failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import samples
+
+from autoattn import render, space, workshop
+from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened
+from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.study import Study
+from autoattn.trial import Outcome, StaticReport, Trial, Verdict
+from autoattn.variant import Variant
+from autoattn.workers import Failure
+from autoattn.workshop import Workshop
+
+LARGE = kernels.problem(batch=8, heads_q=16, heads_kv=4, seq_q=2048, seq_kv=4096, head_dim=64, mask="causal")
+GOOD = Verdict(ok=True, checks=11, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
+BROKEN = Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
+
+
+def report_of(job: Inspect, **changes: Any) -> StaticReport:
+    facts: dict[str, Any] = {
+        "digest": job.source.digest, "arch": job.arch, "registers": 128, "spilled_bytes": 0, "shared_bytes": 65536,
+        "num_warps": int(job.source.variant["num_warps"]), "code_bytes": 8192,
+        "loop": {"HMMA": 64, "MUFU.EX2": 32, "FFMA": 96, "LDSM": 24, "LDGSTS": 8},
+    }  # fmt: skip
+    return StaticReport(**{**facts, **changes})
+
+
+@dataclass
+class PretendedPool:
+    """Answers jobs without a process; compiles the last one first."""
+
+    size: int
+    environment: dict[str, str]
+    answer: Callable[[Any], Any]
+    waiting: list[tuple[int, Any]] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+    closed: bool = False
+
+    def submit(self, job: Any, seconds: float) -> int:
+        assert seconds > 0
+        self.asked.append(job)
+        self.waiting.append((len(self.asked), job))
+        return len(self.asked)
+
+    def next_results(self) -> list[tuple[int, Any]]:
+        assert self.waiting, "nothing to wait for: a real pool would give an empty list forever"
+        ticket, job = self.waiting.pop()
+        return [(ticket, self.answer(job))]
+
+    def result(self, job: Any, seconds: float) -> Any:
+        assert seconds > 0
+        self.asked.append(job)
+        return self.answer(job)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Bench:
+    """What the pretended workers answer."""
+
+    inspect: Callable[[Inspect], Any] = report_of
+    screen: Callable[[Screen], Any] = lambda job: Screened(verdict=GOOD, median_us=100.0, samples=9)
+    rehearse: Callable[[Rehearse], Any] = lambda job: GOOD
+
+    def __call__(self, job: Any) -> Any:
+        if isinstance(job, Inspect):
+            return self.inspect(job)
+        return self.screen(job) if isinstance(job, Screen) else self.rehearse(job)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    answers = Bench()
+    monkeypatch.setattr(workshop, "Pool", lambda size, environment: PretendedPool(size, environment, answers))
+    return answers
+
+
+@dataclass
+class Studied:
+    """A study that proposes what it is told to."""
+
+    proposals: list[Variant]
+    problem: Problem = LARGE
+    trials: dict[Variant, Trial] = field(default_factory=dict)
+
+    def propose(self) -> Variant | None:
+        return self.proposals.pop(0) if self.proposals else None
+
+    def record(self, trial: Trial) -> None:
+        self.trials[trial.variant] = trial
+
+
+def variants(count: int) -> list[Variant]:
+    tiles = [(64, 64), (64, 32), (128, 64), (32, 64), (64, 16), (32, 32), (16, 64), (128, 32), (16, 16), (32, 16)]
+    return [kernels.variant(BLOCK_M=m, BLOCK_N=n, num_warps=1, num_stages=2) for m, n in tiles[:count]]
+
+
+def searched(shop: Workshop, study: Any, count: int = 100, late: Callable[[], bool] = lambda: False) -> list[Trial]:
+    heard: list[Trial] = []
+    shop.search(study, more=lambda begun: begun < count, late=late, heard=heard.append)
+    return heard
+
+
+def asked(shop: Workshop) -> list[Any]:
+    return shop._compilers.asked  # type: ignore[attr-defined, no-any-return]
+
+
+def benched(shop: Workshop) -> list[Any]:
+    return shop._bench.asked  # type: ignore[attr-defined, no-any-return]
+
+
+# --- search -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 5])
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_study_hears_in_the_order_of_its_proposals(bench: Bench, measured: bool, jobs: int) -> None:
+    proposals = variants(10)
+    shop = Workshop(samples.A30, measured=measured, jobs=jobs)
+    study = Studied(list(proposals))
+    heard = searched(shop, study)
+    assert [trial.variant for trial in heard] == proposals == list(study.trials)
+    assert all(trial.outcome is Outcome.OK for trial in heard)
+    assert shop.kernels == 10
+    assert shop.outcomes == {Outcome.OK: 10}
+
+
+def test_a_search_begins_no_more_than_it_may(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=4)
+    assert len(searched(shop, Studied(variants(10)), count=3)) == 3
+    assert len(asked(shop)) == 3
+
+
+def test_a_late_search_leaves_what_it_began(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    study = Studied(variants(10))
+    heard = searched(shop, study, late=lambda: len(study.trials) >= 2)
+    assert len(heard) == 2
+    rest = [variant for variant in variants(10) if variant not in study.trials]
+    again = searched(shop, Studied(list(rest)))
+    assert [trial.variant for trial in again] == rest, "what was left is still compiled, once"
+    assert len(asked(shop)) == 10
+
+
+def test_a_kernel_that_two_problems_share_is_compiled_once(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    first = searched(shop, Studied(variants(4)))
+    other = replace(LARGE, batch=2, seq_q=512, layout=Layout.BSHD)
+    second = searched(shop, Studied(variants(4), other))
+    assert len(asked(shop)) == shop.kernels == 4
+    assert [trial.digest for trial in first] == [trial.digest for trial in second]
+    assert [trial.time_us for trial in first] != [trial.time_us for trial in second]
+
+
+def test_kernels_are_compiled_for_the_device(bench: Bench) -> None:
+    shop = Workshop(samples.H200, measured=False, jobs=2)
+    searched(shop, Studied(variants(2)))
+    assert {job.arch for job in asked(shop)} == {90}
+
+
+def test_what_the_compiler_refuses_is_a_trial_with_its_words(bench: Bench) -> None:
+    bench.inspect = lambda job: BROKEN if job.source.variant["BLOCK_M"] == 128 else report_of(job)
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    heard = searched(shop, Studied(variants(4)))
+    broken = [trial for trial in heard if trial.variant["BLOCK_M"] == 128]
+    assert [(trial.outcome, trial.detail, trial.time_us) for trial in broken] == [
+        (Outcome.COMPILE_ERROR, "ptxas said no", None)
+    ]
+    assert shop.kernels == 3
+    assert shop.outcomes == {Outcome.OK: 3, Outcome.COMPILE_ERROR: 1}
+
+
+def test_what_the_report_proves_unlaunchable_is_infeasible_and_never_run(bench: Bench) -> None:
+    bench.inspect = lambda job: report_of(job, shared_bytes=200_000)
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    (trial,) = searched(shop, Studied(variants(1)))
+    assert trial.outcome is Outcome.INFEASIBLE
+    assert "200,000 bytes of shared memory" in trial.detail
+    assert trial.report is not None
+    assert benched(shop) == []
+
+
+def test_without_the_card_a_trial_is_predicted_and_claims_no_measurement(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    (trial,) = searched(shop, Studied(variants(1)))
+    assert trial.prediction is not None
+    assert trial.time_us == trial.prediction.time_us
+    assert (trial.verdict, trial.measurement) == (None, None)
+    assert benched(shop) == []
+
+
+def test_a_card_without_a_profile_is_measured_without_a_prediction(bench: Bench) -> None:
+    shop = Workshop(replace(samples.A30, peak_flops={}), measured=True, jobs=2)
+    (trial,) = searched(shop, Studied(variants(1)))
+    assert trial.prediction is None
+    assert trial.time_us == 100.0
+
+
+# --- on the card ------------------------------------------------------------------------------------------------------
+
+
+def test_on_the_card_a_trial_carries_its_verdict_and_its_time(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    (trial,) = searched(shop, Studied(variants(1)))
+    assert trial.verdict == GOOD
+    assert trial.measurement is not None
+    assert (trial.measurement.median_us, trial.measurement.samples) == (100.0, 9)
+    assert trial.measurement.tflops == pytest.approx(LARGE.flops() / 100.0 / 1e6)
+
+
+def test_the_best_time_so_far_is_told_so_that_losers_are_short(bench: Bench) -> None:
+    times = iter([300.0, 200.0, 250.0, 100.0])
+    bench.screen = lambda job: Screened(verdict=GOOD, median_us=next(times), samples=3)
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    searched(shop, Studied(variants(4)))
+    assert [job.best_us for job in benched(shop)] == [None, 300.0, 200.0, 200.0]
+
+
+def test_a_resumed_search_knows_the_best_time_of_the_last(bench: Bench) -> None:
+    first, second = variants(2)
+    known = Trial(variant=first, outcome=Outcome.OK, measurement=samples.measurement(LARGE, 40.0))
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    searched(shop, Studied([second], trials={first: known}))
+    assert [job.best_us for job in benched(shop)] == [40.0]
+
+
+def test_a_kernel_that_passed_the_gate_need_not_pass_it_for_the_next_problem(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    searched(shop, Studied(variants(2)))
+    searched(shop, Studied(variants(2), replace(LARGE, batch=2)))
+    assert [job.verdict for job in benched(shop)] == [None, None, GOOD, GOOD]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.WRONG_RESULT, Outcome.TIMEOUT, Outcome.CRASH, Outcome.LAUNCH_ERROR])
+def test_a_kernel_that_fails_on_the_card_is_a_trial_and_the_search_goes_on(bench: Bench, outcome: Outcome) -> None:
+    def screen(job: Screen) -> Any:
+        if job.source.variant["BLOCK_M"] == 128:
+            return Failure(outcome=outcome, detail="so it was")
+        return Screened(verdict=GOOD, median_us=100.0, samples=9)
+
+    bench.screen = screen
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    heard = searched(shop, Studied(variants(4)))
+    assert [trial.outcome for trial in heard] == [Outcome.OK, Outcome.OK, outcome, Outcome.OK]
+    assert (heard[2].detail, heard[2].time_us, heard[2].verdict) == ("so it was", None, None)
+    searched(shop, Studied(variants(4), replace(LARGE, batch=2)))
+    assert benched(shop)[-2].verdict is None, "what failed is judged again"
+
+
+# --- rehearsals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    for one in (LARGE, replace(LARGE, batch=1, seq_q=17, head_dim=128), replace(LARGE, dtype=DType.BFLOAT16)):
+        for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
+            assert shop.rehearse(one, variant) == GOOD
+    assert len(benched(shop)) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"softmax": "lazy"}, {"mask_loop": "every"}, {"row_order": "ascending"}, {"PERSISTENT": 2}], ids=str
+)
+def test_every_other_structure_is_rehearsed(bench: Bench, change: dict[str, Any]) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    shop.rehearse(LARGE, kernels.variant())
+    shop.rehearse(LARGE, kernels.variant(**change))
+    assert len(benched(shop)) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": kernels.problem(mask="full").mask},
+        {"mask": kernels.problem(mask="causal:top-left").mask},
+        {"dtype": DType.FLOAT32},
+        {"head_dim": 56},
+        {"head_dim": 57},  # strides that nothing divides
+    ],
+    ids=str,
+)
+def test_every_other_kind_of_problem_is_rehearsed(bench: Bench, change: dict[str, Any]) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    shop.rehearse(LARGE, kernels.variant())
+    shop.rehearse(replace(LARGE, **change), kernels.variant())
+    shop.rehearse(replace(LARGE, head_dim=56), kernels.variant())
+    digests = [job.source.digest for job in benched(shop)]
+    assert len(digests) == len(set(digests)) == (2 if change == {"head_dim": 56} else 3)
+
+
+def test_a_rehearsal_counts_in_a_precision_that_the_interpreter_has(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    for numbers in kernels.NUMBERS:
+        dtype, precision = numbers
+        shop.rehearse(replace(LARGE, dtype=dtype, precision=precision), kernels.variant())
+    kinds = [(job.problem.dtype, job.problem.precision) for job in benched(shop)]
+    assert kinds == [(DType.FLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE)]
+    assert shop._bench.environment["TRITON_INTERPRET"] == "1"
+
+
+def test_a_rehearsal_keeps_the_branches_of_the_variant() -> None:
+    for one, source in kernels.every_text():
+        kind, small = Workshop(samples.A30, measured=False)._structure(one, source.variant)
+        for name in ("softmax", "mask_loop", "row_order"):
+            assert small.variant[name] == source.variant[name]
+        assert bool(small.variant["PERSISTENT"]) == bool(source.variant["PERSISTENT"])
+        assert kind.mask == one.mask
+        assert ("stride_qd" in small.text) == (render.natural_traits(one).alignment == 1)
+        assert ("m_d = " in small.text) == (one.head_dim != one.head_dim_padded)
+
+
+def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    lost = Failure(outcome=Outcome.TIMEOUT, detail="no answer within 120 s")
+    bench.rehearse = lambda job: lost
+    assert shop.rehearse(LARGE, kernels.variant()) == lost
+    bad = replace(GOOD, ok=False, reason="it is wrong")
+    bench.rehearse = lambda job: bad
+    assert shop.rehearse(LARGE, kernels.variant()) == bad
+    bench.rehearse = lambda job: GOOD
+    assert shop.rehearse(LARGE, kernels.variant()) == bad
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_finals_render_each_finalist_for_the_problem(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    finalists = variants(3)
+    shop.final(LARGE, finalists, seconds=0.5, seed=7)
+    (job,) = benched(shop)
+    assert isinstance(job, Final)
+    assert [source.variant for source in job.finalists] == finalists
+    assert (job.problem, job.seconds, job.seed) == (LARGE, 0.5, 7)
+
+
+def test_one_variant_can_be_checked_with_and_without_the_card(bench: Bench) -> None:
+    with Workshop(samples.A30, measured=True, jobs=2) as shop:
+        assert shop.check(LARGE, kernels.variant()) == Screened(verdict=GOOD, median_us=100.0, samples=9)
+        (job,) = benched(shop)
+        assert job.verdict is None
+    with Workshop(samples.A30, measured=False, jobs=2) as shop:
+        assert shop.check(LARGE, kernels.variant()) == GOOD
+
+
+def test_leaving_ends_all_workers(bench: Bench) -> None:
+    with Workshop(samples.A30, measured=True, jobs=2) as shop:
+        pass
+    assert shop._compilers.closed  # type: ignore[attr-defined]
+    assert shop._bench.closed  # type: ignore[attr-defined]
+
+
+def test_compilers_never_touch_the_card_and_one_worker_alone_measures(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=6)
+    assert shop._compilers.environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert shop._compilers.size == 6
+    assert (shop._bench.size, shop._bench.environment) == (1, {})
+
+
+def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: Path) -> None:
+    points = space.load(kernels.TEMPLATE)
+    study = Study("one", tmp_path / "journal", points, LARGE, samples.A30, seed=0, budget=20)
+    study.enqueue(points.seeds_for(LARGE, samples.A30))
+    heard = searched(Workshop(samples.A30, measured=False, jobs=2), study, count=20)
+    assert len(heard) == len(study.trials) == 20
+    assert all(points.why_infeasible(trial.variant, LARGE, samples.A30) is None for trial in heard)
