@@ -16,6 +16,7 @@ from autoattn.ops import forward
 from autoattn.problem import Layout, Mask, Precision, Problem
 from autoattn.variant import Source, Traits
 
+AUTOCAST = ("cpu", "cuda")  # asking PyTorch which kinds have it is more than Dynamo can trace
 MAX_SCALE = 1e38  # times log2(e) it is still a float32
 
 _Plan = tuple[Explanation, compile.Kernel | None]
@@ -107,7 +108,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.dtype not in forward.DTYPE:
         return tensor
     kind = tensor.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 
