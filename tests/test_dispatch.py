@@ -226,6 +226,17 @@ def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
     assert explained(written(tmp_path, measured(ASKED)), device=A30).level is Level.DEFAULT
 
 
+def test_only_a_default_has_others_to_fall_back_on(tmp_path: Path) -> None:
+    default = explained(tmp_path / "empty")
+    seeds = space.load(TEMPLATE).seeds_for(ASKED, H200)
+    assert dispatch.variants(default, H200) == seeds
+    assert seeds[0] == default.variant
+    exact = explained(written(tmp_path / "exact", measured(ASKED)))
+    assert dispatch.variants(exact, H200) == [exact.variant]
+    rival = explained(written(tmp_path / "rival", measured(ASKED, choice="sdpa-cudnn")))
+    assert dispatch.variants(rival, H200) == dispatch.variants(explained(tmp_path, device=None), None) == []
+
+
 # --- rivals -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import autoattn
-from autoattn import dispatch, functional, gpu, reference, rivals
+from autoattn import dispatch, functional, gpu, reference, rivals, space
 from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, CompileError, ProblemError, TensorError
@@ -361,6 +361,27 @@ def test_what_a_compiler_refuses_goes_to_pytorch_and_is_said(
     tensors = inputs(dtype=torch.float16)
     close(autoattn.attention(*tensors), expected(tensors, False))
     assert str(autoattn.explain(*tensors)) == "sdpa (sdpa): this variant does not fit"
+
+
+def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, refused = functional.compile.load, []
+
+    def picky(source: Source, device: torch.device) -> Kernel:
+        if len(refused) < 2:
+            refused.append(source.variant)
+            raise CompileError("this variant does not fit")
+        return load(source, device)
+
+    monkeypatch.setattr(functional.compile, "load", picky)
+    tensors = inputs(seq_q=300, seq_kv=300, dtype=torch.float16)
+    close(autoattn.attention(*tensors), expected(tensors, False))
+    found = autoattn.explain(*tensors)
+    assert found.problem is not None
+    seeds = space.load("triton/forward").seeds_for(found.problem, samples.H200)
+    assert (found.route, found.level, found.variant) == ("kernel", Level.DEFAULT, seeds[2])
+    assert refused == seeds[:2]
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import kernels
 import pytest
 import samples
 
-from autoattn import cache, plan, tune
-from autoattn.entry import KERNEL, CacheEntry, Rival
+from autoattn import cache, plan, space, tune
+from autoattn.device import Device
+from autoattn.entry import KERNEL, Rival
+from autoattn.errors import CacheError
 from autoattn.jobs import Finished
-from autoattn.problem import DType, Mask, Op, Problem
+from autoattn.problem import DType, Layout, Mask, Op, Problem
 from autoattn.study import Study
 from autoattn.trial import Evidence, Outcome, Trial, Verdict
+from autoattn.variant import Variant
 from autoattn.workers import Failure
 
 SMALL = Problem(
@@ -30,6 +34,7 @@ class Pretended:
     fails: frozenset[str] = frozenset()  # problem keys whose variants all fail
     interrupts: frozenset[str] = frozenset()
     rivals: tuple[Rival, ...] = ()
+    finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
 
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None) -> None:
         self.measured = measured
@@ -52,7 +57,7 @@ class Pretended:
         while more(begun) and (variant := study.propose()) is not None:
             begun += 1
             self.kernels += 1
-            time_us = float(variant["BLOCK_M"]) + float(variant["BLOCK_N"])
+            time_us = self.time_us(variant)
             trial = Trial(
                 variant=variant,
                 outcome=Outcome.OK,
@@ -70,13 +75,17 @@ class Pretended:
         return GOOD
 
     def final(self, problem: Problem, variants: list[Any], *, seconds: float, seed: int) -> Finished | Failure:
-        times = [samples.measurement(problem, float(one["BLOCK_M"]) + float(one["BLOCK_N"])) for one in variants]
+        self.finals.append(variants)
+        times = [samples.measurement(problem, self.time_us(one)) for one in variants]
         return Finished(verdicts=(GOOD,) * len(variants), measurements=tuple(times), rivals=self.rivals)
+
+    def time_us(self, variant: Variant) -> float:
+        return float(int(variant["BLOCK_M"]) + int(variant["BLOCK_N"]))
 
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    fresh = type("Fresh", (Pretended,), {})
+    fresh = type("Fresh", (Pretended,), {"finals": []})
     monkeypatch.setattr(tune, "Workshop", fresh)
     return fresh
 
@@ -178,11 +187,47 @@ def test_a_rival_that_is_wrong_is_no_rival(pretended: type[Pretended], tmp_path:
     assert "sdpa" not in {one.name for one in entry.rivals}
 
 
-def test_what_was_measured_elsewhere_is_tried_and_leaned_on(pretended: type[Pretended], tmp_path: Path) -> None:
-    measured: CacheEntry = run(tmp_path, measured=True).entries[SMALL.key]
-    predicted = run(tmp_path).entries[SMALL.key]
-    rank = measured.time_us * tune.ELSEWHERE
-    assert predicted.params == measured.params or predicted.time_us <= rank
+def remember(folder: Path, variant: Variant, device: Device = samples.H200, problem: Problem = SMALL) -> None:
+    """Writes a measured entry with this winner and no runners-up."""
+    entry = replace(samples.measured(problem), params=variant.as_dict(), candidates=(), choice=KERNEL)
+    cache.merge(folder, device, Op.FORWARD, [entry])
+
+
+@pytest.mark.parametrize(("slower", "wins"), [(1.05, True), (1.2, False)])
+def test_what_was_measured_elsewhere_is_tried_and_leaned_on(
+    pretended: type[Pretended], tmp_path: Path, slower: float, wins: bool
+) -> None:
+    """It is believed over a prediction that is a little better, and not over one that is much better."""
+    unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
+    remember(tmp_path, unlikely)
+    pretended.time_us = lambda self, variant: 100.0 * (slower if variant == unlikely else 1.0)  # type: ignore[method-assign]
+    entry = run(tmp_path).entries[SMALL.key]
+    assert (entry.variant == unlikely) is wins
+    tried = [entry.params, *(candidate.params for candidate in entry.candidates)]
+    assert wins or unlikely.as_dict() in tried or entry.search.trials > len(tried)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch": 7}, {"seq_q": 96, "seq_kv": 96}, {"layout": Layout.BSHD}],
+    ids=str,
+)
+def test_a_winner_of_the_same_kind_elsewhere_is_leaned_on_too(
+    pretended: type[Pretended], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
+    remember(tmp_path, unlikely, problem=replace(SMALL, **change))
+    pretended.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
+    assert run(tmp_path).entries[SMALL.key].variant == unlikely
+
+
+def test_a_winner_of_another_kind_elsewhere_is_none_of_this_problems_business(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
+    remember(tmp_path, unlikely, problem=replace(SMALL, dtype=DType.BFLOAT16))
+    pretended.time_us = lambda self, variant: 1.0 if variant == unlikely else 100.0  # type: ignore[method-assign]
+    assert run(tmp_path).entries[SMALL.key].variant != unlikely
 
 
 def test_entries_that_another_card_measured_are_not_kept(pretended: type[Pretended], tmp_path: Path) -> None:
@@ -192,3 +237,237 @@ def test_entries_that_another_card_measured_are_not_kept(pretended: type[Pretend
     with pytest.raises(Exception, match="use another --cache DIR"):
         tune.tune([SMALL], sister, measured=True, options=options)
     assert cache.lookup(tmp_path, samples.H200, Op.FORWARD)
+
+
+# --- what is kept, and what is tried first ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [("quick", "quick", 1), ("standard", "quick", 1), ("quick", "standard", 0), ("standard", "max", 0)],
+)
+def test_an_entry_is_kept_unless_more_effort_is_asked_for(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kept: int
+) -> None:
+    small = {
+        effort: replace(profile, trials=3 + place) for place, (effort, profile) in enumerate(plan.PROFILES.items())
+    }
+    monkeypatch.setattr(plan, "PROFILES", small)
+    run(tmp_path, effort=plan.Effort(before), trials=None)
+    assert run(tmp_path, effort=plan.Effort(after), trials=None).kept == kept
+
+
+@pytest.mark.parametrize("stale", ["space_digest", "template_digest", "triton"])
+def test_an_entry_that_anything_changed_for_is_tuned_anew(
+    pretended: type[Pretended], tmp_path: Path, stale: str
+) -> None:
+    entry = run(tmp_path).entries[SMALL.key]
+    change: dict[str, Any] = {"versions": {"triton": "3.5.1"}} if stale == "triton" else {stale: "0" * 16}
+    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **change)])
+    summary = run(tmp_path)
+    assert summary.kept == 0
+    assert run(tmp_path).kept == 1
+
+
+def test_a_prediction_is_measured_once_the_card_is_there(pretended: type[Pretended], tmp_path: Path) -> None:
+    options = plan.Options(effort=plan.Effort.QUICK, trials=6, cache=tmp_path)
+    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    assert run(tmp_path, measured=True).kept == 0
+    assert cache.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key].evidence is Evidence.MEASURED
+
+
+def test_a_prediction_never_takes_a_measurements_place(pretended: type[Pretended], tmp_path: Path) -> None:
+    measured = run(tmp_path, measured=True).entries[SMALL.key]
+    options = plan.Options(effort=plan.Effort.MAX, trials=12, cache=tmp_path)
+    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    found = cache.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key]
+    assert (found.evidence, found.params) == (Evidence.MEASURED, measured.params)
+
+
+def test_seeds_are_tried_before_anything_else(pretended: type[Pretended], tmp_path: Path) -> None:
+    seeds = space.load(kernels.TEMPLATE).seeds_for(SMALL, samples.A30)
+    entry = run(tmp_path, trials=len(seeds)).entries[SMALL.key]
+    tried = [entry.variant, *(Variant.of(entry.template, one.params) for one in entry.candidates)]
+    assert set(tried) <= set(seeds)
+
+
+def test_what_won_for_a_sister_problem_is_tried_for_the_next(pretended: type[Pretended], tmp_path: Path) -> None:
+    sister = replace(SMALL, batch=5)
+    winner = run(tmp_path, sister, trials=40).entries[sister.key].variant
+    assert winner not in space.load(kernels.TEMPLATE).seeds_for(SMALL, samples.A30)
+    pretended.time_us = lambda self, variant: 1.0 if variant == winner else 100.0  # type: ignore[method-assign]
+    summary = run(tmp_path, sister, SMALL, trials=20)
+    assert summary.kept == 1
+    assert summary.entries[SMALL.key].variant == winner
+
+
+def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(pretended: type[Pretended], tmp_path: Path) -> None:
+    def stop(progress: plan.Progress) -> None:
+        if progress.tried == 4:
+            raise KeyboardInterrupt
+
+    options = plan.Options(effort=plan.Effort.QUICK, trials=10, cache=tmp_path)
+    summary = tune.tune([SMALL], samples.A30, measured=False, options=options, listen=stop)
+    assert (summary.interrupted, summary.entries, summary.kernels) == (True, {}, 4)
+    assert not summary.path.exists()
+    again = tune.tune([SMALL], samples.A30, measured=False, options=options)
+    assert not again.interrupted
+    assert again.kernels == 6, "the first four are in the journal"
+    assert again.entries[SMALL.key].search.trials == 10
+
+
+def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pretended], tmp_path: Path) -> None:
+    path = cache.path_of(tmp_path, samples.A30, Op.FORWARD)
+    path.parent.mkdir(parents=True)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(CacheError, match="damaged"):
+        run(tmp_path)
+    assert sorted(tmp_path.rglob("*.journal")) == []
+
+
+def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    heard: list[plan.Progress] = []
+    other = replace(SMALL, seq_q=128, seq_kv=128)
+    pretended.fails = frozenset({other.key})
+    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=tmp_path)
+    tune.tune([SMALL, other], samples.H200, measured=True, options=options, listen=heard.append)
+    phases = [(one.index, one.phase) for one in heard]
+    assert phases == [(0, "search")] * 3 + [(0, "final"), (0, "done")] + [(1, "search")] * 3 + [(1, "done")]
+    assert [one.tried for one in heard[:3]] == [1, 2, 3]
+    best = [one.best_us for one in heard[:5]]
+    assert best == sorted(best, reverse=True), "it only falls"  # type: ignore[type-var]
+    assert "ptxas said no" in heard[-1].detail
+    heard.clear()
+    tune.tune([SMALL], samples.H200, measured=True, options=options, listen=heard.append)
+    assert [one.phase for one in heard] == ["kept"]
+
+
+def test_without_trials_it_says_so(pretended: type[Pretended], tmp_path: Path) -> None:
+    summary = run(tmp_path, trials=0)
+    assert summary.failed == {
+        SMALL.key: "the search was given no time or no trials; allow more with --trials or --timeout"
+    }
+    assert not summary.path.exists()
+
+
+# --- finals and rehearsals --------------------------------------------------------------------------------------------
+
+
+def test_the_default_and_the_previous_winner_are_always_in_the_finals(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    default = space.load(kernels.TEMPLATE).default(SMALL, samples.H200)
+    old = kernels.variant(BLOCK_M=64, BLOCK_N=64, num_stages=2)
+    remember(tmp_path, old)
+    slow = (default, old)
+    pretended.time_us = lambda self, variant: 1000.0 if variant in slow else 100.0  # type: ignore[method-assign]
+    run(tmp_path, measured=True, trials=30)
+    (finalists,) = pretended.finals
+    assert {default, old} <= set(finalists)
+    assert len(finalists) == len(set(finalists)) == plan.PROFILES[plan.Effort.QUICK].finalists + 2
+
+
+def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    default = space.load(kernels.TEMPLATE).default(SMALL, samples.H200)
+    pretended.time_us = lambda self, variant: 200.0 if variant == default else 100.0  # type: ignore[method-assign]
+    entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
+    times = {one.name: one.measurement.median_us for one in entry.rivals}
+    assert times == {tune.TEMPLATE_DEFAULT: 200.0}
+    assert entry.choice == KERNEL
+
+
+def test_a_finalist_that_is_wrong_at_full_size_does_not_win(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+        verdicts = (replace(GOOD, ok=False, reason="error 1"), *(GOOD,) * (len(variants) - 1))
+        times = [samples.measurement(problem, 10.0 + place) for place in range(len(variants))]
+        self.finals.append(variants)
+        return Finished(verdicts=verdicts, measurements=tuple(times), rivals=())
+
+    monkeypatch.setattr(pretended, "final", final)
+    entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
+    (finalists,) = pretended.finals
+    assert entry.variant == finalists[1]
+    assert finalists[0].as_dict() not in [candidate.params for candidate in entry.candidates]
+
+
+def test_finals_without_a_right_finalist_leave_no_entry(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = replace(GOOD, ok=False, reason="error 1 where 0.1 is allowed")
+
+    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+        return Finished(verdicts=(bad,) * len(variants), measurements=(None,) * len(variants), rivals=())
+
+    monkeypatch.setattr(pretended, "final", final)
+    summary = run(tmp_path, measured=True)
+    assert summary.failed == {SMALL.key: "no finalist was right at full size: error 1 where 0.1 is allowed"}
+    assert not summary.path.exists()
+
+
+def test_finals_that_are_lost_leave_no_entry_and_the_next_problem_goes_on(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, other = pretended.final, replace(SMALL, batch=2)
+
+    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished | Failure:
+        if problem == SMALL:
+            return Failure(outcome=Outcome.CRASH, detail="the process died (SIGSEGV)")
+        return right(self, problem, variants, **facts)
+
+    monkeypatch.setattr(pretended, "final", final)
+    summary = run(tmp_path, SMALL, other, measured=True)
+    assert summary.failed == {SMALL.key: "the finals ended with a crash: the process died (SIGSEGV)"}
+    assert list(summary.entries) == [other.key]
+
+
+def test_the_verdict_of_an_entry_covers_the_gate_and_the_full_size(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closer = Verdict(ok=True, checks=1, max_error=3e-3, rms_error=5e-5, allowed=4e-3)
+
+    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+        times = tuple(samples.measurement(problem, 10.0 + place) for place in range(len(variants)))
+        return Finished(verdicts=(closer,) * len(variants), measurements=times, rivals=())
+
+    monkeypatch.setattr(pretended, "final", final)
+    verdict = run(tmp_path, measured=True).entries[SMALL.key].verdict
+    assert verdict == Verdict(ok=True, checks=11, max_error=3e-3, rms_error=1e-4, allowed=4e-3)
+
+
+def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong: list[Variant] = []
+
+    def rehearse(self: Pretended, problem: Problem, variant: Variant) -> Verdict | Failure:
+        if len(wrong) < 2:
+            wrong.append(variant)
+            return replace(GOOD, ok=False) if len(wrong) == 1 else Failure(outcome=Outcome.CRASH, detail="died")
+        return GOOD
+
+    monkeypatch.setattr(pretended, "rehearse", rehearse)
+    entry = run(tmp_path).entries[SMALL.key]
+    assert entry.variant not in wrong
+    assert not [one for one in entry.candidates if Variant.of(entry.template, one.params) in wrong]
+
+
+def test_a_prediction_without_right_numbers_is_none(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretended, "rehearse", lambda self, problem, variant: replace(GOOD, ok=False))
+    assert run(tmp_path).failed == {SMALL.key: "no variant gave right numbers in the interpreter"}
+
+
+def test_an_entry_keeps_five_runners_up_in_order(pretended: type[Pretended], tmp_path: Path) -> None:
+    for measured in (False, True):
+        entry = run(tmp_path / str(measured), measured=measured, trials=30, effort=plan.Effort.MAX).entries[SMALL.key]
+        times = [entry.time_us, *(candidate.time_us for candidate in entry.candidates)]
+        assert len(times) == 6
+        assert times == sorted(times)
+        assert len({entry.source_digest, *(one.source_digest for one in entry.candidates)}) == 6

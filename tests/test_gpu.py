@@ -1,0 +1,184 @@
+"""The card in this machine, told by a driver that only pretends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import samples
+import torch
+
+from autoattn import gpu, profiles
+from autoattn.errors import DeviceError
+
+FACTS: dict[str, Any] = {
+    "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "L2_cache_size": samples.H200.l2_bytes,
+    "shared_memory_per_multiprocessor": 233472, "shared_memory_per_block_optin": 232448,
+    "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "uuid": "1234",
+}  # fmt: skip
+
+
+class NVMLError(Exception):
+    pass
+
+
+class PretendedNvml(SimpleNamespace):
+    """NVML, as far as it is asked."""
+
+    NVML_CLOCK_SM = 1
+    nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815 - NVML's own names
+    nvmlClocksThrottleReasonHwThermalSlowdown = 64  # noqa: N815
+    NVMLError = NVMLError
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        self.asked = uuid
+        return uuid
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
+        return int(self.reasons)
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:  # noqa: N802
+        if self.clock is None:
+            raise NVMLError
+        return int(self.clock)
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.159.04"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    gpu._describe.cache_clear()
+    yield
+    gpu._describe.cache_clear()
+
+
+def plug_in(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
+    """Puts a card into the machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**{**FACTS, **facts}))
+
+
+@pytest.fixture
+def without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+# --- which card -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("without_a_card")
+def test_without_a_card_there_is_none() -> None:
+    assert gpu.present() is None
+
+
+def test_a_known_card_is_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch)
+    assert gpu.present() == profiles.named("h200")
+
+
+def test_what_the_driver_says_of_a_slice_wins_over_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, multi_processor_count=16, L2_cache_size=2**23)
+    card = gpu.present()
+    assert card is not None
+    assert (card.name, card.sm_count, card.l2_bytes) == ("h200", 16, 2**23)
+    assert card.fingerprint != samples.H200.fingerprint
+
+
+def test_a_card_that_nobody_described_is_what_the_driver_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, name="NVIDIA Mystery 9000", major=12, minor=0)
+    card = gpu.present()
+    assert card is not None
+    assert (card.name, card.full_name, card.arch) == ("nvidia-mystery-9000", "NVIDIA Mystery 9000", 120)
+    assert (card.sm_count, card.shared_bytes_per_block, card.peak_flops) == (132, 232448, {})
+
+
+def test_the_card_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch)
+    gpu.present(0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pytest.fail("it was asked again"))
+    assert gpu.present(0) == gpu.present()
+
+
+# --- what a name means ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["auto", " AUTO ", "h200", "H200", "NVIDIA H200", "nvidia h200"])
+def test_the_card_in_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    plug_in(monkeypatch)
+    assert gpu.resolve(text) == (samples.H200, True)
+
+
+def test_another_card_than_the_one_in_the_machine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch)
+    assert gpu.resolve("a30") == (samples.A30, False)
+
+
+@pytest.mark.usefixtures("without_a_card")
+@pytest.mark.parametrize("text", ["a30", "A30", "NVIDIA A30"])
+def test_without_a_card_a_name_is_a_profile(text: str) -> None:
+    assert gpu.resolve(text) == (samples.A30, False)
+
+
+def test_a_card_without_a_profile_answers_to_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, name="NVIDIA Mystery 9000")
+    for text in ("auto", "nvidia-mystery-9000", "NVIDIA Mystery 9000"):
+        device, here = gpu.resolve(text)
+        assert (device.full_name, here) == ("NVIDIA Mystery 9000", True)
+
+
+@pytest.mark.usefixtures("without_a_card")
+def test_auto_without_a_card_says_what_to_name() -> None:
+    with pytest.raises(
+        DeviceError, match=r"^--device auto needs an NVIDIA GPU in this machine, found none; name one of"
+    ):
+        gpu.resolve("auto")
+
+
+@pytest.mark.usefixtures("without_a_card")
+def test_a_name_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(DeviceError, match="z9999"):
+        gpu.resolve("z9999")
+
+
+# --- what it is doing -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
+    plug_in(monkeypatch)
+    pretended = PretendedNvml(reasons=0, clock=1755)
+    monkeypatch.setattr(gpu, "_nvml", lambda: pretended)
+    return pretended
+
+
+@pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (4, False), (8, True), (64, True), (4 | 64, True)])
+def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: PretendedNvml, reasons: int, slowed: bool) -> None:
+    nvml.reasons = reasons
+    assert gpu.pulse(0) == gpu.Pulse(clock_mhz=1755, slowed=slowed)
+
+
+@pytest.mark.parametrize("uuid", ["1234", "GPU-1234"])
+def test_the_card_is_the_one_that_cuda_means(nvml: PretendedNvml, monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
+    plug_in(monkeypatch, uuid=uuid)
+    gpu.pulse(0)
+    assert nvml.asked == "GPU-1234"
+
+
+def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> None:
+    nvml.clock = None
+    assert gpu.pulse(0) is None
+
+
+def test_without_nvml_there_is_no_clock_and_no_driver_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch)
+    monkeypatch.setattr(gpu, "_nvml", lambda: None)
+    assert gpu.pulse(0) is None
+    assert gpu.driver_version() is None
+
+
+def test_the_driver_tells_its_version(nvml: PretendedNvml) -> None:
+    assert gpu.driver_version() == "580.159.04"
