@@ -33,7 +33,7 @@ class Profile:
 
 PROFILES = {
     Effort.QUICK: Profile(trials=24, search_seconds=12.0, sibling_trials=1, finalists=3, final_seconds=1.0),
-    Effort.STANDARD: Profile(trials=32, search_seconds=180.0, sibling_trials=2, finalists=5, final_seconds=2.5),
+    Effort.STANDARD: Profile(trials=32, search_seconds=180.0, sibling_trials=1, finalists=5, final_seconds=2.5),
     Effort.MAX: Profile(trials=200, search_seconds=1800.0, sibling_trials=24, finalists=8, final_seconds=8.0),
 }
 

@@ -133,10 +133,10 @@ class _Run:
         # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
         cheap = sibling and not self.measured and self.options.trials is None
         fresh = self.options.profile.sibling_trials if cheap else budget
-        compiled = self.shop.kernels
+        compiled = self.shop.begun
 
         def more(begun: int) -> bool:
-            return len(study.trials) < budget and begun < budget and self.shop.kernels - compiled < fresh
+            return len(study.trials) < budget and begun < budget and self.shop.begun - compiled < fresh
 
         def late() -> bool:
             return begin is not None and time.monotonic() - begin > self.options.search_seconds

@@ -57,6 +57,11 @@ class Workshop:
         """Distinct kernels whose machine code was read in this run."""
         return sum(isinstance(report, StaticReport) for report in self._reports.values())
 
+    @property
+    def begun(self) -> int:
+        """Distinct kernels whose compile was begun in this run."""
+        return len(self._reports) + len(self._tickets)
+
     def close(self) -> None:
         """Ends all workers."""
         self._compilers.close()

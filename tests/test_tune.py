@@ -39,8 +39,7 @@ class Pretended:
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None) -> None:
         self.measured = measured
         self.outcomes: dict[Outcome, int] = {}
-        self.kernels = 0
-        self.began: list[Any] = []
+        self.kernels = self.begun = 0
 
     def __enter__(self) -> Pretended:
         return self
@@ -56,7 +55,7 @@ class Pretended:
         begun = 0
         while more(begun) and (variant := study.propose()) is not None:
             begun += 1
-            self.kernels += 1
+            self.kernels = self.begun = self.kernels + 1
             time_us = self.time_us(variant)
             trial = Trial(
                 variant=variant,
