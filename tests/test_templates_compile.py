@@ -78,6 +78,7 @@ def gain(variant: Variant, missing: set[tuple[str, Any]]) -> float:
     return len(missing & set(variant.params)) - int(variant["BLOCK_M"]) * int(variant["BLOCK_N"]) / 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", CARDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_value_of_every_parameter_compiles(template: str, arch: int) -> None:

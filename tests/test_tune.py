@@ -99,6 +99,7 @@ def rival(name: str, time_us: float, max_error: float | None = 1e-3) -> Rival:
     return Rival(name=name, measurement=samples.measurement(SMALL, time_us), max_error=max_error)
 
 
+@pytest.mark.slow
 def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_path: Path) -> None:
     summary = run(tmp_path, trials=3)
     entry = summary.entries[SMALL.key]
