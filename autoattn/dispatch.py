@@ -127,7 +127,7 @@ class _Search:
         related = [
             (distance(entry.problem, self.problem), key, entry)
             for key, entry in self.measured.items()
-            if key != self.problem.key and same_kernels(entry.problem, self.problem)
+            if key != self.problem.key and self.problem.shares_kernels(entry.problem)
         ]
         for far, _, entry in sorted(related, key=lambda item: item[:2]):
             if far > FARTHEST:
@@ -190,11 +190,6 @@ class _Search:
             return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
         except UsageError as error:
             return str(error)
-
-
-def same_kernels(one: Problem, other: Problem) -> bool:
-    """Whether two problems differ only in the numbers of a launch."""
-    return one.family == other.family and one.mask == other.mask
 
 
 def bucket(problem: Problem) -> tuple[int, ...]:

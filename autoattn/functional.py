@@ -135,9 +135,10 @@ def _name(problem: Problem, views: tuple[Tensor, Tensor, Tensor]) -> tuple[Probl
 
 def _prepare(problem: Problem, traits: Traits, index: int) -> _Plan:
     """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
-    explanation = dispatch.explain(problem, gpu.present(index))
+    card = gpu.present(index)
+    explanation = dispatch.explain(problem, card)
     refused = ""
-    for variant in dispatch.variants(explanation, gpu.present(index)):
+    for variant in dispatch.variants(explanation, card):
         try:
             kernel = _loaded(render.render(problem, variant, traits), index)
         except CompileError as error:

@@ -166,6 +166,10 @@ class Problem:
         precision = f"-{self.precision.value}" if self.dtype is DType.FLOAT32 else ""
         return f"{self.dtype.value}{precision}_d{self.head_dim}"
 
+    def shares_kernels(self, other: Problem) -> bool:
+        """Whether the two differ only in the numbers of a launch, so that one kernel's text serves both."""
+        return self.family == other.family and self.mask == other.mask
+
     def kept_pairs(self) -> int:
         """(query, key) pairs that the mask keeps, in one head of one sequence."""
         if not self.mask.causal:

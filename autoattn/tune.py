@@ -113,7 +113,7 @@ class _Run:
             budget=self.options.budget,
         )
         default = self.space.default(self.problem, self.device)
-        relatives = [entry for entry in siblings.values() if _same_kind(entry.problem, self.problem)]
+        relatives = [entry for entry in siblings.values() if self.problem.shares_kernels(entry.problem)]
         elsewhere = _measured_elsewhere(self.problem, self.device, self.options.cache)
         study.enqueue([old.variant] if old is not None and old.template == self.space.template else [])
         study.enqueue(self.space.seeds_for(self.problem, self.device))
@@ -320,11 +320,6 @@ def _both(small: Verdict | None, full: Verdict) -> Verdict:
     )
 
 
-def _same_kind(one: Problem, other: Problem) -> bool:
-    """Whether two problems share their kernels' text, the launch's numbers apart."""
-    return one.family == other.family and one.mask == other.mask
-
-
 def _variants_of(entry: CacheEntry) -> list[Variant]:
     """The winner and the runners-up."""
     return [entry.variant, *(Variant.of(entry.template, candidate.params) for candidate in entry.candidates)]
@@ -339,7 +334,7 @@ def _measured_elsewhere(problem: Problem, device: Device, folder: Path) -> list[
         for file in files
         if file.device != device.name
         for entry in file.entries.values()
-        if entry.evidence is Evidence.MEASURED and _same_kind(entry.problem, problem)
+        if entry.evidence is Evidence.MEASURED and problem.shares_kernels(entry.problem)
     ]
     entries.sort(key=lambda entry: (entry.problem.key != problem.key, entry.problem.key))
     for entry in entries[:3]:
