@@ -13,7 +13,8 @@ from autoattn import compile, dispatch, gpu, render, rivals
 from autoattn.dispatch import Explanation
 from autoattn.errors import CompileError, TensorError
 from autoattn.ops import forward
-from autoattn.problem import Layout, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import Layout, Precision, Problem
 from autoattn.variant import Source, Traits
 
 AUTOCAST = ("cpu", "cuda")  # asking PyTorch which kinds have it is more than Dynamo can trace

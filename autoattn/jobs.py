@@ -13,6 +13,7 @@ import torch
 from autoattn import compile, rivals, validate
 from autoattn.entry import Rival
 from autoattn.errors import CompileError
+from autoattn.mask import MaskKind
 from autoattn.measure import Stopwatch
 from autoattn.ops import forward
 from autoattn.problem import Layout, Problem
@@ -85,10 +86,9 @@ class Screen:
             if not verdict.ok:
                 return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
             case = _full_case(memory, self.problem)
-            output = forward.empty_output(case.query, self.problem.layout)
-            scale = self.problem.head_dim**-0.5
+            output = forward.empty_output(self.problem, case.operands.query)
             looked = _stopwatch(memory).screen(
-                lambda: forward.launch(kernel, case.query, case.key, case.value, output, None, scale), self.best_us
+                lambda: forward.launch(kernel, self.problem, case.operands, output, None), self.best_us
             )
             return Screened(verdict=verdict, median_us=looked.median_us, samples=looked.samples)
         return failed[0]
@@ -116,18 +116,17 @@ class Final:
         """The measurements, or what went wrong."""
         with _failures() as failed:
             case = _full_case(memory, self.problem)
-            scale = self.problem.head_dim**-0.5
-            output = forward.empty_output(case.query, self.problem.layout)
+            output = forward.empty_output(self.problem, case.operands.query)
             kernels = [_kernel(memory, source) for source in self.finalists]
             verdicts = tuple(validate.judge(kernel, [case]) for kernel in kernels)
-            others = rivals.calls(self.problem, case.query, case.key, case.value, scale)
+            others = rivals.calls(self.problem, case.operands)
             accuracy = {name: validate.errors(call(), case)[0] for name, call in others.items()}
             others = {name: others[name] for name in others if math.isfinite(accuracy[name])}  # NaN is no answer
             contestants: dict[str, Any] = dict(others)
             for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True)):
                 if verdict.ok:
                     contestants[f"finalist {place}"] = lambda kernel=kernel: forward.launch(
-                        kernel, case.query, case.key, case.value, output, None, scale
+                        kernel, self.problem, case.operands, output, None
                     )
             times = _stopwatch(memory).contest(contestants, self.problem.flops(), seconds=self.seconds, seed=self.seed)
             return Finished(
@@ -140,7 +139,16 @@ class Final:
 
 def kind_of(problem: Problem) -> Problem:
     """What problems share whose gate is the same: what only tells the launch is set to the smallest."""
-    return replace(problem, batch=1, heads_q=1, heads_kv=1, seq_q=2, seq_kv=3, layout=Layout.BHSD)
+    sizes = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 2, "seq_kv": 3}
+    mask = problem.mask
+    if mask.kind is MaskKind.WINDOW:
+        right = mask.right if mask.right is None else min(mask.right, 1)
+        mask = replace(mask, left=1 if mask.bounded_left else None, right=right)
+    elif mask.sparse:
+        mask = replace(mask, density=0.5)
+    if problem.packed:
+        return replace(problem, **sizes, mask=mask, tokens_q=2, tokens_kv=3)
+    return replace(problem, **sizes, mask=mask, layout=Layout.BHSD)
 
 
 @contextlib.contextmanager

@@ -2,77 +2,284 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from autoattn.problem import DType, Mask, Precision
+from autoattn import expression
+from autoattn.expression import MASK_NAMES, SCORE_NAMES
+from autoattn.operands import BlockTable, Operands
+from autoattn.problem import Bias, DType, Precision, Problem
 
-TORCH_DTYPE = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
+TORCH_DTYPE = {
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT8: torch.float8_e4m3fn,
+}
+FLOAT8_BOOST = 256.0  # weights of at most 1 are stored as float8 times this, to use more of its exponents
+FUNCTIONS: dict[str, Callable[..., Any]] = {  # those of autoattn.expression
+    **{name: getattr(torch, name) for name in (
+        "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "sigmoid", "tanh",
+    )},
+    "where": torch.where,
+    "minimum": lambda left, right: torch.minimum(*_tensors(left, right)),
+    "maximum": lambda left, right: torch.maximum(*_tensors(left, right)),
+    "to_float": lambda value: value.to(torch.float32) if value.dtype != torch.float64 else value,
+    "to_int": lambda value: value.to(torch.int64),
+}  # fmt: skip
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask,
-    scale: float,
-    dtype: torch.dtype = torch.float64,
-    rows: Tensor | None = None,
+    problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp, every step in `dtype`.
 
     Args:
-        query: [batch, heads_q, seq_q, head_dim]
-        key, value: [batch, heads_kv, seq_kv, head_dim]; heads_kv divides heads_q
-        rows: [rows] query positions to compute; all when None
+        rows: [rows] query positions (tokens, when packed) to compute; all when None
 
     Returns:
-        output [batch, heads_q, rows, head_dim] and LSE [batch, heads_q, rows] in natural logarithms; a row that sees
-        no key has output 0 and LSE -inf.
+        output [batch, heads_q, rows, head_dim_v] and LSE [batch, heads_q, rows] in natural logarithms (batch is 1 when
+        packed); a row that sees no key has output 0 and LSE -inf, unless it has a sink.
     """
-    seq_q, seq_kv = query.shape[2], key.shape[2]
-    group = query.shape[1] // key.shape[1]
-    positions = torch.arange(seq_q, device=query.device) if rows is None else rows
-    query = query[:, :, positions].to(dtype)
-    key = key.to(dtype).repeat_interleave(group, dim=1)
-    value = value.to(dtype).repeat_interleave(group, dim=1)
-    scores = (query * scale) @ key.transpose(2, 3)
-    hidden = ~visible(positions, seq_q, seq_kv, mask)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    blind = hidden.all(dim=1)  # rows that see nothing
-    weights = torch.softmax(scores, dim=-1).masked_fill(blind[:, None], 0.0)
-    lse = torch.logsumexp(scores, dim=-1)
-    return weights.to(dtype) @ value, lse
+    exact = problem, operands, dtype
+    return _assembled(problem, operands, dtype, rows, lambda *place: _part(*exact, *place))
 
 
-def visible(positions: Tensor, seq_q: int, seq_kv: int, mask: Mask) -> Tensor:
-    """[rows, seq_kv] booleans: which keys the query at each position sees."""
+def low_precision(problem: Problem, operands: Operands, *, rows: Tensor | None = None) -> Tensor:
+    """The same maths with PyTorch in the tensors' own precision: the yardstick for an honest error."""
+    if problem.dtype is DType.FLOAT8:
+        part = problem, operands, torch.float32
+        return _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, float8=True))[0]
+    if problem.precision is Precision.TF32:
+        part = problem, operands, torch.float32
+        return _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, cut=True))[0]
+    return attention(problem, operands, dtype=operands.query.dtype, rows=rows)[0]
+
+
+def visible(problem: Problem, operands: Operands, positions: Tensor, sequence: int = 0) -> Tensor:
+    """[1 or heads_q, rows, seq_kv] booleans: which keys of a sequence the query at each of its positions sees."""
+    seq_q, seq_kv = operands.spans()[sequence][1::2]
     keys = torch.arange(seq_kv, device=positions.device)
-    if not mask.causal:
-        return torch.ones(len(positions), seq_kv, dtype=torch.bool, device=positions.device)
-    shift = seq_kv - seq_q if mask.alignment.value == "bottom-right" else 0
-    return keys[None, :] <= positions[:, None] + shift
+    first, last = problem.band(seq_q, seq_kv)
+    seen = torch.ones(len(positions), seq_kv, dtype=torch.bool, device=positions.device)
+    if first is not None:
+        seen &= keys[None, :] >= positions[:, None] + first
+    if last is not None:
+        seen &= keys[None, :] <= positions[:, None] + last
+    if operands.table is not None:
+        return seen & _in_table(problem, operands, operands.table, positions, keys, sequence)
+    return seen[None]
 
 
-def low_precision(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask,
-    scale: float,
-    precision: Precision,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """The same maths as `attention` with PyTorch in the tensors' own precision: the yardstick for an honest error."""
-    if precision is Precision.TF32:
-        query, key, value = (cut_to_tf32(tensor) for tensor in (query * scale, key, value))
-        scale = 1.0
-    output, _ = attention(query, key, value, mask=mask, scale=scale, dtype=query.dtype, rows=rows)
-    return output
+def philox(seed: int, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    """Random whole numbers below 2**32, as int64, of the counters (first, second, third, 0), which are broadcast.
+
+    Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); the first of four words.
+    """
+    word = 0xFFFFFFFF
+    shape = torch.broadcast_shapes(first.shape, second.shape, third.shape)
+    zero = torch.zeros(shape, dtype=torch.int64, device=first.device)
+    counter = [first.long() + zero, second.long() + zero, third.long() + zero, zero]
+    keys = [seed & word, seed >> 32 & word]
+    for _ in range(10):
+        low_0, high_0 = _product(0xD2511F53, counter[0])
+        low_2, high_2 = _product(0xCD9E8D57, counter[2])
+        counter = [high_2 ^ counter[1] ^ keys[0], low_2, high_0 ^ counter[3] ^ keys[1], low_0]
+        keys = [(keys[0] + 0x9E3779B9) & word, (keys[1] + 0xBB67AE85) & word]
+    return counter[0]
 
 
 def cut_to_tf32(tensor: Tensor) -> Tensor:
     """float32 without the low 13 bits: what a tensor core sees of a float32 operand (PTX ISA, mma with .tf32)."""
     return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def _product(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
+    """Low and high 32 bits of a product of 32-bit numbers, in int64 that would overflow if multiplied whole."""
+    low, high = (factor & 0xFFFF) * counter, (factor >> 16) * counter
+    middle = (low >> 16) + (high & 0xFFFF)
+    return (low & 0xFFFF) | (middle & 0xFFFF) << 16, (high >> 16) + (middle >> 16)
+
+
+def _assembled(
+    problem: Problem, operands: Operands, dtype: torch.dtype, rows: Tensor | None, part: Callable[..., Any]
+) -> tuple[Tensor, Tensor]:
+    """Puts together what `part` gives for each sequence and key head, one at a time to bound the memory."""
+    query = operands.query
+    if rows is None:
+        rows = torch.arange(query.shape[2], device=query.device)
+    batch, heads = query.shape[0], query.shape[1]
+    output = torch.zeros(batch, heads, len(rows), operands.value.shape[3], dtype=dtype, device=query.device)
+    lse = torch.full(output.shape[:3], -math.inf, dtype=dtype, device=query.device)
+    for entry, sequence, inside, positions, keys in _sequences(operands, rows):
+        for head in range(problem.heads_kv):
+            group = slice(head * problem.group_size, (head + 1) * problem.group_size)
+            found, found_lse = part(entry, sequence, head, group, positions, keys)
+            output[entry, group, inside] = found
+            lse[entry, group, inside] = found_lse
+    return output, lse
+
+
+def _sequences(operands: Operands, rows: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, slice]]:
+    """(batch entry, sequence, which of the rows lie in it, their positions in it, its keys) of each sequence."""
+    packed = operands.cu_seqlens_q is not None
+    for sequence, (first, seq_q, first_kv, seq_kv) in enumerate(operands.spans()):
+        inside = torch.nonzero((rows >= first) & (rows < first + seq_q))[:, 0]
+        if len(inside):
+            keys = slice(first_kv, first_kv + seq_kv)
+            yield 0 if packed else sequence, sequence, inside, rows[inside] - first, keys
+
+
+def _part(
+    problem: Problem,
+    operands: Operands,
+    dtype: torch.dtype,
+    entry: int,
+    sequence: int,
+    head: int,
+    group: slice,
+    positions: Tensor,
+    keys: slice,
+    *,
+    cut: bool = False,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Output [group, rows, head_dim_v] and LSE [group, rows] of one key head of one sequence."""
+    first = operands.spans()[sequence][0]
+    query = _scaled(operands.query[entry, group, first + positions], operands.query_scale, sequence, head, dtype)
+    key = _scaled(operands.key[entry, head, keys], operands.key_scale, sequence, head, dtype)
+    value = _scaled(operands.value[entry, head, keys], operands.value_scale, sequence, head, dtype)
+    query = query * operands.scale
+    if cut:
+        query, key, value = (cut_to_tf32(tensor) for tensor in (query, key, value))
+    scores = _modified(problem, operands, query @ key.transpose(0, 1), sequence, group, positions)
+    seen = visible(problem, operands, positions, sequence)
+    seen = seen[group] if seen.shape[0] > 1 else seen
+    bias = operands.bias
+    if bias is not None:
+        bias = bias[entry, group][:, positions if bias.shape[2] > 1 else slice(None)]
+        if problem.modifiers.bias is Bias.ADDITIVE:
+            scores = scores + bias.to(dtype)
+        else:
+            seen = seen & bias
+    scores = scores.masked_fill(~seen, -math.inf)
+    seen = scores != -math.inf  # a score_mod and a bias may hide too
+    all_scores = scores
+    if operands.sinks is not None:
+        sink = operands.sinks[group].to(dtype)[:, None, None].expand(*scores.shape[:2], 1)
+        all_scores = torch.cat((scores, sink), dim=2)
+    lse = torch.logsumexp(all_scores, dim=-1)
+    blind = (lse == -math.inf)[..., None]
+    if float8:
+        weights, lost = torch.exp(scores - scores.amax(2, keepdim=True).clamp(min=-1e30)), scores.amax(2, keepdim=True)
+        weights = (weights * FLOAT8_BOOST).to(torch.float8_e4m3fn).to(dtype) / FLOAT8_BOOST
+        weights = weights * torch.exp(lost - lse[..., None])
+    else:
+        weights = torch.softmax(all_scores, dim=-1)[..., : scores.shape[2]]
+    weights = weights.masked_fill(blind | ~seen, 0.0)
+    if problem.modifiers.dropout:
+        weights = weights * _kept(problem, operands, sequence, group, positions, scores.shape[2]) / (1 - operands.dropout)
+    # A key that a row does not see has no part in it, whatever stands in its value: 0 * NaN would be one.
+    wild = ~torch.isfinite(value)
+    output = weights.to(dtype) @ value.masked_fill(wild, 0.0)
+    if bool(wild.any()):
+        picked = torch.einsum("hmn,nd->hmd", seen.expand_as(weights).to(dtype), wild.to(dtype)) > 0
+        output = torch.where(picked, _wild_sum(seen.expand_as(weights), value, dtype), output)
+    return output, lse
+
+
+def _wild_sum(seen: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """inf, -inf or NaN: what the values that are no finite numbers add up to, for each row that sees any."""
+    up, down = ((value == math.inf) | value.isnan()).to(dtype), ((value == -math.inf) | value.isnan()).to(dtype)
+    ups, downs = (torch.einsum("hmn,nd->hmd", seen.to(dtype), part) > 0 for part in (up, down))
+    zero = torch.zeros((), dtype=dtype, device=value.device)
+    return torch.where(ups, math.inf, zero) + torch.where(downs, -math.inf, zero)
+
+
+def _scaled(tensor: Tensor, scales: Tensor | None, sequence: int, head: int, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if scales is None else tensor.to(dtype) * scales[sequence, head].to(dtype)
+
+
+def _modified(
+    problem: Problem, operands: Operands, scores: Tensor, sequence: int, group: slice, positions: Tensor
+) -> Tensor:
+    """Scaled scores [group, rows, keys] after score_mod, softcap and ALiBi."""
+    modifiers = problem.modifiers
+    keys = torch.arange(scores.shape[2], device=scores.device)
+    if modifiers.score_mod:
+        names = _names(operands.score_captures, sequence, group, positions, keys) | {"score": scores}
+        answer = expression.parse(modifiers.score_mod, SCORE_NAMES).evaluate(names, FUNCTIONS)
+        scores = _tensor(answer, scores).to(scores.dtype).expand_as(scores)
+    if modifiers.softcap:
+        scores = operands.softcap * torch.tanh(scores / operands.softcap)
+    if modifiers.alibi and operands.slopes is not None:
+        seq_q, seq_kv = operands.spans()[sequence][1::2]
+        distance = (positions[:, None] + (seq_kv - seq_q) - keys[None, :]).abs()
+        scores = scores - operands.slopes[sequence, group].to(scores.dtype)[:, None, None] * distance
+    return scores
+
+
+def _names(
+    captures: tuple[Tensor, ...], sequence: int, group: slice, positions: Tensor, keys: Tensor
+) -> dict[str, Tensor]:
+    """What an expression may ask, broadcast against [group, rows, keys]."""
+    device = positions.device
+    return {
+        "b": torch.full((1, 1, 1), sequence, device=device),
+        "h": torch.arange(group.start, group.stop, device=device)[:, None, None],
+        "q_idx": positions[None, :, None],
+        "kv_idx": keys[None, None, :],
+        **{f"captured{place}": tensor for place, tensor in enumerate(captures)},
+    }
+
+
+def _in_table(
+    problem: Problem, operands: Operands, table: BlockTable, positions: Tensor, keys: Tensor, sequence: int
+) -> Tensor:
+    """[1 or heads_q, rows, keys] booleans: pairs in a listed block, and kept by the mask's expression if it is partial."""
+    heads = slice(0, problem.heads_q)
+    pairs = []
+    for counts, blocks in (
+        (table.full_counts, table.full_blocks),
+        (table.partial_counts, table.partial_blocks),
+    ):
+        entry = min(sequence, counts.shape[0] - 1)
+        counts, blocks = counts[entry].long(), blocks[entry].long()
+        listed = torch.arange(blocks.shape[2], device=keys.device) < counts[..., None]
+        columns = -(-len(keys) // table.block_kv)
+        grid = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=keys.device)
+        grid.scatter_(2, torch.where(listed, blocks, columns), True)
+        pairs.append(grid[:, positions // table.block_q][:, :, keys // table.block_kv])
+    full, partial = pairs
+    if problem.mask.mod:
+        names = _names(operands.mask_captures, sequence, heads, positions, keys)
+        answer = expression.parse(problem.mask.mod, MASK_NAMES).evaluate(names, FUNCTIONS)
+        partial = partial & _tensor(answer, partial).bool()
+    return full | partial
+
+
+def _kept(
+    problem: Problem, operands: Operands, sequence: int, group: slice, positions: Tensor, seq_kv: int
+) -> Tensor:
+    """[group, rows, keys] booleans: the weights that dropout leaves."""
+    names = _names((), sequence, group, positions, torch.arange(seq_kv, device=positions.device))
+    row = names["h"] + sequence * problem.heads_q
+    return philox(operands.seed, names["kv_idx"], names["q_idx"], row) >= drop_below(operands.dropout)
+
+
+def drop_below(dropout: float) -> int:
+    """Random words below this are dropped."""
+    return min(int(dropout * 2**32), 2**32 - 1)
+
+
+def _tensor(answer: Any, like: Tensor) -> Tensor:
+    return answer if isinstance(answer, Tensor) else torch.tensor(answer, device=like.device)
+
+
+def _tensors(left: Any, right: Any) -> tuple[Tensor, Tensor]:
+    like = left if isinstance(left, Tensor) else right
+    return _tensor(left, like).to(like.dtype), _tensor(right, like).to(like.dtype)

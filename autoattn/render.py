@@ -6,11 +6,14 @@ from functools import lru_cache
 
 import jinja2
 
-from autoattn import resources
-from autoattn.problem import Alignment, DType, Layout, Problem
+from autoattn import expression, resources
+from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
+from autoattn.mask import Alignment, MaskKind
+from autoattn.problem import Bias, DType, Layout, Problem, padded, pieces
 from autoattn.variant import Source, Traits, Variant, digest_of
 
-ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}  # Triton's names
+# Triton's names
+ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
 
 
 def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> Source:
@@ -20,18 +23,20 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
     """
     traits = traits if traits is not None else natural_traits(problem)
     template = _environment().get_template(f"{variant.template}.py.j2")
-    text = template.render(_facts(problem, traits), problem=_kind(problem), variant=variant, **variant.as_dict())
+    text = template.render(_facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict())
     return Source(name=problem.op.value, text=text, variant=variant, traits=traits)
 
 
 def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     """The traits of contiguous tensors: a row of `head_dim` elements decides what divides the strides."""
     alignment = 16 // problem.dtype.bytes  # elements in the widest load of one thread, 16 bytes
-    while problem.head_dim % alignment:
+    while problem.head_dim % alignment or problem.head_dim_v % alignment:
         alignment //= 2
-    heads = problem.heads_q if problem.layout is Layout.BSHD else 1  # a step in the sequence passes all of them
-    reach = max(problem.seq_q, problem.seq_kv) * heads * problem.head_dim
-    return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse)
+    # A step in the sequence passes all heads, unless a head's rows lie together.
+    heads = 1 if problem.layout is Layout.BHSD else problem.heads_q
+    reach = max(problem.seq_q, problem.seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
+    bias = {Bias.NONE: "", Bias.ADDITIVE: ELEMENT[problem.dtype.output]}.get(problem.modifiers.bias, "u8")
+    return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias)
 
 
 def template_digest(template: str) -> str:
@@ -39,24 +44,48 @@ def template_digest(template: str) -> str:
     return digest_of(resources.template_path(template).read_text(encoding="utf-8"))
 
 
-def _facts(problem: Problem, traits: Traits) -> dict[str, object]:
+def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, object]:
     """Everything that a template may ask of a problem; numbers of the launch are left out on purpose."""
-    bottom_right = problem.mask.alignment is Alignment.BOTTOM_RIGHT
-    visible = "o_n[None, :] < end_n"
-    if problem.mask.causal:
-        visible = "o_n[None, :] <= o_m[:, None] + shift"  # ends at seq_kv by itself when aligned bottom-right
-        visible = visible if bottom_right else f"({visible}) & (o_n[None, :] < seq_kv)"
+    mask, modifiers = problem.mask, problem.modifiers
+    last = mask.bounded_right
+    score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
+    hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
+    hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
+    split = bool(variant["HEAD_SPLIT"])
     return {
         "dtype": problem.dtype.value,
         "element": ELEMENT[problem.dtype],
         "element_bytes": problem.dtype.bytes,
+        "output_element": ELEMENT[problem.dtype.output],
+        "float8": problem.dtype is DType.FLOAT8,
         "precision": problem.precision.value,
         "head_dim": problem.head_dim,
-        "head_dim_padded": problem.head_dim_padded,
-        "padded": problem.head_dim != problem.head_dim_padded,
-        "causal": problem.mask.causal,
-        "bottom_right": bottom_right,
-        "visible": visible,
+        "head_dim_v": problem.head_dim_v,
+        "parts_qk": _parts(problem.head_dim, split),
+        "parts_v": _parts(problem.head_dim_v, split),
+        "packed": problem.packed,
+        "left": mask.bounded_left,
+        "right": bool(mask.right),
+        "last": last,
+        "bottom_right": mask.alignment is Alignment.BOTTOM_RIGHT,
+        "sparse": mask.sparse,
+        "block_q": mask.block_q,
+        "block_kv": mask.block_kv,
+        "visible": _visible(problem),
+        "needs_mask": _needs_mask(problem),
+        # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
+        "redo": hides or variant["softmax"] == "first_max",
+        "on_scores": modifiers.on_scores,
+        "softcap": modifiers.softcap,
+        "alibi": modifiers.alibi,
+        "bias": modifiers.bias.value,
+        "bias_element": traits.bias,
+        "sinks": modifiers.sinks,
+        "dropout": modifiers.dropout,
+        "score_lines": score.triton() if score else [],
+        "mask_lines": keep.triton() if keep else [],
+        "score_captures": _captures(score),
+        "mask_captures": _captures(keep),
         "alignment": traits.alignment,
         "strided": traits.alignment == 1,
         "offset": "i64" if traits.wide else "i32",
@@ -64,11 +93,64 @@ def _facts(problem: Problem, traits: Traits) -> dict[str, object]:
     }
 
 
+def _visible(problem: Problem) -> str:
+    """Triton for: which pairs of a block the mask's shape keeps."""
+    mask = problem.mask
+    tests = []
+    if mask.bounded_right:
+        tests.append("o_n[None, :] <= o_m[:, None] + last")
+    if mask.bounded_left:
+        tests.append("o_n[None, :] >= o_m[:, None] + first")
+    # Aligned bottom-right, a causal mask ends at seq_kv by itself.
+    if not (mask.causal and mask.alignment is Alignment.BOTTOM_RIGHT) and mask.right != 0:
+        tests.append("o_n[None, :] < seq_kv")
+    return tests[0] if len(tests) == 1 else " & ".join(f"({test})" for test in tests)
+
+
+def _needs_mask(problem: Problem) -> str:
+    """Triton for: whether a block holds a pair that the mask's shape may hide."""
+    mask = problem.mask
+    end = "start_n + BLOCK_N > " + ("tl.minimum(seq_kv, tl.min(o_m) + last + 1)" if mask.bounded_right else "seq_kv")
+    return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
+
+
+def _parts(head_dim: int, split: bool) -> list[dict[str, object]]:
+    """The tiles that hold a head dim: one, or two powers of two that waste less."""
+    widths = pieces(head_dim) if split else (padded(head_dim),)
+    suffixes = ("",) if len(widths) == 1 else ("_low", "_high")
+    begins = (0, widths[0])
+    return [
+        {"suffix": suffix, "begin": begin, "width": width, "masked": begin + width > head_dim}
+        for suffix, begin, width in zip(suffixes, begins, widths, strict=False)
+    ]
+
+
+def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
+    return expression.parse(text, names) if text else None
+
+
+def _captures(found: Expression | None) -> list[tuple[str, str, int]]:
+    """(name, element type, axes) of the tensors that an expression reads."""
+    captures = found.captures if found else ()
+    return [(one.name, expression.CAPTURE_TYPES[one.dtype], one.axes) for one in captures]
+
+
 def _kind(problem: Problem) -> str:
     """What the kernel is compiled for, in words."""
+    mask = problem.mask
+    if mask.causal:
+        shape = f"causal ({mask.alignment.value})"
+    elif mask.kind is MaskKind.WINDOW:
+        shape = "window bounded on the " + " and the ".join(
+            side for side, bounded in (("left", mask.bounded_left), ("right", mask.bounded_right)) if bounded
+        )
+    else:
+        shape = f"a table of blocks of {mask.block_q} by {mask.block_kv}" if mask.sparse else "no mask"
     precision = f" ({problem.precision.value} products)" if problem.dtype is DType.FLOAT32 else ""
-    mask = f"causal ({problem.mask.alignment.value})" if problem.mask.causal else "no mask"
-    return f"{problem.dtype.value}{precision}, head dim {problem.head_dim}, {mask}"
+    dims = f"head dim {problem.head_dim}"
+    dims += f", values {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
+    words = [f"{problem.dtype.value}{precision}", dims, shape, *(["packed"] if problem.packed else [])]
+    return ", ".join([*words, *problem.modifiers.names])
 
 
 @lru_cache(maxsize=1)

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoattn.problem import Mask, Problem
+from autoattn import reference
+from autoattn.mask import Mask
+from autoattn.operands import Operands
+from autoattn.problem import Bias, DType, Precision, Problem
 
 SDPA = "sdpa"  # as PyTorch itself chooses a backend: what the user had
+EAGER = "eager"  # plain PyTorch, one head at a time: for what no fused attention of PyTorch's knows
+VARLEN = "varlen-flash"  # torch.nn.attention.varlen: FlashAttention-2 on packed sequences
 BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -20,44 +25,101 @@ BACKENDS = {
 }
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, scale: float, backend: str = SDPA) -> Tensor:
-    """F.scaled_dot_product_attention with the mask's own alignment.
+MASK_ELEMENTS = 2**30  # of a mask that is written out for PyTorch: 1 GiB of booleans
 
-    query is [batch, heads_q, seq_q, head_dim], key and value [batch, heads_kv, seq_kv, head_dim]. A query that sees no
-    key gives 0, as everywhere in autoattn; PyTorch's backends disagree on it.
+
+def why_not_sdpa(problem: Problem) -> str | None:
+    """Why F.scaled_dot_product_attention cannot compute a problem; None when it can."""
+    modifiers = problem.modifiers
+    if problem.packed:
+        return "it takes no packed sequences"
+    for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
+        if getattr(modifiers, name):
+            return f"it has no {name}" if name != "dropout" else "its dropout draws other numbers"
+    if problem.dtype is DType.FLOAT8 or problem.precision is Precision.TF32X3:
+        return f"it has no {problem.precision.value if problem.dtype is DType.FLOAT32 else problem.dtype.value}"
+    if _written_out(problem) and problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv > MASK_ELEMENTS:
+        return "the mask would have to be written out, and is too large for that"
+    return None
+
+
+def sdpa(problem: Problem, operands: Operands, *, backend: str = SDPA) -> Tensor:
+    """F.scaled_dot_product_attention with the problem's own mask: [batch, heads_q, seq_q, head_dim_v].
+
+    A query that sees no key gives 0, as everywhere in autoattn; PyTorch's backends disagree on it.
 
     Raises:
         RuntimeError: the named backend does not take these inputs.
     """
     if backend != SDPA:
         with sdpa_kernel(BACKENDS[backend]):
-            return _sdpa(query, key, value, mask, scale)
-    return _sdpa(query, key, value, mask, scale)
+            return _sdpa(problem, operands)
+    return _sdpa(problem, operands)
 
 
-def calls(problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float) -> dict[str, Callable[[], Tensor]]:
-    """The rivals that take these inputs, ready to be timed: each was run once."""
+def eager(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Output and LSE by the reference's formulas, in float32 or, for float64 inputs, in float64."""
+    dtype = torch.float64 if operands.query.dtype is torch.float64 else torch.float32
+    output, lse = reference.attention(problem, operands, dtype=dtype)
+    return output.to(reference.TORCH_DTYPE[problem.dtype.output]), lse.float()
+
+
+def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor]]:
+    """The rivals that take these operands, ready to be timed: each was run once."""
+    candidates: dict[str, Callable[[], Tensor]] = {}
+    if problem.packed:
+        candidates[VARLEN] = lambda: _varlen(problem, operands)
+    elif why_not_sdpa(problem) is None:
+        mask = _dense_mask(problem, operands)
+        for name in (SDPA, *BACKENDS):
+            candidates[name] = partial(_with_mask, problem, operands, mask, name)
     found: dict[str, Callable[[], Tensor]] = {}
-    for name in (SDPA, *BACKENDS):
-
-        def call(backend: str = name) -> Tensor:
-            return sdpa(query, key, value, mask=problem.mask, scale=scale, backend=backend)
-
+    for name, call in candidates.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch warns why a backend does not take the inputs
                 call()
-            if query.is_cuda:
-                torch.cuda.synchronize(query.device)
-        except RuntimeError:  # no kernel of this backend for these inputs, or out of memory
-            if query.is_cuda:
+            if operands.query.is_cuda:
+                torch.cuda.synchronize(operands.query.device)
+        except (RuntimeError, ImportError, TypeError):  # no kernel of this backend for these inputs, or out of memory
+            if operands.query.is_cuda:
                 torch.cuda.empty_cache()
             continue
         found[name] = call
     return found
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> Tensor:
+def _with_mask(problem: Problem, operands: Operands, mask: Tensor | None, backend: str) -> Tensor:
+    if backend != SDPA:
+        with sdpa_kernel(BACKENDS[backend]):
+            return _sdpa(problem, operands, mask)
+    return _sdpa(problem, operands, mask)
+
+
+def _written_out(problem: Problem) -> bool:
+    """Whether PyTorch needs the mask as a tensor of all pairs."""
+    mask = problem.mask
+    banded = mask.bounded_left or mask.right is not None
+    return banded or mask.sparse or (mask.causal and problem.modifiers.bias is not Bias.NONE)
+
+
+def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
+    """What PyTorch takes as attn_mask: None, booleans or numbers to add, that broadcast to all pairs."""
+    bias = operands.bias
+    if not _written_out(problem):
+        return bias
+    rows = torch.arange(problem.seq_q, device=operands.query.device)
+    seen = torch.stack([
+        reference.visible(problem, operands, rows, sequence)
+        for sequence in range(problem.batch if problem.mask.sparse else 1)
+    ])  # fmt: skip
+    if bias is None:
+        return seen
+    return seen & bias if bias.dtype is torch.bool else torch.where(seen, bias, -torch.inf)
+
+
+def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None = None) -> Tensor:
+    query, key, value, scale = operands.query, operands.key, operands.value, operands.scale
     attend = torch.nn.functional.scaled_dot_product_attention
     if query.shape[1] != key.shape[1]:  # decided here: traced with symbolic sizes, the comparison itself is no bool
         attend = partial(attend, enable_gqa=True)
@@ -66,6 +128,19 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -
         query, scale = -query, -scale
     if scale < torch.finfo(torch.float32).tiny:
         query, scale = query * 0.0, 1.0
+    if mask is None and (_written_out(problem) or operands.bias is not None):
+        mask = _dense_mask(problem, operands)
+    if mask is not None:
+        seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+        output = attend(query, key, value, attn_mask=mask.to(query.dtype) if mask.is_floating_point() else mask, scale=scale)
+        return output.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    return _plain(problem.mask, attend, query, key, value, scale)
+
+
+def _plain(
+    mask: Mask, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """Full and causal masks, which need no tensor."""
     seq_q, seq_kv = query.shape[2], key.shape[2]
     if not mask.causal:
         return attend(query, key, value, scale=scale)
@@ -75,7 +150,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -
     if blind == 0:
         return attend(query, key, value, attn_mask=_lower_right(query, seq_kv), scale=scale)
     seen = attend(query[:, :, blind:], key, value, is_causal=True, scale=scale)
-    return torch.cat((torch.zeros_like(query[:, :, :blind]), seen), dim=2)
+    return torch.cat((seen.new_zeros(*seen.shape[:2], blind, seen.shape[3]), seen), dim=2)
 
 
 def _lower_right(query: Tensor, seq_kv: int) -> Tensor:
@@ -88,3 +163,22 @@ def _lower_right(query: Tensor, seq_kv: int) -> Tensor:
 
     bias: Tensor = causal_lower_right(seq_q, seq_kv)
     return bias
+
+
+def _varlen(problem: Problem, operands: Operands) -> Tensor:
+    """FlashAttention-2 on packed sequences, where PyTorch has it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    mask, modifiers = problem.mask, problem.modifiers
+    if modifiers.names or problem.group_size > 1 or problem.dtype not in (DType.FLOAT16, DType.BFLOAT16):
+        raise RuntimeError("varlen_attn takes plain attention in 16 bits")
+    if mask.bounded_left or (mask.bounded_right and not mask.causal):
+        raise RuntimeError("varlen_attn takes no windows")
+    tokens = [tensor[0].transpose(0, 1) for tensor in (operands.query, operands.key, operands.value)]
+    lengths = (operands.cu_seqlens_q, operands.cu_seqlens_kv, problem.seq_q, problem.seq_kv)
+    window = {"window_size": (-1, 0)} if mask.causal else {}
+    try:
+        output = varlen_attn(*tokens, *lengths, scale=operands.scale, **window)
+    except TypeError:  # torch 2.11 has neither scale nor windows
+        output = varlen_attn(*tokens, *lengths, is_causal=mask.causal)
+    return output.transpose(0, 1)[None]

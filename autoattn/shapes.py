@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autoattn.errors import ProblemError, ShapesError
-from autoattn.problem import MAX_SIZE, DType, Layout, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import MAX_SIZE, DType, Layout, Precision, Problem
 from autoattn.resources import read_yaml
 
 VERSION = 1

@@ -17,48 +17,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
 
-from autoattn import reference
+from autoattn import inputs, reference
 from autoattn.compile import Kernel
+from autoattn.inputs import STEEP_RISE, Scores
+from autoattn.mask import MaskKind
+from autoattn.operands import Operands
 from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Problem
+from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.trial import Verdict
 
 ERROR_RATIO = 2.0  # times PyTorch's own error in the low precision
-FLOAT32_ULPS = 8  # of the largest value
+FLOAT32_ULPS = {Precision.IEEE: 8, Precision.TF32: 8, Precision.TF32X3: 64}  # of the largest value
+LSE_ERROR = 2e-3  # and as much times the largest LSE; scores of 16-bit inputs are exact to float32
 GUARD_ROWS = 3  # NaN rows behind each sequence; odd, so that strides are no multiple of the tile either
 # (seq_q, seq_kv): one row, one key, tile multiples, one more or less, primes, more queries than keys.
 LENGTHS = ((1, 1), (1, 147), (113, 203), (128, 128), (256, 129), (203, 113), (64, 1), (257, 256), (384, 640))
 LOUD_LENGTHS, STEEP_LENGTHS = (113, 203), (257, 256)
 TINY_LENGTHS = ((17, 34), (34, 17), (16, 32))  # for the interpreter, where a tile takes tens of milliseconds
+WINDOWS = ((40, 9), (0, 0), (7, 64), (130, 3), (64, 0))  # (left, right), as far as the mask has a bound there
+# Beside the case's own lengths, a packed case holds sequences of these: empty ones, and ones with keys or queries alone.
+BESIDE = ((0, 0), (3, 0), (1, 5), (0, 9), (33, 18))
+TAIL = 5  # tokens behind the last packed sequence
 GROUPS = (1, 2)  # query heads that share a key head; a kernel's text serves all group sizes and both layouts
-LOUD = 6.0  # a factor on queries
-STEEP_QUERY = 16.0  # one element of each query
-STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
-
-
-class Scores(str, Enum):
-    """How a case's scores are spread."""
-
-    PLAIN = "plain"  # random normal queries and keys
-    LOUD = "loud"  # row maxima move by more than 2**8 from block to block
-    STEEP = "steep"  # they rise so far that weights around the first block's maximum overflow, even in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One problem with inputs, the reference's answer and what error is honest."""
+    """One problem with operands, the reference's answer and what error is honest."""
 
     name: str
     problem: Problem
-    query: Tensor  # [batch, heads_q, seq_q, head_dim], inside a tensor of NaN
-    key: Tensor
-    value: Tensor
-    expected: Tensor  # [batch, heads_q, rows, head_dim] in float64
+    operands: Operands  # inside tensors of NaN
+    expected: Tensor  # [batch, heads_q, rows, head_dim_v] in float64
+    expected_lse: Tensor  # [batch, heads_q, rows] in float64
     rows: Tensor  # [rows] the query positions that are compared
     allowed: float  # largest absolute error
     guard: int  # rows of NaN behind each sequence
@@ -67,7 +62,7 @@ class Case:
 class Gate:
     """Cases for one kind of problem, made once and put to every kernel for it.
 
-    Group size and layout change from case to case, because they never reach a kernel's text.
+    Group size, layout and the widths of windows change from case to case, because they never reach a kernel's text.
     """
 
     def __init__(self, problem: Problem, device: torch.device, *, tiny: bool = False, seed: int = 0) -> None:
@@ -79,9 +74,11 @@ class Gate:
             (lengths[0] if tiny else LOUD_LENGTHS, Scores.LOUD),
             (lengths[0] if tiny else STEEP_LENGTHS, Scores.STEEP),
         ]
+        if problem.dtype is DType.FLOAT8:  # 8 bits cannot hold what loud and steep scores are made of
+            facts = facts[: len(lengths)]
         self.cases = [
-            make_case(small(problem, seq_q, seq_kv, number), device, generator, scores=scores)
-            for number, ((seq_q, seq_kv), scores) in enumerate(facts)
+            make_small_case(problem, *pair, number, device, generator, scores=scores)
+            for number, (pair, scores) in enumerate(facts)
         ]
 
     def judge(self, kernel: Kernel) -> Verdict:
@@ -92,8 +89,34 @@ class Gate:
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
     """The same kind of problem, small: two sequences and two key heads, so that every stride counts."""
     group = GROUPS[number % len(GROUPS)]
-    layout = tuple(Layout)[number // len(GROUPS) % len(Layout)]
-    return replace(problem, batch=2, heads_q=2 * group, heads_kv=2, seq_q=seq_q, seq_kv=seq_kv, layout=layout)
+    layout = (Layout.BHSD, Layout.BSHD)[number // len(GROUPS) % 2]
+    mask = problem.mask
+    if mask.kind is MaskKind.WINDOW:
+        left, right = WINDOWS[number % len(WINDOWS)]
+        right = mask.right if mask.right is None else min(mask.right, 1) * max(right, 1)  # 0 stays what it is
+        mask = replace(mask, left=left if mask.bounded_left else None, right=right)
+    sizes = {"heads_q": 2 * group, "heads_kv": 2, "seq_q": seq_q, "seq_kv": seq_kv, "mask": mask}
+    if not problem.packed:
+        return replace(problem, batch=2, layout=layout, **sizes)
+    sizes["seq_q"], sizes["seq_kv"] = (max(pair) for pair in zip((seq_q, seq_kv), *BESIDE, strict=True))
+    tokens = [sum(pair) + TAIL for pair in zip((seq_q, seq_kv), *BESIDE, strict=True)]
+    return replace(problem, batch=1 + len(BESIDE), tokens_q=tokens[0], tokens_kv=tokens[1], **sizes)
+
+
+def make_small_case(
+    problem: Problem,
+    seq_q: int,
+    seq_kv: int,
+    number: int,
+    device: torch.device,
+    generator: torch.Generator,
+    *,
+    scores: Scores = Scores.PLAIN,
+) -> Case:
+    """A case of the same kind as `problem`, small; `number` picks among group sizes, layouts and windows."""
+    lengths = (*BESIDE[:2], (seq_q, seq_kv), *BESIDE[2:]) if problem.packed else None
+    one = small(problem, seq_q, seq_kv, number)
+    return make_case(one, device, generator, scores=scores, guard=GUARD_ROWS, lengths=lengths)
 
 
 def make_case(
@@ -104,59 +127,45 @@ def make_case(
     scores: Scores = Scores.PLAIN,
     rows: int | None = None,
     guard: int = GUARD_ROWS,
+    lengths: Sequence[tuple[int, int]] | None = None,
 ) -> Case:
-    """Random normal inputs for `problem`, and the reference's answer for all or for `rows` random query rows."""
-    query = guarded(problem, problem.heads_q, problem.seq_q, guard, device, generator)
-    key = guarded(problem, problem.heads_kv, problem.seq_kv, guard, device, generator)
-    value = guarded(problem, problem.heads_kv, problem.seq_kv, guard, device, generator)
-    if scores is Scores.LOUD:
-        query *= LOUD
-    elif scores is Scores.STEEP:
-        query[..., -1] = STEEP_QUERY
-        last = STEEP_RISE / STEEP_QUERY * problem.head_dim**0.5
-        key[..., -1] = torch.linspace(0.0, last, problem.seq_kv, device=device)
-    if rows is None or rows >= problem.seq_q:
-        positions = torch.arange(problem.seq_q)
+    """Random operands for `problem`, and the reference's answer for all or for `rows` random query rows."""
+    operands = inputs.make(problem, device, generator, scores=scores, guard=guard, lengths=lengths)
+    return case_of(problem, operands, generator, scores=scores, rows=rows, guard=guard)
+
+
+def case_of(
+    problem: Problem,
+    operands: Operands,
+    generator: torch.Generator,
+    *,
+    scores: Scores = Scores.PLAIN,
+    rows: int | None = None,
+    guard: int = 0,
+) -> Case:
+    """A case of operands that are there."""
+    length = operands.query.shape[2]
+    if rows is None or rows >= length:
+        positions = torch.arange(length)
     else:  # the first and the last row are where masks go wrong
-        some = torch.randint(problem.seq_q, (rows - 2,), generator=generator)
-        positions = torch.cat((torch.tensor([0, problem.seq_q - 1]), some))
-    positions = positions.to(device)
-    expected, allowed = _answer(problem, query, key, value, positions)
+        some = torch.randint(length, (rows - 2,), generator=generator)
+        positions = torch.cat((torch.tensor([0, length - 1]), some)).unique()
+    positions = positions.to(operands.query.device)
+    expected, expected_lse = reference.attention(problem, operands, rows=positions)
+    allowed = _allowed(problem, operands, expected, positions)
     if scores is Scores.STEEP:  # a float32 score rounds at its own size, here and in PyTorch in another order
-        allowed += STEEP_RISE * torch.finfo(torch.float32).eps * float(value.abs().max())
+        allowed += STEEP_RISE * torch.finfo(torch.float32).eps * float(operands.value.abs().max())
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,
         problem=problem,
-        query=query,
-        key=key,
-        value=value,
+        operands=operands,
         expected=expected,
+        expected_lse=expected_lse,
         rows=positions,
         allowed=allowed,
         guard=guard,
     )
-
-
-def guarded(
-    problem: Problem, heads: int, seq: int, guard: int, device: torch.device, generator: torch.Generator | None
-) -> Tensor:
-    """A [batch, heads, seq, head_dim] view in the problem's layout, with `guard` rows of NaN behind every sequence.
-
-    Filled with random normal numbers, or left NaN when there is no generator.
-    """
-    dtype = reference.TORCH_DTYPE[problem.dtype]
-    rows = seq + guard
-    if problem.layout is Layout.BHSD:
-        room = torch.full((problem.batch, heads, rows, problem.head_dim), math.nan, dtype=dtype, device=device)
-    else:
-        room = torch.full((problem.batch, rows, heads, problem.head_dim), math.nan, dtype=dtype, device=device)
-        room = room.transpose(1, 2)
-    view = room[:, :, :seq]
-    if generator is not None:
-        seed = int(torch.randint(2**31, (1,), generator=generator))
-        view.normal_(generator=torch.Generator(device=device).manual_seed(seed))
-    return view
 
 
 def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
@@ -176,9 +185,9 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
 
 def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
     """Largest and root mean square error of one case, and what is wrong with it in words."""
-    first, second = (run(kernel, case) for _ in range(2))
+    (first, lse), (second, second_lse) = (run(kernel, case) for _ in range(2))
     room = first._base if first._base is not None else first
-    if not torch.equal(first, second) and not first.isnan().any():
+    if not _same(first, second) or (lse is not None and second_lse is not None and not _same(lse, second_lse)):
         return math.inf, math.inf, "two runs on the same inputs differ"
     missing = int(first.isnan().sum())
     if missing:
@@ -187,46 +196,55 @@ def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
         return math.inf, math.inf, "it wrote outside the output"
     max_error, rms_error = errors(first, case)
     reason = "" if max_error <= case.allowed else f"error {max_error:.3g} where {case.allowed:.3g} is allowed"
+    if lse is not None and not reason:
+        reason = _wrong_lse(lse[:, :, case.rows].double(), case)
     return max_error, rms_error, reason
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0)) and torch.equal(one.isnan(), other.isnan())
+
+
+def _wrong_lse(lse: Tensor, case: Case) -> str:
+    """What is wrong with the log-sum-exp, in words."""
+    blind = case.expected_lse == -math.inf
+    if not torch.equal(lse == -math.inf, blind):
+        return "its LSE is not -inf just where a row sees no key"
+    error = (lse - case.expected_lse).masked_fill(blind, 0.0).abs().nan_to_num(nan=math.inf)
+    loose = 4.0 if case.problem.precision is Precision.TF32 else 1.0  # products of 10 bits
+    allowed = loose * LSE_ERROR * max(1.0, float(case.expected_lse.masked_fill(blind, 0.0).abs().max()))
+    return "" if float(error.max()) <= allowed else f"LSE error {float(error.max()):.3g} where {allowed:.3g} is allowed"
+
+
 def errors(output: Tensor, case: Case) -> tuple[float, float]:
-    """Largest and root mean square error of an output [batch, heads_q, seq_q, head_dim] at the compared rows."""
+    """Largest and root mean square error of an output [batch, heads_q, seq_q, head_dim_v] at the compared rows."""
     error = (output[:, :, case.rows].double() - case.expected).abs()
     return float(error.max()), float(error.square().mean().sqrt())
 
 
-def run(kernel: Kernel, case: Case) -> Tensor:
-    """The kernel's output for a case, [batch, heads_q, seq_q, head_dim] inside NaN."""
-    output = guarded(case.problem, case.problem.heads_q, case.problem.seq_q, case.guard, case.query.device, None)
+def run(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor | None]:
+    """The kernel's output [batch, heads_q, seq_q, head_dim_v], inside NaN, and LSE where the kernel gives one."""
+    problem, operands = case.problem, case.operands
+    output = empty_output(problem, case.guard, operands.query.device)
     lse = None
     if kernel.source.traits.lse:
-        lse = case.query.new_full(output.shape[:3], math.nan, dtype=torch.float32)
-    forward.launch(kernel, case.query, case.key, case.value, output, lse, case.problem.head_dim**-0.5)
-    return output
+        lse = torch.full(output.shape[:3], math.nan, dtype=torch.float32, device=output.device)
+    forward.launch(kernel, problem, operands, output, lse)
+    return output, lse
 
 
-def _answer(problem: Problem, query: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, float]:
-    """The reference's output at `rows`, head by head to bound its memory, and the largest honest error."""
-    scale = problem.head_dim**-0.5
-    expected = query.new_empty((problem.batch, problem.heads_q, len(rows), problem.head_dim), dtype=torch.float64)
-    honest = 0.0
-    for batch in range(problem.batch):
-        for head in range(problem.heads_kv):
-            group = slice(head * problem.group_size, (head + 1) * problem.group_size)
-            part = (
-                query[batch : batch + 1, group],
-                key[batch : batch + 1, head : head + 1],
-                value[batch : batch + 1, head : head + 1],
-            )
-            exact, _ = reference.attention(*part, mask=problem.mask, scale=scale, rows=rows)
-            rough = reference.low_precision(
-                *part, mask=problem.mask, scale=scale, precision=problem.precision, rows=rows
-            )
-            expected[batch : batch + 1, group] = exact
-            honest = max(honest, float((rough.double() - exact).abs().max()))
-    coarse = expected.to(query.dtype)
+def empty_output(problem: Problem, guard: int, device: torch.device) -> Tensor:
+    """A [batch, heads_q, seq_q, head_dim_v] view full of NaN, with `guard` more rows of it behind each sequence."""
+    sizes = (problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim_v)
+    return inputs.tensor(problem, *sizes, guard, device, None, dtype=problem.dtype.output)
+
+
+def _allowed(problem: Problem, operands: Operands, expected: Tensor, rows: Tensor) -> float:
+    """The largest honest error of an output."""
+    rough = reference.low_precision(problem, operands, rows=rows)
+    honest = float((rough.double() - expected).abs().max())
+    coarse = expected.to(reference.TORCH_DTYPE[problem.dtype.output])
     absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
     if problem.dtype is DType.FLOAT32:
-        absolute += FLOAT32_ULPS * torch.finfo(torch.float32).eps * float(value.abs().max())
-    return expected, ERROR_RATIO * honest + absolute
+        absolute += FLOAT32_ULPS[problem.precision] * torch.finfo(torch.float32).eps * float(operands.value.abs().max())
+    return max(ERROR_RATIO * honest + absolute, torch.finfo(torch.float32).tiny)  # 0 when every key is hidden

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from autoattn import model, profiles
 from autoattn.model import BOUNDS, CONSTANTS, Constants
-from autoattn.problem import DType, Mask, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Problem
 from autoattn.trial import StaticReport
 from autoattn.variant import Value
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoattn import render
-from autoattn.problem import DType, Layout, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "triton/forward"
@@ -24,6 +25,7 @@ BASE: dict[str, Value] = {
     "HEAD_GROUP": 1,
     "row_order": "descending",
     "PERSISTENT": 0,
+    "HEAD_SPLIT": 0,
 }
 NUMBERS = (
     (DType.FLOAT16, Precision.IEEE),

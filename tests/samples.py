@@ -6,7 +6,8 @@ from typing import Any
 
 from autoattn import profiles, space
 from autoattn.entry import CacheEntry, Candidate, Rival, SearchRecord
-from autoattn.problem import DType, Mask, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Problem
 from autoattn.trial import Evidence, Measurement, Prediction, StaticReport, Verdict
 
 H200 = profiles.named("h200")

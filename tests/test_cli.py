@@ -25,7 +25,8 @@ from autoattn.cli.terminal import console, print_json
 from autoattn.device import Device
 from autoattn.errors import AutoattnError, CacheError
 from autoattn.plan import Progress, Summary
-from autoattn.problem import Mask, Op, Problem
+from autoattn.mask import Mask
+from autoattn.problem import Op, Problem
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("tune", "show", "explain", "render", "verify", "report", "devices")

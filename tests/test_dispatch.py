@@ -16,7 +16,8 @@ from autoattn.device import Device
 from autoattn.dispatch import Level
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
-from autoattn.problem import DType, Layout, Mask, Op, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Op, Precision, Problem
 
 H200, A30 = samples.H200, samples.A30
 TEMPLATE = "triton/forward"

@@ -18,7 +18,8 @@ from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, CompileError, ProblemError, TensorError
 from autoattn.ops import forward
-from autoattn.problem import Layout, Mask
+from autoattn.mask import Mask
+from autoattn.problem import Layout
 from autoattn.variant import Source, Traits
 
 MASKS = {False: "full", True: "causal", "bottom-right": "causal:bottom-right", "top-left": "causal:top-left"}

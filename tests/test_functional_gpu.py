@@ -19,7 +19,8 @@ import autoattn
 from autoattn import cache, functional, gpu, reference, render, rivals, validate
 from autoattn.dispatch import Level
 from autoattn.entry import Rival
-from autoattn.problem import DType, Layout, Mask, Op, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Op, Problem
 from autoattn.variant import Traits
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,8 @@ import torch
 from autoattn import gpu, jobs, plan, render, rivals, space, tune
 from autoattn.entry import KERNEL
 from autoattn.measure import Stopwatch
-from autoattn.problem import DType, Mask, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Problem
 from autoattn.trial import Evidence, Outcome
 from autoattn.variant import Source
 from autoattn.workers import Failure, Pool

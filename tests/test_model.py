@@ -9,7 +9,8 @@ import pytest
 
 from autoattn import model, profiles, waves
 from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
-from autoattn.problem import DType, Mask, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Problem
 from autoattn.trial import StaticReport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

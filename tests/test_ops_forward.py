@@ -13,7 +13,8 @@ from torch import Tensor
 
 from autoattn.errors import ProblemError, TensorError
 from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.variant import Traits
 
 HALF = torch.float16

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoattn.errors import ProblemError
-from autoattn.problem import Alignment, DType, Layout, Mask, MaskKind, Op, Precision, Problem
+from autoattn.mask import Alignment, Mask, MaskKind
+from autoattn.problem import DType, Layout, Op, Precision, Problem
 
 MASKS = [Mask(), *(Mask(kind=MaskKind.CAUSAL, alignment=alignment) for alignment in Alignment)]
 PLAIN = Problem(dtype=DType.BFLOAT16, batch=2, heads_q=8, heads_kv=2, seq_q=128, seq_kv=256, head_dim=64)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from autoattn import reference
-from autoattn.problem import Mask, Precision
+from autoattn.mask import Mask
+from autoattn.problem import Precision
 
 FULL, CAUSAL, TOP_LEFT = Mask(), Mask.parse("causal"), Mask.parse("causal:top-left")
 LENGTHS = [(1, 1), (1, 7), (5, 5), (3, 8), (8, 3)]

@@ -21,7 +21,8 @@ import pytest
 
 from autoattn import render, resources
 from autoattn.errors import UsageError
-from autoattn.problem import DType, Layout, Mask, Precision
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Precision
 from autoattn.variant import Source, Traits
 
 GOLDEN = Path(__file__).parent / "golden"

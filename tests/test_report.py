@@ -14,7 +14,8 @@ import samples
 from autoattn import cache, profiles, render, report
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
-from autoattn.problem import Mask, Op
+from autoattn.mask import Mask
+from autoattn.problem import Op
 from autoattn.report import contents, figures, files
 from autoattn.trial import Evidence
 

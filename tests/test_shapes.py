@@ -11,7 +11,8 @@ import yaml
 
 from autoattn import shapes
 from autoattn.errors import ShapesError
-from autoattn.problem import DType, Layout, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Precision, Problem
 
 ONE: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
 

@@ -17,7 +17,8 @@ from samples import A30, H200, problem
 from autoattn import profiles, resources, shapes, space
 from autoattn.device import Device
 from autoattn.errors import SpaceError, UsageError
-from autoattn.problem import DType, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Precision, Problem
 from autoattn.space import SearchSpace, facts_of
 from autoattn.variant import Variant
 

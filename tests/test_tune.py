@@ -16,7 +16,8 @@ from autoattn.device import Device
 from autoattn.entry import KERNEL, Rival
 from autoattn.errors import CacheError
 from autoattn.jobs import Finished
-from autoattn.problem import DType, Layout, Mask, Op, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Op, Problem
 from autoattn.study import Study
 from autoattn.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from autoattn import reference, validate
-from autoattn.problem import DType, Layout, Mask, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.trial import Verdict
 from autoattn.validate import Case, Gate
 from autoattn.variant import Traits

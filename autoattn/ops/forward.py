@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from autoattn.compile import Kernel
 from autoattn.errors import TensorError
-from autoattn.problem import DType, Layout, Mask, Precision, Problem
-from autoattn.reference import TORCH_DTYPE
+from autoattn.mask import Mask
+from autoattn.operands import BlockTable, Operands
+from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.reference import TORCH_DTYPE, drop_below
 from autoattn.variant import Traits
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
+# Triton's names of what a bias may hold; booleans lie in bytes.
+BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
 
 
@@ -46,7 +51,7 @@ def problem_of(
     )
 
 
-def traits_of(*tensors: Tensor, lse: bool = False) -> Traits:
+def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -> Traits:
     """What the memory of query, key, value and output, as [batch, heads, seq, head_dim] views, asks of the code."""
     element = tensors[0].element_size()
     alignment = 16 // element
@@ -63,39 +68,105 @@ def traits_of(*tensors: Tensor, lse: bool = False) -> Traits:
             alignment = math.gcd(alignment, step)
         if tensor.data_ptr() % element:
             raise TensorError(f"tensors must start at a multiple of their element size, {element} bytes; clone them")
-    return Traits(alignment=alignment, wide=wide, lse=lse)
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype] if bias is not None else "")
 
 
-def empty_output(query: Tensor, layout: Layout) -> Tensor:
-    """A new output, contiguous in `layout`, as a [batch, heads, seq, head_dim] view."""
-    batch, heads, seq, head_dim = query.shape
-    if layout is Layout.BSHD:
-        return query.new_empty(batch, seq, heads, head_dim).transpose(1, 2)
-    return query.new_empty(batch, heads, seq, head_dim)
+def empty_output(problem: Problem, query: Tensor) -> Tensor:
+    """A new output, contiguous in the problem's layout, as a [batch, heads, seq, head_dim_v] view."""
+    batch, heads, seq, _ = query.shape
+    dtype = TORCH_DTYPE[problem.dtype.output]
+    if problem.layout is Layout.BHSD:
+        return query.new_empty(batch, heads, seq, problem.head_dim_v, dtype=dtype)
+    return query.new_empty(batch, seq, heads, problem.head_dim_v, dtype=dtype).transpose(1, 2)
 
 
-def launch(
-    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, scale: float
-) -> None:
-    """Runs the kernel on [batch, heads, seq, head_dim] views, on the current stream of the tensors' device."""
-    batch, heads_q, seq_q, _ = query.shape
-    arguments: dict[str, Tensor | int | float | None] = {
-        "query_ptr": query,
-        "key_ptr": key,
-        "value_ptr": value,
+def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> None:
+    """Runs the kernel on the current stream of the tensors' device.
+
+    Args:
+        output: [batch, heads_q, seq_q, head_dim_v] view
+        lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
+    """
+    arguments = _numbers(problem, operands) | {
+        "query_ptr": operands.query,
+        "key_ptr": operands.key,
+        "value_ptr": operands.value,
         "output_ptr": output,
         "lse_ptr": lse,
-        "batch_heads": batch * heads_q,
-        "heads_q": heads_q,
-        "group_size": heads_q // key.shape[1],
-        "seq_q": seq_q,
-        "seq_kv": key.shape[2],
-        "scale_log2": scale * math.log2(math.e),
     }
-    for name, tensor in (("q", query), ("k", key), ("v", value), ("o", output)):
+    tensors = (("q", operands.query), ("k", operands.key), ("v", operands.value), ("o", output))
+    for name, tensor in tensors:
         for axis, stride in zip("bhsd", tensor.stride(), strict=True):
             arguments[f"stride_{name}{axis}"] = stride
-    kernel.launch(kernel.module.grid(batch * heads_q, seq_q, kernel.sm_count), arguments)
+    if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
+        arguments |= _modifiers(operands)
+    if operands.table is not None:
+        arguments |= _table(operands.table)
+    rows = operands.query.shape[2]
+    kernel.launch(kernel.module.grid(problem.batch, problem.heads_q, rows, kernel.sm_count), arguments)
+
+
+def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:
+    """Sizes, and what a kernel without modifiers takes."""
+    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
+    return {
+        "cu_seqlens_q_ptr": operands.cu_seqlens_q,
+        "cu_seqlens_kv_ptr": operands.cu_seqlens_kv,
+        "batch": problem.batch,
+        "tokens_q": seq_q,
+        "tokens_kv": seq_kv,
+        "batch_heads": problem.batch * problem.heads_q,
+        "seq_q": seq_q,
+        "seq_kv": seq_kv,
+        "heads_q": problem.heads_q,
+        "group_size": problem.group_size,
+        "scale": operands.scale,
+        "scale_log2": operands.scale * math.log2(math.e),
+        "window_left": problem.mask.left,
+        "window_right": problem.mask.right,
+        "query_scale_ptr": operands.query_scale,
+        "key_scale_ptr": operands.key_scale,
+        "value_scale_ptr": operands.value_scale,
+        "sinks_ptr": operands.sinks,
+    }
+
+
+def _modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
+    """What changes scores and weights."""
+    found: dict[str, Tensor | int | float | None] = {
+        "softcap": operands.softcap,
+        "slopes_ptr": operands.slopes,
+        "seed": operands.seed,
+        "drop_below": drop_below(operands.dropout),
+        "keep_scale": 1.0 / (1.0 - operands.dropout),
+    }
+    if operands.slopes is not None:
+        found["stride_sb"], found["stride_sh"] = operands.slopes.stride()
+    if operands.bias is not None:
+        found["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
+        for axis, stride in zip("bhsn", operands.bias.stride(), strict=True):
+            found[f"stride_b{axis}"] = stride
+    for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
+        for place, tensor in enumerate(captures):
+            found[f"{owner}_captured{place}_ptr"] = tensor
+            for axis, stride in enumerate(tensor.stride()):
+                found[f"{owner}_captured{place}_stride{axis}"] = stride
+    return found
+
+
+def _table(table: BlockTable) -> dict[str, Tensor | int | float | None]:
+    """The block table; the two lists have the same rows."""
+    stride_b, stride_h, _ = table.full_counts.stride()
+    return {
+        "full_counts_ptr": table.full_counts,
+        "full_blocks_ptr": table.full_blocks,
+        "partial_counts_ptr": table.partial_counts,
+        "partial_blocks_ptr": table.partial_blocks,
+        "stride_tb": stride_b if table.full_counts.shape[0] > 1 else 0,
+        "stride_th": stride_h if table.full_counts.shape[1] > 1 else 0,
+        "full_width": table.full_blocks.shape[3],
+        "partial_width": table.partial_blocks.shape[3],
+    }
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> None:

@@ -1,0 +1,39 @@
+"""Block tables: which blocks of keys each block of queries sees, as the lists that kernels walk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autoattn.operands import BlockTable
+
+
+def table_of(kept: Tensor, *, block_q: int, block_kv: int, seq_kv: int, partial: Tensor | None = None) -> BlockTable:
+    """The lists of a table of booleans.
+
+    Args:
+        kept: [batch or 1, heads_q or 1, query blocks, key blocks] bool: which blocks are seen at all.
+        block_q, block_kv: queries and keys of a block.
+        seq_kv: keys; a last block that they do not fill goes to the partial lists.
+        partial: shaped like `kept`: of those, which are cut by the mask's expression; none when None.
+    """
+    partial = torch.zeros_like(kept) if partial is None else partial & kept
+    if seq_kv % block_kv:
+        partial = partial.clone()
+        partial[..., -1] |= kept[..., -1]
+    full_counts, full_blocks = _lists(kept & ~partial)
+    partial_counts, partial_blocks = _lists(partial)
+    return BlockTable(
+        block_q=block_q,
+        block_kv=block_kv,
+        full_counts=full_counts,
+        full_blocks=full_blocks,
+        partial_counts=partial_counts,
+        partial_blocks=partial_blocks,
+    )
+
+
+def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many are kept, which: first the kept ones, ascending)."""
+    order = torch.argsort((~kept).to(torch.int8), dim=-1, stable=True)
+    return kept.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

@@ -1,0 +1,173 @@
+"""Random operands for a problem: what the gate checks kernels on, and what the tuner times them on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from autoattn import blocks, expression
+from autoattn.errors import ProblemError
+from autoattn.expression import MASK_NAMES, SCORE_NAMES
+from autoattn.operands import BlockTable, Operands
+from autoattn.problem import Bias, DType, Layout, Problem
+from autoattn.reference import TORCH_DTYPE
+
+LOUD = 6.0  # a factor on queries
+STEEP_QUERY = 16.0  # one element of each query
+STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
+SOFTCAP = 2.0  # near the size of the scores, so that it shows
+DROPOUT = 0.25
+CAPTURE_ELEMENTS = 2**28  # of one tensor that an expression reads
+
+
+class Scores(str, Enum):
+    """How scores are spread."""
+
+    PLAIN = "plain"  # random normal queries and keys
+    LOUD = "loud"  # row maxima move by more than 2**8 from block to block
+    STEEP = "steep"  # they rise so far that weights around the first block's maximum overflow, even in float32
+
+
+def make(
+    problem: Problem,
+    device: torch.device,
+    generator: torch.Generator,
+    *,
+    scores: Scores = Scores.PLAIN,
+    guard: int = 0,
+    lengths: Sequence[tuple[int, int]] | None = None,
+) -> Operands:
+    """Random normal operands; behind each sequence stand `guard` rows of NaN.
+
+    Args:
+        lengths: (queries, keys) of each packed sequence; those of the problem when None. What is left of the tokens is
+            a tail that belongs to no sequence.
+    """
+    query = tensor(problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator)
+    key = tensor(problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim, guard, device, generator)
+    value = tensor(
+        problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v, guard, device, generator
+    )
+    if scores is Scores.LOUD:
+        query.copy_((query.float() * LOUD).to(query.dtype))
+    elif scores is Scores.STEEP:
+        query[..., -1] = STEEP_QUERY
+        last = STEEP_RISE / STEEP_QUERY * problem.head_dim**0.5
+        key[..., -1] = torch.linspace(0.0, last, key.shape[2], device=device).to(key.dtype)
+    modifiers, heads = problem.modifiers, problem.heads_q
+    queries, keys = (_cumulative(problem, lengths, place, device) for place in (0, 1))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    scales = [normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None] * 3
+    return Operands(
+        query=query,
+        key=key,
+        value=value,
+        scale=problem.head_dim**-0.5,
+        cu_seqlens_q=queries,
+        cu_seqlens_kv=keys,
+        query_scale=scales[0],
+        key_scale=scales[1],
+        value_scale=scales[2],
+        bias=_bias(problem, device, generator) if modifiers.bias is not Bias.NONE else None,
+        softcap=SOFTCAP if modifiers.softcap else 0.0,
+        slopes=(2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)).expand(problem.batch, heads)
+        if modifiers.alibi
+        else None,
+        sinks=normal(heads) if modifiers.sinks else None,
+        dropout=DROPOUT if modifiers.dropout else 0.0,
+        seed=int(torch.randint(2**62, (1,), generator=generator)) if modifiers.dropout else 0,
+        table=_table(problem, device, generator) if problem.mask.sparse else None,
+        mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),
+        score_captures=_captured(problem, modifiers.score_mod, SCORE_NAMES, device, generator),
+    )
+
+
+def tensor(
+    problem: Problem,
+    heads: int,
+    seq: int,
+    tokens: int,
+    head_dim: int,
+    guard: int,
+    device: torch.device,
+    generator: torch.Generator | None,
+    *,
+    dtype: DType | None = None,
+) -> Tensor:
+    """A [batch, heads, seq, head_dim] view in the problem's layout, with `guard` rows of NaN behind every sequence.
+
+    Filled with random normal numbers, or left NaN when there is no generator. Packed: [1, heads, tokens, head_dim], with
+    the guard behind the last token.
+    """
+    kind = TORCH_DTYPE[dtype or problem.dtype]
+    batch, rows = (1, tokens) if problem.packed else (problem.batch, seq)
+    shape = (batch, heads, rows + guard, head_dim) if problem.layout is Layout.BHSD else (batch, rows + guard, heads, head_dim)
+    room = torch.full(shape, math.nan, dtype=torch.float32 if kind is torch.float8_e4m3fn else kind, device=device)
+    room = room if problem.layout is Layout.BHSD else room.transpose(1, 2)
+    if generator is not None:
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+        room[:, :, :rows].normal_(generator=torch.Generator(device=device).manual_seed(seed))
+    return room.to(kind)[:, :, :rows]
+
+
+def _cumulative(
+    problem: Problem, lengths: Sequence[tuple[int, int]] | None, place: int, device: torch.device
+) -> Tensor | None:
+    if not problem.packed:
+        return None
+    each = torch.tensor([0, *(pair[place] for pair in (lengths or problem.lengths()))])
+    return each.cumsum(0).to(torch.int32).to(device)
+
+
+def _bias(problem: Problem, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Alike for all heads, and for all sequences unless it is padding of keys, as biases mostly are."""
+    full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    seed = torch.Generator(device=device).manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
+    if problem.modifiers.bias is Bias.KEYS:
+        kept = torch.rand(problem.batch, 1, 1, problem.seq_kv, generator=seed, device=device) < 0.8
+        return kept.expand(problem.batch, problem.heads_q, 1, problem.seq_kv)
+    numbers = torch.rand(1, 1, *full[2:], generator=seed, device=device)
+    if problem.modifiers.bias is Bias.BOOLEAN:
+        return (numbers < 0.8).expand(full)
+    numbers = torch.where(numbers < 0.2, -math.inf, 4.0 * numbers - 2.0)
+    return numbers.to(TORCH_DTYPE[problem.dtype.output]).expand(full)
+
+
+def _table(problem: Problem, device: torch.device, generator: torch.Generator) -> BlockTable:
+    """Random blocks at the mask's density, alike for all heads; half of them partial where the mask has an expression."""
+    mask = problem.mask
+    shape = (1, 1, -(-problem.seq_q // mask.block_q), -(-problem.seq_kv // mask.block_kv))
+    kept = torch.rand(shape, generator=generator) < mask.density
+    partial = torch.rand(shape, generator=generator) < 0.5 if mask.mod else None
+    return blocks.table_of(
+        kept.to(device),
+        block_q=mask.block_q,
+        block_kv=mask.block_kv,
+        seq_kv=problem.seq_kv,
+        partial=partial.to(device) if partial is not None else None,
+    )
+
+
+def _captured(
+    problem: Problem, text: str, names: tuple[str, ...], device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, ...]:
+    """Random numbers for what an expression reads, so many that any index of the problem is in range."""
+    size = max(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    found = []
+    for capture in expression.parse(text, names).captures if text else ():
+        if size**capture.axes > CAPTURE_ELEMENTS:
+            raise ProblemError(
+                f"an expression that is tuned may read {CAPTURE_ELEMENTS} elements, got {capture.axes} axes of {size}; "
+                "tune a smaller problem"
+            )
+        numbers = torch.randn((size,) * capture.axes, generator=generator).to(device)
+        kind: torch.dtype = getattr(torch, capture.dtype)
+        found.append(numbers > 0 if kind is torch.bool else (4 * numbers).to(kind))
+    return tuple(found)

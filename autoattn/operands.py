@@ -1,0 +1,61 @@
+"""The tensors and numbers of one attention call, as views that the kernels and the reference both take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockTable:
+    """Which blocks of keys each block of queries sees; lists as FlexAttention's BlockMask keeps them.
+
+    The first `counts[..., i]` numbers of `blocks[..., i, :]` are the blocks that query block i sees; the rest is padding.
+    Blocks on the full lists are seen by all their queries and lie wholly inside the sequence; those on the partial lists
+    are cut at the end of the sequence and by the mask's expression.
+    """
+
+    block_q: int  # queries of a block
+    block_kv: int  # keys of a block
+    full_counts: Tensor  # [batch or 1, heads_q or 1, query blocks] int32, contiguous
+    full_blocks: Tensor  # [batch or 1, heads_q or 1, query blocks, at least 1] int32, contiguous
+    partial_counts: Tensor  # the same
+    partial_blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operands:
+    """What one call computes on. All tensors are on one device; what the problem does not have is None.
+
+    Packed tensors are [1, heads, tokens, head_dim] views.
+    """
+
+    query: Tensor  # [batch, heads_q, seq_q, head_dim]
+    key: Tensor  # [batch, heads_kv, seq_kv, head_dim]
+    value: Tensor  # [batch, heads_kv, seq_kv, head_dim_v]
+    scale: float  # what products of query and key are multiplied by
+    cu_seqlens_q: Tensor | None = None  # [batch + 1] int32: where each packed sequence begins, and where the last ends
+    cu_seqlens_kv: Tensor | None = None
+    query_scale: Tensor | None = None  # [batch, heads_kv] float32: what the stored float8 numbers are multiplied by
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    bias: Tensor | None = None  # [batch, heads_q, seq_q or 1 for keys alone, seq_kv], expanded; bool, or to be added
+    softcap: float = 0.0
+    slopes: Tensor | None = None  # [batch, heads_q] float32, expanded
+    sinks: Tensor | None = None  # [heads_q] float32
+    dropout: float = 0.0  # share of the weights that is dropped
+    seed: int = 0  # of dropout, 64 bits
+    table: BlockTable | None = None
+    mask_captures: tuple[Tensor, ...] = ()  # what the mask's expression reads, contiguous
+    score_captures: tuple[Tensor, ...] = ()  # what the score_mod reads, contiguous
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """(first query, queries, first key, keys) of each sequence inside its batch entry; waits for the GPU."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_kv is None:
+            return [(0, self.query.shape[2], 0, self.key.shape[2])] * self.query.shape[0]
+        queries, keys = self.cu_seqlens_q.tolist(), self.cu_seqlens_kv.tolist()
+        return [
+            (queries[place], queries[place + 1] - queries[place], keys[place], keys[place + 1] - keys[place])
+            for place in range(len(queries) - 1)
+        ]
