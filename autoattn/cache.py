@@ -98,8 +98,6 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
     try:
         for entry in entries:
             _check(entry.problem.key, entry)
-            for params in (entry.params, *(candidate.params for candidate in entry.candidates)):
-                space.load(entry.template).check(params)
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(str(path.with_suffix(".lock")), timeout=LOCK_SECONDS):
             # Never from memory: another writer may have been here within a tick of the file system's clock.
@@ -256,7 +254,10 @@ def _check(key: str, entry: CacheEntry) -> None:
     """
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
-    space.load(entry.template)
+    space_of = space.load(entry.template)
+    if entry.space_digest == space_of.digest:
+        for params in (entry.params, *(candidate.params for candidate in entry.candidates)):
+            space_of.check(params)
     times = [entry.time_us]
     times += [candidate.time_us for candidate in entry.candidates]
     times += [rival.measurement.median_us for rival in entry.rivals]

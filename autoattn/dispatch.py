@@ -14,6 +14,7 @@ from autoattn import cache, resources, space
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import SpaceError, UsageError
+from autoattn.mask import MaskKind
 from autoattn.problem import Problem
 from autoattn.rivals import BACKENDS, SDPA
 from autoattn.trial import Evidence
@@ -195,18 +196,25 @@ class _Search:
 
 
 def bucket(problem: Problem) -> tuple[int, ...]:
-    """Lengths, kept keys of a query and heads, rounded up to powers of two."""
+    """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
     sizes = (*_sizes(problem), problem.seq_kv)
     return tuple((max(1, int(size)) - 1).bit_length() for size in sizes)
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """Octaves between two problems, summed over queries of a sequence, keys that a query sees, heads and group size."""
+    """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
     return sum(abs(math.log2(left / right)) for left, right in zip(_sizes(one), _sizes(other), strict=True))
 
 
 def _sizes(problem: Problem) -> tuple[float, ...]:
-    """Queries of a mean sequence, keys that a mean query sees (at least 1), heads of all sequences, and group size."""
-    queries = problem.tokens_q / problem.batch if problem.packed else problem.seq_q
-    kept = max(1.0, problem.kept_pairs() / (queries * problem.batch))
-    return queries, kept, problem.batch * problem.heads_q, problem.group_size
+    """Queries of a mean sequence, its keys, heads of all sequences, and group size.
+
+    Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block table
+    and where lengths are mixed.
+    """
+    queries, keys = float(problem.seq_q), float(problem.seq_kv)
+    if problem.packed:
+        queries = problem.tokens_q / problem.batch
+    if problem.packed or problem.mask.kind in (MaskKind.WINDOW, MaskKind.BLOCKS):
+        keys = max(1.0, problem.kept_pairs() / (queries * problem.batch))
+    return queries, keys, problem.batch * problem.heads_q, problem.group_size
