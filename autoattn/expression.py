@@ -74,7 +74,7 @@ SIGNS: dict[type[ast.AST], tuple[str, Callable[..., Any]]] = {
     ast.USub: ("-", operator.neg),
     ast.Invert: ("~", operator.invert),
 }
-ACTS = {act: do for act, do in OPERATORS.values()} | {f"{act}x": do for act, do in SIGNS.values()}
+ACTS = dict(OPERATORS.values()) | {f"{act}x": do for act, do in SIGNS.values()}
 INFINITY = "inf"  # a name that is always known
 
 
@@ -320,7 +320,6 @@ def _refused(node: ast.AST, wanted: str) -> ProblemError:
 def _triton(node: Node) -> str:
     """One value as Triton; steps have a prefix, so that no name of a caller's hides one of the kernel's."""
     parts = [_triton(part) for part in node.parts]
-    real = [part if one.kind is Kind.FLOAT else f"to_float({part})" for one, part in zip(node.parts, parts, strict=True)]
     match node.act:
         case "number":
             return f'float("{node.number}")' if abs(node.number) == math.inf else repr(node.number)
@@ -338,7 +337,8 @@ def _triton(node: Node) -> str:
         case "where" | "minimum" | "maximum" | "abs" | "to_int" | "to_float":
             return f"{FUNCTIONS[node.act][1]}({', '.join(parts)})"
         case act if act in FUNCTIONS:
-            return f"{FUNCTIONS[act][1]}({real[0]})"
+            real = parts[0] if node.parts[0].kind is Kind.FLOAT else f"to_float({parts[0]})"
+            return f"{FUNCTIONS[act][1]}({real})"
     return f"({parts[0]} {node.act} {parts[1]})"
 
 
