@@ -232,8 +232,8 @@ def check(block_sparse: BlockSparse, *, batch: int, heads: int, seq_q: int, seq_
     for axis, (name, have) in enumerate((("b", batch), ("h", heads))):
         if table.shape[axis] != have and (table.shape[axis] != 1 or name in asks):
             raise TensorError(
-                f"a sparse mask must be built for the call's {have} values of {name}, or for one and not ask {name}, got "
-                f"{table.shape[axis]}; build it with batch and heads of the call"
+                f"a sparse mask must be built for the call's {have} values of {name}, or for one and not ask {name}, "
+                f"got {table.shape[axis]}; build it with batch and heads of the call"
             )
     if mod:
         sizes = {"b": batch, "h": heads, "q_idx": seq_q, "kv_idx": seq_kv}
