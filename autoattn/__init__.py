@@ -6,24 +6,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoattn import masks
+    from autoattn.dilated import dilated_attention
     from autoattn.dispatch import Explanation
     from autoattn.errors import AutoattnError
     from autoattn.functional import attention, explain
     from autoattn.module import Attention
+    from autoattn.multihead import MultiheadAttention
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "AutoattnError", "Explanation", "attention", "explain"]
+__all__ = [
+    "Attention", "AutoattnError", "Explanation", "MultiheadAttention", "attention", "dilated_attention", "explain",
+    "masks",
+]  # fmt: skip
 # Loaded when first used, so that the command line's --help does not wait for torch.
 _HOMES = {
     "Attention": "autoattn.module",
     "AutoattnError": "autoattn.errors",
     "Explanation": "autoattn.dispatch",
+    "MultiheadAttention": "autoattn.multihead",
     "attention": "autoattn.functional",
+    "dilated_attention": "autoattn.dilated",
     "explain": "autoattn.functional",
 }
 
 
 def __getattr__(name: str) -> object:
+    if name == "masks":
+        return import_module("autoattn.masks")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -13,11 +13,27 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "autoattn"
 
 FLOORS = (
-    {"errors", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
-    {"resources", "shapes", "space", "render", "cache"},
-    {"reference", "compile", "sass", "ops", "validate", "measure", "model", "waves", "gpu", "rivals"},
+    {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
+    {"resources", "shapes", "space", "render", "cache", "expression"},
+    {
+        "reference",
+        "compile",
+        "sass",
+        "ops",
+        "validate",
+        "measure",
+        "model",
+        "waves",
+        "gpu",
+        "rivals",
+        "operands",
+        "inputs",
+        "blocks",
+        "captures",
+        "trace",
+    },
     {"tune", "plan", "study", "workshop", "workers", "jobs"},
-    {"dispatch", "module", "functional"},
+    {"dispatch", "module", "functional", "masks", "dilated", "multihead"},
     {"verify", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
