@@ -8,18 +8,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autoattn.dispatch import Explanation
     from autoattn.errors import AutoattnError
-    from autoattn.functional import attention, explain
+    from autoattn.functional import attention, explain, explain_packed, packed_attention
+    from autoattn.mask import Mask
     from autoattn.module import Attention
 
 __version__ = "0.1.0"
-__all__ = ["Attention", "AutoattnError", "Explanation", "attention", "explain"]
+__all__ = [
+    "Attention",
+    "AutoattnError",
+    "Explanation",
+    "Mask",
+    "attention",
+    "explain",
+    "explain_packed",
+    "packed_attention",
+]
 # Loaded when first used, so that the command line's --help does not wait for torch.
 _HOMES = {
     "Attention": "autoattn.module",
     "AutoattnError": "autoattn.errors",
     "Explanation": "autoattn.dispatch",
+    "Mask": "autoattn.mask",
     "attention": "autoattn.functional",
     "explain": "autoattn.functional",
+    "explain_packed": "autoattn.functional",
+    "packed_attention": "autoattn.functional",
 }
 
 

@@ -17,7 +17,7 @@ FLOORS = (
     {"resources", "shapes", "space", "render", "cache"},
     {"reference", "compile", "sass", "ops", "validate", "measure", "model", "waves", "gpu", "rivals"},
     {"tune", "plan", "study", "workshop", "workers", "jobs"},
-    {"dispatch", "module", "functional"},
+    {"dispatch", "module", "functional", "answer", "arguments", "modifying", "packing", "seeing"},
     {"verify", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
