@@ -220,7 +220,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, 
         )
     if query.shape[-1] == 0 or value.shape[-1] == 0:
         raise TensorError(
-            f"head_dim must be at least 1, got {query.shape[-1]} of query and {value.shape[-1]} of value; check the axes"
+            f"head_dim must be at least 1, got {query.shape[-1]} of query, {value.shape[-1]} of value; check the axes"
         )
     heads = names.index("heads")
     if key.shape[heads] == 0 or query.shape[heads] == 0 or query.shape[heads] % key.shape[heads]:

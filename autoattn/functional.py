@@ -71,7 +71,7 @@ def attention(
         scale: what products of query and key are multiplied by; 1 / sqrt(head_dim) when None.
         layout: "bhsd" or "bshd", of query, key, value and output.
         precision: of float32 products, "ieee", "tf32" or "tf32x3"; torch.get_float32_matmul_precision() when None.
-        query_scale, key_scale, value_scale: [batch, heads_kv] float32; what float8 numbers are multiplied by, 1 if None.
+        query_scale, key_scale, value_scale: [batch, heads_kv] float32, what float8 numbers stand for; 1 when None.
         return_lse: whether the log-sum-exp is returned too.
 
     Returns:

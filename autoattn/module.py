@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from autoattn import functional
 from autoattn.dispatch import Explanation
+from autoattn.mask import Mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from autoattn.mask import Mask
     from autoattn.masks import BlockSparse
 
 ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision")
@@ -23,8 +24,8 @@ ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "sca
 class Attention(torch.nn.Module):
     """The attention between projections: it has no weights and takes query, key and value.
 
-    The arguments are those of `autoattn.attention`, except that dropout acts only while the module trains. The number of
-    heads is the tensors', and the number of key heads may divide it (grouped-query attention).
+    The arguments are those of `autoattn.attention`, except that dropout acts only while the module trains. The heads
+    are the tensors', and key heads may be fewer (grouped-query attention). A tensor as mask moves with the module.
     """
 
     def __init__(
@@ -41,7 +42,11 @@ class Attention(torch.nn.Module):
         precision: str | None = None,
     ) -> None:
         super().__init__()
-        self.mask, self.causal, self.window = mask, causal, window
+        if isinstance(mask, Tensor):
+            self.register_buffer("mask", mask, persistent=False)
+        else:
+            self.mask = mask
+        self.causal, self.window = causal, window
         self.softcap, self.score_mod, self.dropout = softcap, score_mod, dropout
         self.scale, self.layout, self.precision = scale, layout, precision
 
@@ -69,13 +74,18 @@ class Attention(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that are not the defaults."""
-        defaults = Attention.__init__.__kwdefaults__
-        given = {name: getattr(self, name) for name in ARGUMENTS}
-        words = {name: "..." if isinstance(value, Tensor) else repr(value) for name, value in given.items()}
-        return ", ".join(f"{name}={words[name]}" for name in ARGUMENTS if given[name] is not defaults[name])
+        usual = inspect.signature(Attention).parameters
+        given = {name: _word(getattr(self, name)) for name in ARGUMENTS}
+        return ", ".join(f"{name}={word}" for name, word in given.items() if word != repr(usual[name].default))
 
     def _own(self, mask: Any) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ARGUMENTS}
         own["mask"] = mask if mask is not None else self.mask
         own["dropout"] = self.dropout if self.training else 0.0
         return own
+
+
+def _word(given: Any) -> str:
+    """An argument on one line."""
+    plain = given is None or isinstance(given, str | int | float | tuple)
+    return repr(given) if plain else str(given) if isinstance(given, Mask) else type(given).__name__

@@ -63,13 +63,13 @@ def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: 
             )
         bias, name = mask, "mask"
     elif mask is not None:
-        found = _words(mask)
-        sparse = None if found is not None else _block_sparse(mask)
+        said = _words(mask)
+        sparse = _block_sparse(mask) if said is None else None
         if shape != _FULL:
-            raise _contradiction(found, causal, window)
+            raise _contradiction(said, causal, window)
         if sparse is not None:
-            found, table, captures = sparse.mask, _fitting(sparse, query, seq_kv), sparse.captures
-        shape = found
+            said, table, captures = sparse.mask, _fitting(sparse, query, seq_kv), sparse.captures
+        shape = said or _FULL
     if bias is None:
         return Seen(mask=shape, table=table, captures=captures)
     kind, bias = _bias(name, bias, query, seq_kv, output)

@@ -1,4 +1,4 @@
-"""The host side of the forward kernel: what it is launched with."""
+"""The host side of the forward kernel: what memory asks of its code, and what it is launched with."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def _modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
     for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
         for place, tensor in enumerate(captures):
             found[f"{owner}_captured{place}_ptr"] = tensor
-            for axis, stride in enumerate(tensor.stride()):
-                found[f"{owner}_captured{place}_stride{axis}"] = stride
+            for number, stride in enumerate(tensor.stride()):
+                found[f"{owner}_captured{place}_stride{number}"] = stride
     return found
 
 
