@@ -169,6 +169,7 @@ def _part(
             seen = seen & bias
     scores = scores.masked_fill(~seen, -math.inf)
     seen = scores != -math.inf  # a score_mod and a bias may hide too
+    scores = scores.masked_fill(~seen, -math.inf)  # so that no gradient of a row without keys, which is NaN, gets past
     all_scores = scores
     if operands.sinks is not None:
         sink = operands.sinks[group].to(dtype)[:, None, None].expand(*scores.shape[:2], 1)
