@@ -85,8 +85,10 @@ def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:
     """What the memory of the inputs and of the new output asks."""
     asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     output = render.natural_traits(problem)
-    alignment = math.gcd(asked.alignment, output.alignment)
-    return replace(asked, alignment=alignment, wide=asked.wide or output.wide)
+    alignment, wide = math.gcd(asked.alignment, output.alignment), asked.wide or output.wide
+    if (alignment, wide) == (asked.alignment, asked.wide):
+        return asked
+    return replace(asked, alignment=alignment, wide=wide)
 
 
 @lru_cache(maxsize=MAX_PLANS)

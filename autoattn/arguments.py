@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ AXES = {
     Layout.BSHD: ("batch", "seq", "heads", "head_dim"),
     Layout.PACKED: ("tokens", "heads", "head_dim"),
 }
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
 
 
@@ -70,7 +72,7 @@ def read(
     if order is None:
         raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it")
     given = getattr(query, "dtype", None)
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, AXES[order])
     if order is Layout.BSHD:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -78,7 +80,7 @@ def read(
     dtype, seq_kv = DTYPE[query.dtype], key.shape[2]
     seen = seeing.read(mask, causal, window, bias, query, seq_kv, dtype.output)
     changed = modifying.read(query, batch, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind)
-    problem = Problem(
+    problem = _problem(
         dtype=dtype,
         batch=batch or 1,
         heads_q=heads_q,
@@ -91,7 +93,7 @@ def read(
         modifiers=changed.modifiers,
         layout=order,
         precision=_precision(precision, given, dtype),
-    ).simplified()
+    )
     operands = Operands(
         query=query,
         key=key,
@@ -136,7 +138,7 @@ def read_packed(
         ProblemError: they do, but it is not supported.
     """
     given = getattr(query, "dtype", None)
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, AXES[Layout.PACKED])
     tokens_q, tokens_kv, dtype = query.shape[0], key.shape[0], DTYPE[query.dtype]
     # A maximum may be a bound that is far too high; no sequence is longer than all tokens.
@@ -152,7 +154,7 @@ def read_packed(
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     batch = cu_seqlens_q.shape[0] - 1
     changed = modifying.read(query, batch, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
-    problem = Problem(
+    problem = _problem(
         dtype=dtype,
         batch=batch or 1,
         heads_q=query.shape[1],
@@ -167,7 +169,7 @@ def read_packed(
         tokens_q=tokens_q or 1,
         tokens_kv=tokens_kv or 1,
         precision=_precision(precision, given, dtype),
-    ).simplified()
+    )
     operands = Operands(
         query=query,
         key=key,
@@ -181,14 +183,28 @@ def read_packed(
     return Call(problem=problem, operands=operands, empty=batch == 0 or seq_q == 0 or seq_kv == 0)
 
 
-def _autocast(tensor: Tensor) -> Tensor:
-    """What PyTorch's own attention makes of a tensor under autocast; other things are left to the checks."""
-    if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE or tensor.dtype is torch.float8_e4m3fn:
-        return tensor
-    kind = tensor.device.type
+def _problem(**facts: Any) -> Problem:
+    """The problem under its simplest name; a call costs microseconds, and most pose a problem that was posed before."""
+    return Problem(**facts).simplified() if torch.compiler.is_compiling() else _posed(**facts)
+
+
+@lru_cache(maxsize=4096)
+def _posed(**facts: Any) -> Problem:
+    return Problem(**facts).simplified()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What PyTorch's own attention makes of tensors under autocast; other things are left to the checks."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
     if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+        return tensors
+    wanted = torch.get_autocast_dtype(kind)
+    return tuple(
+        tensor.to(wanted)
+        if isinstance(tensor, Tensor) and tensor.dtype in _CAST and tensor.device.type == kind
+        else tensor
+        for tensor in tensors
+    )
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, ...]) -> None:
@@ -207,9 +223,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, 
             raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
         if tensor.device != query.device:
             raise TensorError(f"{name} must be on the query's device {query.device}, got {tensor.device}; move it")
-    shared = [place for place, axis in enumerate(names) if axis in ("batch", "head_dim")]
-    if any(key.shape[place] != query.shape[place] for place in shared):
-        alike = " and ".join(f"{names[place]} {query.shape[place]}" for place in shared)
+    batched = names[0] == "batch"
+    if key.shape[-1] != query.shape[-1] or (batched and key.shape[0] != query.shape[0]):
+        alike = f"batch {query.shape[0]} and " * batched + f"head_dim {query.shape[-1]}"
         raise TensorError(
             f"key must be {axes} with the query's {alike}, got shape {tuple(key.shape)}; check the axes and the layout"
         )
