@@ -6,11 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoattn import masks
+    from autoattn.dilated import dilated_attention
     from autoattn.dispatch import Explanation
     from autoattn.errors import AutoattnError
     from autoattn.functional import attention, explain, explain_packed, packed_attention
     from autoattn.mask import Mask
     from autoattn.module import Attention
+    from autoattn.multihead import MultiheadAttention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,9 +21,12 @@ __all__ = [
     "AutoattnError",
     "Explanation",
     "Mask",
+    "MultiheadAttention",
     "attention",
+    "dilated_attention",
     "explain",
     "explain_packed",
+    "masks",
     "packed_attention",
 ]
 # Loaded when first used, so that the command line's --help does not wait for torch.
@@ -29,7 +35,9 @@ _HOMES = {
     "AutoattnError": "autoattn.errors",
     "Explanation": "autoattn.dispatch",
     "Mask": "autoattn.mask",
+    "MultiheadAttention": "autoattn.multihead",
     "attention": "autoattn.functional",
+    "dilated_attention": "autoattn.dilated",
     "explain": "autoattn.functional",
     "explain_packed": "autoattn.functional",
     "packed_attention": "autoattn.functional",
@@ -37,6 +45,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "masks":
+        return import_module("autoattn.masks")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -285,4 +285,4 @@ def _tensor(answer: Any, like: Tensor) -> Tensor:
 
 def _tensors(left: Any, right: Any) -> tuple[Tensor, Tensor]:
     like = left if isinstance(left, Tensor) else right
-    return _tensor(left, like).to(like.dtype), _tensor(right, like).to(like.dtype)
+    return _tensor(left, like), _tensor(right, like)

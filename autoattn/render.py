@@ -129,10 +129,9 @@ def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
     return expression.parse(text, names) if text else None
 
 
-def _captures(found: Expression | None) -> list[tuple[str, str, int]]:
-    """(name, element type, axes) of the tensors that an expression reads."""
-    captures = found.captures if found else ()
-    return [(one.name, expression.CAPTURE_TYPES[one.dtype], one.axes) for one in captures]
+def _captures(found: Expression | None) -> list[tuple[str, str]]:
+    """(name, type) of the arguments with which an expression reads its tensors."""
+    return [argument for capture in (found.captures if found else ()) for argument in capture.arguments()]
 
 
 def _kind(problem: Problem) -> str:

@@ -15,9 +15,11 @@ PACKAGE = Path(__file__).parent.parent / "autoattn"
 FLOORS = (
     {"errors", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
     {"resources", "shapes", "space", "render", "cache"},
-    {"reference", "compile", "sass", "ops", "validate", "measure", "model", "waves", "gpu", "rivals"},
+    {"reference", "compile", "sass", "ops", "validate", "measure", "model", "waves", "gpu", "rivals",
+     "captures", "trace"},
     {"tune", "plan", "study", "workshop", "workers", "jobs"},
-    {"dispatch", "module", "functional", "answer", "arguments", "modifying", "packing", "seeing"},
+    {"dispatch", "answer", "arguments", "modifying", "packing", "seeing", "module", "functional", "masks", "dilated",
+     "multihead"},
     {"verify", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4

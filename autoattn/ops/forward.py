@@ -118,8 +118,9 @@ def _modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
     for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
         for place, tensor in enumerate(captures):
             found[f"{owner}_captured{place}_ptr"] = tensor
-            for number, stride in enumerate(tensor.stride()):
+            for number, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
                 found[f"{owner}_captured{place}_stride{number}"] = stride
+                found[f"{owner}_captured{place}_size{number}"] = size
     return found
 
 
