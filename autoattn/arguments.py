@@ -79,7 +79,9 @@ def read(
     batch, heads_q, seq_q, _ = query.shape
     dtype, seq_kv = DTYPE[query.dtype], key.shape[2]
     seen = seeing.read(mask, causal, window, bias, query, seq_kv, dtype.output)
-    changed = modifying.read(query, batch, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind)
+    changed = modifying.read(
+        query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind
+    )
     problem = _problem(
         dtype=dtype,
         batch=batch or 1,
@@ -153,7 +155,7 @@ def read_packed(
         )
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     batch = cu_seqlens_q.shape[0] - 1
-    changed = modifying.read(query, batch, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
+    changed = modifying.read(query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
     problem = _problem(
         dtype=dtype,
         batch=batch or 1,

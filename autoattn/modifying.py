@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoattn import expression
+from autoattn import captures
 from autoattn.errors import TensorError
 from autoattn.expression import SCORE_NAMES
 from autoattn.problem import Bias, Modifiers
@@ -30,6 +31,8 @@ _BIAS_ALONE = {bias: Changed(modifiers=Modifiers(bias=bias)) for bias in Bias}
 def read(
     query: Tensor,
     batch: int,
+    seq_q: int,
+    seq_kv: int,
     softcap: Any,
     alibi_slopes: Any,
     sinks: Any,
@@ -43,6 +46,7 @@ def read(
 
     Args:
         query: [batch, heads_q, seq_q, head_dim], or [1, heads_q, tokens, head_dim] of `batch` packed sequences
+        seq_q, seq_kv: queries and keys of a sequence, the most where they differ
 
     Raises:
         TensorError: a number is out of range, or a tensor does not fit the heads.
@@ -58,7 +62,8 @@ def read(
     }
     text = ""
     if score_mod is not None:
-        text, found["score_captures"] = _score_mod(score_mod, query.device)
+        sizes = {"b": batch, "h": heads, "q_idx": seq_q, "kv_idx": seq_kv}
+        text, found["score_captures"] = _score_mod(score_mod, sizes, query.device)
     if alibi_slopes is not None:
         found["slopes"] = _slopes(alibi_slopes, batch, heads, query.device)
     if sinks is not None:
@@ -111,23 +116,15 @@ def _sinks(sinks: Any, heads: int, device: torch.device) -> Tensor:
     return sinks.float().contiguous()
 
 
-def _score_mod(score_mod: Any, device: torch.device) -> tuple[str, tuple[Tensor, ...]]:
+def _score_mod(score_mod: Any, sizes: Mapping[str, int], device: torch.device) -> tuple[str, tuple[Tensor, ...]]:
     """The text of a score_mod, and the tensors that it reads."""
-    if isinstance(score_mod, str):
-        if expression.parse(score_mod, SCORE_NAMES).captures:
-            raise TensorError(
-                "a score_mod that reads tensors must be a function, got text that declares some; write def score_mod"
-                "(score, b, h, q_idx, kv_idx) around it"
-            )
-        return score_mod, ()
-    if not callable(score_mod):
-        raise TensorError(
-            f"score_mod must be text or a function of score, b, h, q_idx and kv_idx, got {type(score_mod).__name__}; "
-            "see docs/masks.md"
-        )
-    from autoattn.trace import trace  # only who gives a function needs it
+    captured: tuple[Tensor, ...] = ()
+    if not isinstance(score_mod, str):
+        from autoattn.trace import trace  # only who gives a function needs PyTorch's tracer
 
-    return trace(score_mod, SCORE_NAMES, device)
+        score_mod, captured = trace(score_mod, SCORE_NAMES, device)
+    captures.check(score_mod, SCORE_NAMES, captured, sizes)
+    return score_mod, captured
 
 
 def _seed(seed: Any, device: torch.device) -> int:

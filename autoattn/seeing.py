@@ -64,11 +64,11 @@ def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: 
         bias, name = mask, "mask"
     elif mask is not None:
         said = _words(mask)
-        sparse = _block_sparse(mask) if said is None else None
+        sparse = _block_sparse(mask, query, seq_kv) if said is None else None
         if shape != _FULL:
             raise _contradiction(said, causal, window)
         if sparse is not None:
-            said, table, captures = sparse.mask, _fitting(sparse, query, seq_kv), sparse.captures
+            said, table, captures = sparse.mask, sparse.table, sparse.captures
         shape = said or _FULL
     if bias is None:
         return Seen(mask=shape, table=table, captures=captures)
@@ -117,38 +117,21 @@ def _contradiction(found: Mask | None, causal: Any, window: Any) -> TensorError:
     )
 
 
-def _block_sparse(mask: Any) -> BlockSparse:
-    """A block table of ours, or FlexAttention's made into one."""
+def _block_sparse(mask: Any, query: Tensor, seq_kv: int) -> BlockSparse:
+    """A block table of ours, or FlexAttention's made into one, that fits the call."""
     from autoattn import masks  # only who gives a table needs it
 
     flex = sys.modules.get("torch.nn.attention.flex_attention")  # who has a BlockMask has loaded it
     if flex is not None and isinstance(mask, flex.BlockMask):
-        return masks.from_block_mask(mask)
-    if isinstance(mask, masks.BlockSparse):
-        return mask
-    raise TensorError(
-        "mask must be words such as causal or window:128,0, a Mask, a tensor, a BlockSparse or a BlockMask, got "
-        f"{type(mask).__name__}; convert it first"
-    )
-
-
-def _fitting(sparse: BlockSparse, query: Tensor, seq_kv: int) -> BlockTable:
-    """The table, where it is one for these tensors."""
+        mask = masks.from_block_mask(mask)
+    if not isinstance(mask, masks.BlockSparse):
+        raise TensorError(
+            "mask must be words such as causal or window:128,0, a Mask, a tensor, a BlockSparse or a BlockMask, got "
+            f"{type(mask).__name__}; convert it first"
+        )
     batch, heads, seq_q, _ = query.shape
-    if (sparse.seq_q, sparse.seq_kv) != (seq_q, seq_kv):
-        raise TensorError(
-            f"a block table must be made for the lengths of the call, {seq_q} and {seq_kv}, got one for "
-            f"{sparse.seq_q} and {sparse.seq_kv}; make it anew"
-        )
-    counts = sparse.table.full_counts
-    if counts.shape[0] not in (1, batch) or counts.shape[1] not in (1, heads):
-        raise TensorError(
-            f"a block table must be for one or all of {batch} sequences and one or all of {heads} query heads, got "
-            f"{counts.shape[0]} and {counts.shape[1]}; make it anew"
-        )
-    if counts.device != query.device:
-        raise TensorError(f"the block table must be on the query's device {query.device}, got {counts.device}; move it")
-    return sparse.table
+    masks.check(mask, batch=batch, heads=heads, seq_q=seq_q, seq_kv=seq_kv, device=query.device)
+    return mask
 
 
 def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: DType) -> tuple[Bias, Tensor]:
