@@ -10,24 +10,37 @@ if TYPE_CHECKING:
     from autoattn.dilated import dilated_attention
     from autoattn.dispatch import Explanation
     from autoattn.errors import AutoattnError
-    from autoattn.functional import attention, explain
+    from autoattn.functional import attention, explain, explain_packed, packed_attention
+    from autoattn.mask import Mask
     from autoattn.module import Attention
     from autoattn.multihead import MultiheadAttention
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AutoattnError", "Explanation", "MultiheadAttention", "attention", "dilated_attention", "explain",
+    "Attention",
+    "AutoattnError",
+    "Explanation",
+    "Mask",
+    "MultiheadAttention",
+    "attention",
+    "dilated_attention",
+    "explain",
+    "explain_packed",
     "masks",
-]  # fmt: skip
+    "packed_attention",
+]
 # Loaded when first used, so that the command line's --help does not wait for torch.
 _HOMES = {
     "Attention": "autoattn.module",
     "AutoattnError": "autoattn.errors",
     "Explanation": "autoattn.dispatch",
+    "Mask": "autoattn.mask",
     "MultiheadAttention": "autoattn.multihead",
     "attention": "autoattn.functional",
     "dilated_attention": "autoattn.dilated",
     "explain": "autoattn.functional",
+    "explain_packed": "autoattn.functional",
+    "packed_attention": "autoattn.functional",
 }
 
 

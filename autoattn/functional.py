@@ -1,27 +1,23 @@
-"""Attention as a function: the tuned kernel where there is one, PyTorch's own otherwise, and the reason on request."""
+"""Attention as functions: autoattn's own, and those of PyTorch and FlashAttention with their exact signatures."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from autoattn import compile, dispatch, gpu, render, rivals
+from autoattn import answer, arguments
+from autoattn.answer import forget as forget
 from autoattn.dispatch import Explanation
-from autoattn.errors import CompileError, TensorError
-from autoattn.ops import forward
-from autoattn.mask import Mask
-from autoattn.problem import Layout, Precision, Problem
-from autoattn.variant import Source, Traits
+from autoattn.errors import TensorError
 
-AUTOCAST = ("cpu", "cuda")  # asking PyTorch which kinds have it is more than Dynamo can trace
-MAX_SCALE = 1e38  # times log2(e) it is still a float32
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
-_Plan = tuple[Explanation, compile.Kernel | None]
-_plans: dict[tuple[Problem, Traits, int], _Plan] = {}
+    from autoattn.mask import Mask
+    from autoattn.masks import BlockSparse
 
 
 def attention(
@@ -29,163 +25,284 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
+    mask: str | Mask | Tensor | BlockSparse | BlockMask | None = None,
     causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: str | Callable[..., Tensor] | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
-) -> Tensor:
-    """softmax(scale * query @ key^T + mask) @ value.
+    precision: str | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * query @ key^T, modified and masked) @ value.
+
+    Scores are changed in this order: scale, score_mod, softcap, ALiBi, bias, mask, softmax with sinks, dropout.
+    docs/functions.md has an example of each argument.
 
     Args:
         query: [batch, heads_q, seq_q, head_dim], or [batch, seq_q, heads_q, head_dim] with layout="bshd"; float16,
-            bfloat16 or float32. float32 products follow torch.get_float32_matmul_precision().
-        key, value: the same with heads_kv, which divides heads_q, and seq_kv.
+            bfloat16, float32 or float8_e4m3fn.
+        key: the same with heads_kv, which divides heads_q, and seq_kv.
+        value: the key's, with a head dim of its own if need be.
+        mask: words as of `Mask.parse` ("causal", "causal:top-left", "window:128,0"), a Mask, a tensor that can be
+            broadcast to [batch, heads_q, seq_q, seq_kv] (bool: True attends; float32 or the output's dtype: added), a
+            BlockSparse or FlexAttention's BlockMask.
         causal: True or "bottom-right": query i sees the keys up to i + seq_kv - seq_q, as in FlashAttention;
             "top-left": up to i, as in F.scaled_dot_product_attention. They differ only when the lengths do.
-        scale: what scores are multiplied by; 1 / sqrt(head_dim) when None.
-        layout: "bhsd" or "bshd", of all tensors.
+        window: (left, right), whole numbers: query i, which stands at key p = i + seq_kv - seq_q, sees the keys
+            p - left to p + right; -1 is no bound on that side. causal=True makes right 0.
+        bias: a tensor like a tensor mask; together with causal and window it hides what either hides.
+        softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+        alibi_slopes: [heads_q] or [batch, heads_q] float32; scores lose slope * |p - key|, where p = i if causal is
+            "top-left".
+        sinks: [heads_q]; a score for each head that takes its share of the softmax and gives nothing.
+        score_mod: text of `autoattn.expression`, or a function (score, b, h, q_idx, kv_idx) -> score.
+        dropout: share of the weights that is dropped, from 0 and below 1; the others grow by 1 / (1 - dropout).
+        seed: of dropout, from 0 to 2**63 - 1; when None, one is drawn from PyTorch's generator of the CPU.
+        scale: what products of query and key are multiplied by; 1 / sqrt(head_dim) when None.
+        layout: "bhsd" or "bshd", of query, key, value and output.
+        precision: of float32 products, "ieee", "tf32" or "tf32x3"; torch.get_float32_matmul_precision() when None.
+        query_scale, key_scale, value_scale: [batch, heads_kv] float32, what float8 numbers stand for; 1 when None.
+        return_lse: whether the log-sum-exp is returned too.
 
     Returns:
-        The output, shaped like the query. A query that sees no key gives 0.
+        The output, like the query with the value's head dim; bfloat16 for float8. A query that sees no key gives 0.
+        With return_lse, (output, lse): lse is [batch, heads_q, seq_q] float32, in natural logarithms, and -inf for such
+        a query unless it has a sink.
 
     Raises:
-        TensorError: the tensors do not make one attention call.
+        TensorError: the arguments do not make one attention call.
         ProblemError: a size is not supported, or the mask is unknown.
         CacheError: a cache file is damaged or newer.
     """
-    problem, views, scale = _asked(query, key, value, causal, scale, layout)
-    explanation, kernel = _plan(problem, views, scale)
-    if kernel is None:
-        output = _by_pytorch(explanation, problem, views, scale)
-    else:
-        output = forward.empty_output(views[0], problem.layout)
-        forward.launch(kernel, *views, output, None, scale)
-    return output.transpose(1, 2) if problem.layout is Layout.BSHD else output
+    call = arguments.read(
+        query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
+        layout=layout, precision=precision, query_scale=query_scale, key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
+    output, lse = answer.run(call, lse=return_lse)
+    output = output.transpose(1, 2) if layout == "bshd" else output
+    return output if lse is None else (output, lse)
 
 
-def explain(
+def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     *,
     causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: str | Callable[..., Tensor] | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
     scale: float | None = None,
-    layout: str = "bhsd",
-) -> Explanation:
+    precision: str | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several sequences that lie one behind the other, each of its own length.
+
+    Args:
+        query: [tokens_q, heads_q, head_dim]
+        key, value: [tokens_kv, heads_kv, head_dim], the value with a head dim of its own if need be
+        cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32 on the query's device: sequence b has the tokens from
+            cu_seqlens[b] up to cu_seqlens[b + 1]. They are read once for each state of the tensor, which waits for the
+            GPU, and not at all while a CUDA graph is captured.
+        max_seqlen_q, max_seqlen_kv: no sequence is longer; a bound is enough.
+        causal: False, or True: aligned bottom-right in each sequence.
+        alibi_slopes, query_scale, key_scale, value_scale: as in `attention`, where the batch counts sequences.
+
+    The other arguments are those of `attention`; q_idx and kv_idx of a score_mod count from each sequence's begin.
+
+    Returns:
+        The output [tokens_q, heads_q, head_dim of value]; tokens behind the last sequence give 0. With return_lse,
+        (output, lse): lse is [heads_q, tokens_q] float32, in natural logarithms.
+
+    Raises:
+        TensorError: the arguments do not make one attention call.
+        ProblemError: a size is not supported, or the mask is aligned top-left.
+        CacheError: a cache file is damaged or newer.
+    """
+    call = arguments.read_packed(
+        query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
+        scale=scale, precision=precision, query_scale=query_scale, key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
+    output, lse = answer.run(call, lse=return_lse)
+    output = output[0].transpose(0, 1)
+    return output if lse is None else (output, lse[0])
+
+
+def explain(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **given: Any) -> Explanation:
     """What `attention` does with the same arguments, and why; it compiles the kernel to be sure, and runs nothing."""
-    problem, views, scale = _asked(query, key, value, causal, scale, layout)
-    return _plan(problem, views, scale)[0]
+    return answer.explain(arguments.read(query, key, value, **_seeded(given)), lse=return_lse)
 
 
-def forget() -> None:
-    """Drops what this process decided, so that a cache written since is read anew."""
-    _plans.clear()
+def explain_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    return_lse: bool = False,
+    **given: Any,
+) -> Explanation:
+    """What `packed_attention` does with the same arguments, and why."""
+    lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+    return answer.explain(arguments.read_packed(query, key, value, *lengths, **_seeded(given)), lse=return_lse)
 
 
-def _asked(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool | str, scale: float | None, layout: str
-) -> tuple[Problem, tuple[Tensor, Tensor, Tensor], float]:
-    """The problem, the tensors as [batch, heads, seq, head_dim] views, and the scale."""
-    try:
-        order = Layout(layout)
-    except ValueError:
-        raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it") from None
-    query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-    mask = Mask.parse(causal if isinstance(causal, bool) else f"causal:{causal}")
-    # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
-    exact = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
-    problem = forward.problem_of(
-        query, key, value, mask=mask, layout=order, precision=Precision.IEEE if exact else Precision.TF32
-    )
-    if order is Layout.BSHD:
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    try:
-        return problem, (query, key, value), problem.head_dim**-0.5 if scale is None else float(scale)
-    except (TypeError, ValueError):
-        raise TensorError(f"scale must be a number or None, got {scale!r}; correct it") from None
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """What PyTorch's own attention makes of a tensor under autocast; other things are left to the checks."""
-    if not isinstance(tensor, Tensor) or tensor.dtype not in forward.DTYPE:
-        return tensor
-    kind = tensor.device.type
-    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
-
-
-def _plan(problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: float) -> _Plan:
-    reason = _why_sdpa(problem, views, scale)
-    if reason is not None:
-        return dispatch.sdpa(reason, problem), None
-    name = _name(problem, views)
-    if name not in _plans:
-        if torch.cuda.is_current_stream_capturing():
-            reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
-            return dispatch.sdpa(reason, problem), None
-        _plans[name] = _prepare(*name)
-    return _plans[name]
-
-
-def _name(problem: Problem, views: tuple[Tensor, Tensor, Tensor]) -> tuple[Problem, Traits, int]:
-    """What a plan depends on: the problem, what the memory of the inputs and of the new output asks, and the card."""
-    asked, output = forward.traits_of(*views), render.natural_traits(problem)
-    alignment = math.gcd(asked.alignment, output.alignment)
-    return problem, replace(asked, alignment=alignment, wide=asked.wide or output.wide), views[0].device.index
-
-
-def _prepare(problem: Problem, traits: Traits, index: int) -> _Plan:
-    """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
-    card = gpu.present(index)
-    explanation = dispatch.explain(problem, card)
-    refused = ""
-    for variant in dispatch.variants(explanation, card):
-        try:
-            kernel = _loaded(render.render(problem, variant, traits), index)
-        except CompileError as error:
-            refused = str(error)
-        else:
-            return replace(explanation, variant=variant), kernel
-    return (dispatch.sdpa(refused, problem, explanation.steps) if refused else explanation), None
-
-
-@cache
-def _loaded(source: Source, index: int) -> compile.Kernel:
-    """Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step."""
-    return compile.load(source, torch.device("cuda", index))
-
-
-def _by_pytorch(
-    explanation: Explanation, problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: float
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's attention with the backend that was the fastest; with any, where that one does not take the tensors."""
+    """torch.nn.functional.scaled_dot_product_attention's arguments and meaning.
+
+    Causal is aligned top-left, dropout acts whenever it is above 0, and a query that sees no key gives 0.
+
+    Args:
+        query: [..., heads_q, seq_q, head_dim]; the axes in front of the last two are broadcast, and may be missing
+        key, value: [..., heads_kv, seq_kv, head_dim]; heads_kv divides heads_q with enable_gqa, and is broadcast else
+        attn_mask: broadcastable to [..., heads_q, seq_q, seq_kv]; bool (True attends), float32 or the query's dtype
+
+    Raises:
+        TensorError: the arguments do not make one attention call.
+        ProblemError: a size is not supported.
+    """
+    if attn_mask is not None and is_causal:
+        raise TensorError("attn_mask and is_causal must not come together, got both; put the triangle into attn_mask")
+    query, key, value, attn_mask, outer = _broadcast(query, key, value, attn_mask, enable_gqa)
+    output = attention(
+        query, key, value, mask=attn_mask, causal="top-left" if is_causal else False, dropout=dropout_p, scale=scale
+    )
+    assert isinstance(output, Tensor)
+    return output.reshape(*outer, *output.shape[-2:])
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_attn.flash_attn_func's arguments and meaning (FlashAttention 2.8).
+
+    Args:
+        q, k, v: [batch, seq, heads, head_dim]
+        deterministic: changes nothing; two calls always agree to the bit.
+        return_attn_probs: returns (output, softmax_lse [batch, heads_q, seq_q], None); the third, FlashAttention's
+            matrix for its own tests of dropout, does not exist here. The LSE of a query that sees no key is -inf.
+    """
+    found = attention(
+        q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
+        scale=softmax_scale, layout="bshd", return_lse=return_attn_probs,
+    )  # fmt: skip
+    return found if isinstance(found, Tensor) else (*found, None)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), without paged keys.
+
+    Args:
+        q, k, v: [tokens, heads, head_dim]
+        deterministic, return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
+        block_table: None
+    """
+    if block_table is not None:
+        raise TensorError("block_table must be None, got paged keys; gather them into [tokens, heads, head_dim] first")
+    found = packed_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window_size,
+        softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
+        return_lse=return_attn_probs,
+    )  # fmt: skip
+    return found if isinstance(found, Tensor) else (*found, None)
+
+
+def _seeded(given: dict[str, Any]) -> dict[str, Any]:
+    """To explain must not draw a seed, or the next call would draw another."""
+    return given if given.get("seed") is not None else {**given, "seed": 0}
+
+
+def _broadcast(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...]]:
+    """Query, key, value and mask as [batch, heads, ...], and what stands in front of the output's last two axes."""
+    tensors = (("query", query), ("key", key), ("value", value), *((("attn_mask", mask),) if mask is not None else ()))
+    for name, tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
+        if tensor.dim() < 2 and name != "attn_mask":
+            raise TensorError(f"{name} must be [..., seq, head_dim], got shape {tuple(tensor.shape)}; add axes")
+    heads = -3 if enable_gqa else -2  # where the axes end that are broadcast
     try:
-        return rivals.sdpa(*views, mask=problem.mask, scale=scale, backend=explanation.route)
-    except torch.OutOfMemoryError:
-        raise
+        outer = torch.broadcast_shapes(*(tensor.shape[:heads] for tensor in (query, key, value)))
+        query, key, value = (tensor.expand(*outer, *tensor.shape[heads:]) for tensor in (query, key, value))
+        outer = query.shape[:-2]
+        if mask is not None and (mask.dim() > 4 or query.dim() > 4):
+            mask = mask.expand(*outer, query.shape[-2], key.shape[-2])
     except RuntimeError:
-        if explanation.route == rivals.SDPA:
-            raise
-        reason = f"{explanation.route} was the fastest, but does not take these tensors"
-        _plans[_name(problem, views)] = dispatch.sdpa(reason, problem, explanation.steps), None
-        return rivals.sdpa(*views, mask=problem.mask, scale=scale)
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors)
+        raise TensorError(
+            f"the axes in front of the last two must broadcast, got {shapes}; set enable_gqa if key heads are fewer"
+        ) from None
+    query, key, value = (_four_axes(tensor) for tensor in (query, key, value))
+    return query, key, value, _four_axes(mask) if mask is not None and mask.dim() > 4 else mask, tuple(outer)
 
 
-def _why_sdpa(problem: Problem, views: tuple[Tensor, Tensor, Tensor], scale: float) -> str | None:
-    """Why no kernel of ours may run, whatever was tuned; None when one may."""
-    query = views[0]
-    if query.device.type != "cuda":
-        return f"the tensors are on the {query.device.type}, where PyTorch's own attention runs"
-    if torch.version.hip is not None:
-        return "this is a ROCm build of PyTorch, and the kernels are made for NVIDIA GPUs"
-    if torch.is_grad_enabled() and any(view.requires_grad for view in views):
-        return "an input needs a gradient, and there is no backward kernel yet"
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing, and the kernels are not custom operators yet"
-    if any(type(view) not in (Tensor, torch.nn.Parameter) for view in views):
-        return "a tensor subclass has rules of its own"
-    if not torch.finfo(torch.float32).tiny <= scale <= MAX_SCALE:
-        return f"the kernels need a positive scale that float32 can hold, got {scale}"
-    if problem.batch * problem.heads_q * -(-problem.seq_q // 16) > forward.MAX_TILES:
-        return "the launch would need more than 2**31 - 1 programs"
-    return None
+def _four_axes(tensor: Tensor) -> Tensor:
+    """[batch, heads, seq, last]: missing axes are 1, and several in front of the heads become one."""
+    while tensor.dim() < 4:
+        tensor = tensor[None]
+    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)

@@ -2,36 +2,90 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from autoattn import functional
 from autoattn.dispatch import Explanation
+from autoattn.mask import Mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from autoattn.masks import BlockSparse
+
+ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision")
 
 
 class Attention(torch.nn.Module):
     """The attention between projections: it has no weights and takes query, key and value.
 
-    Args:
-        causal: False, True ("bottom-right") or "top-left"; see `autoattn.attention`.
-        scale: what scores are multiplied by; 1 / sqrt(head_dim) when None.
-        layout: "bhsd" ([batch, heads, seq, head_dim]) or "bshd" ([batch, seq, heads, head_dim]).
-
-    The number of key heads may divide the number of query heads (grouped-query attention).
+    The arguments are those of `autoattn.attention`, except that dropout acts only while the module trains. The heads
+    are the tensors', and key heads may be fewer (grouped-query attention). A tensor as mask moves with the module.
     """
 
-    def __init__(self, *, causal: bool | str = False, scale: float | None = None, layout: str = "bhsd") -> None:
+    def __init__(
+        self,
+        *,
+        mask: str | Mask | Tensor | BlockSparse | BlockMask | None = None,
+        causal: bool | str = False,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        score_mod: str | Callable[..., Tensor] | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        layout: str = "bhsd",
+        precision: str | None = None,
+    ) -> None:
         super().__init__()
-        self.causal, self.scale, self.layout = causal, scale, layout
+        if isinstance(mask, Tensor):
+            self.register_buffer("mask", mask, persistent=False)
+        else:
+            self.mask = mask
+        self.causal, self.window = causal, window
+        self.softcap, self.score_mod, self.dropout = softcap, score_mod, dropout
+        self.scale, self.layout, self.precision = scale, layout, precision
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[batch, heads_q, seq_q, head_dim] (or BSHD) -> the same shape."""
-        return functional.attention(query, key, value, causal=self.causal, scale=self.scale, layout=self.layout)
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        mask: str | Mask | Tensor | BlockSparse | BlockMask | None = None,
+    ) -> Tensor:
+        """[batch, heads_q, seq_q, head_dim] (or BSHD) -> the same with the value's head dim; a mask replaces the
+        module's own."""
+        given = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, **self._own(mask)}
+        output = functional.attention(query, key, value, **given)
+        assert isinstance(output, Tensor)
+        return output
 
-    def explain(self, query: Tensor, key: Tensor, value: Tensor) -> Explanation:
-        """What `forward` does with these tensors, and why."""
-        return functional.explain(query, key, value, causal=self.causal, scale=self.scale, layout=self.layout)
+    def explain(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None, **given: Any) -> Explanation:
+        """What `forward` does with the same arguments, and why."""
+        return functional.explain(query, key, value, **given, **self._own(mask))
 
     def extra_repr(self) -> str:
-        """The arguments, as they were given."""
-        return f"causal={self.causal!r}, scale={self.scale!r}, layout={self.layout!r}"
+        """The arguments that are not the defaults."""
+        usual = inspect.signature(Attention).parameters
+        given = {name: _word(getattr(self, name)) for name in ARGUMENTS}
+        return ", ".join(f"{name}={word}" for name, word in given.items() if word != repr(usual[name].default))
+
+    def _own(self, mask: Any) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ARGUMENTS}
+        own["mask"] = mask if mask is not None else self.mask
+        own["dropout"] = self.dropout if self.training else 0.0
+        return own
+
+
+def _word(given: Any) -> str:
+    """An argument on one line."""
+    plain = given is None or isinstance(given, str | int | float | tuple)
+    return repr(given) if plain else str(given) if isinstance(given, Mask) else type(given).__name__

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autoattn import expression
 from autoattn.expression import MASK_NAMES, SCORE_NAMES
+from autoattn.mask import Alignment
 from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Bias, DType, Precision, Problem
 
@@ -169,6 +170,7 @@ def _part(
             seen = seen & bias
     scores = scores.masked_fill(~seen, -math.inf)
     seen = scores != -math.inf  # a score_mod and a bias may hide too
+    scores = scores.masked_fill(~seen, -math.inf)  # so that no gradient of a row without keys, which is NaN, gets past
     all_scores = scores
     if operands.sinks is not None:
         sink = operands.sinks[group].to(dtype)[:, None, None].expand(*scores.shape[:2], 1)
@@ -219,7 +221,8 @@ def _modified(
         scores = operands.softcap * torch.tanh(scores / operands.softcap)
     if modifiers.alibi and operands.slopes is not None:
         seq_q, seq_kv = operands.spans()[sequence][1::2]
-        distance = (positions[:, None] + (seq_kv - seq_q) - keys[None, :]).abs()
+        shift = seq_kv - seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
+        distance = (positions[:, None] + shift - keys[None, :]).abs()
         scores = scores - operands.slopes[sequence, group].to(scores.dtype)[:, None, None] * distance
     return scores
 

@@ -33,7 +33,19 @@ FLOORS = (
         "trace",
     },
     {"tune", "plan", "study", "workshop", "workers", "jobs"},
-    {"dispatch", "module", "functional", "masks", "dilated", "multihead"},
+    {
+        "dispatch",
+        "answer",
+        "arguments",
+        "modifying",
+        "packing",
+        "seeing",
+        "module",
+        "functional",
+        "masks",
+        "dilated",
+        "multihead",
+    },
     {"verify", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4

@@ -1,4 +1,4 @@
-"""The host side of the forward kernel: what tensors pose which problem, what their memory asks, what is launched."""
+"""The host side of the forward kernel: what memory asks of its code, and what it is launched with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn.errors import ProblemError, TensorError
-from autoattn.ops import forward
+from autoattn import inputs
+from autoattn.compile import load_module
+from autoattn.errors import TensorError
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.operands import Operands
+from autoattn.ops import forward
+from autoattn.problem import Bias, DType, Layout, Modifiers, Problem
 from autoattn.variant import Traits
 
 HALF = torch.float16
@@ -27,112 +30,6 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 def far(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = HALF) -> Tensor:
     """A tensor with any strides and no memory behind it."""
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-def posed(query: Any, key: Any, value: Any, layout: Layout = Layout.BHSD, **facts: Any) -> Problem:
-    return forward.problem_of(query, key, value, mask=facts.pop("mask", Mask()), layout=layout, **facts)
-
-
-# --- problems ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layout", "query", "key"),
-    [(Layout.BHSD, (2, 6, 5, 24), (2, 3, 7, 24)), (Layout.BSHD, (2, 5, 6, 24), (2, 7, 3, 24))],
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_tensors_pose_the_problem_of_their_shapes(
-    dtype: torch.dtype, layout: Layout, query: tuple[int, ...], key: tuple[int, ...]
-) -> None:
-    one = posed(zeros(*query, dtype=dtype), zeros(*key, dtype=dtype), zeros(*key, dtype=dtype), layout)
-    assert one == Problem(
-        dtype=DType(str(dtype).removeprefix("torch.")), batch=2, heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24,
-        layout=layout,
-    )  # fmt: skip
-
-
-def test_the_mask_is_the_callers() -> None:
-    mask = Mask.parse("causal:top-left")
-    assert posed(zeros(1, 1, 2, 8), zeros(1, 1, 3, 8), zeros(1, 1, 3, 8), mask=mask).mask == mask
-
-
-@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, Precision.TF32), (torch.bfloat16, Precision.IEEE)])
-def test_tf32_speaks_of_float32_alone(dtype: torch.dtype, kept: Precision) -> None:
-    tensors = [zeros(1, 1, 2, 8, dtype=dtype)] * 3
-    assert posed(*tensors, precision=Precision.TF32).precision is kept
-
-
-GOOD = zeros(2, 6, 5, 8)
-WRONG: dict[str, tuple[tuple[Any, Any, Any], str]] = {
-    "no tensor": ((GOOD, [1.0], GOOD), "key must be a torch.Tensor, got list; convert it first"),
-    "nothing": ((None, GOOD, GOOD), "query must be a torch.Tensor, got NoneType; convert it first"),
-    "three axes": (
-        (GOOD, GOOD, zeros(6, 5, 8)),
-        "value must be [batch, heads, seq, head_dim], got shape (6, 5, 8); add or merge axes",
-    ),
-    "float64": (
-        (GOOD.double(), GOOD.double(), GOOD.double()),
-        "query must be float16, bfloat16 or float32, got torch.float64; cast it with .to()",
-    ),
-    "integers": (
-        (GOOD, GOOD.int(), GOOD),
-        "key must be float16, bfloat16 or float32, got torch.int32; cast it with .to()",
-    ),
-    "two dtypes": (
-        (GOOD, GOOD, GOOD.bfloat16()),
-        "value must have the query's dtype torch.float16, got torch.bfloat16; cast one of them",
-    ),
-    "two devices": (
-        (GOOD, GOOD.to("meta"), GOOD),
-        "key must be on the query's device cpu, got meta; move it",
-    ),
-    "two batches": (
-        (GOOD, zeros(3, 6, 5, 8), zeros(3, 6, 5, 8)),
-        "key must be [batch, heads, seq, head_dim] with the query's batch 2 and head_dim 8, got shape (3, 6, 5, 8); "
-        "check the axes and the layout",
-    ),
-    "two head dims": (
-        (GOOD, GOOD, zeros(2, 6, 5, 16)),
-        "value must be [batch, heads, seq, head_dim] with the query's batch 2 and head_dim 8, got shape (2, 6, 5, 16); "
-        "check the axes and the layout",
-    ),
-    "two lengths": (
-        (GOOD, GOOD, zeros(2, 6, 4, 8)),
-        "key and value must have one shape, got (2, 6, 5, 8) and (2, 6, 4, 8); check the axes",
-    ),
-    "no keys": (
-        (GOOD, zeros(2, 6, 0, 8), zeros(2, 6, 0, 8)),
-        "query and key must not be empty, got shapes (2, 6, 5, 8) and (2, 6, 0, 8); skip the call",
-    ),
-    "no queries": (
-        (zeros(2, 6, 0, 8), GOOD, GOOD),
-        "query and key must not be empty, got shapes (2, 6, 0, 8) and (2, 6, 5, 8); skip the call",
-    ),
-    "heads that do not divide": (
-        (GOOD, zeros(2, 4, 5, 8), zeros(2, 4, 5, 8)),
-        "query heads must be a multiple of key heads, got 6 and 4; check the layout or repeat the key heads",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_tensors_that_make_no_call_are_refused_in_one_sentence(name: str) -> None:
-    tensors, sentence = WRONG[name]
-    with pytest.raises(TensorError) as caught:
-        posed(*tensors)
-    assert str(caught.value) == sentence
-
-
-def test_a_sentence_names_the_axes_of_the_callers_layout() -> None:
-    with pytest.raises(TensorError, match=r"key must be \[batch, seq, heads, head_dim\] with"):
-        posed(zeros(2, 5, 6, 8), zeros(3, 5, 6, 8), zeros(3, 5, 6, 8), Layout.BSHD)
-    with pytest.raises(TensorError, match="multiple of key heads, got 5 and 6"):
-        posed(zeros(2, 6, 5, 8), zeros(2, 5, 6, 8), zeros(2, 5, 6, 8), Layout.BSHD)
-
-
-def test_a_head_dim_above_256_is_refused() -> None:
-    with pytest.raises(ProblemError, match="head_dim must be at most 256, got 257"):
-        posed(*[zeros(1, 1, 2, 257)] * 3)
 
 
 # --- traits -----------------------------------------------------------------------------------------------------------
@@ -206,6 +103,13 @@ def test_wanting_the_lse_is_a_trait() -> None:
     assert forward.traits_of(tensor, lse=True) == Traits(lse=True)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bool, "u8"), (torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
+)
+def test_what_a_bias_holds_is_a_trait(dtype: torch.dtype, name: str) -> None:
+    assert forward.traits_of(zeros(2, 3, 4, 64), bias=zeros(1, 1, 4, 4, dtype=dtype)) == Traits(bias=name)
+
+
 def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
     storage = torch.zeros(2 * 64 + 1, dtype=torch.int8)
     torn = torch.frombuffer(bytearray(storage.numpy().tobytes()), dtype=HALF, count=64, offset=1).reshape(1, 1, 1, 64)
@@ -217,53 +121,97 @@ def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
 # --- launch -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_the_output_is_contiguous_in_the_callers_layout(layout: Layout) -> None:
-    query = zeros(2, 6, 5, 24).transpose(2, 3).contiguous().transpose(2, 3)
-    output = forward.empty_output(query, layout)
-    assert (output.shape, output.dtype) == (query.shape, query.dtype)
-    assert (output if layout is Layout.BHSD else output.transpose(1, 2)).is_contiguous()
+@pytest.mark.parametrize(
+    ("layout", "shape", "strides"),
+    [
+        (Layout.BHSD, (2, 6, 5, 24), (720, 120, 24, 1)),
+        (Layout.BSHD, (2, 6, 5, 24), (720, 24, 144, 1)),
+        (Layout.PACKED, (1, 6, 5, 24), (720, 24, 144, 1)),
+    ],
+)
+def test_the_output_is_contiguous_in_the_callers_layout(
+    layout: Layout, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    query = zeros(*shape).mT.contiguous().mT
+    packed = {"tokens_q": 5, "tokens_kv": 7} if layout is Layout.PACKED else {}
+    one = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, layout=layout, **packed)
+    output = forward.empty_output(one, query)
+    assert (output.shape, output.dtype, output.stride()) == (shape, HALF, strides)
+
+
+def test_the_output_has_the_values_head_dim_and_is_bfloat16_for_float8() -> None:
+    one = kernels.problem(dtype=DType.FLOAT8, head_dim=24, head_dim_v=40)
+    output = forward.empty_output(one, zeros(2, 4, 33, 24).to(torch.float8_e4m3fn))
+    assert (output.shape, output.dtype) == ((2, 4, 33, 40), torch.bfloat16)
+
+
+def launched_with(one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> dict[str, Any]:
+    """The arguments and the grid of a launch."""
+    seen: dict[str, Any] = {}
+
+    def launch(grid: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        seen.update(arguments, grid=grid)
+
+    module = SimpleNamespace(grid=lambda *sizes: ("grid", *sizes))
+    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, module=module)
+    forward.launch(kernel, one, operands, output, lse)
+    return seen
 
 
 def test_a_launch_passes_sizes_strides_and_the_scale_by_name() -> None:
-    launched: dict[str, Any] = {}
-
-    def launch(grid: tuple[int], arguments: dict[str, Any]) -> None:
-        launched.update(arguments, grid=grid)
-
-    kernel: Any = SimpleNamespace(
-        launch=launch, sm_count=7, module=SimpleNamespace(grid=lambda *sizes: ("grid", *sizes))
-    )
-    query, key, value = zeros(2, 6, 5, 24), zeros(2, 3, 70, 24).transpose(2, 3).contiguous().mT, zeros(2, 3, 7, 24)
-    key = key[:, :, ::10]
+    one = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, mask="window:3,2")
+    query, key, value = zeros(2, 6, 5, 24), zeros(2, 3, 70, 24).mT.contiguous().mT[:, :, ::10], zeros(2, 3, 7, 24)
     output, lse = zeros(2, 6, 8, 24)[:, :, :5], torch.zeros(2, 6, 5)
-    forward.launch(kernel, query, key, value, output, lse, 0.25)
-    assert launched.pop("grid") == ("grid", 12, 5, 7)
-    pointers = ("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr")
-    assert [
-        launched.pop(name) is tensor for name, tensor in zip(pointers, (query, key, value, output, lse), strict=True)
-    ]
-    assert launched.pop("scale_log2") == pytest.approx(0.25 * math.log2(math.e))
-    sizes = {"batch_heads": 12, "heads_q": 6, "group_size": 2, "seq_q": 5, "seq_kv": 7}
-    assert {name: launched.pop(name) for name in sizes} == sizes
+    launched = launched_with(one, Operands(query=query, key=key, value=value, scale=0.25), output, lse)
+    pointers = {"query_ptr": query, "key_ptr": key, "value_ptr": value, "output_ptr": output, "lse_ptr": lse}
+    for name, tensor in pointers.items():
+        assert launched[name] is tensor
+    assert launched["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
+    sizes = {
+        "grid": ("grid", 2, 6, 5, 7), "batch_heads": 12, "heads_q": 6, "group_size": 2, "seq_q": 5, "seq_kv": 7,
+        "scale": 0.25, "window_left": 3, "window_right": 2,
+    }  # fmt: skip
+    assert {name: launched[name] for name in sizes} == sizes
     strides = {"q": (720, 120, 24, 1), "k": (5040, 1680, 10, 70), "v": (504, 168, 24, 1), "o": (1152, 192, 24, 1)}
-    assert launched == {
-        f"stride_{name}{axis}": step
-        for name, steps in strides.items()
-        for axis, step in zip("bhsd", steps, strict=True)
-    }
+    for name, steps in strides.items():
+        assert tuple(launched[f"stride_{name}{axis}"] for axis in "bhsd") == steps
 
 
-def test_a_launch_has_every_argument_that_a_signature_may_name() -> None:
-    from autoattn.compile import load_module
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"mask": "window:3,2"},
+    "causal and softcap": {"mask": "causal", "modifiers": Modifiers(softcap=True)},
+    "alibi and sinks": {"modifiers": Modifiers(alibi=True, sinks=True)},
+    "score_mod": {"modifiers": Modifiers(score_mod="captured0: float32[2]\nscore + captured0[h, kv_idx]")},
+    "dropout": {"modifiers": Modifiers(dropout=True)},
+    "keys": {"modifiers": Modifiers(bias=Bias.KEYS)},
+    "pairs": {"modifiers": Modifiers(bias=Bias.BOOLEAN)},
+    "bias": {"modifiers": Modifiers(bias=Bias.ADDITIVE)},
+    "float8": {"dtype": DType.FLOAT8},
+    "packed": {"layout": Layout.PACKED, "tokens_q": 40, "tokens_kv": 60},
+    "table": {"mask": Mask.blocks(16, 16, 0.5, "q_idx >= kv_idx")},
+}
 
-    source = kernels.source(kernels.problem(), Traits(alignment=1, lse=True))
-    launched: dict[str, Any] = {}
-    kernel: Any = SimpleNamespace(
-        launch=lambda grid, arguments: launched.update(arguments),
-        sm_count=1,
-        module=SimpleNamespace(grid=lambda *sizes: sizes),
-    )
-    tensor = zeros(1, 1, 4, 16)
-    forward.launch(kernel, tensor, tensor, tensor, tensor, torch.zeros(1, 1, 4), 1.0)
-    assert set(launched) == set(load_module(source).SIGNATURE)
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_launch_has_every_argument_that_a_signature_names(kind: str) -> None:
+    one = kernels.problem(**KINDS[kind])
+    operands = inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    output = forward.empty_output(one, operands.query)
+    lse = torch.zeros(output.shape[:3])
+    tensors = operands.query, operands.key, operands.value, output
+    bias = forward.traits_of(*tensors, lse=True, bias=operands.bias).bias
+    source = kernels.source(one, Traits(alignment=1, lse=True, bias=bias))
+    launched = launched_with(one, operands, output, lse)
+    missing = [name for name in load_module(source).SIGNATURE if name not in launched or launched[name] is None]
+    assert missing == []
+
+
+def test_booleans_of_a_bias_travel_as_bytes() -> None:
+    one = kernels.problem(modifiers=Modifiers(bias=Bias.BOOLEAN))
+    operands = inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert operands.bias is not None
+    launched = launched_with(one, operands, forward.empty_output(one, operands.query), None)
+    assert launched["bias_ptr"].dtype is torch.uint8
+    assert launched["bias_ptr"].data_ptr() == operands.bias.data_ptr()
+    assert tuple(launched[f"stride_b{axis}"] for axis in "bhsn") == operands.bias.stride()

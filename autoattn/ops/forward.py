@@ -1,4 +1,4 @@
-"""The host side of the forward kernel: what it is launched with."""
+"""The host side of the forward kernel: what memory asks of its code, and what it is launched with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor
 
 from autoattn.compile import Kernel
 from autoattn.errors import TensorError
-from autoattn.mask import Mask
 from autoattn.operands import BlockTable, Operands
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import Layout, Problem
 from autoattn.reference import TORCH_DTYPE, drop_below
 from autoattn.variant import Traits
 
@@ -19,36 +18,6 @@ DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
 BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
-
-
-def problem_of(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, layout: Layout, precision: Precision = Precision.IEEE
-) -> Problem:
-    """The problem that three tensors pose.
-
-    Args:
-        query: [batch, heads_q, seq_q, head_dim], or [batch, seq_q, heads_q, head_dim] when the layout is BSHD
-        key, value: the same with heads_kv and seq_kv
-
-    Raises:
-        TensorError: the tensors do not make one attention call.
-        ProblemError: they do, but a size is not supported.
-    """
-    _check_tensors(query, key, value, layout)
-    heads, seq = (1, 2) if layout is Layout.BHSD else (2, 1)
-    dtype = DTYPE[query.dtype]
-    return Problem(
-        dtype=dtype,
-        batch=query.shape[0],
-        heads_q=query.shape[heads],
-        heads_kv=key.shape[heads],
-        seq_q=query.shape[seq],
-        seq_kv=key.shape[seq],
-        head_dim=query.shape[3],
-        mask=mask,
-        layout=layout,
-        precision=precision if dtype is DType.FLOAT32 else Precision.IEEE,
-    )
 
 
 def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -> Traits:
@@ -168,38 +137,3 @@ def _table(table: BlockTable) -> dict[str, Tensor | int | float | None]:
         "full_width": table.full_blocks.shape[3],
         "partial_width": table.partial_blocks.shape[3],
     }
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> None:
-    axes = "[batch, heads, seq, head_dim]" if layout is Layout.BHSD else "[batch, seq, heads, head_dim]"
-    heads = 1 if layout is Layout.BHSD else 2
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
-        if tensor.dim() != 4:
-            raise TensorError(f"{name} must be {axes}, got shape {tuple(tensor.shape)}; add or merge axes")
-        if tensor.dtype not in DTYPE:
-            raise TensorError(f"{name} must be float16, bfloat16 or float32, got {tensor.dtype}; cast it with .to()")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
-        if tensor.device != query.device:
-            raise TensorError(f"{name} must be on the query's device {query.device}, got {tensor.device}; move it")
-        if tensor.shape[0] != query.shape[0] or tensor.shape[3] != query.shape[3]:
-            raise TensorError(
-                f"{name} must be {axes} with the query's batch {query.shape[0]} and head_dim {query.shape[3]}, "
-                f"got shape {tuple(tensor.shape)}; check the axes and the layout"
-            )
-    if key.shape != value.shape:
-        raise TensorError(
-            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}; check the axes"
-        )
-    if 0 in query.shape or 0 in key.shape:
-        raise TensorError(
-            f"query and key must not be empty, got shapes {tuple(query.shape)} and {tuple(key.shape)}; skip the call"
-        )
-    if query.shape[heads] % key.shape[heads]:
-        raise TensorError(
-            f"query heads must be a multiple of key heads, got {query.shape[heads]} and {key.shape[heads]}; "
-            "check the layout or repeat the key heads"
-        )

@@ -1,0 +1,234 @@
+"""Call -> output: the tuned kernel where there is one, PyTorch otherwise, and the reason on request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from autoattn import compile, dispatch, gpu, render, rivals
+from autoattn.arguments import Call
+from autoattn.device import Device
+from autoattn.dispatch import Explanation
+from autoattn.entry import KERNEL
+from autoattn.errors import CompileError, TensorError
+from autoattn.operands import Operands
+from autoattn.ops import forward
+from autoattn.problem import DType, Problem
+from autoattn.reference import TORCH_DTYPE
+from autoattn.variant import Source, Traits
+
+MAX_SCALE = 1e38  # times log2(e) it is still a float32
+MAX_PLANS = 4096  # a growing key cache poses a new problem at every step
+FLOAT8_ARCH = 89  # Ada is the first to multiply float8
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What was decided for a problem, traits and card."""
+
+    explanation: Explanation
+    kernel: compile.Kernel | None = None
+
+
+class _NotLoadedError(Exception):
+    """The kernel is not loaded, and cannot be while a CUDA graph is captured."""
+
+
+def run(call: Call, *, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Output [batch, heads_q, seq_q, head_dim_v] and, when wanted, LSE [batch, heads_q, seq_q] in natural logarithms.
+
+    The batch is 1 when packed.
+    """
+    if call.empty:
+        return _nothing(call, lse)
+    plan = _planned(call, lse)
+    problem, operands = call.problem, call.operands
+    if plan.kernel is None:
+        return _by_pytorch(plan, problem, operands, lse)
+    output = forward.empty_output(problem, operands.query)
+    sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
+    forward.launch(plan.kernel, problem, operands, output, sums)
+    return output, sums
+
+
+def explain(call: Call, *, lse: bool) -> Explanation:
+    """What `run` does, and why; it compiles the kernel to be sure, and runs nothing."""
+    if call.empty:
+        reason = "there is no query or no key, so that the answer is 0 and nothing is launched"
+        return replace(dispatch.sdpa(reason), route=rivals.EAGER)
+    return _planned(call, lse).explanation
+
+
+def forget() -> None:
+    """Drops what this process decided, so that a cache written since is read anew."""
+    _prepare.cache_clear()
+
+
+def _planned(call: Call, lse: bool) -> Plan:
+    problem, operands = call.problem, call.operands
+    reason = _why_no_kernel(problem, operands)
+    if reason is not None:
+        return _without_kernel(reason, problem, lse)
+    try:
+        return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
+    except _NotLoadedError:
+        reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
+        return _without_kernel(reason, problem, lse)
+
+
+def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:
+    """What the memory of the inputs and of the new output asks."""
+    asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
+    output = render.natural_traits(problem)
+    alignment, wide = math.gcd(asked.alignment, output.alignment), asked.wide or output.wide
+    if (alignment, wide) == (asked.alignment, asked.wide):
+        return asked
+    return replace(asked, alignment=alignment, wide=wide)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
+    """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
+    if torch.cuda.is_current_stream_capturing():
+        raise _NotLoadedError  # an exception is not kept, so that the next call asks again
+    card = gpu.present(index)
+    explanation = _decided(problem, traits, card)
+    refused = ""
+    for variant in dispatch.variants(explanation, card):
+        try:
+            kernel = _loaded(render.render(problem, variant, traits), index)
+        except CompileError as error:
+            refused = str(error)
+        else:
+            return Plan(replace(explanation, variant=variant), kernel)
+    if refused:
+        return _without_kernel(refused, problem, traits.lse, explanation.steps)
+    return Plan(explanation)
+
+
+def _decided(problem: Problem, traits: Traits, card: Device | None) -> Explanation:
+    """What dispatch says, where PyTorch's attention can follow it."""
+    if problem.dtype is DType.FLOAT8 and card is not None and card.arch < FLOAT8_ARCH:
+        reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_{FLOAT8_ARCH} or newer"
+        return _without_kernel(reason, problem, traits.lse).explanation
+    found = dispatch.explain(problem, card)
+    if found.route == KERNEL or (not traits.lse and rivals.why_not_sdpa(problem) is None):
+        return found
+    if found.variant is None:
+        return _without_kernel(found.reason, problem, traits.lse, found.steps).explanation
+    return replace(found, route=KERNEL, reason=f"{found.reason}; but it gives no LSE, so the kernel runs")
+
+
+@cache
+def _loaded(source: Source, index: int) -> compile.Kernel:
+    """Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step."""
+    return compile.load(source, torch.device("cuda", index))
+
+
+def _without_kernel(reason: str, problem: Problem, lse: bool, steps: Sequence[str] = ()) -> Plan:
+    """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
+    found = dispatch.sdpa(reason, problem, steps)
+    why_not = "it gives no LSE" if lse else rivals.why_not_sdpa(problem)
+    if why_not is None:
+        return Plan(found)
+    return Plan(replace(found, route=rivals.EAGER, steps=(*found.steps, f"sdpa: {why_not}")))
+
+
+def _by_pytorch(plan: Plan, problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """PyTorch's attention with the backend that was the fastest; with any, where that one does not take the tensors."""
+    route = plan.explanation.route
+    if route == rivals.EAGER:
+        return _eager(problem, operands, lse)
+    try:
+        return rivals.sdpa(problem, operands, backend=route), None
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if route == rivals.SDPA:
+            raise
+        reason = f"{route} was the fastest, but does not take these tensors"
+        plan.explanation = dispatch.sdpa(reason, problem, plan.explanation.steps)
+        return rivals.sdpa(problem, operands), None
+
+
+def _eager(problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """The formula in plain PyTorch, in float32 whatever autocast says."""
+    query = operands.query
+    kind = query.device.type
+    if kind == "meta":
+        output = query.new_empty(*query.shape[:3], problem.head_dim_v, dtype=TORCH_DTYPE[problem.dtype.output])
+        return output, query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise TensorError(
+            f"a CUDA graph can hold this call only with its kernel, got {problem}, which is not loaded or has none; "
+            "call it once before capturing"
+        )
+    with torch.autocast(kind, enabled=False):
+        output, sums = rivals.eager(problem, operands)
+    return output, sums if lse else None
+
+
+def _nothing(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """The answer where no query meets a key: 0, with gradients of 0, which is what products over no keys are."""
+    problem, operands = call.problem, call.operands
+    batch, heads, seq_q, head_dim = operands.query.shape
+    dtype = TORCH_DTYPE[problem.dtype.output]
+    query, key, value = (
+        tensor.to(dtype) for tensor in (operands.query, operands.key[:, :, :0], operands.value[:, :, :0])
+    )
+    groups = query.reshape(batch, problem.heads_kv, problem.group_size, seq_q, head_dim)
+    weights = groups @ key[:, :, None].transpose(3, 4)
+    output = (weights @ value[:, :, None]).reshape(batch, heads, seq_q, problem.head_dim_v)
+    if not lse:
+        return output, None
+    sums = query.new_full((batch, heads, seq_q), -math.inf, dtype=torch.float32)
+    if operands.sinks is not None:
+        end = seq_q if operands.cu_seqlens_q is None else operands.cu_seqlens_q[-1]
+        inside = torch.arange(seq_q, device=query.device) < end
+        sums = torch.where(inside, operands.sinks[:, None], sums)
+    return output, sums
+
+
+def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
+    """Why no kernel of ours may run, whatever was tuned; None when one may."""
+    device = operands.query.device
+    if device.type != "cuda":
+        return f"the tensors are on the {device.type}, and the kernels run on NVIDIA GPUs"
+    if torch.version.hip is not None:
+        return "this is a ROCm build of PyTorch, and the kernels are made for NVIDIA GPUs"
+    tensors = _tensors(problem, operands)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "an input needs a gradient, and there is no backward kernel yet"
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing, and the kernels are not custom operators yet"
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return "a tensor subclass has rules of its own"
+    if not torch.finfo(torch.float32).tiny <= operands.scale <= MAX_SCALE:
+        return f"the kernels need a positive scale that float32 can hold, got {operands.scale}"
+    tiles = problem.tokens_q // 16 + problem.batch + 1 if problem.packed else problem.batch * -(-problem.seq_q // 16)
+    if problem.heads_q * tiles > forward.MAX_TILES:
+        return "the launch would need more than 2**31 - 1 programs"
+    return None
+
+
+def _tensors(problem: Problem, operands: Operands) -> tuple[Tensor, ...]:
+    """What a call computes on and could need a gradient of."""
+    three = operands.query, operands.key, operands.value
+    if not problem.modifiers.names and not problem.mask.mod and operands.query_scale is None:
+        return three
+    maybe = (
+        operands.bias,
+        operands.slopes,
+        operands.sinks,
+        operands.query_scale,
+        operands.key_scale,
+        operands.value_scale,
+        *operands.mask_captures,
+        *operands.score_captures,
+    )
+    return (*three, *(tensor for tensor in maybe if tensor is not None))

@@ -1,0 +1,306 @@
+"""What a caller gives, as one problem and its operands; whatever is wrong with it is said here, in one sentence."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoattn import modifying, packing, seeing
+from autoattn.errors import TensorError
+from autoattn.operands import Operands
+from autoattn.ops.forward import DTYPE
+from autoattn.problem import DType, Layout, Precision, Problem
+
+if TYPE_CHECKING:
+    from autoattn.mask import Mask
+    from autoattn.masks import BlockSparse
+
+AUTOCAST = ("cpu", "cuda")  # asking PyTorch which kinds have it is more than Dynamo can trace
+AXES = {
+    Layout.BHSD: ("batch", "heads", "seq", "head_dim"),
+    Layout.BSHD: ("batch", "seq", "heads", "head_dim"),
+    Layout.PACKED: ("tokens", "heads", "head_dim"),
+}
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
+_LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One attention call, understood and checked."""
+
+    problem: Problem  # sizes of 0 stand as 1
+    operands: Operands
+    empty: bool = False  # there is no query, or no key, so there is nothing to compute
+
+
+def read(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: str | Mask | Tensor | BlockSparse | None = None,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: str | Callable[..., Tensor] | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    precision: str | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Call:
+    """The call that the arguments of `autoattn.attention` pose.
+
+    Raises:
+        TensorError: the arguments do not make one attention call.
+        ProblemError: they do, but it is not supported.
+    """
+    order = _LAYOUTS.get(layout) if isinstance(layout, str) else None
+    if order is None:
+        raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it")
+    given = getattr(query, "dtype", None)
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value, AXES[order])
+    if order is Layout.BSHD:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    batch, heads_q, seq_q, _ = query.shape
+    dtype, seq_kv = DTYPE[query.dtype], key.shape[2]
+    seen = seeing.read(mask, causal, window, bias, query, seq_kv, dtype.output)
+    changed = modifying.read(
+        query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind
+    )
+    problem = _problem(
+        dtype=dtype,
+        batch=batch or 1,
+        heads_q=heads_q,
+        heads_kv=key.shape[1],
+        seq_q=seq_q or 1,
+        seq_kv=seq_kv or 1,
+        head_dim=query.shape[3],
+        head_dim_v=value.shape[3],
+        mask=seen.mask,
+        modifiers=changed.modifiers,
+        layout=order,
+        precision=_precision(precision, given, dtype),
+    )
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        scale=_scale(scale, problem),
+        bias=seen.bias,
+        table=seen.table,
+        mask_captures=seen.captures,
+        **changed.operands,
+        **_float8_scales(query, batch, problem, query_scale, key_scale, value_scale),
+    )
+    return Call(problem=problem, operands=operands, empty=batch == 0 or seq_q == 0 or seq_kv == 0)
+
+
+def read_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: str | Callable[..., Tensor] | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    scale: float | None = None,
+    precision: str | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Call:
+    """The call that the arguments of `autoattn.packed_attention` pose.
+
+    Raises:
+        TensorError: the arguments do not make one attention call.
+        ProblemError: they do, but it is not supported.
+    """
+    given = getattr(query, "dtype", None)
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value, AXES[Layout.PACKED])
+    tokens_q, tokens_kv, dtype = query.shape[0], key.shape[0], DTYPE[query.dtype]
+    # A maximum may be a bound that is far too high; no sequence is longer than all tokens.
+    seq_q = min(_length("max_seqlen_q", max_seqlen_q), tokens_q)
+    seq_kv = min(_length("max_seqlen_kv", max_seqlen_kv), tokens_kv)
+    packing.check("cu_seqlens_q", cu_seqlens_q, tokens_q, seq_q, query.device)
+    packing.check("cu_seqlens_kv", cu_seqlens_kv, tokens_kv, seq_kv, query.device)
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise TensorError(
+            "cu_seqlens_q and cu_seqlens_kv must describe as many sequences, got "
+            f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_kv.shape[0] - 1}; give a sequence without keys a length of 0"
+        )
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    batch = cu_seqlens_q.shape[0] - 1
+    changed = modifying.read(query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
+    problem = _problem(
+        dtype=dtype,
+        batch=batch or 1,
+        heads_q=query.shape[1],
+        heads_kv=key.shape[1],
+        seq_q=seq_q or 1,
+        seq_kv=seq_kv or 1,
+        head_dim=query.shape[3],
+        head_dim_v=value.shape[3],
+        mask=seeing.band(causal, window),
+        modifiers=changed.modifiers,
+        layout=Layout.PACKED,
+        tokens_q=tokens_q or 1,
+        tokens_kv=tokens_kv or 1,
+        precision=_precision(precision, given, dtype),
+    )
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        scale=_scale(scale, problem),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        **changed.operands,
+        **_float8_scales(query, batch, problem, query_scale, key_scale, value_scale),
+    )
+    return Call(problem=problem, operands=operands, empty=batch == 0 or seq_q == 0 or seq_kv == 0)
+
+
+def _problem(**facts: Any) -> Problem:
+    """The problem under its simplest name; a call costs microseconds, and most pose a problem that was posed before."""
+    return Problem(**facts).simplified() if torch.compiler.is_compiling() else _posed(**facts)
+
+
+@lru_cache(maxsize=4096)
+def _posed(**facts: Any) -> Problem:
+    return Problem(**facts).simplified()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What PyTorch's own attention makes of tensors under autocast; other things are left to the checks."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
+    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
+        return tensors
+    wanted = torch.get_autocast_dtype(kind)
+    return tuple(
+        tensor.to(wanted)
+        if isinstance(tensor, Tensor) and tensor.dtype in _CAST and tensor.device.type == kind
+        else tensor
+        for tensor in tensors
+    )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, ...]) -> None:
+    """Refuses what is no query, key and value with the named axes."""
+    axes = f"[{', '.join(names)}]"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
+        if tensor.dim() != len(names):
+            raise TensorError(f"{name} must be {axes}, got shape {tuple(tensor.shape)}; add or merge axes")
+        if tensor.dtype not in DTYPE:
+            raise TensorError(
+                f"{name} must be float16, bfloat16, float32 or float8_e4m3fn, got {tensor.dtype}; cast it with .to()"
+            )
+        if tensor.dtype != query.dtype:
+            raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
+        if tensor.device != query.device:
+            raise TensorError(f"{name} must be on the query's device {query.device}, got {tensor.device}; move it")
+    batched = names[0] == "batch"
+    if key.shape[-1] != query.shape[-1] or (batched and key.shape[0] != query.shape[0]):
+        alike = f"batch {query.shape[0]} and " * batched + f"head_dim {query.shape[-1]}"
+        raise TensorError(
+            f"key must be {axes} with the query's {alike}, got shape {tuple(key.shape)}; check the axes and the layout"
+        )
+    if value.shape[:-1] != key.shape[:-1]:
+        raise TensorError(
+            f"value must be {axes} with the key's {', '.join(names[:-1])}, got shape {tuple(value.shape)} beside "
+            f"{tuple(key.shape)}; check the axes"
+        )
+    if query.shape[-1] == 0 or value.shape[-1] == 0:
+        raise TensorError(
+            f"head_dim must be at least 1, got {query.shape[-1]} of query, {value.shape[-1]} of value; check the axes"
+        )
+    heads = names.index("heads")
+    if key.shape[heads] == 0 or query.shape[heads] == 0 or query.shape[heads] % key.shape[heads]:
+        raise TensorError(
+            f"query heads must be a multiple of key heads, got {query.shape[heads]} and {key.shape[heads]}; "
+            "check the layout or repeat the key heads"
+        )
+
+
+def _length(name: str, given: Any) -> int:
+    try:
+        length = -1 if isinstance(given, bool) else operator.index(given)
+    except (TypeError, ValueError):
+        length = -1
+    if length < 0:
+        raise TensorError(f"{name} must be a whole number from 0, got {given!r}; give the longest sequence's tokens")
+    return length
+
+
+def _scale(scale: float | None, problem: Problem) -> float:
+    try:
+        return problem.head_dim**-0.5 if scale is None else float(scale)
+    except (TypeError, ValueError):
+        raise TensorError(f"scale must be a number or None, got {scale!r}; correct it") from None
+
+
+def _precision(precision: str | None, given: torch.dtype | None, dtype: DType) -> Precision:
+    """How float32 products are formed; `given` is the dtype before autocast, which overrules the choice."""
+    if precision is not None:
+        if not isinstance(precision, str) or precision not in tuple(Precision):
+            raise TensorError(f"precision must be ieee, tf32, tf32x3 or None, got {precision!r}; correct it")
+        if given is not torch.float32:
+            raise TensorError(f"precision is a choice for float32 alone, got {given}; leave it out")
+    if dtype is not DType.FLOAT32:
+        return Precision.IEEE
+    if precision is not None:
+        return Precision(precision)
+    # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
+    exact = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
+    return Precision.IEEE if exact else Precision.TF32
+
+
+def _float8_scales(
+    query: Tensor, batch: int, problem: Problem, query_scale: Any, key_scale: Any, value_scale: Any
+) -> dict[str, Tensor]:
+    """The operands that float8 tensors have beside the others."""
+    given = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
+    shape = (batch, problem.heads_kv)
+    found = {}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if problem.dtype is not DType.FLOAT8:
+            raise TensorError(f"{name} belongs to float8_e4m3fn tensors, got {query.dtype}; multiply by it instead")
+        modifying.check_tensor(name, tensor, query.device)
+        if tensor.dtype is not torch.float32 or tensor.shape != shape:
+            raise TensorError(
+                f"{name} must be float32 [batch, heads_kv] = {shape}, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; expand or cast it"
+            )
+        found[name] = tensor.contiguous()
+    if problem.dtype is DType.FLOAT8 and len(found) < len(given):
+        ones = torch.ones(shape, device=query.device)
+        found = {name: found.get(name, ones) for name in given}
+    return found

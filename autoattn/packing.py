@@ -1,0 +1,87 @@
+"""Where packed sequences begin and end: the checks of cu_seqlens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoattn.errors import TensorError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    """What was found in one state of a tensor."""
+
+    version: int  # PyTorch's count of writes to the tensor; an inference tensor has none, and is taken as never written
+    address: int
+    first: int
+    last: int
+    shortest: int  # of the sequences, below 0 where the numbers decrease
+    longest: int
+
+
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> _Contents
+
+
+def check(name: str, cu_seqlens: Tensor, tokens: int, longest: int, device: torch.device) -> None:
+    """Refuses offsets that describe no sequences of at most `longest` tokens inside a tensor of `tokens`.
+
+    The contents are read once for each state of the tensor, which waits for the GPU. They are not read while a CUDA
+    graph is captured or torch.compile traces, where nothing can be waited for: kernels clamp what they read, so that
+    wrong offsets then give wrong rows but never touch foreign memory.
+
+    Raises:
+        TensorError: the offsets are no contiguous int32 [sequences + 1] on `device`, or contradict themselves.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TensorError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}; convert it first")
+    if cu_seqlens.dtype is not torch.int32:
+        raise TensorError(f"{name} must be int32, got {cu_seqlens.dtype}; cast it with .int()")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0 or not cu_seqlens.is_contiguous():
+        raise TensorError(
+            f"{name} must be [sequences + 1] and contiguous, got shape {tuple(cu_seqlens.shape)} with strides "
+            f"{cu_seqlens.stride()}; begin with 0 and add the lengths up"
+        )
+    if cu_seqlens.device != device:
+        raise TensorError(f"{name} must be on the query's device {device}, got {cu_seqlens.device}; move it")
+    if torch.compiler.is_compiling() or device.type == "meta":
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    _check_contents(name, _contents(cu_seqlens), tokens, longest)
+
+
+def _check_contents(name: str, found: _Contents, tokens: int, longest: int) -> None:
+    if found.first != 0:
+        raise TensorError(f"{name} must start at 0, got {found.first}; put a 0 in front")
+    if found.shortest < 0:
+        raise TensorError(f"{name} must never decrease, got a step of {found.shortest}; add up the lengths in order")
+    if found.last > tokens:
+        raise TensorError(f"{name} must end within the {tokens} tokens, got {found.last}; correct the lengths")
+    if found.longest > longest:
+        raise TensorError(
+            f"{name} must hold no sequence above the given maximum of {longest} tokens, got {found.longest}; raise it"
+        )
+
+
+def _contents(cu_seqlens: Tensor) -> _Contents:
+    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _read.get(cu_seqlens)
+    if known is not None and (known.version, known.address) == (version, cu_seqlens.data_ptr()):
+        return known  # type: ignore[no-any-return]
+    offsets = cu_seqlens.tolist()
+    steps = [after - before for before, after in itertools.pairwise(offsets)]
+    found = _Contents(
+        version=version,
+        address=cu_seqlens.data_ptr(),
+        first=offsets[0],
+        last=offsets[-1],
+        shortest=min(steps, default=0),
+        longest=max(steps, default=0),
+    )
+    _read[cu_seqlens] = found
+    return found
