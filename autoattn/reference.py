@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autoattn import expression
 from autoattn.expression import MASK_NAMES, SCORE_NAMES
+from autoattn.mask import Alignment
 from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Bias, DType, Precision, Problem
 
@@ -218,7 +219,8 @@ def _modified(
         scores = operands.softcap * torch.tanh(scores / operands.softcap)
     if modifiers.alibi and operands.slopes is not None:
         seq_q, seq_kv = operands.spans()[sequence][1::2]
-        distance = (positions[:, None] + (seq_kv - seq_q) - keys[None, :]).abs()
+        shift = seq_kv - seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
+        distance = (positions[:, None] + shift - keys[None, :]).abs()
         scores = scores - operands.slopes[sequence, group].to(scores.dtype)[:, None, None] * distance
     return scores
 
