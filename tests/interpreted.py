@@ -72,8 +72,8 @@ class Run:
         output = validate.empty_output(self.problem, GUARD_ROWS, CPU)
         lse = torch.full(output.shape[:3], math.nan) if self.source.traits.lse else None
         forward.launch(kernel, self.problem, operands, output, lse)
-        rows = torch.arange(output.shape[2])
-        return compared(self.problem, operands, output, lse, rows[rows != self.leave_out])
+        rows = torch.tensor([row for row in range(output.shape[2]) if row != self.leave_out])
+        return compared(self.problem, operands, output, lse, rows)
 
 
 def compared(problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None, rows: Tensor) -> Result:
