@@ -156,7 +156,7 @@ def _kind(problem: Problem) -> str:
 
 
 def _folded(text: str) -> str:
-    """The text with lines of at most MAX_LINE characters: longer ones go on behind a comma inside their brackets."""
+    """The text with lines of at most MAX_LINE characters: longer ones go on behind a comma or "&" in their brackets."""
     lines: list[str] = []
     depth = 0  # of brackets that are open where a line begins
     for line in text.split("\n"):
@@ -173,15 +173,18 @@ def _folded(text: str) -> str:
 
 
 def _cut(line: str, depth: int) -> int:
-    """Behind which character to go on in a new line: the last comma that fits, as far outside as there is one."""
-    best, outside, index = 0, 0, 0
+    """Behind which character to go on in a new line: the last comma that fits, as far outside as there is one, or else
+    the last "&"; 0 when there is none."""
+    best, outside, index, last_and = 0, 0, 0, 0
     for place, letter in enumerate(line[:MAX_LINE], start=1):
         depth += _opened(letter)
         index += (letter == "[") - (letter == "]")
-        ends = letter == "," and line[place : place + 1] == " " and index == 0  # an index stays in one piece
-        if ends and depth > 0 and (not best or depth <= outside):
+        if depth <= 0 or index or line[place : place + 1] != " ":
+            continue  # an index stays in one piece
+        if letter == "," and (not best or depth <= outside):
             best, outside = place, depth
-    return best
+        last_and = place if letter == "&" else last_and
+    return best or last_and
 
 
 def _opened(text: str) -> int:

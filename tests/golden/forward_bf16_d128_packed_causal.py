@@ -214,8 +214,8 @@ def forward(
     begin_n = 0
     last = shift  # query i sees the keys up to i + last
     end_n = tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M + last))
-    inner_end = tl.maximum(0,
-        tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N  # visible to all rows before it
+    # All rows see the keys before inner_end.
+    inner_end = tl.maximum(0, tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = walk(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         begin_n, inner_end, stride_ks, stride_vs, o_m,

@@ -86,7 +86,8 @@ def scores_of(
     # [BLOCK_M, 16] x [16, BLOCK_N]
     scores = tl.dot(query_high, key, scores)
     if MASKED:
-        scores = tl.where((o_n[None, :] <= o_m[:, None] + last) & (o_n[None, :] >= o_m[:, None] + first) & (o_n[None, :] < seq_kv), scores, float("-inf"))
+        scores = tl.where((o_n[None, :] <= o_m[:, None] + last) & (o_n[None, :] >= o_m[:, None] + first) &
+            (o_n[None, :] < seq_kv), scores, float("-inf"))
     return scores
 
 
@@ -115,8 +116,8 @@ def add_values(acc_low, acc_high, weights, value_ptrs_low, value_ptrs_high, star
 
 @triton.jit
 def walk(
-    acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
-    value_ptrs_high,
+    acc_low, acc_high, row_max, row_sum, query_low, query_high,
+    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
 ):
@@ -138,8 +139,8 @@ def walk(
 
 @triton.jit
 def walk_edges(
-    acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
-    value_ptrs_high,
+    acc_low, acc_high, row_max, row_sum, query_low, query_high,
+    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
     begin_n, gap_n, gap, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
 ):
@@ -197,8 +198,8 @@ def add_values_carefully(acc_low, acc_high, weights, scores, value_ptrs_low, val
 
 @triton.jit
 def walk_again(
-    acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
-    value_ptrs_high,
+    acc_low, acc_high, row_max, row_sum, query_low, query_high,
+    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
 ):
@@ -269,10 +270,9 @@ def forward(
     begin_n = tl.maximum(0, tl.minimum(seq_kv, start_m + first)) // BLOCK_N * BLOCK_N
     last = shift + window_right  # query i sees the keys up to i + last
     end_n = tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M + last))
-    inner_end = tl.maximum(0,
-        tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N  # visible to all rows before it
-    inner_n = tl.cdiv(tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M - 1 + first)),
-        BLOCK_N) * BLOCK_N  # and behind it
+    # All rows see the keys before inner_end, from inner_n on.
+    inner_end = tl.maximum(0, tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N
+    inner_n = tl.cdiv(tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M - 1 + first)), BLOCK_N) * BLOCK_N
     inner_end = tl.maximum(inner_n, inner_end)
     acc_low, acc_high, row_max, row_sum = walk(
         acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,

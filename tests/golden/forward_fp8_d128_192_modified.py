@@ -308,10 +308,9 @@ def attend(
     begin_n = tl.maximum(0, tl.minimum(seq_kv, start_m + first)) // BLOCK_N * BLOCK_N
     last = shift  # query i sees the keys up to i + last
     end_n = tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M + last))
-    inner_end = tl.maximum(0,
-        tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N  # visible to all rows before it
-    inner_n = tl.cdiv(tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M - 1 + first)),
-        BLOCK_N) * BLOCK_N  # and behind it
+    # All rows see the keys before inner_end, from inner_n on.
+    inner_end = tl.maximum(0, tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N
+    inner_n = tl.cdiv(tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M - 1 + first)), BLOCK_N) * BLOCK_N
     inner_end = tl.maximum(inner_n, inner_end)
     acc, row_max, row_sum = walk(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
