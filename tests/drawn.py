@@ -24,6 +24,7 @@ from autoattn.trial import Outcome
 from autoattn.variant import Source, Traits, Value
 from autoattn.workers import Failure
 
+FEW = 256  # numbers of an answer
 GUARD_ROWS = 3  # of NaN behind each sequence
 GROUPS = (1, 1, 2, 3, 5, 7, 8)  # query heads a key head
 SCORE_MODS = (
@@ -290,6 +291,9 @@ def fault(kernel: compile.Kernel, call: Call) -> str:
     case = validate.case_of(
         call.problem, operands, torch.Generator().manual_seed(0), scores=call.scores, guard=GUARD_ROWS
     )
+    if case.expected.numel() <= FEW:  # PyTorch's own error can be next to nothing by luck, so allow for its bound
+        eps = torch.finfo(reference.TORCH_DTYPE[call.problem.dtype.output]).eps
+        case = replace(case, allowed=case.allowed + eps * float(operands.value.float().abs().max()))
     verdict = validate.judge(kernel, [case])
     if not verdict.ok or not call.wild:
         return verdict.reason
