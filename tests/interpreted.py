@@ -16,12 +16,12 @@ import kernels
 import torch
 from torch import Tensor
 
-from autoattn import inputs, reference, validate
+from autoattn import blocks, inputs, reference, validate
 from autoattn.compile import load
 from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.problem import Layout, Problem
-from autoattn.variant import Source
+from autoattn.variant import Source, Traits
 from autoattn.workers import Failure, Pool
 
 SECONDS = 120.0
@@ -132,16 +132,31 @@ def result(child: Pool, run: Run) -> Result:
     return outcome
 
 
+def inside_nan(problem: Problem) -> Operands:
+    """Normal numbers in the problem's layout; behind every sequence stand rows of NaN."""
+    return inputs.make(problem, CPU, generator(), guard=GUARD_ROWS)
+
+
+def run(child: Pool, one: Problem, make: Any = inside_nan, *, lse: bool = True, scale: float | None = None,
+        traits: Traits | None = None, sm_count: int = 1, **changes: Any) -> Result:  # fmt: skip
+    """What became of the smallest variant, changed, with the traits that these operands ask for."""
+    traits = traits if traits is not None else traits_for(one, make, lse)
+    source = kernels.source(one, traits, **changes)
+    return result(child, Run(source=source, problem=one, make=make, scale=scale, sm_count=sm_count))
+
+
+def traits_for(one: Problem, make: Any, lse: bool) -> Traits:
+    """What a caller would ask for with these operands."""
+    operands = make(one)
+    tensors = (operands.query, operands.key, operands.value, forward.empty_output(one, operands.query))
+    return forward.traits_of(*tensors, lse=lse, bias=operands.bias)
+
+
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def inside_nan(problem: Problem) -> Operands:
-    """Normal numbers in the problem's layout; behind every sequence stand rows of NaN."""
-    return inputs.make(problem, CPU, generator(), guard=GUARD_ROWS)
 
 
 def dense(problem: Problem) -> Operands:
@@ -246,6 +261,23 @@ def wild_values(problem: Problem) -> Operands:
     for place, number in enumerate((math.nan, math.inf, -math.inf)):
         whole.value[..., (5 + 9 * place) % whole.value.shape[2], place] = number
     return whole
+
+
+def steep(problem: Problem) -> Operands:
+    """Scores that rise so far that weights around the first keys' maximum overflow even in float32."""
+    return inputs.make(problem, CPU, generator(), guard=GUARD_ROWS, scores=inputs.Scores.STEEP)
+
+
+def loud_block_that_is_not_listed(problem: Problem) -> Operands:
+    """A table without the first block of keys, whose scores are far above all others."""
+    whole = inside_nan(problem)
+    whole.query[..., -1] = 16.0
+    whole.key[:, :, : problem.mask.block_kv, -1] = 60.0
+    shape = (1, 1, -(-problem.seq_q // problem.mask.block_q), -(-problem.seq_kv // problem.mask.block_kv))
+    kept = torch.ones(shape, dtype=torch.bool)
+    kept[..., 0] = False
+    sizes = {"block_q": problem.mask.block_q, "block_kv": problem.mask.block_kv, "seq_kv": problem.seq_kv}
+    return replace(whole, table=blocks.table_of(kept, **sizes))
 
 
 def ragged(problem: Problem) -> Operands:

@@ -10,10 +10,9 @@ from typing import Any
 import interpreted
 import kernels
 import pytest
-from interpreted import Result, Run
+from interpreted import Run, run
 
 from autoattn.jobs import Rehearse
-from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Problem
 from autoattn.trial import Verdict
 from autoattn.variant import Source, Traits
@@ -28,20 +27,6 @@ SOFTMAXES = ("online", "lazy", "first_max")
 def child() -> Iterator[Pool]:
     with interpreted.pool() as pool:
         yield pool
-
-
-def run(child: Pool, one: Problem, make: Any = interpreted.inside_nan, *, lse: bool = True, scale: float | None = None,
-        traits: Traits | None = None, sm_count: int = 1, **changes: Any) -> Result:  # fmt: skip
-    traits = traits if traits is not None else traits_for(one, make, lse)
-    source = kernels.source(one, traits, **changes)
-    return interpreted.result(child, Run(source=source, problem=one, make=make, scale=scale, sm_count=sm_count))
-
-
-def traits_for(one: Problem, make: Any, lse: bool) -> Traits:
-    """What a caller would ask for with these inputs."""
-    operands = make(one)
-    tensors = (operands.query, operands.key, operands.value, forward.empty_output(one, operands.query))
-    return forward.traits_of(*tensors, lse=lse, bias=operands.bias)
 
 
 # --- structures -------------------------------------------------------------------------------------------------------
