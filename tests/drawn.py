@@ -210,7 +210,9 @@ def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
 
 def length_of(rng: random.Random, sizes: Sizes, least: int = 1) -> int:
     """Edges of tiles, primes and everything between."""
-    edges = [least, 1, 2, 15, 16, 17, 31, 32, 33, 37, 63, 64, 65, 127, 128, 129, 251, 256, 257, 509, 1021, 1024]
+    if least == 0 and rng.random() < 0.2:
+        return 0
+    edges = [1, 2, 15, 16, 17, 31, 32, 33, 37, 63, 64, 65, 127, 128, 129, 251, 256, 257, 509, 1021, 1024]
     if rng.random() < 0.4:
         return rng.choice([edge for edge in edges if edge <= sizes.length])
     return rng.randint(least, sizes.length)
