@@ -98,7 +98,8 @@ class MultiheadAttention(torch.nn.Module):
                 for projection, given in zip(projections, module.in_proj_bias.chunk(3), strict=True):
                     projection.bias.copy_(given)
                 made.out_proj.bias.copy_(module.out_proj.bias)
-        return made.train(module.training)
+        made.train(module.training)
+        return made
 
     def forward(
         self,
