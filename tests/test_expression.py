@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import kernels
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoattn import expression, reference
+from autoattn import compile, expression, reference
 from autoattn.errors import ProblemError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, parse
+from autoattn.mask import Mask
+from autoattn.problem import Modifiers
 
 GRID: dict[str, Tensor] = {
     "score": torch.linspace(-3.0, 3.0, 7 * 9).reshape(1, 7, 9),
@@ -198,3 +201,27 @@ def test_any_text_is_an_expression_or_refused(text: str) -> None:
     except ProblemError:
         return
     assert lines[-1].startswith("return ")
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+EVERYTHING = """captured0: float16[1]
+captured1: int64[2]
+captured2: bool[1]
+a = q_idx - kv_idx
+near = (a % -3 == 0) | captured2[kv_idx] & (captured2[q_idx] == True) & ~(q_idx == 3)
+w = score % 0.7 + score // -0.3 + kv_idx // 2.5 + floor(score) + to_int(score) + abs(a) / 4 + floor(h)
+k = captured1[h, a] + captured1[q_idx, -1] + minimum(q_idx, 2.5) + maximum(kv_idx, 3) + captured1[b, h] // -2
+v = exp2(-(h + 1)) + tanh(score) + sqrt(q_idx) + rsqrt(score) + sin(h) + cos(w) + log(w) + log2(h) + exp(w) + sigmoid(a)
+where(near, score + captured0[h] * v, w + 0.01 * k + (q_idx > 2) * 0.5 + to_int(a == 0) + to_float(a ^ 3))
+"""  # Triton's compiler is stricter about kinds than its interpreter
+
+
+def test_all_functions_and_operators_compile_for_a_gpu() -> None:
+    one = kernels.problem(modifiers=Modifiers(score_mod=EVERYTHING))
+    compile.build(kernels.source(one, num_warps=4), 80)
+
+
+def test_a_mask_compiles_for_a_gpu() -> None:
+    text = "captured0: bool[2]\n(captured0[h, kv_idx] ^ (q_idx // 3 % 2 == 0)) & (b < 1)"
+    compile.build(kernels.source(kernels.problem(mask=Mask.blocks(16, 16, 0.5, text)), num_warps=4), 90)
