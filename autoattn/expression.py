@@ -123,12 +123,7 @@ def parse(text: str, names: tuple[str, ...]) -> Expression:
                 captures.append(_capture(name, kind, len(captures)))
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if place < len(body) - 1:
                 _check(value, known, captures, MAX_DEPTH)
-                if (
-                    name in FUNCTIONS
-                    or name in (*names, INFINITY)
-                    or not name.isascii()
-                    or name.startswith(("captured", "_", "tl"))
-                ):
+                if name in FUNCTIONS or name in (*names, INFINITY) or not name.isascii() or name.startswith(("captured", "_", "tl")):
                     raise _refused(statement, "a name of its own")
                 known.add(name)
                 steps.append((name, value))

@@ -12,8 +12,8 @@ from torch import Tensor
 from autoattn import compile, dispatch, gpu, render, rivals
 from autoattn.dispatch import Explanation
 from autoattn.errors import CompileError, TensorError
-from autoattn.mask import Mask
 from autoattn.ops import forward
+from autoattn.mask import Mask
 from autoattn.problem import Layout, Precision, Problem
 from autoattn.variant import Source, Traits
 

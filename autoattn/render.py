@@ -23,9 +23,7 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
     """
     traits = traits if traits is not None else natural_traits(problem)
     template = _environment().get_template(f"{variant.template}.py.j2")
-    text = template.render(
-        _facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict()
-    )
+    text = template.render(_facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict())
     return Source(name=problem.op.value, text=text, variant=variant, traits=traits)
 
 

@@ -19,7 +19,8 @@ import model_quality
 A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
 PARAMS = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
-    "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0, "HEAD_SPLIT": 0,
+    "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
+    "HEAD_SPLIT": 0,
 }  # fmt: skip
 # The loops of templates/triton/forward.py.j2 for sm_80 with the parameters above, head dim 64, bfloat16.
 PLAIN = {
