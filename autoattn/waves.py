@@ -40,8 +40,10 @@ def _band_blocks(problem: Problem, seq_q: int, seq_kv: int, block_m: int, block_
     """The blocks of one sequence, as the template counts them (begin_n, inner_n, inner_end and end_n there)."""
     starts = np.arange(0, seq_q, block_m, dtype=np.float64)
     first, last = problem.band(seq_q, seq_kv)
-    begin = inner = np.zeros_like(starts)
-    end = visible = np.full_like(starts, seq_kv)
+    begin: Array = np.zeros_like(starts)
+    inner: Array = np.zeros_like(starts)
+    end: Array = np.full_like(starts, seq_kv)
+    visible: Array = np.full_like(starts, seq_kv)
     if last is not None:
         end = np.clip(starts + block_m + last, 0, seq_kv)
         visible = np.clip(starts + last + 1, 0, seq_kv)  # keys that all rows of the tile see

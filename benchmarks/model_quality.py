@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autoattn import model, profiles
-from autoattn.model import BOUNDS, CONSTANTS, Constants
 from autoattn.mask import Mask
+from autoattn.model import BOUNDS, CONSTANTS, Constants
 from autoattn.problem import DType, Problem
 from autoattn.trial import StaticReport
 from autoattn.variant import Value

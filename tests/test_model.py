@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from autoattn import model, profiles, waves
-from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
 from autoattn.mask import Mask
+from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
 from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.trial import StaticReport
 
@@ -19,7 +19,8 @@ import model_quality
 A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
 PARAMS = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
-    "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0, "HEAD_SPLIT": 0,
+    "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
+    "HEAD_SPLIT": 0,
 }  # fmt: skip
 # The loops of templates/triton/forward.py.j2 for sm_80 with the parameters above, head dim 64, bfloat16.
 PLAIN = {
@@ -282,7 +283,9 @@ def test_two_parts_of_a_head_dim_ask_for_less_of_the_tensor_cores():
 def test_products_have_the_rates_of_their_types():
     loop = {"QGMMA.64x128x32.F32.E4M3.E4M3.RS": 4}
     half = cost(H200, loop={"HGMMA.64x128x16.F32.BF16.RS": 4}, BLOCK_N=128).tensor
-    assert cost(H200, of=problem(dtype=DType.FLOAT8), loop=loop, BLOCK_N=128).tensor == pytest.approx(half / 2, rel=0.05)
+    assert cost(H200, of=problem(dtype=DType.FLOAT8), loop=loop, BLOCK_N=128).tensor == pytest.approx(
+        half / 2, rel=0.05
+    )
     once, thrice = (
         cost(of=problem(dtype=DType.FLOAT32, precision=Precision(name)), loop={"HMMA": 1}).tensor
         for name in ("tf32", "tf32x3")

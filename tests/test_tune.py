@@ -11,7 +11,7 @@ import kernels
 import pytest
 import samples
 
-from autoattn import cache, plan, space, tune
+from autoattn import cache, plan, render, space, tune
 from autoattn.device import Device
 from autoattn.entry import KERNEL, Rival
 from autoattn.errors import CacheError
@@ -61,7 +61,7 @@ class Pretended:
             trial = Trial(
                 variant=variant,
                 outcome=Outcome.OK,
-                digest=variant.digest,
+                digest=render.render(study.problem, variant).digest,
                 prediction=samples.prediction(time_us),
                 verdict=GOOD if self.measured else None,
                 measurement=samples.measurement(study.problem, time_us) if self.measured else None,

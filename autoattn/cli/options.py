@@ -75,7 +75,10 @@ Tokens = Annotated[
 Precision = Annotated[
     str | None,
     typer.Option(
-        "--precision", metavar="KIND", help="How float32 products are formed: ieee, tf32 or tf32x3.", rich_help_panel=ONE
+        "--precision",
+        metavar="KIND",
+        help="How float32 products are formed: ieee, tf32 or tf32x3.",
+        rich_help_panel=ONE,
     ),
 ]
 Modifiers = Annotated[
@@ -138,7 +141,7 @@ def problem_of(
 
 
 def _modifier(text: str) -> tuple[str, str | bool]:
-    """"softcap" -> (softcap, True), "bias=keys" -> (bias, keys)."""
+    """ "softcap" -> (softcap, True), "bias=keys" -> (bias, keys)."""
     name, equals, value = text.partition("=")
     if name not in MODIFIERS:
         raise UsageError(f"--modifier must name one of {', '.join(MODIFIERS)}, got {text!r:.60}; correct it")
