@@ -17,6 +17,8 @@ ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32",
 
 MAX_LINE = 120  # characters of a rendered line
 
+AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
+
 
 def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> Source:
     """Renders the kernel of `variant` for the kind of call that `problem` is.
@@ -60,11 +62,13 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "element_bytes": problem.dtype.bytes,
         "output_element": ELEMENT[problem.dtype.output],
         "float8": problem.dtype is DType.FLOAT8,
-        "precision": problem.precision.value,
+        "input_precision": problem.precision.value if variant["products"] == AS_ASKED else variant["products"],
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "parts_qk": _parts(problem.head_dim, split),
         "parts_v": _parts(problem.head_dim_v, split),
+        "whole_qk": _parts(problem.head_dim, False),
+        "whole_v": _parts(problem.head_dim_v, False),
         "packed": problem.packed,
         "left": mask.bounded_left,
         "right": bool(mask.right),

@@ -26,6 +26,7 @@ BASE: dict[str, Value] = {
     "row_order": "descending",
     "PERSISTENT": 0,
     "HEAD_SPLIT": 0,
+    "products": "as_asked",
 }
 NUMBERS = (
     (DType.FLOAT16, Precision.IEEE),
