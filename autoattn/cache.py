@@ -19,12 +19,13 @@ from typing import Any
 import filelock
 import msgspec
 
-from autoattn import space
+from autoattn import render, space
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import CacheError
-from autoattn.problem import Op
+from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
+from autoattn.variant import Variant
 
 SCHEMA = 1
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
@@ -118,6 +119,24 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
             f"the cache file {path} must hold what can be read back, but {_clipped(error)}; tune that problem again"
         ) from None
     return path
+
+
+def why_stale(entry: CacheEntry) -> str | None:
+    """Why an entry no longer speaks of a kernel that there is, in words; None while it does.
+
+    An entry holds as long as its variant renders as the text that was tuned, so that a change of a template leaves the
+    entries of those kernels valid that it does not touch.
+    """
+    if not space.load(entry.template).holds(entry.params):
+        return f"it was tuned in another search space of {entry.template}; run autoattn tune again"
+    if _rendered(entry.problem, entry.variant) != entry.source_digest:
+        return f"it was tuned for another text of {entry.template}; run autoattn tune again"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _rendered(problem: Problem, variant: Variant) -> str:
+    return render.render(problem, variant).digest
 
 
 def _merged(path: Path, old: CacheFile | None, device: Device, op: Op, entries: list[CacheEntry]) -> CacheFile:
@@ -228,12 +247,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(key: str, entry: CacheEntry) -> None:
-    """Raises ValueError (which SpaceError is) for an entry that no tuner can have written."""
+    """Raises ValueError (which SpaceError is) for an entry that no tuner can have written.
+
+    Parameters of another search space are let pass, so that one old entry does not close the file; `why_stale` finds
+    them before anything is rendered.
+    """
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
     space_of = space.load(entry.template)
-    for params in (entry.params, *(candidate.params for candidate in entry.candidates)):
-        space_of.check(params)
+    if entry.space_digest == space_of.digest:
+        for params in (entry.params, *(candidate.params for candidate in entry.candidates)):
+            space_of.check(params)
     times = [entry.time_us]
     times += [candidate.time_us for candidate in entry.candidates]
     times += [rival.measurement.median_us for rival in entry.rivals]

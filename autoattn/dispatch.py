@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
 
 import triton
 
-from autoattn import cache, render, resources, space
+from autoattn import cache, resources, space
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
-from autoattn.errors import UsageError
+from autoattn.errors import SpaceError, UsageError
+from autoattn.mask import MaskKind
 from autoattn.problem import Problem
 from autoattn.rivals import BACKENDS, SDPA
 from autoattn.trial import Evidence
@@ -148,7 +148,10 @@ class _Search:
 
     def _default(self) -> Explanation:
         template = resources.template_names(self.problem.op)[0]
-        variant = space.load(template).default(self.problem, self.device)
+        try:
+            variant = space.load(template).default(self.problem, self.device)
+        except SpaceError as error:
+            return sdpa(str(error), self.problem, self.steps)
         return Explanation(
             problem=self.problem,
             route=KERNEL,
@@ -182,8 +185,8 @@ class _Search:
         )
 
     def _why_not(self, entry: CacheEntry) -> str | None:
-        if entry.template_digest != _template_digest(entry.template):
-            return f"it was tuned for another text of {entry.template}; run autoattn tune again"
+        if (stale := cache.why_stale(entry)) is not None:
+            return stale
         if entry.choice not in (KERNEL, SDPA, *BACKENDS):
             return f"its choice {entry.choice} is none of PyTorch's backends"
         try:
@@ -193,22 +196,25 @@ class _Search:
 
 
 def bucket(problem: Problem) -> tuple[int, ...]:
-    """Lengths and heads, rounded up to powers of two."""
-    sizes = (problem.seq_q, problem.seq_kv, problem.batch * problem.heads_q, problem.group_size)
-    return tuple((size - 1).bit_length() for size in sizes)
+    """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
+    sizes = (*_sizes(problem), problem.seq_kv)
+    return tuple((max(1, int(size)) - 1).bit_length() for size in sizes)
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """Octaves between two problems, summed over query length, key length, heads and group size."""
-    pairs = (
-        (one.seq_q, other.seq_q),
-        (one.seq_kv, other.seq_kv),
-        (one.batch * one.heads_q, other.batch * other.heads_q),
-        (one.group_size, other.group_size),
-    )
-    return sum(abs(math.log2(left / right)) for left, right in pairs)
+    """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
+    return sum(abs(math.log2(left / right)) for left, right in zip(_sizes(one), _sizes(other), strict=True))
 
 
-@lru_cache(maxsize=16)
-def _template_digest(template: str) -> str:
-    return render.template_digest(template)
+def _sizes(problem: Problem) -> tuple[float, ...]:
+    """Queries of a mean sequence, its keys, heads of all sequences, and group size.
+
+    Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block table
+    and where lengths are mixed.
+    """
+    queries, keys = float(problem.seq_q), float(problem.seq_kv)
+    if problem.packed:
+        queries = problem.tokens_q / problem.batch
+    if problem.packed or problem.mask.kind in (MaskKind.WINDOW, MaskKind.BLOCKS):
+        keys = max(1.0, problem.kept_pairs() / (queries * problem.batch))
+    return queries, keys, problem.batch * problem.heads_q, problem.group_size

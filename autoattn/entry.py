@@ -55,7 +55,6 @@ class CacheEntry:
     template: str
     params: dict[str, Value]
     source_digest: str
-    template_digest: str
     space_digest: str
     verdict: Verdict | None = None
     measurement: Measurement | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autoattn import waves
 from autoattn.device import Device
-from autoattn.problem import DType, Precision, Problem
+from autoattn.problem import DType, Precision, Problem, pieces
 from autoattn.trial import Prediction, StaticReport
 from autoattn.variant import Value
 
@@ -30,7 +30,9 @@ FMA = frozenset(("FMUL", "FADD", "FFMA", "FMUL2", "FADD2", "FFMA2", "HFMA2", "IM
 SLOW = frozenset(("MUFU", "I2F", "F2I", "F2F"))  # sixteen lanes an SM
 MEMORY = {"STS": 1.0, "LDS": 1.0, "LDL": 1.0, "STL": 1.0, "STSM": 4.0, "SHFL": 1.0}  # SM cycles of 128 bytes, 32 bit
 WIDTH = {"128": 4.0, "64": 2.0}
-FEEDS = frozenset(("HMMA", "HGMMA", "UTCHMMA", "LDSM", "LDGSTS", "LDG"))  # issued in the shadow of a product
+WARPGROUP = ("HGMMA", "QGMMA")  # products of a warpgroup, of 16 or 32 bits and of 8
+# Issued in the shadow of a product
+FEEDS = frozenset(("HMMA", "QMMA", *WARPGROUP, "UTCHMMA", "UTCQMMA", "LDSM", "LDGSTS", "LDG"))
 # Bytes that an SM draws from the L2 per cycle while all others do. sm_80: 5,120 a cycle for 108 SMs (A100 whitepaper),
 # a little lost; sm_90: kernels measured on an H200 drew 28 and were bound elsewhere; the others are assumptions.
 L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0}
@@ -161,22 +163,37 @@ def _tensor_cycles(
     problem: Problem, device: Device, params: Mapping[str, Value], loop: Mapping[str, int], num_warps: int
 ) -> float:
     """Cycles of the two products on an SM's tensor cores; 0 where they run on the float32 lanes."""
-    single = problem.dtype is DType.FLOAT32
-    if single and problem.precision is Precision.IEEE:
+    if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE:
         return 0.0
-    kind = "tf32" if single else problem.dtype.value
-    rate = device.peak_flops[kind] / (device.sm_count * device.clock_mhz * 1e6)  # flop per SM and cycle
-    block_m, block_n, depth = int(params["BLOCK_M"]), int(params["BLOCK_N"]), problem.head_dim_padded
-    cycles = 4 * block_m * block_n * depth / rate
-    if not any(opcode.startswith("HGMMA") for opcode in loop):
-        old = any(opcode.startswith("HMMA") for opcode in loop) and device.arch >= 90
-        return cycles * max(1.0, SCHEDULERS / num_warps) / (SYNCHRONOUS_PRODUCT if old else 1.0)
+    rate = _tensor_rate(problem, device) / (device.sm_count * device.clock_mhz * 1e6)  # flop per SM and cycle
+    block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
+    depth, depth_v = _widths(problem, params)
+    scores, sums = (2 * block_m * block_n * elements / rate for elements in (depth, depth_v))
+    if not any(opcode.startswith(WARPGROUP) for opcode in loop):
+        old = any(opcode.startswith(("HMMA", "QMMA")) for opcode in loop) and device.arch >= 90
+        return (scores + sums) * max(1.0, SCHEDULERS / num_warps) / (SYNCHRONOUS_PRODUCT if old else 1.0)
     # wgmma reads its right factor, and for Q K^T its left one too, from shared memory at 128 bytes a cycle.
     groups = num_warps / SCHEDULERS
     tall = max(1.0, block_m / 64 / groups)  # 64-row products of a warpgroup
     wide = block_n / max(1.0, groups * 64 / block_m)  # keys of each
     reads = groups * tall * depth * problem.dtype.bytes * (64 + wide) / 128
-    return max(cycles / 2, reads) + cycles / 2
+    return max(scores, reads) + sums
+
+
+def _tensor_rate(problem: Problem, device: Device) -> float:
+    """Flop per second of the tensor cores at the peak's clock."""
+    if problem.dtype is DType.FLOAT8:  # twice the rate of 16 bits on every card that has it, by their data sheets
+        return 2 * device.peak_flops[DType.FLOAT16.value]
+    if problem.dtype is DType.FLOAT32:
+        return device.peak_flops["tf32"] / (3 if problem.precision is Precision.TF32X3 else 1)
+    return device.peak_flops[problem.dtype.value]
+
+
+def _widths(problem: Problem, params: Mapping[str, Value]) -> tuple[int, int]:
+    """Elements that tiles hold of a head of query and key, and of value."""
+    if params["HEAD_SPLIT"]:
+        return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    return problem.head_dim_padded, problem.head_dim_v_padded
 
 
 def _synchronous_copy(problem: Problem, params: Mapping[str, Value], loop: Mapping[str, int]) -> float:
@@ -189,7 +206,7 @@ def _copies_ahead(loop: Mapping[str, int]) -> bool:
 
 
 def _key_bytes(problem: Problem, params: Mapping[str, Value]) -> int:
-    return 2 * int(params["BLOCK_N"]) * problem.head_dim * problem.dtype.bytes
+    return int(params["BLOCK_N"]) * (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
 
 
 def _latency(params: Mapping[str, Value], loop: Mapping[str, int], constants: Constants) -> float:
@@ -256,7 +273,7 @@ def predict(
         int(params["BLOCK_N"]),
         str(params["mask_loop"]) if report.masked_loop else "every",
     )
-    heads = problem.batch * problem.heads_q
+    heads = waves.heads_of(problem)
     tiles = len(plain) * heads
     persistent = int(params["PERSISTENT"])
     resident = min(fitting, persistent) if persistent else fitting
@@ -286,7 +303,7 @@ def predict(
             slowdown=lambda left: float(rows(max(1, min(resident, -(-left // device.sm_count)))).max() / full.max()),
         )  # fmt: skip
     hertz = device.sustained_clock_mhz * 1e6
-    memory = _memory_seconds(problem, device, params, float((plain + masked).sum()), slots, hertz)
+    memory = _memory_seconds(problem, device, params, plain + masked, slots, hertz)
     passes = (float(plain.sum()) * heads, float(masked.sum()) * heads)
     parts = {
         unit: sum(n * getattr(cost, unit) for n, cost in zip(passes, costs, strict=True)) / device.sm_count / hertz
@@ -320,20 +337,28 @@ def _setup(params: Mapping[str, Value], report: StaticReport, constants: Constan
 
 
 def _memory_seconds(
-    problem: Problem, device: Device, params: Mapping[str, Value], blocks_per_head: float, slots: int, hertz: float
+    problem: Problem, device: Device, params: Mapping[str, Value], blocks: waves.Array, slots: int, hertz: float
 ) -> dict[str, float]:
     """Seconds that the L2 and the DRAM take to deliver keys and values, and DRAM the rest."""
-    heads = problem.batch * problem.heads_q
-    read = blocks_per_head * heads * _key_bytes(problem, params)
-    tiles = -(-problem.seq_q // int(params["BLOCK_M"]))
+    heads, tiles = waves.heads_of(problem), len(blocks)
+    read = float(blocks.sum()) * heads * _key_bytes(problem, params)
     group = min(int(params["HEAD_GROUP"]) or heads, heads)
     # Heads at work at once, and how many tiles that run together want the same keys.
     at_work = min(heads, max(1.0, slots / (group * tiles)) * group, slots)
     apart = max(1.0, at_work / problem.group_size)
-    working_set = apart * 2 * problem.seq_kv * problem.head_dim * problem.dtype.bytes
+    keys = _keys_at_work(problem, int(params["BLOCK_M"]), min(tiles, slots / at_work))
+    working_set = apart * keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     missing = max(0.0, 1 - device.l2_bytes / working_set)
     again = missing * read / max(1.0, min(slots, heads * tiles) / apart)
     return {
         "l2": read / (L2_BYTES.get(device.arch, 40.0) * device.sm_count * hertz),
         "dram": (problem.bytes() + again) / (DRAM_EFFICIENCY * device.bandwidth),
     }
+
+
+def _keys_at_work(problem: Problem, block_m: int, together: float) -> float:
+    """Keys of a head that its tiles which run together walk: all, or those around them where the mask is a band."""
+    first, last = problem.band(problem.seq_q, problem.seq_kv)
+    if first is None or last is None:
+        return problem.seq_kv
+    return min(problem.seq_kv, together * block_m + last - first)

@@ -98,7 +98,8 @@ class MultiheadAttention(torch.nn.Module):
                 for projection, given in zip(projections, module.in_proj_bias.chunk(3), strict=True):
                     projection.bias.copy_(given)
                 made.out_proj.bias.copy_(module.out_proj.bias)
-        return made.train(module.training)
+        made.train(module.training)
+        return made
 
     def forward(
         self,
@@ -128,19 +129,9 @@ class MultiheadAttention(torch.nn.Module):
         Raises:
             TensorError: the tensors do not make one attention call, or weights are wanted.
         """
-        if need_weights:
-            raise TensorError(
-                "need_weights must be False, because the weights are never in memory, got True; use "
-                "torch.nn.MultiheadAttention where they are wanted"
-            )
-        if is_causal and (self.causal or self.mask is not None or self.window is not None):
-            raise TensorError("is_causal must be False where the module has a mask of its own, got True; leave it out")
         key = query if key is None else key
         value = key if value is None else value
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor) or tensor.dim() != 3:
-                found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TensorError(f"{name} must be a [batch, seq, features] tensor, got {found}; add a batch axis")
+        self._check((query, key, value), is_causal, need_weights)
         bias = _bias(self._attn_mask(attn_mask, query, key), _padding(key_padding_mask, key), query.dtype)
         output = functional.attention(
             self.q_proj(query).unflatten(2, (self.num_heads, self.head_dim)),
@@ -161,6 +152,19 @@ class MultiheadAttention(torch.nn.Module):
         """The facts that the projections do not show."""
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{heads}, dropout={self.dropout}, causal={self.causal!r}, window={self.window!r}"
+
+    def _check(self, tensors: tuple[Tensor, Tensor, Tensor], is_causal: bool, need_weights: bool) -> None:
+        if need_weights:
+            raise TensorError(
+                "need_weights must be False, because the weights are never in memory, got True; use "
+                "torch.nn.MultiheadAttention where they are wanted"
+            )
+        if is_causal and (self.causal or self.mask is not None or self.window is not None):
+            raise TensorError("is_causal must be False where the module has a mask of its own, got True; leave it out")
+        for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+            if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+                found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TensorError(f"{name} must be a [batch, seq, features] tensor, got {found}; add a batch axis")
 
     def _attn_mask(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         """[1 or batch, 1 or num_heads, seq_q, seq_kv]"""

@@ -54,7 +54,8 @@ def low_precision(problem: Problem, operands: Operands, *, rows: Tensor | None =
     """The same maths with PyTorch in the tensors' own precision: the yardstick for an honest error."""
     if problem.dtype is DType.FLOAT8:
         part = problem, operands, torch.float32
-        return _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, float8=True))[0]
+        exact = _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, float8=True))[0]
+        return exact.to(TORCH_DTYPE[problem.dtype.output])
     if problem.precision is Precision.TF32:
         part = problem, operands, torch.float32
         return _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, cut=True))[0]

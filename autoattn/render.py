@@ -15,6 +15,8 @@ from autoattn.variant import Source, Traits, Variant, digest_of
 # Triton's names
 ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
 
+MAX_LINE = 120  # characters of a rendered line
+
 
 def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> Source:
     """Renders the kernel of `variant` for the kind of call that `problem` is.
@@ -24,7 +26,7 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
     traits = traits if traits is not None else natural_traits(problem)
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(_facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict())
-    return Source(name=problem.op.value, text=text, variant=variant, traits=traits)
+    return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)
 
 
 def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
@@ -150,6 +152,43 @@ def _kind(problem: Problem) -> str:
     dims += f", values {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
     words = [f"{problem.dtype.value}{precision}", dims, shape, *(["packed"] if problem.packed else [])]
     return ", ".join([*words, *problem.modifiers.names])
+
+
+def _folded(text: str) -> str:
+    """The text with lines of at most MAX_LINE characters: longer ones go on behind a comma or "&" in their brackets."""
+    lines: list[str] = []
+    depth = 0  # of brackets that are open where a line begins
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        if depth == 0:
+            indent += "        " if line.startswith("def ") else "    "
+        while len(line) > MAX_LINE and (cut := _cut(line, depth)):
+            lines.append(line[:cut])
+            depth += _opened(line[:cut])
+            line = indent + line[cut + 1 :]
+        lines.append(line)
+        depth += _opened(line)
+    return "\n".join(lines)
+
+
+def _cut(line: str, depth: int) -> int:
+    """Behind which character to go on in a new line: the last comma that fits, as far outside as there is one, or else
+    the last "&"; 0 when there is none."""
+    best, outside, index, last_and = 0, 0, 0, 0
+    for place, letter in enumerate(line[:MAX_LINE], start=1):
+        depth += _opened(letter)
+        index += (letter == "[") - (letter == "]")
+        if depth <= 0 or index or line[place : place + 1] != " ":
+            continue  # an index stays in one piece
+        if letter == "," and (not best or depth <= outside):
+            best, outside = place, depth
+        last_and = place if letter == "&" else last_and
+    return best or last_and
+
+
+def _opened(text: str) -> int:
+    """How many more brackets open than close."""
+    return sum((letter in "([{") - (letter in ")]}") for letter in text)
 
 
 @lru_cache(maxsize=1)

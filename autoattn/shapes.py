@@ -7,13 +7,15 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from autoattn import expression
 from autoattn.errors import ProblemError, ShapesError
+from autoattn.expression import SCORE_NAMES
 from autoattn.mask import Mask
-from autoattn.problem import MAX_SIZE, DType, Layout, Precision, Problem
+from autoattn.problem import MAX_SIZE, Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.resources import read_yaml
 
 VERSION = 1
@@ -24,8 +26,10 @@ _DTYPES = {
     "fp16": DType.FLOAT16,
     "bf16": DType.BFLOAT16,
     "fp32": DType.FLOAT32,
+    "fp8": DType.FLOAT8,
 }
-_SPELLINGS = (("seq", {"seq_q", "seq_kv"}), ("mask", {"causal"}))  # two ways to say one thing
+# Two ways to say one thing
+_SPELLINGS = (("seq", {"seq_q", "seq_kv"}), ("tokens", {"tokens_q", "tokens_kv"}), ("mask", {"causal"}))
 _PAIR = re.compile(r"([0-9]{1,10})x([0-9]{1,10})")
 
 
@@ -159,10 +163,10 @@ def _grid(values: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 def _problem(point: Mapping[str, Any], where: str) -> Problem:
     point = dict(point)
-    if "seq" in point:
-        point["seq_q"], point["seq_kv"] = point.pop("seq")
-    lengths = ("seq_q", "seq_kv") if "seq_q" in point or "seq_kv" in point else ("seq",)
-    missing = [key for key in ("dtype", "batch", "heads", *lengths, "head_dim") if key not in point]
+    for pair in ("seq", "tokens"):
+        if pair in point:
+            point[f"{pair}_q"], point[f"{pair}_kv"] = point.pop(pair)
+    missing = [key for key in ("dtype", "batch", "heads", *_lengths_of(point), "head_dim") if key not in point]
     if missing:
         raise ShapesError(f"{where} must say {', '.join(missing)}, but does not; add it here or under defaults")
     dtype, precision = point["dtype"]
@@ -175,12 +179,23 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             seq_q=point["seq_q"],
             seq_kv=point["seq_kv"],
             head_dim=point["head_dim"],
+            head_dim_v=point.get("head_dim_v", 0),
             mask=point.get("mask", point.get("causal", Mask())),
+            modifiers=Modifiers(**{name: point[name] for name in _MODIFIERS if name in point}),
             layout=point.get("layout", Layout.BHSD),
+            tokens_q=point.get("tokens_q", 0),
+            tokens_kv=point.get("tokens_kv", 0),
             precision=precision,
-        )
+        ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
+
+
+def _lengths_of(point: Mapping[str, Any]) -> list[str]:
+    """The lengths that the problem must say, by the spelling that it has begun to use."""
+    needed = ["seq", "tokens"] if point.get("layout") is Layout.PACKED else ["seq"]
+    sides = {pair: (f"{pair}_q", f"{pair}_kv") for pair in needed}
+    return [name for pair in needed for name in (sides[pair] if any(key in point for key in sides[pair]) else (pair,))]
 
 
 def _size(key: str, value: object) -> int:
@@ -204,11 +219,11 @@ def _dtype(key: str, value: object) -> tuple[DType, Precision]:
     name, colon, precision = value.partition(":") if isinstance(value, str) else ("", "", "")
     if name in _DTYPES and not colon:
         return _DTYPES[name], Precision.IEEE
-    if _DTYPES.get(name) is DType.FLOAT32 and precision in ("ieee", "tf32"):
+    if _DTYPES.get(name) is DType.FLOAT32 and precision in [one.value for one in Precision]:
         return DType.FLOAT32, Precision(precision)
     raise ProblemError(
-        f"{key} must be float16, bfloat16, float32:ieee or float32:tf32 (also fp16, bf16, fp32, and float32 for "
-        f"float32:ieee), got {_show(value)}; correct it"
+        f"{key} must be float16, bfloat16, float8_e4m3, float32:ieee, float32:tf32 or float32:tf32x3 (also fp16, bf16, "
+        f"fp8, fp32, and float32 for float32:ieee), got {_show(value)}; correct it"
     )
 
 
@@ -224,11 +239,32 @@ def _causal(key: str, value: object) -> Mask:
 
 
 def _layout(key: str, value: object) -> Layout:
-    try:
-        return Layout(value)
-    except ValueError:
-        known = " or ".join(layout.value for layout in Layout)
-        raise ProblemError(f"{key} must be {known}, got {_show(value)}; correct it") from None
+    return Layout(_choice(key, value, [layout.value for layout in Layout]))
+
+
+def _bias(key: str, value: object) -> Bias:
+    return Bias(_choice(key, value, [bias.value for bias in Bias]))
+
+
+def _choice(key: str, value: object, known: list[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        listed = f"{', '.join(known[:-1])} or {known[-1]}"
+        raise ProblemError(f"{key} must be {listed}, got {_show(value)}; correct it")
+    return value
+
+
+def _switch(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ProblemError(f"{key} must be true or false, got {_show(value)}; its numbers belong to the call")
+    return value
+
+
+def _score_mod(key: str, value: object) -> str:
+    """An expression, checked here, so that the file's writer learns of a slip before anything is tuned."""
+    if not isinstance(value, str):
+        raise ProblemError(f"{key} must be an expression as text, got {_show(value)}; see docs/masks.md")
+    expression.parse(value.strip(), SCORE_NAMES)
+    return value.strip()
 
 
 _PARSERS: dict[str, Callable[[str, object], Any]] = {
@@ -240,10 +276,21 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "seq_q": _size,
     "seq_kv": _size,
     "head_dim": _size,
+    "head_dim_v": _size,
     "mask": _mask,
     "causal": _causal,
     "layout": _layout,
+    "tokens": _lengths,
+    "tokens_q": _size,
+    "tokens_kv": _size,
+    "score_mod": _score_mod,
+    "softcap": _switch,
+    "alibi": _switch,
+    "bias": _bias,
+    "sinks": _switch,
+    "dropout": _switch,
 }
+_MODIFIERS = tuple(field.name for field in fields(Modifiers))
 
 
 def _show(value: object) -> str:

@@ -15,14 +15,21 @@ from autoattn import resources
 from autoattn.arithmetic import Rule
 from autoattn.device import Device
 from autoattn.errors import SpaceError
-from autoattn.problem import Problem
+from autoattn.mask import Mask
+from autoattn.problem import Bias, DType, Problem, pieces
 from autoattn.variant import Value, Variant, digest_of
 
 VERSION = 1
-_PROBLEM_FACTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv", "head_dim", "head_dim_padded")
-_DERIVED_FACTS = ("dtype", "precision", "element_bytes", "causal")
+_SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
+_DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
+_PROBLEM_FACTS = (
+    *("dtype", "precision", "element_bytes", "float8", "packed", "queries", "keys_per_row"),
+    *("split", "head_dim_split", "head_dim_v_split", "narrowest_piece"),
+    *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
+    *("on_scores", "score_mod", "biased", "sinks", "dropout"),
+)
 _DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float"))
-FACTS = frozenset((*_PROBLEM_FACTS, *_DERIVED_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
+FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
 
 
 class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,6 +86,14 @@ class SearchSpace:
                 return f"{requirement.because} (needs {requirement.rule.text})"
         return None
 
+    def holds(self, params: Mapping[str, Value]) -> bool:
+        """Whether `params` is a point of this space; one that was tuned in another may not be."""
+        try:
+            self.check(params)
+        except SpaceError:
+            return False
+        return True
+
     def check(self, params: Mapping[str, Value]) -> None:
         """Checks that `params` names every parameter once and takes each value from its choices."""
         if set(params) != set(self.choices):
@@ -117,13 +132,15 @@ class SearchSpace:
         """The template's default: the first feasible seed.
 
         Raises:
-            SpaceError: no seed is feasible; the last one should be for every problem and device.
+            SpaceError: no seed is feasible; the last one should be wherever the device can run the problem at all.
         """
         found = self.seeds_for(problem, device)
         if not found:
+            last = Variant.of(self.template, self.seeds[-1][1])
+            reason = self.why_infeasible(last, problem, device) or "its last seed does not speak of it"
             raise SpaceError(
-                f"the search space of {self.template} must have a feasible seed for every problem, got none for "
-                f"{problem} on {device.name}; add one"
+                f"{self.template} must have a feasible seed to run {problem} on {device.name}, but {reason}; choose "
+                "another problem or device"
             )
         return found[0]
 
@@ -170,14 +187,49 @@ class SearchSpace:
 
 
 def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
-    """What rules may ask of a problem and a device."""
+    """What rules may ask of a problem and a device; what holds or does not is 1 or 0."""
+    modifiers = problem.modifiers
+    queries = problem.tokens_q if problem.packed else problem.batch * problem.seq_q
     return {
-        **{name: getattr(problem, name) for name in _PROBLEM_FACTS},
+        **{name: getattr(problem, name) for name in (*_SIZES, *_DIMS)},
         "dtype": problem.dtype.value,
         "precision": problem.precision.value,
         "element_bytes": problem.dtype.bytes,
-        "causal": problem.mask.causal,
+        "float8": int(problem.dtype is DType.FLOAT8),
+        "packed": int(problem.packed),
+        "queries": queries,
+        "keys_per_row": max(1.0, problem.kept_pairs() / queries),
+        **_split_facts(problem),
+        **_mask_facts(problem.mask),
+        "on_scores": int(modifiers.on_scores),
+        "score_mod": int(bool(modifiers.score_mod)),
+        "biased": int(modifiers.bias is not Bias.NONE),
+        "sinks": int(modifiers.sinks),
+        "dropout": int(modifiers.dropout),
         **{name: getattr(device, name) for name in _DEVICE_FACTS},
+    }
+
+
+def _split_facts(problem: Problem) -> dict[str, Value | float]:
+    """What becomes of the head dims when they are held in two powers of two."""
+    low_waste = [pieces(head_dim) for head_dim in (problem.head_dim, problem.head_dim_v)]
+    return {
+        "split": int(any(len(widths) == 2 for widths in low_waste)),
+        "head_dim_split": sum(low_waste[0]),
+        "head_dim_v_split": sum(low_waste[1]),
+        "narrowest_piece": min(low_waste[0]),
+    }
+
+
+def _mask_facts(mask: Mask) -> dict[str, Value | float]:
+    return {
+        "causal": int(mask.causal),
+        "bounded_left": int(mask.bounded_left),
+        "bounded_right": int(mask.bounded_right),
+        "window_left": mask.left or 0,
+        "sparse": int(mask.sparse),
+        "block_q": mask.block_q,
+        "block_kv": mask.block_kv,
     }
 
 

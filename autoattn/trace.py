@@ -107,7 +107,7 @@ def _translated(function: Function, names: tuple[str, ...], device: torch.device
     ]
     try:
         with torch.no_grad(), _Indexing():
-            graph = make_fx(function)(*examples)
+            graph = make_fx(lambda *given: function(*given))(*examples)  # make_fx itself knows no default arguments
     except Exception as error:  # the caller's own code, which may raise anything
         reason = " ".join(str(error).split())
         if "_local_scalar_dense" in reason:

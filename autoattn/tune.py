@@ -14,6 +14,7 @@ import triton
 from autoattn import __version__, cache, gpu, render, resources, space
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry, Candidate, Rival, SearchRecord
+from autoattn.errors import SpaceError
 from autoattn.plan import Effort, Listener, Options, Progress, Summary
 from autoattn.problem import Op, Problem
 from autoattn.rivals import SDPA
@@ -112,13 +113,16 @@ class _Run:
             seed=self.options.seed,
             budget=self.options.budget,
         )
-        default = self.space.default(self.problem, self.device)
+        try:
+            default = self.space.default(self.problem, self.device)
+        except SpaceError as error:
+            return str(error)
         relatives = [entry for entry in siblings.values() if self.problem.shares_kernels(entry.problem)]
-        elsewhere = _measured_elsewhere(self.problem, self.device, self.options.cache)
-        study.enqueue([old.variant] if old is not None and old.template == self.space.template else [])
+        elsewhere = self._measured_elsewhere()
+        study.enqueue(self._known_variants(old)[:1] if old is not None else [])
         study.enqueue(self.space.seeds_for(self.problem, self.device))
         study.enqueue(elsewhere)
-        study.enqueue(variant for entry in relatives[-3:] for variant in _variants_of(entry)[:3])
+        study.enqueue(variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3])
         self._search(study, sibling=bool(relatives))
         working = [trial for trial in study.trials.values() if trial.outcome is Outcome.OK]
         if not working:
@@ -181,7 +185,7 @@ class _Run:
         trials = {trial.variant: trial for trial in working}
         order = sorted(working, key=lambda trial: (trial.time_us, trial.digest))
         finalists = [trial.variant for trial in order[: self.options.profile.finalists]]
-        for variant in (default, old.variant if old is not None else default):
+        for variant in (default, *(self._known_variants(old)[:1] if old is not None else ())):
             if variant in trials and variant not in finalists:
                 finalists.append(variant)
         best = order[0].time_us
@@ -238,7 +242,6 @@ class _Run:
             template=self.space.template,
             params=winner.variant.as_dict(),
             source_digest=winner.digest,
-            template_digest=render.template_digest(self.space.template),
             space_digest=self.space.digest,
             verdict=verdict,
             measurement=measurement,
@@ -257,6 +260,28 @@ class _Run:
             ),
             versions=_versions(self.measured),
         )
+
+    def _known_variants(self, entry: CacheEntry) -> list[Variant]:
+        """The winner and the runners-up, as far as the search space still holds them."""
+        if entry.template != self.space.template:
+            return []
+        params = (entry.params, *(candidate.params for candidate in entry.candidates))
+        return [Variant.of(entry.template, one) for one in params if self.space.holds(one)]
+
+    def _measured_elsewhere(self) -> list[Variant]:
+        """Winners of the same problem, then of the same kind, measured on other cards; best evidence first."""
+        found: list[Variant] = []
+        entries = [
+            entry
+            for file in (*cache.read_folder(self.options.cache), *cache.read_folder(resources.shipped_cache()))
+            if file.device != self.device.name
+            for entry in file.entries.values()
+            if entry.evidence is Evidence.MEASURED and self.problem.shares_kernels(entry.problem)
+        ]
+        entries.sort(key=lambda entry: (entry.problem.key != self.problem.key, entry.problem.key))
+        for entry in entries[:3]:
+            found += [variant for variant in self._known_variants(entry)[:2] if variant not in found]
+        return found
 
     def _study_name(self) -> str:
         """Everything that, when it changes, makes old trials worthless."""
@@ -290,7 +315,7 @@ def _up_to_date(entry: CacheEntry, measured: bool, options: Options) -> bool:
         enough = entry.search.trials >= options.trials
     return (
         enough
-        and entry.template_digest == render.template_digest(entry.template)
+        and cache.why_stale(entry) is None
         and entry.space_digest == space.load(entry.template).digest
         and entry.versions.get("triton") == triton.__version__
     )
@@ -318,28 +343,6 @@ def _both(small: Verdict | None, full: Verdict) -> Verdict:
         rms_error=max(small.rms_error, full.rms_error),
         allowed=closer.allowed,
     )
-
-
-def _variants_of(entry: CacheEntry) -> list[Variant]:
-    """The winner and the runners-up."""
-    return [entry.variant, *(Variant.of(entry.template, candidate.params) for candidate in entry.candidates)]
-
-
-def _measured_elsewhere(problem: Problem, device: Device, folder: Path) -> list[Variant]:
-    """Winners of the same problem, then of the same kind, measured on other cards; best evidence first."""
-    found: list[Variant] = []
-    files = [*cache.read_folder(folder), *cache.read_folder(resources.shipped_cache())]
-    entries = [
-        entry
-        for file in files
-        if file.device != device.name
-        for entry in file.entries.values()
-        if entry.evidence is Evidence.MEASURED and problem.shares_kernels(entry.problem)
-    ]
-    entries.sort(key=lambda entry: (entry.problem.key != problem.key, entry.problem.key))
-    for entry in entries[:3]:
-        found += [variant for variant in _variants_of(entry)[:2] if variant not in found]
-    return found
 
 
 def _why_none(study: Study) -> str:

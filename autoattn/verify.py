@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autoattn import gpu, render, space
+from autoattn import cache, gpu, space
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import UsageError
@@ -25,9 +25,9 @@ class Verification:
 
 
 def verify(entries: Iterable[CacheEntry], device: Device) -> list[Verification]:
-    """Checks each entry's digests, then the kernel's numbers.
+    """Checks that each entry is up to date, then the kernel's numbers.
 
-    An entry whose template has another text than the one it was tuned with is stale, which counts as not ok.
+    An entry whose variant renders as another text than the one that was tuned is stale, which counts as not ok.
     """
     card = gpu.present()
     measured = card is not None and card.fingerprint == device.fingerprint
@@ -39,17 +39,14 @@ def _verify(entry: CacheEntry, device: Device, shop: Workshop) -> Verification:
     def failed(detail: str) -> Verification:
         return Verification(problem=entry.problem, ok=False, detail=detail)
 
-    if entry.template_digest != render.template_digest(entry.template):
-        return failed(f"stale: {entry.template} has changed since it was tuned; run autoattn tune again")
+    if (stale := cache.why_stale(entry)) is not None:
+        return failed(f"stale: {stale}")
     try:
         reason = space.load(entry.template).why_infeasible(entry.variant, entry.problem, device)
     except UsageError as error:
         return failed(str(error))
     if reason is not None:
         return failed(f"infeasible by now: {reason}")
-    source = render.render(entry.problem, entry.variant)
-    if source.digest != entry.source_digest:
-        return failed(f"the variant renders as {source.digest}, the entry says {entry.source_digest}")
     result = shop.check(entry.problem, entry.variant)
     if isinstance(result, Failure):
         return failed(f"{result.outcome.value}: {result.detail}")

@@ -13,22 +13,72 @@ from autoattn.problem import Problem
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
+def heads_of(problem: Problem) -> int:
+    """Heads in program order: of all sequences, unless those stand one behind the other in each head."""
+    return problem.heads_q * (1 if problem.packed else problem.batch)
+
+
 def key_blocks(problem: Problem, block_m: int, block_n: int, mask_loop: str) -> tuple[Array, Array]:
     """Blocks of keys that each row tile of one head walks: those that need no mask, and those that do.
 
-    With the mask loop `every` all blocks run the one loop there is and count as the first kind.
+    With the mask loop `every` all blocks run the one loop there is and count as the first kind. A head of packed
+    sequences has the tiles of all of them; those that belong to none walk nothing. The rows of a block table are taken
+    to be equally long.
     """
-    starts = np.arange(0, problem.seq_q, block_m, dtype=np.float64)
-    if problem.mask.causal:
-        ends = np.clip(starts + block_m + problem.shift, 0, problem.seq_kv)
-        visible = np.clip(starts + problem.shift + 1, 0, problem.seq_kv)  # keys that all rows of the tile see
+    if problem.mask.sparse:
+        plain, masked = _table_blocks(problem, block_m, block_n)
+    elif problem.packed:
+        plain, masked = _packed_blocks(problem, block_m, block_n)
     else:
-        ends = visible = np.full_like(starts, problem.seq_kv)
-    blocks = np.ceil(ends / block_n)
+        plain, masked = _band_blocks(problem, problem.seq_q, problem.seq_kv, block_m, block_n)
     if mask_loop == "every":
-        return blocks, np.zeros_like(blocks)
-    inner = np.minimum(np.floor(visible / block_n), blocks)
-    return inner, blocks - inner
+        return plain + masked, np.zeros_like(plain)
+    return plain, masked
+
+
+def _band_blocks(problem: Problem, seq_q: int, seq_kv: int, block_m: int, block_n: int) -> tuple[Array, Array]:
+    """The blocks of one sequence, as the template counts them (begin_n, inner_n, inner_end and end_n there)."""
+    starts = np.arange(0, seq_q, block_m, dtype=np.float64)
+    first, last = problem.band(seq_q, seq_kv)
+    begin: Array = np.zeros_like(starts)
+    inner: Array = np.zeros_like(starts)
+    end: Array = np.full_like(starts, seq_kv)
+    visible: Array = np.full_like(starts, seq_kv)
+    if last is not None:
+        end = np.clip(starts + block_m + last, 0, seq_kv)
+        visible = np.clip(starts + last + 1, 0, seq_kv)  # keys that all rows of the tile see
+    if first is not None:
+        begin = np.floor(np.clip(starts + first, 0, seq_kv) / block_n)
+        inner = np.ceil(np.clip(starts + block_m - 1 + first, 0, seq_kv) / block_n)
+    blocks = np.maximum(np.ceil(end / block_n) - begin, 0)
+    plain = np.clip(np.floor(visible / block_n) - inner, 0, blocks)
+    return plain, blocks - plain
+
+
+def _packed_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Array, Array]:
+    """The tiles of sequence b begin at cu_seqlens_q[b] // block_m + b."""
+    tiles = problem.tokens_q // block_m + problem.batch + 1
+    plain, masked = np.zeros(tiles), np.zeros(tiles)
+    begin = 0
+    for place, (seq_q, seq_kv) in enumerate(problem.lengths()):
+        found = _band_blocks(problem, seq_q, seq_kv, block_m, block_n)
+        row = begin // block_m + place
+        for whole, part in zip((plain, masked), found, strict=True):
+            whole[row : row + len(part)] = part
+        begin += seq_q
+    return plain, masked
+
+
+def _table_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Array, Array]:
+    """Of the blocks that a row of the table keeps on average, half are cut where the mask has an expression; without
+    one, only the last block of keys is, where the keys do not fill it.
+    """
+    mask = problem.mask
+    tiles, across = -(-problem.seq_q // block_m), -(-problem.seq_kv // mask.block_kv)
+    kept = mask.density * across
+    cut = kept / 2 if mask.mod else mask.density * (problem.seq_kv % mask.block_kv > 0)
+    steps = mask.block_kv // block_n
+    return np.full(tiles, (kept - cut) * steps), np.full(tiles, cut * steps)
 
 
 def makespan(

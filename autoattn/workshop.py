@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from autoattn import model, render
 from autoattn.device import Device
 from autoattn.jobs import Final, Finished, Inspect, Rehearse, Screen, Screened, kind_of
-from autoattn.problem import DType, Precision, Problem
+from autoattn.mask import Mask
+from autoattn.problem import DType, Precision, Problem, padded, pieces
 from autoattn.study import Study
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
@@ -181,11 +182,36 @@ class Workshop:
         Barriers are left out, since the interpreter runs one program's threads as one, and so are tensor core modes.
         """
         dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
-        head_dim = 16 if problem.head_dim == problem.head_dim_padded else 24
-        if render.natural_traits(problem).alignment == 1:
-            head_dim = 25  # nothing divides the strides, which is a branch of its own
-        kind = replace(kind_of(problem), dtype=dtype, precision=Precision.IEEE, head_dim=head_dim)
+        split = bool(variant["HEAD_SPLIT"])
+        odd = render.natural_traits(problem).alignment == 1  # nothing divides the strides: a branch of its own
+        head_dim = head_dim_v = _small_head_dim(problem.head_dim, split=split, odd=odd)
+        if problem.head_dim_v != problem.head_dim:
+            head_dim_v = _small_head_dim(problem.head_dim_v, split=split, odd=odd)
+            # Two head dims stay two, also where one number would have the branches of both.
+            if head_dim_v == head_dim:
+                head_dim_v += 16 if head_dim == 16 else 32
+        mask = problem.mask
+        if mask.sparse:  # one step a block where it was one, else two
+            steps = [2 if block > int(variant[tile]) else 1 for tile, block in _tiles(mask).items()]
+            mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+        kind = replace(
+            kind_of(replace(problem, mask=mask)),
+            dtype=dtype, precision=Precision.IEEE, head_dim=head_dim, head_dim_v=head_dim_v,
+        )  # fmt: skip
         small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
         numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}  # as constants, not as branches
         params = variant.as_dict() | small | numbers | {"barrier": "none"}
         return kind, render.render(kind, Variant.of(variant.template, params))
+
+
+def _tiles(mask: Mask) -> dict[str, int]:
+    return {"BLOCK_M": mask.block_q, "BLOCK_N": mask.block_kv}
+
+
+def _small_head_dim(head_dim: int, *, split: bool, odd: bool) -> int:
+    """A small head dim that is held in as many tiles, and fills the last one just when `head_dim` does."""
+    widths = pieces(head_dim) if split else (padded(head_dim),)
+    if sum(widths) == head_dim:
+        return 16 if len(widths) == 1 else 48  # 32 + 16
+    small = 24 if len(widths) == 1 else 40
+    return small + odd

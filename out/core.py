@@ -43,6 +43,7 @@ def kinds():
     yield "score packed",packed|{"modifiers":M(score_mod="captured0: int32[2]\nscore + 0.1 * captured0[b, kv_idx]")},{}
     yield "blocks",{"mask":"blocks:16x16,0.5"},{}
     yield "blocks32",{"mask":"blocks:32x64,0.5"},{"softmax":"lazy"}
+    yield "blocks fm",{"mask":Mask.blocks(32,32,0.6,"kv_idx % 5 != q_idx % 3")},{"softmax":"first_max"}
     yield "blocks mod",{"mask":Mask.blocks(32,32,0.6,"captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) | (kv_idx % 3 == h)")},{}
     yield "fp32",{"dtype":DType.FLOAT32},{}
     yield "tf32x3",{"dtype":DType.FLOAT32,"precision":Precision.TF32X3},{}

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoattn import render
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "triton/forward"
@@ -32,6 +32,8 @@ NUMBERS = (
     (DType.BFLOAT16, Precision.IEEE),
     (DType.FLOAT32, Precision.IEEE),
     (DType.FLOAT32, Precision.TF32),
+    (DType.FLOAT32, Precision.TF32X3),
+    (DType.FLOAT8, Precision.IEEE),
 )
 MASKS = ("full", "causal:bottom-right", "causal:top-left")
 
@@ -90,40 +92,78 @@ def _completed(point: dict[str, Any], missing: set[tuple[tuple[str, ...], tuple[
     )
 
 
+MODIFIERS = (
+    Modifiers(),
+    Modifiers(bias=Bias.KEYS),
+    Modifiers(bias=Bias.BOOLEAN, sinks=True),
+    Modifiers(bias=Bias.ADDITIVE, softcap=True),
+    Modifiers(alibi=True, dropout=True),
+    Modifiers(score_mod="captured0: float32[2]\nscore * tanh(captured0[h, q_idx])", sinks=True),
+    Modifiers(score_mod="where(q_idx % 3 == b, score, -inf)", softcap=True, alibi=True, sinks=True, dropout=True),
+)
+# The masks beside full and causal, and how memory lies: "packed" goes with some of them.
+KINDS: tuple[dict[str, Any], ...] = (
+    *({"mask": mask} for mask in MASKS),
+    {"mask": "window:9,3"},
+    {"mask": "window:9,0"},
+    {"mask": "window:9,-1"},
+    {"mask": "window:-1,3"},
+    {"mask": "blocks:16x32,0.5"},
+    {"mask": Mask.blocks(32, 16, 0.5, "captured0: int32[1]\ncaptured0[q_idx] >= captured0[kv_idx]")},
+    *({"mask": mask, "layout": Layout.PACKED, "tokens_q": 70, "tokens_kv": 120} for mask in ("full", "causal", "window:9,3")),
+)
+
+
 def every_text() -> Iterator[tuple[Problem, Source]]:
     """Sources that cover every pair of choices that reach the template's text."""
     for point in covering(
         {
             "numbers": NUMBERS,
-            "head_dim": (16, 57, 80),
-            "mask": MASKS,
+            "dims": ((16, 16), (57, 57), (80, 80), (24, 40), (96, 17)),
+            "kind": range(len(KINDS)),
+            "modifiers": MODIFIERS,
             "traits": ((1, False), (8, False), (8, True), (1, True)),
             "lse": (False, True),
             "mask_loop": ("split", "every", "branch"),
             "softmax": ("online", "lazy", "first_max"),
             "barrier": ("none", "after_qk", "before_pv", "loop_end"),
             "HEAD_GROUP": (1, 4, 0),
+            "HEAD_SPLIT": (0, 1),
             "row_order": ("descending", "ascending"),
             "PERSISTENT": (0, 2),
             "maxnreg": (0, 168),
         }
     ):
-        dtype, precision = point.pop("numbers")
-        alignment, wide = point.pop("traits")
-        one = problem(dtype=dtype, precision=precision, head_dim=point.pop("head_dim"), mask=point.pop("mask"))
-        traits = Traits(alignment=min(alignment, 16 // dtype.bytes), wide=wide, lse=point.pop("lse"))
-        yield one, source(one, traits, **point)
+        yield _of_point(point)
+
+
+def _of_point(point: dict[str, Any]) -> tuple[Problem, Source]:
+    dtype, precision = point.pop("numbers")
+    alignment, wide = point.pop("traits")
+    head_dim, head_dim_v = point.pop("dims")
+    kind, modifiers = KINDS[point.pop("kind")], point.pop("modifiers")
+    if "layout" in kind:
+        modifiers = replace(modifiers, bias=Bias.NONE)  # packed sequences take none
+    one = problem(
+        dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, modifiers=modifiers, **kind
+    )
+    natural = render.natural_traits(one)
+    traits = replace(natural, alignment=min(alignment, natural.alignment), wide=wide, lse=point.pop("lse"))
+    return one, source(one, traits, **point)
 
 
 def relatives(one: Problem) -> Iterator[Problem]:
-    """Problems that differ from `one` only in what the launch is told: batch, heads, lengths, layout."""
-    changes: tuple[dict[str, Any], ...] = (
-        {"batch": 7},
-        {"heads_q": 12, "heads_kv": 3},
-        {"heads_q": 8, "heads_kv": 8},
-        {"seq_q": 1, "seq_kv": 777},
-        {"seq_q": 4096, "seq_kv": 4097},
-        {"layout": Layout.BSHD},
-    )
+    """Problems that differ from `one` only in what the launch is told: batch, heads, lengths, layout, widths."""
+    changes: list[dict[str, Any]] = [{"batch": 7}, {"heads_q": 12, "heads_kv": 3}, {"heads_q": 8, "heads_kv": 8}]
+    if one.packed:
+        changes += [{"tokens_q": 999, "tokens_kv": 777}, {"seq_q": 1, "seq_kv": 2}]
+    else:
+        changes += [{"seq_q": 1, "seq_kv": 777}, {"seq_q": 4096, "seq_kv": 4097}, {"layout": Layout.BSHD}]
+    if one.mask.bounded_left:
+        changes += [{"mask": replace(one.mask, left=0)}, {"mask": replace(one.mask, left=4096)}]
+    if one.mask.right:
+        changes += [{"mask": replace(one.mask, right=1)}, {"mask": replace(one.mask, right=4096)}]
+    if one.mask.sparse:
+        changes += [{"mask": replace(one.mask, density=0.25)}]
     for change in changes:
         yield replace(one, **change)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from autoattn import profiles, space
+from autoattn import profiles, render, space
 from autoattn.entry import CacheEntry, Candidate, Rival, SearchRecord
 from autoattn.mask import Mask
 from autoattn.problem import DType, Problem
@@ -79,6 +80,11 @@ def predicted(one: Problem | None = None, *, time_us: float = 500.0, **changes: 
     return CacheEntry(**{**facts, **changes})
 
 
+def current(entry: CacheEntry) -> CacheEntry:
+    """The entry with the digest of the text that its variant renders as today."""
+    return replace(entry, source_digest=render.render(entry.problem, entry.variant).digest)
+
+
 def _common(one: Problem, time_us: float) -> dict[str, Any]:
     params = space.load("triton/forward").default(one, H200).as_dict()
     loop = {"HMMA": 64, "MUFU.EX2": 32, "FFMA": 96, "LDSM": 24, "LDGSTS": 8, "BAR": 2}
@@ -87,8 +93,7 @@ def _common(one: Problem, time_us: float) -> dict[str, Any]:
         "template": "triton/forward",
         "params": params,
         "source_digest": "0123456789abcdef",
-        "template_digest": "fedcba9876543210",
-        "space_digest": "00112233aabbccdd",
+        "space_digest": space.load("triton/forward").digest,
         "report": StaticReport(
             digest="0123456789abcdef",
             arch=90,

@@ -24,8 +24,8 @@ from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.cli.terminal import console, print_json
 from autoattn.device import Device
 from autoattn.errors import AutoattnError, CacheError
-from autoattn.plan import Progress, Summary
 from autoattn.mask import Mask
+from autoattn.plan import Progress, Summary
 from autoattn.problem import Op, Problem
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def shapes(tmp_path: Path) -> Path:
 def user_cache() -> Path:
     """A measured and a predicted entry of the H200 in the user's cache."""
     folder = resources.user_cache()
-    entries = [samples.measured(), samples.predicted(samples.problem(mask=Mask()))]
+    entries = [samples.current(one) for one in (samples.measured(), samples.predicted(samples.problem(mask=Mask())))]
     cache.merge(folder, samples.H200, Op.FORWARD, entries)
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 import samples
 import triton
 
-from autoattn import cache, dispatch, render, resources, space
+from autoattn import cache, dispatch, resources, space
 from autoattn.device import Device
 from autoattn.dispatch import Level
 from autoattn.entry import CacheEntry
@@ -35,8 +35,8 @@ def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def fresh(entry: CacheEntry, **changes: Any) -> CacheEntry:
     """The entry, tuned with today's template and Triton."""
-    facts = {"template_digest": render.template_digest(TEMPLATE), "versions": {"triton": triton.__version__}}
-    return replace(entry, **{**facts, **changes})
+    entry = replace(entry, **{"versions": {"triton": triton.__version__}, **changes})
+    return entry if "source_digest" in changes else samples.current(entry)
 
 
 def measured(one: Problem, **changes: Any) -> CacheEntry:
@@ -125,7 +125,7 @@ def test_an_entry_of_other_kernels_is_no_neighbour(tmp_path: Path, change: dict[
 
 def test_products_of_float32_make_other_kernels(tmp_path: Path) -> None:
     facts: dict[str, Any] = {"dtype": DType.FLOAT32, "head_dim": 64}
-    exact, coarse = (samples.problem(**facts, precision=precision) for precision in Precision)
+    exact, coarse, _ = (samples.problem(**facts, precision=precision) for precision in Precision)
     assert explained(written(tmp_path, measured(exact)), coarse).level is Level.DEFAULT
 
 
@@ -174,11 +174,40 @@ def test_a_bucket_rounds_sizes_up_to_powers_of_two(change: dict[str, int], same:
     assert (dispatch.bucket(samples.problem(**change)) == dispatch.bucket(ASKED)) is same
 
 
+def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_they_keep() -> None:
+    def far(*masks: str, **facts: Any) -> float:
+        return dispatch.distance(*(samples.problem(mask=Mask.parse(mask), **facts) for mask in masks))
+
+    assert far("window:127,128", "window:511,512", seq_q=4096) == pytest.approx(2.0, abs=0.2)
+    assert far("blocks:64x64,0.5", "blocks:64x64,0.125") == 2.0
+    packed = [
+        samples.problem(layout=Layout.PACKED, mask=Mask(), seq_q=1024, seq_kv=1024, tokens_q=tokens, tokens_kv=tokens)
+        for tokens in (4096, 2048)
+    ]
+    assert dispatch.distance(*packed) > 1.0  # half of the queries, and fewer keys for each
+    wide, narrow = (samples.problem(mask=Mask.window(left, 0), seq_q=4096) for left in (2000, 100))
+    assert dispatch.bucket(wide) != dispatch.bucket(narrow)
+
+
+def test_an_entry_of_another_search_space_is_skipped_and_said(tmp_path: Path) -> None:
+    params = {name: value for name, value in samples.measured().params.items() if name != "HEAD_SPLIT"}
+    old = measured(ASKED, params=params, space_digest="0" * 16, source_digest="0" * 16)
+    found = explained(written(tmp_path, old, measured(NEAR)))
+    assert (found.level, found.entry and found.entry.problem) == (Level.NEAREST, NEAR)
+    assert f"{ASKED} cannot serve, it was tuned in another search space of triton/forward" in found.steps[0]
+
+
+def test_what_the_card_has_no_products_for_goes_to_pytorch_with_the_reason(tmp_path: Path) -> None:
+    found = explained(tmp_path, samples.problem(dtype=DType.FLOAT8), A30)
+    assert (found.route, found.level) == ("sdpa", Level.SDPA)
+    assert "float8 products need an NVIDIA GPU of compute capability 8.9 or newer" in found.reason
+
+
 # --- what cannot serve ------------------------------------------------------------------------------------------------
 
 
 def test_an_entry_that_was_tuned_for_another_template_is_skipped_and_said(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, measured(ASKED, template_digest="0" * 16), measured(NEAR)))
+    found = explained(written(tmp_path, measured(ASKED, source_digest="0" * 16), measured(NEAR)))
     assert (found.level, found.entry and found.entry.problem) == (Level.NEAREST, NEAR)
     (step,) = found.steps
     assert step.startswith(f"exact: {ASKED} cannot serve, it was tuned for another text of triton/forward")
@@ -186,7 +215,7 @@ def test_an_entry_that_was_tuned_for_another_template_is_skipped_and_said(tmp_pa
 
 
 def test_every_stale_entry_is_said_once(tmp_path: Path) -> None:
-    stale = [measured(one, template_digest="0" * 16) for one in (ASKED, NEAR)]
+    stale = [measured(one, source_digest="0" * 16) for one in (ASKED, NEAR)]
     found = explained(written(tmp_path, *stale, predicted(FAR)))
     assert found.level is Level.DEFAULT
     assert sum(f"{ASKED} cannot serve" in step for step in found.steps) == 1
@@ -286,7 +315,7 @@ def test_the_users_cache_shadows_the_shipped_one(folders: tuple[Path, Path]) -> 
 def test_a_stale_entry_of_the_user_does_not_hide_a_shipped_one_that_holds(folders: tuple[Path, Path]) -> None:
     user, shipped = folders
     written(shipped, with_warps(8))
-    written(user, with_warps(4, template_digest="0" * 16))
+    written(user, with_warps(4, source_digest="0" * 16))
     found = dispatch.explain(ASKED, H200)
     assert (found.level, warps(found)) == (Level.EXACT, 8)
 

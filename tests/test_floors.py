@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "autoattn"
 
 FLOORS = (
-    {"errors", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
-    {"resources", "shapes", "space", "render", "cache"},
+    {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
+    {"resources", "shapes", "space", "render", "cache", "expression"},
     {
         "reference",
         "compile",
@@ -26,6 +26,9 @@ FLOORS = (
         "waves",
         "gpu",
         "rivals",
+        "operands",
+        "inputs",
+        "blocks",
         "captures",
         "trace",
     },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import interpreted
 import kernels
 import pytest
-from interpreted import Result, Run
+from interpreted import Run, run
 
 from autoattn.jobs import Rehearse
-from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Problem
 from autoattn.trial import Verdict
 from autoattn.variant import Source, Traits
@@ -29,19 +27,6 @@ SOFTMAXES = ("online", "lazy", "first_max")
 def child() -> Iterator[Pool]:
     with interpreted.pool() as pool:
         yield pool
-
-
-def run(child: Pool, one: Problem, make: Any = interpreted.inside_nan, *, lse: bool = True, scale: float | None = None,
-        traits: Traits | None = None, sm_count: int = 1, **changes: Any) -> Result:  # fmt: skip
-    traits = traits if traits is not None else traits_for(one, make, lse)
-    source = kernels.source(one, traits, **changes)
-    return interpreted.result(child, Run(source=source, problem=one, make=make, scale=scale, sm_count=sm_count))
-
-
-def traits_for(one: Problem, make: Any, lse: bool) -> Traits:
-    """What a caller would ask for with these inputs."""
-    output = forward.empty_output(make(one)[0], one.layout)
-    return forward.traits_of(*make(one), output, lse=lse)
 
 
 # --- structures -------------------------------------------------------------------------------------------------------
@@ -59,7 +44,7 @@ SETTINGS = kernels.covering(
         "head_dim": (16, 24),
         "lengths": ((17, 37), (37, 17), (32, 16), (5, 48)),
         "heads": ((2, 4, 2), (3, 2, 2), (1, 6, 2)),
-        "layout": tuple(Layout),
+        "layout": (Layout.BHSD, Layout.BSHD),
         "lse": (False, True),
     }
 )
@@ -162,7 +147,7 @@ def test_every_tile_is_computed_once_in_any_program_order(child: Pool, sm_count:
 LAYOUTS_IN_MEMORY = (interpreted.dense, interpreted.transposed, interpreted.odd_strides, interpreted.expanded)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
 @pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("make", LAYOUTS_IN_MEMORY, ids=lambda make: make.__name__)
 def test_any_strides_and_offsets_match_the_reference(child: Pool, make: Any, head_dim: int, layout: Layout) -> None:
@@ -227,7 +212,7 @@ def test_first_max_does_not_redo_tiles_of_ordinary_scores(child: Pool) -> None:
 
 def without_redo(one: Problem) -> Source:
     source = kernels.source(one, softmax="first_max")
-    text = source.text.replace("if tl.max(lost) > 0:", "if tl.max(lost) > 1:")
+    text = source.text.replace("if tl.max(tl.where(spoilt == 0.0, 0, 1)) > 0:", "if False:")
     assert text != source.text
     return replace(source, text=text)
 
@@ -236,9 +221,9 @@ def without_redo(one: Problem) -> Source:
 def test_a_nan_query_row_stays_alone(child: Pool, softmax: str) -> None:
     one = kernels.problem(batch=1, heads_q=1, heads_kv=1, seq_q=12, seq_kv=70)
     all_rows = Run(source=kernels.source(one, softmax=softmax), problem=one, make=interpreted.nan_row)
-    assert interpreted.result(child, all_rows).max_error == math.inf
     other_rows = interpreted.result(child, replace(all_rows, leave_out=5))
     assert other_rows.ok, other_rows
+    assert interpreted.result(child, all_rows).max_error <= other_rows.allowed, "row 5 is NaN, as the reference's"
 
 
 # --- the gate in the interpreter --------------------------------------------------------------------------------------
@@ -271,7 +256,7 @@ def test_a_rehearsal_refuses_first_max_without_its_redo_pass(child: Pool) -> Non
 def test_a_rehearsal_refuses_a_mask_that_is_wrong_by_one(child: Pool) -> None:
     one = kernels.problem(head_dim=24, mask="causal")
     right = kernels.source(one)
-    wrong = replace(right, text=right.text.replace("<= o_m[:, None] + shift", "< o_m[:, None] + shift"))
+    wrong = replace(right, text=right.text.replace("<= o_m[:, None] + last", "< o_m[:, None] + last"))
     assert wrong != right
     verdict = child.result(Rehearse(problem=one, source=wrong), interpreted.SECONDS)
     assert isinstance(verdict, Verdict)

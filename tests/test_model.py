@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from autoattn import model, profiles, waves
-from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
 from autoattn.mask import Mask
-from autoattn.problem import DType, Problem
+from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
+from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.trial import StaticReport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -20,6 +20,7 @@ A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rt
 PARAMS = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
     "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
+    "HEAD_SPLIT": 0,
 }  # fmt: skip
 # The loops of templates/triton/forward.py.j2 for sm_80 with the parameters above, head dim 64, bfloat16.
 PLAIN = {
@@ -96,28 +97,63 @@ def test_a_kernel_that_fits_is_not_complained_of():
 # --- work -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "causal:top-left"])
+MASKS = ["full", "causal", "causal:top-left", "window:40,-1", "window:-1,20", "window:70,0", "window:3,100"]
+
+
+def walked(of, seq_q, seq_kv, block_m, block_n):
+    """(blocks that all rows of a tile see whole, blocks between the first and the last key of some row) by tile."""
+    first, last = of.band(seq_q, seq_kv)
+    found = []
+    for start in range(0, seq_q, block_m):
+        # A tile's last rows may lie beyond the problem; they see what rows there would.
+        rows, keys = np.arange(start, start + block_m)[:, None], np.arange(seq_kv)[None, :]
+        kept = np.ones((block_m, seq_kv), bool)
+        kept &= (keys <= rows + last) if last is not None else True
+        kept &= (keys >= rows + first) if first is not None else True
+        columns = [kept[:, n : n + block_n] for n in range(0, seq_kv, block_n)]
+        seen = [place for place, column in enumerate(columns) if column.any()]
+        whole = sum(column.shape[1] == block_n and column.all() for column in columns)
+        found.append((whole, seen[-1] + 1 - seen[0] if seen else 0))
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(256, 256), (100, 300), (300, 100), (130, 70)])
 @pytest.mark.parametrize(("block_m", "block_n"), [(64, 32), (32, 64), (16, 16)])
 def test_blocks_of_keys_are_those_that_a_walk_over_every_score_finds(mask, seq_q, seq_kv, block_m, block_n):
     of = problem(mask, seq_q=seq_q, seq_kv=seq_kv)
-    rows, keys = np.arange(seq_q)[:, None], np.arange(seq_kv)[None, :]
-    kept = keys <= rows + of.shift if of.mask.causal else np.ones((seq_q, seq_kv), bool)
-    needed, whole = [], []
-    for start in range(0, seq_q, block_m):
-        tile = kept[start : start + block_m]
-        # A tile's last rows may lie beyond the problem; they see at least what the last real row sees.
-        beyond = max(0, min(seq_kv, start + block_m + of.shift)) if of.mask.causal else seq_kv
-        needed.append(-(-beyond // block_n))
-        columns = [tile[:, n : n + block_n] for n in range(0, seq_kv, block_n)]
-        whole.append(sum(c.shape[1] == block_n and c.all() for c in columns))
-        assert needed[-1] >= sum(c.any() for c in columns)
+    expected = walked(of, seq_q, seq_kv, block_m, block_n)
     plain, masked = waves.key_blocks(of, block_m, block_n, "split")
-    assert plain.tolist() == whole
-    assert (plain + masked).tolist() == needed
+    assert plain.tolist() == [whole for whole, _ in expected]
+    assert (plain + masked).tolist() == [needed for _, needed in expected]
     every, none = waves.key_blocks(of, block_m, block_n, "every")
-    assert every.tolist() == needed
+    assert every.tolist() == [needed for _, needed in expected]
     assert not none.any()
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window:40,0"])
+def test_tiles_of_packed_sequences_stand_where_the_kernel_looks_for_them(mask):
+    facts = {"layout": Layout.PACKED, "batch": 5, "seq_q": 100, "seq_kv": 130, "tokens_q": 260, "tokens_kv": 300}
+    of = problem(mask, **facts)
+    plain, masked = waves.key_blocks(of, 32, 16, "split")
+    assert len(plain) == 260 // 32 + 5 + 1
+    begin, expected = 0, np.zeros((len(plain), 2))
+    for place, (seq_q, seq_kv) in enumerate(of.lengths()):
+        for tile, counts in enumerate(walked(of, seq_q, seq_kv, 32, 16)):
+            expected[begin // 32 + place + tile] = counts
+        begin += seq_q
+    assert plain.tolist() == expected[:, 0].tolist()
+    assert (plain + masked).tolist() == expected[:, 1].tolist()
+    assert waves.heads_of(of) == of.heads_q
+
+
+def test_tiles_of_a_block_table_walk_the_share_that_it_keeps():
+    of = problem("blocks:128x64,0.25", seq_q=1000, seq_kv=4096)
+    plain, masked = waves.key_blocks(of, 64, 32, "split")
+    assert plain.tolist() == [0.25 * 64 * 2] * 16
+    assert not masked.any()
+    cut = replace(of, mask=replace(of.mask, mod="q_idx >= kv_idx"))
+    assert [part[0] for part in waves.key_blocks(cut, 64, 32, "split")] == [16.0, 16.0]
 
 
 def makespan(costs, heads, slots, *, descending=True, group=1, slowdown=lambda left: 1.0):
@@ -214,6 +250,47 @@ def test_more_of_anything_is_never_slower(of, fact):
 
 def test_causal_takes_about_half():
     assert 0.5 < time(problem("causal")) / time(problem()) < 0.6
+
+
+def test_narrower_windows_are_faster():
+    masks = ["full", "window:-1,128", "window:1024,1024", "window:1024,0", "window:128,128", "window:128,0"]
+    times = [time(problem(mask)) for mask in masks]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < 0.2 * times[0]
+
+
+def test_sparser_tables_are_faster_and_a_full_one_is_like_no_mask():
+    times = [time(problem(f"blocks:128x128,{density}")) for density in (1, 0.5, 0.1)]
+    assert times[0] == pytest.approx(time(), rel=0.01)
+    assert 0.45 < times[1] / times[0] < 0.6
+    assert 0.1 < times[2] / times[0] < 0.25
+
+
+def test_packed_sequences_cost_what_their_tokens_do():
+    facts = {"layout": Layout.PACKED, "batch": 16, "seq_q": 2048, "seq_kv": 2048}
+    dense = time(problem(batch=16, seq_q=2048, seq_kv=2048))
+    assert time(problem(**facts, tokens_q=16 * 2048, tokens_kv=16 * 2048)) == pytest.approx(dense, rel=0.05)
+    assert time(problem(**facts, tokens_q=8 * 2048, tokens_kv=8 * 2048)) < 0.5 * dense
+
+
+def test_two_parts_of_a_head_dim_ask_for_less_of_the_tensor_cores():
+    whole, split = (cost(of=problem(head_dim=80), HEAD_SPLIT=value).tensor for value in (0, 1))
+    assert split == pytest.approx(whole * 80 / 128)
+    wide = problem(head_dim=64, head_dim_v=512)
+    assert cost(of=wide).tensor == pytest.approx(cost(of=problem(head_dim=64)).tensor * (64 + 512) / 128)
+
+
+def test_products_have_the_rates_of_their_types():
+    loop = {"QGMMA.64x128x32.F32.E4M3.E4M3.RS": 4}
+    half = cost(H200, loop={"HGMMA.64x128x16.F32.BF16.RS": 4}, BLOCK_N=128).tensor
+    assert cost(H200, of=problem(dtype=DType.FLOAT8), loop=loop, BLOCK_N=128).tensor == pytest.approx(
+        half / 2, rel=0.05
+    )
+    once, thrice = (
+        cost(of=problem(dtype=DType.FLOAT32, precision=Precision(name)), loop={"HMMA": 1}).tensor
+        for name in ("tf32", "tf32x3")
+    )
+    assert thrice == pytest.approx(3 * once)
 
 
 def test_time_grows_with_the_batch_once_the_card_is_full():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import drawn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoattn.errors import ProblemError
 from autoattn.mask import Alignment, Mask, MaskKind
-from autoattn.problem import DType, Layout, Op, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem, pieces
 
 MASKS = [Mask(), *(Mask(kind=MaskKind.CAUSAL, alignment=alignment) for alignment in Alignment)]
+PACKED = {"layout": Layout.PACKED, "tokens_q": 999, "tokens_kv": 999}
 PLAIN = Problem(dtype=DType.BFLOAT16, batch=2, heads_q=8, heads_kv=2, seq_q=128, seq_kv=256, head_dim=64)
 
 
@@ -21,26 +24,62 @@ def problem(**changes: object) -> Problem:
 
 
 def sees(mask: Mask, query: int, key: int, seq_q: int, seq_kv: int) -> bool:
-    """The definition, one pair at a time."""
+    """The definition, one pair at a time: how far the key stands behind the query, both counted from their last."""
     if mask.kind is MaskKind.FULL:
         return True
-    if mask.alignment is Alignment.TOP_LEFT:
+    if mask.kind is MaskKind.CAUSAL and mask.alignment is Alignment.TOP_LEFT:
         return key <= query
-    return seq_kv - key >= seq_q - query  # counted from the last query and the last key
+    behind = (seq_q - query) - (seq_kv - key)
+    if mask.kind is MaskKind.CAUSAL:
+        return behind <= 0
+    return (mask.left is None or -behind <= mask.left) and (mask.right is None or behind <= mask.right)
 
 
-@given(st.integers(1, 24), st.integers(1, 24), st.sampled_from(MASKS))
+widths = st.one_of(st.just(-1), st.integers(0, 30))
+windows = st.builds(Mask.window, widths, widths)
+masks = st.one_of(st.sampled_from(MASKS), windows)
+
+
+@given(st.integers(1, 24), st.integers(1, 24), masks)
 def test_kept_pairs_counts_what_the_mask_keeps(seq_q: int, seq_kv: int, mask: Mask) -> None:
     kept = sum(sees(mask, query, key, seq_q, seq_kv) for query in range(seq_q) for key in range(seq_kv))
-    assert problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask).kept_pairs() == kept
+    assert problem(batch=3, seq_q=seq_q, seq_kv=seq_kv, mask=mask).kept_pairs() == 3 * kept
 
 
-@given(st.integers(1, 24), st.integers(1, 24), st.sampled_from(MASKS[1:]))
-def test_shift_says_the_last_key_that_a_query_sees(seq_q: int, seq_kv: int, mask: Mask) -> None:
-    shift = problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask).shift
+@given(st.integers(1, 24), st.integers(1, 24), masks)
+def test_the_band_says_which_keys_a_query_sees(seq_q: int, seq_kv: int, mask: Mask) -> None:
+    first, last = problem(mask=mask).band(seq_q, seq_kv)
     for query in range(seq_q):
         for key in range(seq_kv):
-            assert (key <= query + shift) == sees(mask, query, key, seq_q, seq_kv)
+            inside = (first is None or key >= query + first) and (last is None or key <= query + last)
+            assert inside == sees(mask, query, key, seq_q, seq_kv)
+
+
+@given(st.integers(1, 24), st.integers(1, 24), masks)
+def test_a_simplified_problem_keeps_the_same_pairs(seq_q: int, seq_kv: int, mask: Mask) -> None:
+    one = problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    other = one.simplified()
+    assert other.simplified() == other
+    for query in range(seq_q):
+        for key in range(seq_kv):
+            assert sees(one.mask, query, key, seq_q, seq_kv) == sees(other.mask, query, key, seq_q, seq_kv)
+
+
+@pytest.mark.parametrize(
+    ("sides", "seq_q", "seq_kv", "simple"),
+    [
+        ((255, 0), 128, 256, "causal:bottom-right"),  # the last query stands at key 255
+        ((254, 0), 128, 256, "window:254,0"),
+        ((255, 127), 128, 256, "full"),
+        ((3, 127), 128, 256, "window:3,-1"),
+        ((3, 126), 128, 256, "window:3,126"),
+        ((3, 255), 512, 256, "window:3,255"),  # not clamped to seq_kv, as FlashAttention-2's is
+        ((3, 0), 1, 256, "window:3,0"),
+        ((0, -1), 5, 5, "window:0,-1"),
+    ],
+)
+def test_a_side_without_effect_is_left_out(sides: tuple[int, int], seq_q: int, seq_kv: int, simple: str) -> None:
+    assert str(problem(seq_q=seq_q, seq_kv=seq_kv, mask=Mask.window(*sides)).simplified().mask) == simple
 
 
 @given(st.integers(1, 512), st.sampled_from(MASKS[1:]))
@@ -68,32 +107,6 @@ def test_bytes_count_every_input_and_output_once(dtype: DType, size: int) -> Non
     query = output = 2 * 8 * 128 * 64
     key = value = 2 * 2 * 256 * 64
     assert problem(dtype=dtype).bytes() == (query + key + value + output) * size
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [
-        ("full", "full"),
-        (False, "full"),
-        ("causal", "causal:bottom-right"),
-        (True, "causal:bottom-right"),
-        ("causal:bottom-right", "causal:bottom-right"),
-        ("causal:top-left", "causal:top-left"),
-    ],
-)
-def test_mask_reads_its_names(text: str | bool, written: str) -> None:
-    mask = Mask.parse(text)
-    assert str(mask) == written
-    assert Mask.parse(str(mask)) == mask
-    assert mask.causal == (written != "full")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "Causal", "causal:", "full:", "full:top-left", "causal:left", "window", " causal", "1"]
-)
-def test_mask_refuses_other_names(text: str) -> None:
-    with pytest.raises(ProblemError, match="mask must be"):
-        Mask.parse(text)
 
 
 @pytest.mark.parametrize("name", ["batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim"])
@@ -133,7 +146,7 @@ problems = st.builds(
     seq_kv=st.integers(1, 3),
     head_dim=st.integers(1, 256),
     mask=st.sampled_from(MASKS),
-    layout=st.sampled_from(Layout),
+    layout=st.sampled_from((Layout.BHSD, Layout.BSHD)),
     precision=st.sampled_from(Precision),
     op=st.sampled_from(Op),
 )
@@ -148,3 +161,48 @@ def test_the_key_tells_problems_apart(one: Problem, other: Problem) -> None:
 @given(problems)
 def test_the_key_can_stand_in_a_file_name(one: Problem) -> None:
     assert set(one.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+@given(st.randoms(use_true_random=False))
+def test_any_problem_has_a_key_for_a_file_name_and_one_line_of_words(rng: random.Random) -> None:
+    one = drawn.call_of(rng, drawn.LARGE).problem
+    assert set(one.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.")
+    assert "\n" not in str(one)
+    assert one.flops() >= 0
+    assert one.bytes() > 0
+
+
+@given(st.integers(1, 6), st.integers(1, 50), st.integers(0, 300))
+def test_lengths_of_packed_sequences_fill_the_tokens(batch: int, longest: int, more: int) -> None:
+    tokens = longest + more
+    one = problem(batch=batch, layout=Layout.PACKED, seq_q=longest, seq_kv=longest, tokens_q=tokens, tokens_kv=tokens)
+    queries = [pair[0] for pair in one.lengths()]
+    assert max(queries) == longest
+    assert sum(queries) == min(tokens, batch * longest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens_q": 5}, "tokens_q belongs to the layout packed"),
+        ({"layout": Layout.PACKED, "tokens_q": 5, "tokens_kv": 999}, "tokens_q must be at least seq_q"),
+        ({**PACKED, "mask": Mask.blocks(16, 16, 0.5)}, "got a block table"),
+        ({**PACKED, "modifiers": Modifiers(bias=Bias.KEYS)}, "got a bias"),
+        ({**PACKED, "mask": Mask.parse("causal:top-left")}, "align a causal mask bottom-right"),
+        ({"head_dim_v": 513}, "head_dim_v must be at most 512"),
+        ({"precision": Precision.TF32X3}, "a choice for float32 alone"),
+    ],
+    ids=str,
+)
+def test_facts_that_contradict_one_another_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ProblemError, match=words):
+        problem(**changes)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "widths"),
+    [(1, (16,)), (16, (16,)), (24, (32,)), (40, (32, 16)), (56, (64,)), (72, (64, 16)), (80, (64, 16)),
+     (96, (64, 32)), (111, (128,)), (160, (128, 32)), (192, (128, 64)), (256, (256,))],
+)  # fmt: skip
+def test_pieces_hold_a_head_dim_in_the_least_room(head_dim: int, widths: tuple[int, ...]) -> None:
+    assert pieces(head_dim) == widths

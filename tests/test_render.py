@@ -22,7 +22,7 @@ import pytest
 from autoattn import render, resources
 from autoattn.errors import UsageError
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Precision
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision
 from autoattn.variant import Source, Traits
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,17 +32,27 @@ TEXTS = pytest.mark.parametrize("source", EVERY_TEXT, ids=lambda source: source.
 
 @pytest.mark.parametrize("one", [one for one, _ in kernels.every_text()][::3], ids=str)
 def test_problems_that_differ_only_in_the_launch_share_one_digest(one) -> None:
-    one = replace(one, seq_q=33, seq_kv=50)
     point = kernels.variant(PERSISTENT=2, HEAD_GROUP=4)
-    digests = {render.render(other, point, Traits(alignment=1)).digest for other in kernels.relatives(one)}
-    assert digests == {render.render(one, point, Traits(alignment=1)).digest}
+    traits = replace(render.natural_traits(one), alignment=1)
+    digests = {render.render(other, point, traits).digest for other in kernels.relatives(one)}
+    assert digests == {render.render(one, point, traits).digest}
+    assert all(one.shares_kernels(other) for other in kernels.relatives(one))
 
 
 def test_no_number_of_the_launch_reaches_the_text() -> None:
     sizes = {"batch": 971, "heads_q": 6 * 983, "heads_kv": 983, "seq_q": 991, "seq_kv": 997}
     one = kernels.problem(**sizes, mask="causal")
     numbers = {int(number) for number in re.findall(r"\d+", kernels.source(one).text)}
-    assert numbers.isdisjoint({*sizes.values(), one.group_size, one.shift})
+    assert numbers.isdisjoint({*sizes.values(), one.group_size, one.seq_kv - one.seq_q})
+
+
+def test_no_width_density_or_token_count_reaches_the_text() -> None:
+    window = kernels.problem(mask="window:971,983")
+    sparse = kernels.problem(mask="blocks:16x16,0.3125")
+    packed = kernels.problem(layout=Layout.PACKED, batch=977, tokens_q=971, tokens_kv=983)
+    for one in (window, sparse, packed):
+        numbers = set(re.findall(r"[0-9.]+", kernels.source(one).text))
+        assert numbers.isdisjoint({"971", "983", "977", "0.3125"})
 
 
 @pytest.mark.parametrize(
@@ -54,13 +64,24 @@ def test_no_number_of_the_launch_reaches_the_text() -> None:
         {"head_dim": 24},
         {"mask": "full"},
         {"mask": "causal:top-left"},
+        {"mask": "window:5,0"},
+        {"mask": "window:5,5"},
+        {"mask": "window:-1,5"},
+        {"mask": "blocks:16x16,0.5"},
+        {"mask": Mask.blocks(16, 16, 0.5, "q_idx > kv_idx")},
+        {"head_dim_v": 24},
+        {"dtype": DType.FLOAT8},
+        {"dtype": DType.FLOAT32, "precision": Precision.TF32X3},
+        {"layout": Layout.PACKED, "tokens_q": 33, "tokens_kv": 50},
+        *({"modifiers": modifiers} for modifiers in kernels.MODIFIERS[1:]),
     ],
     ids=str,
 )
 def test_what_a_kernel_is_compiled_for_reaches_the_text(change: dict) -> None:
     one = kernels.problem(mask="causal")
     other = kernels.problem(**{"mask": "causal", **change})
-    assert kernels.source(one, Traits()).digest != kernels.source(other, Traits()).digest
+    digests = {kernels.source(each, replace(render.natural_traits(each), alignment=1)).digest for each in (one, other)}
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize("traits", [Traits(alignment=1), Traits(alignment=4), Traits(wide=True), Traits(lse=True)])
@@ -75,11 +96,11 @@ def test_every_trait_reaches_the_text(traits: Traits) -> None:
         ("BLOCK_M", 32), ("BLOCK_N", 32), ("num_warps", 2), ("num_stages", 3), ("maxnreg", 128), ("mask_loop", "every"),
         ("mask_loop", "branch"), ("softmax", "lazy"), ("softmax", "first_max"), ("barrier", "after_qk"),
         ("barrier", "before_pv"), ("barrier", "loop_end"), ("HEAD_GROUP", 0), ("row_order", "ascending"),
-        ("PERSISTENT", 1),
+        ("PERSISTENT", 1), ("HEAD_SPLIT", 1),
     ],
 )  # fmt: skip
 def test_every_parameter_changes_what_is_compiled(name: str, value: int | str) -> None:
-    one = kernels.problem(mask="causal")
+    one = kernels.problem(mask="causal", head_dim=80)
     assert code_of(kernels.source(one)) != code_of(kernels.source(one, **{name: value}))
 
 
@@ -206,7 +227,7 @@ values = {"query_ptr": q, "key_ptr": k, "value_ptr": v, "output_ptr": out, "lse_
 for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
     values |= {f"stride_{name}{axis}": stride for axis, stride in zip("bhsd", tensor.stride())}
 arguments = [values[name] for name in kernel.SIGNATURE]
-kernel.forward[kernel.grid(8, 33, 1)](*arguments, **kernel.OPTIONS)
+kernel.forward[kernel.grid(2, 4, 33, 1)](*arguments, **kernel.OPTIONS)
 mask = torch.ones(33, 50, dtype=torch.bool).tril(17)
 scores = (q @ k.repeat_interleave(2, 1).mT * 24 ** -0.5).masked_fill(~mask, -math.inf)
 torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1))
@@ -227,6 +248,10 @@ def test_an_exported_file_runs_without_autoattn_as_its_docstring_says(tmp_path: 
 
 # --- golden files -----------------------------------------------------------------------------------------------------
 
+HEAVY = Modifiers(
+    score_mod="captured0: float32[2]\nslope = captured0[b, h]\nwhere(q_idx % 4 == 0, score * slope, score)",
+    softcap=True, alibi=True, bias=Bias.ADDITIVE, sinks=True, dropout=True,
+)  # fmt: skip
 GOLDEN_SOURCES = {
     "forward_bf16_d128_causal": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
@@ -245,6 +270,27 @@ GOLDEN_SOURCES = {
     "forward_tf32_d64_persistent": kernels.source(
         kernels.problem(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=64, mask="causal"),
         BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, mask_loop="branch", HEAD_GROUP=0, PERSISTENT=2, maxnreg=168,
+    ),
+    "forward_bf16_d80_window": kernels.source(
+        kernels.problem(dtype=DType.BFLOAT16, head_dim=80, mask="window:128,16"),
+        BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, HEAD_SPLIT=1,
+    ),
+    "forward_bf16_d128_packed_causal": kernels.source(
+        kernels.problem(
+            dtype=DType.BFLOAT16, head_dim=128, mask="causal", layout=Layout.PACKED, tokens_q=70, tokens_kv=120
+        ),
+        BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2,
+    ),
+    "forward_fp16_d64_blocks_of_documents": kernels.source(
+        kernels.problem(
+            head_dim=64, mask=Mask.blocks(128, 128, 0.25, "captured0: int32[1]\ncaptured0[q_idx] == captured0[kv_idx]")
+        ),
+        BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3, softmax="first_max",
+    ),
+    "forward_fp8_d128_192_modified": kernels.source(
+        kernels.problem(dtype=DType.FLOAT8, head_dim=192, head_dim_v=128, mask="window:255,0", modifiers=HEAVY),
+        Traits(alignment=16, lse=True, bias="bf16"),
+        BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, PERSISTENT=1,
     ),
 }  # fmt: skip
 

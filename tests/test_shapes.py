@@ -12,7 +12,7 @@ import yaml
 from autoattn import shapes
 from autoattn.errors import ShapesError
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 
 ONE: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
 
@@ -63,6 +63,9 @@ def test_a_problem_says_what_it_says_and_defaults_the_rest() -> None:
         ("float32", DType.FLOAT32, Precision.IEEE),
         ("float32:ieee", DType.FLOAT32, Precision.IEEE),
         ("fp32:tf32", DType.FLOAT32, Precision.TF32),
+        ("float32:tf32x3", DType.FLOAT32, Precision.TF32X3),
+        ("float8_e4m3", DType.FLOAT8, Precision.IEEE),
+        ("fp8", DType.FLOAT8, Precision.IEEE),
     ],
 )
 def test_dtype_carries_the_precision(text: str, dtype: DType, precision: Precision) -> None:
@@ -77,6 +80,41 @@ def test_lengths_have_three_spellings() -> None:
 def test_masks_have_two_spellings() -> None:
     assert the_problem(seq="64x256", causal=True) == the_problem(seq="64x256", mask="causal:bottom-right")
     assert the_problem(causal=False) == the_problem(mask="full") == the_problem()
+
+
+def test_windows_and_block_tables_are_masks() -> None:
+    assert the_problem(mask="window:7,0").mask == Mask.window(7, 0)
+    assert the_problem(mask="blocks:64x32,0.5").mask == Mask.blocks(64, 32, 0.5)
+
+
+def test_a_window_wider_than_the_sequence_is_the_mask_that_it_comes_to() -> None:
+    assert the_problem(mask="window:127,0") == the_problem(mask="causal")
+    assert problems_of({**ONE, "mask": ["window:500,500", "full", "window:-1,-1"]}) == [the_problem()]
+    assert the_problem(mask="window:126,0").mask.left == 126
+
+
+def test_values_may_have_a_head_dim_of_their_own() -> None:
+    assert (the_problem().head_dim_v, the_problem(head_dim_v=128).head_dim_v) == (64, 128)
+    assert the_problem(head_dim_v=64) == the_problem()
+
+
+def test_packed_sequences_say_how_many_tokens_they_have() -> None:
+    packed = {"layout": "packed", "batch": 3}
+    one = the_problem(**packed, tokens="200x300", seq="100x128")
+    assert (one.layout, one.batch, one.seq_q, one.seq_kv) == (Layout.PACKED, 3, 100, 128)
+    assert (one.tokens_q, one.tokens_kv) == (200, 300)
+    assert the_problem(**packed, seq="100x128", tokens_q=200, tokens_kv=300) == one
+    assert the_problem(**packed, tokens=200).tokens_kv == 200
+
+
+def test_modifiers_are_switches_words_and_expressions() -> None:
+    assert the_problem().modifiers == Modifiers()
+    every = {"softcap": True, "alibi": True, "sinks": True, "dropout": True}
+    assert the_problem(**every).modifiers == Modifiers(softcap=True, alibi=True, sinks=True, dropout=True)
+    biases = problems_of({**ONE, "bias": ["none", "keys", "boolean", "additive"]})
+    assert [one.modifiers.bias for one in biases] == list(Bias)
+    text = "far = q_idx - kv_idx > 9\nwhere(far, -inf, score)"
+    assert the_problem(score_mod=f"{text}\n").modifiers == Modifiers(score_mod=text)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +148,39 @@ def test_masks_have_two_spellings() -> None:
         ({"mask": True}, "mask must be full, causal"),
         ({"causal": "top-left"}, "causal must be true or false, got 'top-left'"),
         ({"causal": 1}, "causal must be true or false, got 1"),
-        ({"layout": "bsd"}, "layout must be bhsd or bshd, got 'bsd'"),
+        ({"layout": "bsd"}, "layout must be bhsd, bshd or packed, got 'bsd'"),
         ({"layout": []}, "layout must be a value or a list"),
-        ({"layout": {}}, "layout must be bhsd or bshd, got {}"),
+        ({"layout": {}}, "layout must be bhsd, bshd or packed, got {}"),
+        ({"mask": "window:1"}, "mask must be .* got 'window:1'"),
+        ({"mask": "window:-2,0"}, r"a window must be two whole numbers from -1 \(no bound\), got \(-2, 0\)"),
+        ({"mask": "blocks:100x128,0.5"}, "blocks of a mask must be powers of two from 16 to 4096, got 100 by 128"),
+        ({"mask": "blocks:128x128,1.5"}, "the density of a mask must be from 0 to 1, got 1.5"),
+        ({"dtype": "float32:tf32x2"}, "dtype must be .*tf32x3 .* got 'float32:tf32x2'"),
+        ({"dtype": "fp8:tf32"}, "dtype must be .* got 'fp8:tf32'"),
+        ({"head_dim_v": 513}, "head_dim_v must be at most 512, got 513"),
+        ({"head_dim_v": 0}, "head_dim_v must be a whole number from 1 to 2147483647, got 0"),
+        ({"layout": "packed"}, "must say tokens, but does not"),
+        ({"layout": "packed", "tokens_q": 128}, "must say tokens_kv, but does not"),
+        ({"layout": "packed", "tokens": 128, "tokens_q": 128}, "gives tokens and tokens_q; keep one of them"),
+        ({"layout": "packed", "tokens": 127}, "tokens_q must be at least seq_q, 128, got 127"),
+        ({"layout": "packed", "tokens": "many"}, "tokens must be a number or a text as 1024x4096, got 'many'"),
+        ({"layout": "packed", "tokens": 256, "bias": "keys"}, "packed sequences take .* masks, got a bias"),
+        ({"layout": "packed", "tokens": 256, "mask": "blocks:16x16,0.5"}, "packed .*, got a block table"),
+        ({"tokens": 256}, "tokens_q belongs to the layout packed, got bhsd; leave it out"),
+        ({"softcap": 30.0}, "softcap must be true or false, got 30.0; its numbers belong to the call"),
+        ({"alibi": 1}, "alibi must be true or false, got 1"),
+        ({"sinks": "yes"}, "sinks must be true or false, got 'yes'"),
+        ({"dropout": 0.1}, "dropout must be true or false, got 0.1"),
+        ({"bias": "key"}, "bias must be none, keys, boolean or additive, got 'key'"),
+        ({"bias": True}, "bias must be none, keys, boolean or additive, got True"),
+        ({"score_mod": 1}, "score_mod must be an expression as text, got 1"),
+        ({"score_mod": ""}, "an expression must be text"),
+        ({"score_mod": "open('x')"}, "an expression may hold .* got"),
+        ({"score_mod": "score + row"}, "an expression may hold numbers, names, .* got 'row'"),
         ({"heads_kv": 3}, "heads_q must be a multiple of heads_kv, got 4 and 3"),
         ({"head_dim": 257}, "head_dim must be at most 256, got 257"),
         ({"head_dims": 64}, "unknown key 'head_dims'; did you mean head_dim?"),
-        ({"zzz": 64}, "unknown key 'zzz'; known are batch, causal,"),
+        ({"zzz": 64}, "unknown key 'zzz'; known are alibi, batch, bias, causal,"),
         ({"precision": "tf32"}, "unknown key 'precision'; write the precision behind the dtype"),
     ],
 )

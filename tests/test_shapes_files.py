@@ -12,10 +12,12 @@ import yaml
 
 from autoattn import resources, shapes
 from autoattn.errors import ShapesError
+from autoattn.mask import Mask
 from autoattn.problem import DType, Layout, Precision, Problem
 
 CHECKOUT = Path(__file__).parent.parent
-SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("*.yaml"))
+SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
+OTHERS = ("float32", "head_dims", "modifiers", "packed", "sparse")
 
 
 def in_group(group: str) -> list[Problem]:
@@ -65,6 +67,36 @@ def test_seed_000_is_one_long_packed_sequence() -> None:
     assert full.bytes() == 4 * 896 * 1024**2  # four tensors of 896 MiB, as the table says
 
 
+def test_every_row_of_seed_000_is_a_problem_of_its_file() -> None:
+    """Causal overrides the right window, which leaves 12 of 18 rows; each is there as bshd and as packed sequences."""
+    path = CHECKOUT / "benchmarks/shapes/seed_000.yaml"
+    document: Any = resources.read_yaml(path)
+    table = document["published"]["tables"]["run_mha_varlen_fwd"]
+    place = list(table["columns"]).index
+    published = {
+        (row[0], row[1], row[2], row[4], Mask.window(row[5], row[6], causal=bool(row[place("causal")])))
+        for row in table["rows"]
+    }
+    assert len(published) == 12
+    for group in ("seed-000", "seed-000-packed"):
+        listed = [named.problem for named in shapes.load(path) if group in named.groups]
+        assert {(p.batch, p.seq_q, p.heads_q, p.head_dim, p.mask) for p in listed} == published
+        assert {p.packed for p in listed} == {group == "seed-000-packed"}
+
+
+def test_the_other_files_hold_what_their_names_say() -> None:
+    found = {
+        name: [named.problem for named in shapes.load(CHECKOUT / f"benchmarks/shapes/{name}.yaml")] for name in OTHERS
+    }
+    assert [one.mask.density for one in found["sparse"]] == [0.0, 0.5, 7 / 64]
+    assert {one.packed for one in found["packed"]} == {True, False}
+    assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}
+    assert {one.precision for one in found["float32"]} == set(Precision)
+    alone = [one.modifiers.names for one in found["modifiers"] if one.dtype is DType.BFLOAT16]
+    assert {len(names) for names in alone} == {0, 1}
+    assert len(alone) == len(set(alone)) == 9
+
+
 # Table -> rows, and one cell that was looked up by hand: (row, column, value).
 PUBLISHED: dict[str, dict[str, tuple[int, tuple[int, str, object]]]] = {
     "seed_000": {
@@ -111,6 +143,7 @@ def test_published_tables_are_whole(path: Path) -> None:
 
 def test_there_is_a_file_for_every_seed() -> None:
     assert {path.stem for path in SEEDS} == set(PUBLISHED)
+    assert {path.stem for path in (CHECKOUT / "benchmarks/shapes").iterdir()} == {*PUBLISHED, *OTHERS}
 
 
 @pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)

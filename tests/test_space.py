@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from autoattn import profiles, resources, shapes, space
 from autoattn.device import Device
 from autoattn.errors import SpaceError, UsageError
 from autoattn.mask import Mask
-from autoattn.problem import DType, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.space import SearchSpace, facts_of
 from autoattn.variant import Variant
 
@@ -215,7 +216,16 @@ def test_facts_are_the_problems_and_the_devices() -> None:
         "dtype": "float32",
         "precision": "tf32",
         "element_bytes": 4,
-        "causal": True,
+        "causal": 1,
+        "bounded_right": 1,
+        "bounded_left": 0,
+        "sparse": 0,
+        "keys_per_row": 3584.5,
+        "queries": 4096,
+        "split": 1,
+        "head_dim_split": 80,
+        "narrowest_piece": 16,
+        "float8": 0,
         "group_size": 4,
         "head_dim_padded": 128,
         "arch": 90,
@@ -223,6 +233,39 @@ def test_facts_are_the_problems_and_the_devices() -> None:
         "l2_bytes": 60 * 2**20,
     }
     assert {name: facts[name] for name in expected} == expected
+
+
+def test_facts_speak_of_masks_layouts_and_modifiers() -> None:
+    window = facts_of(problem(mask=Mask.window(100, -1)), A30)
+    assert [window[name] for name in ("bounded_left", "bounded_right", "window_left", "causal")] == [1, 0, 100, 0]
+    table = facts_of(problem(mask=Mask.blocks(64, 32, 0.5)), A30)
+    assert [table[name] for name in ("sparse", "block_q", "block_kv", "keys_per_row")] == [1, 64, 32, 2048.0]
+    packed = {"layout": Layout.PACKED, "seq_q": 100, "seq_kv": 100, "tokens_q": 200, "tokens_kv": 300, "mask": Mask()}
+    assert [facts_of(problem(**packed), A30)[name] for name in ("packed", "queries")] == [1, 200]
+    changed = facts_of(problem(modifiers=Modifiers(score_mod="-score", bias=Bias.KEYS, sinks=True, dropout=True)), A30)
+    assert all(changed[name] == 1 for name in ("on_scores", "score_mod", "biased", "sinks", "dropout"))
+    wide = facts_of(problem(head_dim=192, head_dim_v=320), A30)
+    assert [wide[name] for name in ("head_dim_v", "head_dim_v_padded", "head_dim_v_split")] == [320, 512, 320]
+
+
+@pytest.mark.parametrize("mask", ["window:0,0", "window:4,-1", "blocks:16x16,0.5", "blocks:4096x32,0.1"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 512), (64, 512), (192, 128), (80, 80)])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32, DType.FLOAT8])
+def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
+    mask: str, head_dim: int, head_dim_v: int, dtype: DType
+) -> None:
+    asked = problem(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, mask=Mask.parse(mask))
+    if dtype is DType.FLOAT8 and (head_dim <= 16 or asked.mask.block_kv == 16):
+        with pytest.raises(SpaceError, match="a float8 product"):
+            SHIPPED.default(asked, H200)
+        return
+    default = SHIPPED.default(asked, H200)
+    if asked.mask.sparse:
+        assert default["mask_loop"] == "split"
+        assert int(default["BLOCK_M"]) <= asked.mask.block_q
+        assert int(default["BLOCK_N"]) <= asked.mask.block_kv
+    if dtype is DType.FLOAT8:
+        assert default["softmax"] == "online"
 
 
 # Variants
@@ -308,7 +351,9 @@ def test_a_seed_speaks_where_its_when_holds(load: Callable[[Any], SearchSpace]) 
 def test_no_feasible_seed_is_an_error_that_says_so(load: Callable[[Any], SearchSpace]) -> None:
     one = load(SMALL)
     assert one.seeds_for(problem(seq_q=1), A30) == []
-    with pytest.raises(SpaceError, match=r"must have a feasible seed for every problem, got none for bf16 .* on a30"):
+    with pytest.raises(
+        SpaceError, match=r"must have a feasible seed to run bf16 .* on a30, but there must be a few rows"
+    ):
         one.default(problem(seq_q=1), A30)
 
 
@@ -323,6 +368,10 @@ every_shipped_rule = pytest.mark.parametrize("place", range(len(SHIPPED.require)
 def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:
     for asked in shapes.load(path):
         for device in profiles.all_devices():
+            if asked.problem.dtype is DType.FLOAT8 and device.arch < 89:
+                with pytest.raises(SpaceError, match=r"float8 products need an NVIDIA GPU of compute capability 8\.9"):
+                    SHIPPED.default(asked.problem, device)
+                continue
             default = SHIPPED.default(asked.problem, device)
             assert SHIPPED.why_infeasible(default, asked.problem, device) is None
 
@@ -335,6 +384,7 @@ def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None
         (DType.BFLOAT16, Precision.IEEE),
         (DType.FLOAT32, Precision.IEEE),
         (DType.FLOAT32, Precision.TF32),
+        (DType.FLOAT32, Precision.TF32X3),
     ],
 )
 def test_every_problem_has_a_default_on_every_architecture(dtype: DType, precision: Precision, head_dim: int) -> None:
@@ -412,20 +462,35 @@ def neighbours(variant: Variant) -> Iterator[Variant]:
         yield Variant.of(variant.template, {**variant.as_dict(), **dict([first, second])})
 
 
+OTHER_KINDS = [
+    *(problem(dtype=DType.FLOAT8, head_dim=head_dim, mask=Mask()) for head_dim in (16, 80, 128)),
+    problem(dtype=DType.FLOAT8, mask=Mask.parse("blocks:16x16,0.5")),
+    problem(mask=Mask.parse("blocks:32x32,0.5")),
+    problem(mask=Mask.window(3, 0)),
+    problem(mask=Mask.window(60, -1)),
+    problem(modifiers=Modifiers(bias=Bias.ADDITIVE)),
+]
+
+
+@lru_cache(maxsize=1)
+def every_reason() -> frozenset[str | None]:
+    """Why variants near the default are refused, for problems and devices of all kinds."""
+    tight = dataclasses.replace(A30, name="tight", max_threads_per_sm=128)  # no card holds so few
+    small = problem(mask=Mask(), batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_kv=32, head_dim=64)
+    cases = [(problem(), A30), (small, A30), (problem(dtype=DType.FLOAT32, head_dim=32), A30), (problem(), tight)]
+    cases += [(asked, device) for asked in OTHER_KINDS for device in (A30, H200)]
+    return frozenset(
+        SHIPPED.why_infeasible(variant, asked, device)
+        for asked, device in cases
+        for variant in neighbours((SHIPPED.seeds_for(asked, device) or [SHIPPED.default(problem(), device)])[0])
+    )
+
+
 @every_shipped_rule
 def test_every_shipped_rule_is_broken_by_some_variant_and_says_so_in_words(place: int) -> None:
     """Each rule decides for itself: some variant breaks it, and none before it."""
     requirement = SHIPPED.require[place]
-    words = f"{requirement.because} (needs {requirement.rule.text})"
-    tight = dataclasses.replace(A30, name="tight", max_threads_per_sm=128)  # no card holds so few
-    small = problem(mask=Mask(), batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_kv=32, head_dim=64)
-    cases = [(problem(), A30), (small, A30), (problem(dtype=DType.FLOAT32, head_dim=32), A30), (problem(), tight)]
-    reasons = (
-        SHIPPED.why_infeasible(variant, asked, device)
-        for asked, device in cases
-        for variant in neighbours(SHIPPED.default(asked, device))
-    )
-    assert words in reasons
+    assert f"{requirement.because} (needs {requirement.rule.text})" in every_reason()
     assert len(requirement.because.split()) >= 5
 
 

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from autoattn import profiles, render, resources, space
 from autoattn.compile import build, inspect, load_module
 from autoattn.errors import CompileError
-from autoattn.problem import DType, Op, Problem
+from autoattn.problem import Bias, DType, Op, Problem
 from autoattn.variant import Source, Traits, Variant
 
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200"}
@@ -47,6 +47,35 @@ def kinds() -> Iterator[tuple[Problem, Traits]]:
         dtype, precision = numbers
         one = kernels.problem(dtype=dtype, precision=precision, head_dim=head_dim, mask=mask, **sizes)
         yield one, Traits(alignment=alignment, wide=wide, lse=lse)
+
+
+def every_axis(arch: int) -> Iterator[Source]:
+    """Few kernels that hold every mask, modifier, type of numbers, pair of head dims and loop; others on each card."""
+    numbers = [each for each in kernels.NUMBERS if each[0] is not DType.FLOAT8 or arch >= 89]  # older cards have none
+    turn = list(CARDS).index(arch)
+    for place, kind in enumerate(kernels.KINDS):
+        dtype, precision = numbers[(place + turn) % len(numbers)]
+        head_dim, head_dim_v = DIMS[(place + 2 * turn) % len(DIMS)]
+        modifiers = kernels.MODIFIERS[(place + turn) % len(kernels.MODIFIERS)]
+        if "layout" in kind:
+            modifiers = replace(modifiers, bias=Bias.NONE)  # packed sequences take none
+        one = kernels.problem(
+            dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, modifiers=modifiers, **kind
+        )
+        yield kernels.source(
+            one,
+            render.natural_traits(one, lse=bool(place % 2)),
+            BLOCK_M=32 if kind.get("mask") != "blocks:16x32,0.5" else 16,
+            num_warps=4 if (dtype, precision) == kernels.NUMBERS[2] else 1,
+            num_stages=2,
+            softmax=("online", "lazy", "first_max")[(place + turn) % 3],
+            mask_loop=("split", "every", "branch")[(place + turn) // 3 % 3],
+            HEAD_SPLIT=(place + turn) % 2,
+            PERSISTENT=place // 2 % 2,
+        )
+
+
+DIMS = ((16, 16), (80, 80), (57, 57), (64, 128), (96, 17))
 
 
 def sources(template: str, arch: int) -> list[Source]:
@@ -86,6 +115,15 @@ def test_every_value_of_every_parameter_compiles(template: str, arch: int) -> No
         compiled = build(source, arch)
         assert compiled.asm["cubin"], source.variant
         assert compiled.metadata.num_warps == source.variant["num_warps"]
+        assert f".target sm_{arch}" in compiled.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", CARDS)
+def test_every_mask_modifier_and_precision_compiles(arch: int) -> None:
+    for source in every_axis(arch):
+        compiled = build(source, arch)
+        assert compiled.asm["cubin"], source.variant
         assert f".target sm_{arch}" in compiled.asm["ptx"]
 
 

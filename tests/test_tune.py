@@ -11,13 +11,13 @@ import kernels
 import pytest
 import samples
 
-from autoattn import cache, plan, space, tune
+from autoattn import cache, plan, render, space, tune
 from autoattn.device import Device
 from autoattn.entry import KERNEL, Rival
 from autoattn.errors import CacheError
 from autoattn.jobs import Finished
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Op, Problem
+from autoattn.problem import DType, Layout, Op, Precision, Problem
 from autoattn.study import Study
 from autoattn.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
@@ -61,7 +61,7 @@ class Pretended:
             trial = Trial(
                 variant=variant,
                 outcome=Outcome.OK,
-                digest=variant.digest,
+                digest=render.render(study.problem, variant).digest,
                 prediction=samples.prediction(time_us),
                 verdict=GOOD if self.measured else None,
                 measurement=samples.measurement(study.problem, time_us) if self.measured else None,
@@ -130,8 +130,35 @@ def test_an_entry_of_another_template_text_is_tuned_anew(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
-    monkeypatch.setattr("autoattn.render.template_digest", lambda template: "another")
+    monkeypatch.setattr("autoattn.cache._rendered", lambda problem, variant: "another")
     assert run(tmp_path).kept == 0
+
+
+def test_an_entry_outlives_a_change_of_the_template_that_leaves_its_own_text_alone(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path)
+    monkeypatch.setattr("autoattn.render.template_digest", lambda template: "another")
+    assert run(tmp_path).kept == 1
+
+
+def test_an_entry_of_another_search_space_is_tuned_anew_and_its_variants_are_not_tried(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    entry = run(tmp_path).entries[SMALL.key]
+    params = {name: value for name, value in entry.params.items() if name != "HEAD_SPLIT"}
+    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, params=params, space_digest="0" * 16)])
+    assert run(tmp_path).kept == 0
+    assert run(tmp_path).kept == 1
+
+
+def test_a_problem_that_the_device_cannot_run_fails_alone_and_says_why(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    eight = replace(SMALL, dtype=DType.FLOAT8, precision=Precision.IEEE)
+    summary = run(tmp_path, eight, SMALL)
+    assert list(summary.entries) == [SMALL.key]
+    assert "float8 products need an NVIDIA GPU of compute capability 8.9" in summary.failed[eight.key]
 
 
 def test_a_problem_without_a_working_variant_does_not_stop_the_others(
@@ -258,7 +285,7 @@ def test_an_entry_is_kept_unless_more_effort_is_asked_for(
     assert run(tmp_path, effort=plan.Effort(after), trials=None).kept == kept
 
 
-@pytest.mark.parametrize("stale", ["space_digest", "template_digest", "triton"])
+@pytest.mark.parametrize("stale", ["space_digest", "source_digest", "triton"])
 def test_an_entry_that_anything_changed_for_is_tuned_anew(
     pretended: type[Pretended], tmp_path: Path, stale: str
 ) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autoattn.shapes import NamedProblem
 
 ONE = "One problem"
+MODIFIERS = ("softcap", "alibi", "sinks", "dropout", "bias", "score_mod")
 
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="A device of `autoattn devices`, or auto.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -30,7 +31,7 @@ Groups = Annotated[
 ]
 DType = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="TYPE", help="float16, bfloat16 or float32.", rich_help_panel=ONE),
+    typer.Option("--dtype", metavar="TYPE", help="float16, bfloat16, float32 or float8_e4m3.", rich_help_panel=ONE),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Sequences; 1 if left out.", rich_help_panel=ONE)]
 Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", rich_help_panel=ONE)]
@@ -42,23 +43,51 @@ SeqKV = Annotated[
     int | None, typer.Option("--seq-kv", help="Key tokens per sequence; as --seq-q if left out.", rich_help_panel=ONE)
 ]
 HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Elements per head, up to 256.", rich_help_panel=ONE)]
+HeadDimV = Annotated[
+    int | None,
+    typer.Option(
+        "--head-dim-v", help="Elements of a value, up to 512; as --head-dim if left out.", rich_help_panel=ONE
+    ),
+]
 Mask = Annotated[
     str | None,
     typer.Option(
         "--mask",
         metavar="MASK",
-        help="full, causal, causal:top-left or causal:bottom-right; full if left out.",
+        help="full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT or blocks:ROWSxKEYS,DENSITY; full "
+        "if left out.",
         rich_help_panel=ONE,
     ),
 ]
 Layout = Annotated[
     str | None,
-    typer.Option("--layout", metavar="AXES", help="bhsd or bshd; bhsd if left out.", rich_help_panel=ONE),
+    typer.Option("--layout", metavar="AXES", help="bhsd, bshd or packed; bhsd if left out.", rich_help_panel=ONE),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens",
+        metavar="COUNT",
+        help="Tokens of all packed sequences: 65536, or 4096x65536 for queries and keys.",
+        rich_help_panel=ONE,
+    ),
 ]
 Precision = Annotated[
     str | None,
     typer.Option(
-        "--precision", metavar="KIND", help="How float32 products are formed: ieee or tf32.", rich_help_panel=ONE
+        "--precision",
+        metavar="KIND",
+        help="How float32 products are formed: ieee, tf32 or tf32x3.",
+        rich_help_panel=ONE,
+    ),
+]
+Modifiers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--modifier",
+        metavar="NAME[=VALUE]",
+        help="softcap, alibi, sinks, dropout, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can be repeated.",
+        rich_help_panel=ONE,
     ),
 ]
 
@@ -72,9 +101,12 @@ def problem_of(
     seq_q: int | None,
     seq_kv: int | None,
     head_dim: int | None,
+    head_dim_v: int | None,
     mask: str | None,
     layout: str | None,
+    tokens: str | None,
     precision: str | None,
+    modifiers: list[str] | None,
 ) -> Problem | None:
     """The problem that the options describe; None when they describe none.
 
@@ -84,7 +116,7 @@ def problem_of(
     """
     needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
     missing = [name for name, value in needed.items() if value is None]
-    others = (batch, heads_kv, seq_kv, mask, layout, precision)
+    others = (batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, modifiers or None)
     if len(missing) == len(needed) and all(value is None for value in others):
         return None
     if missing:
@@ -92,7 +124,7 @@ def problem_of(
             f"a problem needs {', '.join(needed)}, got no {' and no '.join(missing)}; "
             "add what is missing, or give no part of a problem"
         )
-    values = {
+    values: dict[str, Any] = {
         "dtype": f"{dtype}:{precision}" if precision is not None else dtype,
         "batch": 1 if batch is None else batch,
         "heads": heads,
@@ -102,8 +134,18 @@ def problem_of(
         "head_dim": head_dim,
         "mask": mask if mask is not None else "full",
         "layout": layout if layout is not None else "bhsd",
+        **({"head_dim_v": head_dim_v} if head_dim_v is not None else {}),
+        **({"tokens": int(tokens) if tokens.isdecimal() else tokens} if tokens is not None else {}),
     }
-    return _parsed(values)
+    return _parsed(values | dict(map(_modifier, modifiers or ())))
+
+
+def _modifier(text: str) -> tuple[str, str | bool]:
+    """ "softcap" -> (softcap, True), "bias=keys" -> (bias, keys)."""
+    name, equals, value = text.partition("=")
+    if name not in MODIFIERS:
+        raise UsageError(f"--modifier must name one of {', '.join(MODIFIERS)}, got {text!r:.60}; correct it")
+    return name, value if equals else True
 
 
 def _parsed(values: dict[str, Any]) -> Problem:

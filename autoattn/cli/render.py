@@ -46,17 +46,20 @@ def command(
     seq_q: options.SeqQ = None,
     seq_kv: options.SeqKV = None,
     head_dim: options.HeadDim = None,
+    head_dim_v: options.HeadDimV = None,
     mask: options.Mask = None,
     layout: options.Layout = None,
+    tokens: options.Tokens = None,
     precision: options.Precision = None,
+    modifier: options.Modifiers = None,
 ) -> None:
     """Write the kernel of one problem as a Python file that needs only Triton.
 
-    It is the winner that the cache holds for the problem on the device, else the template's default.
+    It is the winner that the cache holds for the problem on the device, unless it is stale, else the template's default.
     """
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
-        mask=mask, layout=layout, precision=precision,
+        head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, modifiers=modifier,
     )  # fmt: skip
     if problem is None:
         raise UsageError("render needs a problem: --dtype, --heads, --seq-q and --head-dim, got none of them; add them")
@@ -95,7 +98,8 @@ def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry |
     from autoattn import cache, resources
 
     for place in [folder] if folder is not None else [resources.user_cache(), resources.shipped_cache()]:
-        if (entry := cache.lookup(place, card, problem.op).get(problem.key)) is not None:
+        entry = cache.lookup(place, card, problem.op).get(problem.key)
+        if entry is not None and cache.why_stale(entry) is None:
             return entry
     return None
 

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autoattn import render
+from autoattn import render, space
 from autoattn.entry import CacheEntry
 from autoattn.errors import AutoattnError
-from autoattn.problem import DType, Problem
+from autoattn.problem import Bias, DType, Modifiers, Problem
 from autoattn.report import figures
 from autoattn.trial import Evidence
 
@@ -162,15 +162,29 @@ def arguments(problem: Problem) -> str:
     words.append(f"--seq-q {problem.seq_q}")
     if problem.seq_kv != problem.seq_q:
         words.append(f"--seq-kv {problem.seq_kv}")
-    words.append(f"--head-dim {problem.head_dim} --mask {problem.mask} --layout {problem.layout.value}")
+    words.append(f"--head-dim {problem.head_dim}")
+    if problem.head_dim_v != problem.head_dim:
+        words.append(f"--head-dim-v {problem.head_dim_v}")
+    words.append(f"--mask {problem.mask} --layout {problem.layout.value}")
+    if problem.packed:
+        words.append(f"--tokens {problem.tokens_q}x{problem.tokens_kv}")
     if problem.dtype is DType.FLOAT32:
         words.append(f"--precision {problem.precision.value}")
+    words += [f"--modifier {shlex.quote(modifier)}" for modifier in _modifiers(problem.modifiers)]
     return " ".join(words)
+
+
+def _modifiers(modifiers: Modifiers) -> list[str]:
+    found = [name for name in ("softcap", "alibi", "sinks", "dropout") if getattr(modifiers, name)]
+    found += [f"bias={modifiers.bias.value}"] if modifiers.bias is not Bias.NONE else []
+    return [*found, *([f"score_mod={modifiers.score_mod}"] if modifiers.score_mod else [])]
 
 
 def _source(entry: CacheEntry) -> tuple[str, str]:
     """The winner's text, and what a reader must know of it."""
     try:
+        if not space.load(entry.template).holds(entry.params):
+            return "", f"The kernel cannot be rendered: it was tuned in another search space of {entry.template}."
         source = render.render(entry.problem, entry.variant)
     except (AutoattnError, OSError) as error:
         return "", f"The kernel cannot be rendered: {error}"

@@ -1,23 +1,22 @@
 """Forward attention in Triton, for one kind of problem.
 
     float16, head dim 56, no mask
-    BLOCK_M=128 BLOCK_N=64 HEAD_GROUP=4 PERSISTENT=0 barrier=none mask_loop=split maxnreg=0 num_stages=3 num_warps=4
-    row_order=descending softmax=first_max
+    BLOCK_M=128 BLOCK_N=64 HEAD_GROUP=4 HEAD_SPLIT=0 PERSISTENT=0 barrier=none mask_loop=split maxnreg=0 num_stages=3
+    num_warps=4 row_order=descending softmax=first_max
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of
 BLOCK_N and keeps a running softmax. Scores are counted in powers of two, so that exp is a single exp2. To launch:
 
-    forward[grid(batch * heads_q, seq_q, sm_count)](*arguments in the order of SIGNATURE, **OPTIONS)
+    forward[grid(batch, heads_q, seq_q, sm_count)](*arguments in the order of SIGNATURE, **OPTIONS)
 
-where scale_log2 = scale * log2(e), scale > 0, and lse is [batch, heads_q, seq_q] in natural logarithms.
+where scale_log2 = scale * log2(e), scale > 0, and lse is in natural logarithms, [batch, heads_q, seq_q].
 """
 
 import triton
 import triton.language as tl
 
 HEAD_DIM = tl.constexpr(56)
-HEAD_DIM_PADDED = tl.constexpr(64)  # tiles are powers of two
 BLOCK_M = tl.constexpr(128)  # query rows a program
 BLOCK_N = tl.constexpr(64)  # keys a step
 HEAD_GROUP = tl.constexpr(4)  # heads next to one another in program order; 0 means all
@@ -43,62 +42,71 @@ SIGNATURE = {
     "stride_oh": "i64",
     "stride_os": "i32",
     "batch_heads": "i32",
-    "heads_q": "i32",
-    "group_size": "i32",
     "seq_q": "i32",
     "seq_kv": "i32",
+    "heads_q": "i32",
+    "group_size": "i32",
     "scale_log2": "fp32",
 }
 # What divides each argument: bytes for a pointer, elements for a stride.
-DIVISIBLE = {name: 16 if name.endswith("_ptr") else 8 for name in SIGNATURE if "_ptr" in name or "stride" in name}
+DIVISIBLE = {
+    name: 16 if name.endswith("_ptr") else 8
+    for name in SIGNATURE
+    if name in ("query_ptr", "key_ptr", "value_ptr", "output_ptr") or name[:8] in ("stride_q", "stride_k", "stride_v",
+    "stride_o")
+}
 
 
-def grid(batch_heads, seq_q, sm_count):
+def grid(batch, heads_q, seq_q, sm_count):
     """Programs to launch."""
-    tiles = batch_heads * triton.cdiv(seq_q, 128)
+    tiles = batch * heads_q * triton.cdiv(seq_q, 128)
     return (tiles,)
 
 
 @triton.jit
-def scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_kv, shift, MASKED: tl.constexpr):
+def scores_of(
+    query, key_ptrs, start_n, stride_ks, o_m, end_n,
+    seq_q, seq_kv, scale_log2, MASKED: tl.constexpr
+):
     """Scores of a block of keys, before scaling; -inf where the mask hides the key."""
     o_n = start_n + tl.arange(0, BLOCK_N)
-    m_d = tl.arange(0, HEAD_DIM_PADDED) < HEAD_DIM
-    # [HEAD_DIM_PADDED, BLOCK_N]
+    m_d = tl.arange(0, 64) < HEAD_DIM
+    # [64, BLOCK_N]
     if MASKED:
         key = tl.load(key_ptrs + start_n * stride_ks, mask=(o_n < end_n)[None, :] & m_d[:, None], other=0.0)
     else:
         key = tl.load(key_ptrs + start_n * stride_ks, mask=m_d[:, None], other=0.0)
-    # [BLOCK_M, HEAD_DIM_PADDED] x [HEAD_DIM_PADDED, BLOCK_N]
+    # [BLOCK_M, 64] x [64, BLOCK_N]
     scores = tl.dot(query, key)
     if MASKED:
-        scores = tl.where(o_n[None, :] < end_n, scores, float("-inf"))
+        scores = tl.where(o_n[None, :] < seq_kv, scores, float("-inf"))
     return scores
 
 
 @triton.jit
 def add_values(acc, weights, value_ptrs, start_n, stride_vs, end_n, MASKED: tl.constexpr):
     """Adds a block of values, weighted."""
-    m_d = tl.arange(0, HEAD_DIM_PADDED) < HEAD_DIM
-    # [BLOCK_N, HEAD_DIM_PADDED]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    m_d = tl.arange(0, 64) < HEAD_DIM
+    # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
     if MASKED:
         o_n = start_n + tl.arange(0, BLOCK_N)
         value = tl.load(value_ptrs + start_n * stride_vs, mask=(o_n < end_n)[:, None] & m_d[None, :], other=0.0)
     else:
         value = tl.load(value_ptrs + start_n * stride_vs, mask=m_d[None, :], other=0.0)
-    # [BLOCK_M, BLOCK_N] x [BLOCK_N, HEAD_DIM_PADDED]
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 64]
     acc = tl.dot(weights.to(value.dtype), value, acc)
     return acc
 
 
 @triton.jit
 def walk(
-    acc, row_max, row_sum, query, key_ptrs, value_ptrs, begin_n, end_n,
-    stride_ks, stride_vs, o_m, seq_kv, shift, scale_log2, MASKED: tl.constexpr
+    acc, row_max, row_sum, query, key_ptrs, value_ptrs,
+    begin_n, end_n, stride_ks, stride_vs, o_m,
+    seq_q, seq_kv, scale_log2, MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows, around the maximum that they came with."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N):
-        scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_kv, shift, MASKED)
+        scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, scale_log2, MASKED)
         weights = tl.exp2(scores * scale_log2 - row_max[:, None])
         row_sum += tl.sum(weights, 1)
         acc = add_values(acc, weights, value_ptrs, start_n, stride_vs, end_n, MASKED)
@@ -106,20 +114,42 @@ def walk(
 
 
 @triton.jit
-def walk_online(
-    acc, row_max, row_sum, query, key_ptrs, value_ptrs, begin_n, end_n,
-    stride_ks, stride_vs, o_m, seq_kv, shift, scale_log2, MASKED: tl.constexpr
+def add_values_carefully(acc, weights, scores, value_ptrs, start_n, stride_vs, end_n, MASKED: tl.constexpr):
+    """Adds a block of values, weighted; one that is no finite number reaches only the rows that see its key."""
+    m_d = tl.arange(0, 64) < HEAD_DIM
+    # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    if MASKED:
+        o_n = start_n + tl.arange(0, BLOCK_N)
+        value = tl.load(value_ptrs + start_n * stride_vs, mask=(o_n < end_n)[:, None] & m_d[None, :], other=0.0)
+    else:
+        value = tl.load(value_ptrs + start_n * stride_vs, mask=m_d[None, :], other=0.0)
+    finite = value * 0.0 == 0.0
+    up = tl.where(finite | (value < 0.0), 0.0, 1.0).to(tl.float16)  # +inf and NaN
+    down = tl.where(finite | (value > 0.0), 0.0, 1.0).to(tl.float16)  # -inf and NaN
+    seen = tl.where(scores == float("-inf"), 0.0, 1.0).to(tl.float16)
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 64]
+    acc = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), acc)
+    acc += tl.where(tl.dot(seen, up) > 0.0, float("inf"), 0.0)
+    acc += tl.where(tl.dot(seen, down) > 0.0, float("-inf"), 0.0)
+    return acc
+
+
+@triton.jit
+def walk_again(
+    acc, row_max, row_sum, query, key_ptrs, value_ptrs,
+    begin_n, end_n, stride_ks, stride_vs, o_m,
+    seq_q, seq_kv, scale_log2, MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N, num_stages=1):
-        scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_kv, shift, MASKED)
+        scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, scale_log2, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         row_max = new_max
-        acc = add_values(acc, weights, value_ptrs, start_n, stride_vs, end_n, MASKED)
+        acc = add_values_carefully(acc, weights, scores, value_ptrs, start_n, stride_vs, end_n, MASKED)
     return acc, row_max, row_sum
 
 
@@ -130,7 +160,7 @@ def forward(
     stride_kb, stride_kh, stride_ks,
     stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os,
-    batch_heads, heads_q, group_size, seq_q, seq_kv, scale_log2
+    batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2,
 ):
     """Each program computes one tile: BLOCK_M rows of one head of one sequence."""
     tile = tl.program_id(0)
@@ -140,55 +170,65 @@ def forward(
     first_head = tile // (group * row_tiles) * group
     members = tl.minimum(group, batch_heads - first_head)
     place = tile % (group * row_tiles)
-    start_m = (row_tiles - 1 - place // members) * BLOCK_M  # the longest rows start first
+    row_tile = row_tiles - 1 - place // members  # the longest rows start first
     i_bh = first_head + place % members
+    start_m = row_tile * BLOCK_M
     i_b = (i_bh // heads_q).to(tl.int64)
     i_h = i_bh % heads_q
     i_kv = (i_h // group_size).to(tl.int64)
-    i_h = i_h.to(tl.int64)
 
     o_m = start_m + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
-    o_d = tl.arange(0, HEAD_DIM_PADDED)
-    m_q = (o_m < seq_q)[:, None] & (o_d < HEAD_DIM)[None, :]
-    query_ptr += i_b * stride_qb + i_h * stride_qh
+    o_d = tl.arange(0, 64)
+    query_ptr += i_b * stride_qb + i_h.to(tl.int64) * stride_qh
     key_ptr += i_b * stride_kb + i_kv * stride_kh
     value_ptr += i_b * stride_vb + i_kv * stride_vh
     key_ptrs = key_ptr + o_n[None, :] * stride_ks + o_d[:, None]
     value_ptrs = value_ptr + o_n[:, None] * stride_vs + o_d[None, :]
-    # [BLOCK_M, HEAD_DIM_PADDED]
+    # [BLOCK_M, 64]
+    m_q = (o_m < seq_q)[:, None] & (o_d < HEAD_DIM)[None, :]
     query = tl.load(query_ptr + o_m[:, None] * stride_qs + o_d[None, :], mask=m_q, other=0.0)
 
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
-    shift = 0
+    acc = tl.zeros([BLOCK_M, 64], tl.float32)
+    begin_n = 0
     end_n = seq_kv
     # The first block's maximum stands for the row's: key 0 is visible to every row that sees any key.
-    first = scores_of(query, key_ptrs, 0, stride_ks, o_m, end_n, seq_kv, shift, True)
-    row_max = tl.maximum(row_max, tl.max(first, 1) * scale_log2)
-    inner_n = seq_kv // BLOCK_N * BLOCK_N
+    anchor_n = 0
+    anchor = scores_of(query, key_ptrs, anchor_n, stride_ks, o_m, end_n, seq_q, seq_kv, scale_log2, True)
+    row_max = tl.maximum(row_max, tl.max(anchor, 1) * scale_log2)
+    inner_end = seq_kv // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = walk(
-        acc, row_max, row_sum, query, key_ptrs, value_ptrs, 0, inner_n,
-        stride_ks, stride_vs, o_m, seq_kv, shift, scale_log2, False
+        acc, row_max, row_sum, query, key_ptrs, value_ptrs,
+        begin_n, inner_end, stride_ks, stride_vs, o_m,
+        seq_q, seq_kv, scale_log2, False
     )
     acc, row_max, row_sum = walk(
-        acc, row_max, row_sum, query, key_ptrs, value_ptrs, inner_n, end_n,
-        stride_ks, stride_vs, o_m, seq_kv, shift, scale_log2, True
+        acc, row_max, row_sum, query, key_ptrs, value_ptrs,
+        inner_end, end_n, stride_ks, stride_vs, o_m,
+        seq_q, seq_kv, scale_log2, True
     )
-    # Weights too far above 1 overflow to inf or NaN, times 0 either is NaN: such a tile is computed anew.
-    lost = tl.where(tl.sum(acc * 0.0, 1) + row_sum * 0.0 == 0.0, 0, 1)
-    if tl.max(lost) > 0:
-        acc, row_max, row_sum = walk_online(
-            tl.zeros_like(acc), tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros_like(row_sum),
-            query, key_ptrs, value_ptrs, 0, end_n, stride_ks, stride_vs, o_m, seq_kv, shift, scale_log2, True
+    # Weights too far above 1 overflow to inf or NaN, times 0 either is NaN: such a tile is computed anew, and so is one
+    # with a value that is no finite number, which may have met a weight of 0.
+    spoilt = row_sum * 0.0
+    spoilt += tl.sum(acc * 0.0, 1)
+    if tl.max(tl.where(spoilt == 0.0, 0, 1)) > 0:
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, 64], tl.float32)
+        acc, row_max, row_sum = walk_again(
+            acc, row_max, row_sum, query, key_ptrs, value_ptrs,
+            begin_n, end_n, stride_ks, stride_vs, o_m,
+            seq_q, seq_kv, scale_log2, True
         )
 
     # A row that sees no key has sum 0: its output is 0 and its LSE -inf.
-    output = acc * tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)[:, None]
-    output_ptr += i_b * stride_ob + i_h * stride_oh
-    # [BLOCK_M, HEAD_DIM_PADDED]
+    share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    output_ptr += i_b * stride_ob + i_h.to(tl.int64) * stride_oh
+    # [BLOCK_M, 64]
+    m_o = (o_m < seq_q)[:, None] & (o_d < HEAD_DIM)[None, :]
     output_ptrs = output_ptr + o_m[:, None] * stride_os + o_d[None, :]
-    tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=m_q)
+    tl.store(output_ptrs, (acc * share[:, None]).to(output_ptr.dtype.element_ty), mask=m_o)
     log_sum = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
     tl.store(lse_ptr + i_bh.to(tl.int64) * seq_q + o_m, log_sum, mask=o_m < seq_q)

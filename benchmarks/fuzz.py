@@ -1,0 +1,188 @@
+"""Random attention calls, each kernel's answer against the reference: `python benchmarks/fuzz.py --count 20000`.
+
+Without a GPU, tiny calls run in Triton's interpreter; with `--gpu`, larger ones on the card, with kernels that the search
+space allows there. A seed names the calls, so a failure is found again with the same `--seed` and `--only` its number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import drawn  # noqa: E402
+import torch  # noqa: E402
+import triton  # noqa: E402
+from drawn import Call, Compare, Drawn  # noqa: E402
+
+from autoattn import gpu, space  # noqa: E402
+from autoattn.device import Device  # noqa: E402
+from autoattn.errors import SpaceError  # noqa: E402
+from autoattn.workers import Failure, Pool  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+SECONDS = 120.0  # of one job; a hanging kernel costs as much
+CALLS_PER_KERNEL = 4  # on the card, where compiling takes longer than running
+AHEAD = 4  # jobs a worker that are drawn before they can run
+SHOWN = 40  # failures that are printed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One kernel and its calls."""
+
+    number: int
+    params: str
+    job: Compare
+
+
+def tasks(seed: int, count: int, device: Device | None) -> Iterator[Task]:
+    """The calls that a seed names, by kernel."""
+    number = calls = 0
+    while calls < count:
+        rng = random.Random(f"{seed} {number}")
+        one = drawn.drawn(rng, drawn.TINY if device is None else drawn.LARGE)
+        found = (one.call,) if device is None else _more_calls(rng, one)
+        if device is not None:
+            one = _on_the_card(rng, one, device)
+        calls += len(found)
+        job = Compare(source=one.source, calls=found, device="cpu" if device is None else "cuda")
+        yield Task(number=number, params=str(one.source.variant) + f" {one.traits}", job=job)
+        number += 1
+
+
+def _more_calls(rng: random.Random, one: Drawn) -> tuple[Call, ...]:
+    others = (drawn.resized(rng, one.call.problem, drawn.LARGE) for _ in range(CALLS_PER_KERNEL - 1))
+    return (one.call, *others)
+
+
+def _on_the_card(rng: random.Random, one: Drawn, device: Device) -> Drawn:
+    """The same call with a variant that the search could try on the card."""
+    points = space.load(drawn.kernels.TEMPLATE)
+    variant = next(points.feasible(one.call.problem, device, rng), None)
+    if variant is None:
+        raise SpaceError(f"the search space must have a variant for every problem, got none for {one.call.problem}")
+    return replace(one, params=variant.as_dict())
+
+
+def axes(call: Call) -> Iterator[str]:
+    """What a call counts for in the table."""
+    problem, modifiers = call.problem, call.problem.modifiers
+    precision = f" {problem.precision.value}" if problem.dtype is drawn.DType.FLOAT32 else ""
+    yield f"dtype: {problem.dtype.value}{precision}"
+    mask = "top-left causal" if str(problem.mask) == "causal:top-left" else problem.mask.kind.value
+    yield f"mask: {mask}{' with an expression' if problem.mask.mod else ''}"
+    yield f"layout: {problem.layout.value}"
+    yield f"scores: {call.scores.value}{' and wild values' if call.wild else ''}"
+    yield f"head dims: {'alike' if problem.head_dim == problem.head_dim_v else 'of their own'}"
+    for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
+        if getattr(modifiers, name):
+            yield f"modifier: {name}"
+    if modifiers.bias is not drawn.Bias.NONE:
+        yield f"modifier: bias {modifiers.bias.value}"
+    if not modifiers.names:
+        yield "modifier: none"
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What was found so far."""
+
+    calls: Counter[str]
+    wrong: Counter[str]
+    failures: list[str]
+    refused: int = 0  # kernels that the compiler refused
+    kernels: int = 0
+
+    def add(self, task: Task, result: tuple[str, ...] | Failure) -> None:
+        self.kernels += 1
+        if isinstance(result, Failure):
+            self.refused += result.outcome.value == "compile error"
+            result = (f"{result.outcome.value}: {result.detail}",) * len(task.job.calls)
+        for call, reason in zip(task.job.calls, result, strict=True):
+            self.calls.update(["all", *axes(call)])
+            if reason:
+                self.wrong.update(["all", *axes(call)])
+                self.failures.append(f"{task.number}: {reason}\n    {call}\n    {task.params}")
+                print(self.failures[-1], flush=True)
+
+    def table(self) -> str:
+        """Markdown."""
+        rows = [f"| {name} | {count:,} | {self.wrong[name]:,} |" for name, count in sorted(self.calls.items())]
+        return "\n".join(["| what | calls | wrong |", "|---|---|---|", *rows])
+
+
+def fuzz(seed: int, count: int, jobs: int, device: Device | None, only: int | None) -> Tally:
+    """Runs the calls in `jobs` processes."""
+    tally = Tally(calls=Counter(), wrong=Counter(), failures=[])
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    if device is None:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    waiting: dict[int, Task] = {}
+    with Pool(size=jobs, environment=environment, preload="drawn") as pool:
+        for task in tasks(seed, count, device):
+            if only is not None and task.number != only:
+                continue
+            waiting[pool.submit(task.job, SECONDS)] = task
+            while len(waiting) >= AHEAD * jobs:
+                _collect(pool, waiting, tally)
+        while waiting:
+            _collect(pool, waiting, tally)
+    return tally
+
+
+def _collect(pool: Pool, waiting: dict[int, Task], tally: Tally) -> None:
+    for ticket, result in pool.next_results():
+        tally.add(waiting.pop(ticket), result)
+
+
+def report(tally: Tally, seed: int, seconds: float, device: Device | None) -> str:
+    """The run as Markdown."""
+    where = "Triton's interpreter" if device is None else device.name
+    summary = (
+        f"{tally.calls['all']:,} calls on {tally.kernels:,} kernels in {seconds:,.0f} s, seed {seed}: "
+        f"{tally.wrong['all']:,} wrong, {tally.refused:,} kernels refused by the compiler."
+    )
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
+    failures = ["```", *tally.failures[:SHOWN], "```"] if tally.failures else []
+    command = f"`python benchmarks/fuzz.py --count {tally.calls['all']} --seed {seed}{'' if device is None else ' --gpu'}`"
+    return "\n\n".join([f"# Fuzzing in {where}", command, summary, versions, tally.table(), *failures]) + "\n"
+
+
+def main() -> int:
+    """Draws, runs, prints and writes the result; 1 when a call was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="calls")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--gpu", action="store_true", help="on the card in this machine")
+    parser.add_argument("--only", type=int, help="the number of one kernel, of a failure")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    options = parser.parse_args()
+    device = gpu.present() if options.gpu else None
+    if options.gpu and device is None:
+        parser.error("--gpu needs an NVIDIA GPU, got none; leave it out")
+    began = time.monotonic()
+    tally = fuzz(options.seed, options.count, options.jobs, device, options.only)
+    text = report(tally, options.seed, time.monotonic() - began, device)
+    print(text)
+    if options.write:
+        name = "cpu" if device is None else device.slug
+        path = RESULTS / f"{datetime.date.today().isoformat()}_fuzz_{name}.md"
+        path.write_text(text, encoding="utf-8")
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""Forward attention in Triton, for one kind of problem.
+
+    bfloat16, head dim 80, window bounded on the left and the right
+    BLOCK_M=64 BLOCK_N=64 HEAD_GROUP=1 HEAD_SPLIT=1 PERSISTENT=0 barrier=none mask_loop=split maxnreg=0 num_stages=3
+    num_warps=4 row_order=descending softmax=online
+
+Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
+FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of
+BLOCK_N and keeps a running softmax. Scores are counted in powers of two, so that exp is a single exp2. To launch:
+
+    forward[grid(batch, heads_q, seq_q, sm_count)](*arguments in the order of SIGNATURE, **OPTIONS)
+
+where scale_log2 = scale * log2(e), scale > 0.
+"""
+
+import triton
+import triton.language as tl
+
+HEAD_DIM = tl.constexpr(80)
+BLOCK_M = tl.constexpr(64)  # query rows a program
+BLOCK_N = tl.constexpr(64)  # keys a step
+HEAD_GROUP = tl.constexpr(1)  # heads next to one another in program order; 0 means all
+LOWEST = tl.constexpr(-3.0e38)  # below every score, but finite: LOWEST - LOWEST is 0, not NaN
+
+OPTIONS = {"num_warps": 4, "num_stages": 3}
+SIGNATURE = {
+    "query_ptr": "*bf16",
+    "key_ptr": "*bf16",
+    "value_ptr": "*bf16",
+    "output_ptr": "*bf16",
+    "stride_qb": "i64",
+    "stride_qh": "i64",
+    "stride_qs": "i32",
+    "stride_kb": "i64",
+    "stride_kh": "i64",
+    "stride_ks": "i32",
+    "stride_vb": "i64",
+    "stride_vh": "i64",
+    "stride_vs": "i32",
+    "stride_ob": "i64",
+    "stride_oh": "i64",
+    "stride_os": "i32",
+    "batch_heads": "i32",
+    "seq_q": "i32",
+    "seq_kv": "i32",
+    "heads_q": "i32",
+    "group_size": "i32",
+    "scale_log2": "fp32",
+    "window_left": "i32",
+    "window_right": "i32",
+}
+# What divides each argument: bytes for a pointer, elements for a stride.
+DIVISIBLE = {
+    name: 16 if name.endswith("_ptr") else 8
+    for name in SIGNATURE
+    if name in ("query_ptr", "key_ptr", "value_ptr", "output_ptr") or name[:8] in ("stride_q", "stride_k", "stride_v",
+    "stride_o")
+}
+
+
+def grid(batch, heads_q, seq_q, sm_count):
+    """Programs to launch."""
+    tiles = batch * heads_q * triton.cdiv(seq_q, 64)
+    return (tiles,)
+
+
+@triton.jit
+def scores_of(
+    query_low, query_high, key_ptrs_low, key_ptrs_high, start_n, stride_ks, o_m, end_n,
+    seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
+):
+    """Scores of a block of keys, before scaling; -inf where the mask hides the key."""
+    o_n = start_n + tl.arange(0, BLOCK_N)
+    # [64, BLOCK_N]
+    if MASKED:
+        key = tl.load(key_ptrs_low + start_n * stride_ks, mask=(o_n < end_n)[None, :], other=0.0)
+    else:
+        key = tl.load(key_ptrs_low + start_n * stride_ks)
+    # [BLOCK_M, 64] x [64, BLOCK_N]
+    scores = tl.dot(query_low, key)
+    # [16, BLOCK_N]
+    if MASKED:
+        key = tl.load(key_ptrs_high + start_n * stride_ks, mask=(o_n < end_n)[None, :], other=0.0)
+    else:
+        key = tl.load(key_ptrs_high + start_n * stride_ks)
+    # [BLOCK_M, 16] x [16, BLOCK_N]
+    scores = tl.dot(query_high, key, scores)
+    if MASKED:
+        scores = tl.where((o_n[None, :] <= o_m[:, None] + last) & (o_n[None, :] >= o_m[:, None] + first) &
+            (o_n[None, :] < seq_kv), scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def add_values(acc_low, acc_high, weights, value_ptrs_low, value_ptrs_high, start_n, stride_vs, end_n,
+        MASKED: tl.constexpr):
+    """Adds a block of values, weighted."""
+    # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    if MASKED:
+        o_n = start_n + tl.arange(0, BLOCK_N)
+        value = tl.load(value_ptrs_low + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
+    else:
+        value = tl.load(value_ptrs_low + start_n * stride_vs)
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 64]
+    acc_low = tl.dot(weights.to(value.dtype), value, acc_low)
+    # [BLOCK_N, 16]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    if MASKED:
+        o_n = start_n + tl.arange(0, BLOCK_N)
+        value = tl.load(value_ptrs_high + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
+    else:
+        value = tl.load(value_ptrs_high + start_n * stride_vs)
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 16]
+    acc_high = tl.dot(weights.to(value.dtype), value, acc_high)
+    return acc_low, acc_high
+
+
+@triton.jit
+def walk(
+    acc_low, acc_high, row_max, row_sum, query_low, query_high,
+    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
+    begin_n, end_n, stride_ks, stride_vs, o_m,
+    seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
+):
+    """Folds the keys from begin_n to end_n into the rows."""
+    for start_n in tl.range(begin_n, end_n, BLOCK_N):
+        scores = scores_of(query_low, query_high, key_ptrs_low, key_ptrs_high, start_n, stride_ks, o_m, end_n, seq_q,
+            seq_kv, first, last, scale_log2, MASKED)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        acc_low = acc_low * shrink[:, None]
+        acc_high = acc_high * shrink[:, None]
+        row_max = new_max
+        acc_low, acc_high = add_values(acc_low, acc_high, weights, value_ptrs_low, value_ptrs_high, start_n, stride_vs,
+            end_n, MASKED)
+    return acc_low, acc_high, row_max, row_sum
+
+
+@triton.jit
+def walk_edges(
+    acc_low, acc_high, row_max, row_sum, query_low, query_high,
+    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
+    begin_n, gap_n, gap, end_n, stride_ks, stride_vs, o_m,
+    seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
+):
+    """Folds the keys up to gap_n and behind gap_n + gap into the rows."""
+    for place in tl.range(begin_n, end_n - gap, BLOCK_N):
+        start_n = tl.where(place < gap_n, place, place + gap)
+        scores = scores_of(query_low, query_high, key_ptrs_low, key_ptrs_high, start_n, stride_ks, o_m, end_n, seq_q,
+            seq_kv, first, last, scale_log2, MASKED)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        acc_low = acc_low * shrink[:, None]
+        acc_high = acc_high * shrink[:, None]
+        row_max = new_max
+        acc_low, acc_high = add_values(acc_low, acc_high, weights, value_ptrs_low, value_ptrs_high, start_n, stride_vs,
+            end_n, MASKED)
+    return acc_low, acc_high, row_max, row_sum
+
+
+@triton.jit
+def add_values_carefully(acc_low, acc_high, weights, scores, value_ptrs_low, value_ptrs_high, start_n, stride_vs, end_n,
+        MASKED: tl.constexpr):
+    """Adds a block of values, weighted; one that is no finite number reaches only the rows that see its key."""
+    # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    if MASKED:
+        o_n = start_n + tl.arange(0, BLOCK_N)
+        value = tl.load(value_ptrs_low + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
+    else:
+        value = tl.load(value_ptrs_low + start_n * stride_vs)
+    finite = value * 0.0 == 0.0
+    up = tl.where(finite | (value < 0.0), 0.0, 1.0).to(tl.float16)  # +inf and NaN
+    down = tl.where(finite | (value > 0.0), 0.0, 1.0).to(tl.float16)  # -inf and NaN
+    seen = tl.where(scores == float("-inf"), 0.0, 1.0).to(tl.float16)
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 64]
+    acc_low = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), acc_low)
+    acc_low += tl.where(tl.dot(seen, up) > 0.0, float("inf"), 0.0)
+    acc_low += tl.where(tl.dot(seen, down) > 0.0, float("-inf"), 0.0)
+    # [BLOCK_N, 16]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    if MASKED:
+        o_n = start_n + tl.arange(0, BLOCK_N)
+        value = tl.load(value_ptrs_high + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
+    else:
+        value = tl.load(value_ptrs_high + start_n * stride_vs)
+    finite = value * 0.0 == 0.0
+    up = tl.where(finite | (value < 0.0), 0.0, 1.0).to(tl.float16)  # +inf and NaN
+    down = tl.where(finite | (value > 0.0), 0.0, 1.0).to(tl.float16)  # -inf and NaN
+    seen = tl.where(scores == float("-inf"), 0.0, 1.0).to(tl.float16)
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 16]
+    acc_high = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), acc_high)
+    acc_high += tl.where(tl.dot(seen, up) > 0.0, float("inf"), 0.0)
+    acc_high += tl.where(tl.dot(seen, down) > 0.0, float("-inf"), 0.0)
+    return acc_low, acc_high
+
+
+@triton.jit
+def walk_again(
+    acc_low, acc_high, row_max, row_sum, query_low, query_high,
+    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
+    begin_n, end_n, stride_ks, stride_vs, o_m,
+    seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
+):
+    """Folds the keys from begin_n to end_n into the rows."""
+    for start_n in tl.range(begin_n, end_n, BLOCK_N, num_stages=1):
+        scores = scores_of(query_low, query_high, key_ptrs_low, key_ptrs_high, start_n, stride_ks, o_m, end_n, seq_q,
+            seq_kv, first, last, scale_log2, MASKED)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        acc_low = acc_low * shrink[:, None]
+        acc_high = acc_high * shrink[:, None]
+        row_max = new_max
+        acc_low, acc_high = add_values_carefully(acc_low, acc_high, weights, scores, value_ptrs_low, value_ptrs_high,
+            start_n, stride_vs, end_n, MASKED)
+    return acc_low, acc_high, row_max, row_sum
+
+
+@triton.jit
+def forward(
+    query_ptr, key_ptr, value_ptr, output_ptr,
+    stride_qb, stride_qh, stride_qs,
+    stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os,
+    batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2, window_left, window_right,
+):
+    """Each program computes one tile: BLOCK_M rows of one head of one sequence."""
+    tile = tl.program_id(0)
+    # Programs that run together share a group of heads, whose keys then stay in the L2.
+    row_tiles = tl.cdiv(seq_q, BLOCK_M)
+    group = HEAD_GROUP if HEAD_GROUP > 0 else batch_heads
+    first_head = tile // (group * row_tiles) * group
+    members = tl.minimum(group, batch_heads - first_head)
+    place = tile % (group * row_tiles)
+    row_tile = row_tiles - 1 - place // members  # the longest rows start first
+    i_bh = first_head + place % members
+    start_m = row_tile * BLOCK_M
+    i_b = (i_bh // heads_q).to(tl.int64)
+    i_h = i_bh % heads_q
+    i_kv = (i_h // group_size).to(tl.int64)
+
+    o_m = start_m + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d_low = tl.arange(0, 64)
+    o_d_high = 64 + tl.arange(0, 16)
+    query_ptr += i_b * stride_qb + i_h.to(tl.int64) * stride_qh
+    key_ptr += i_b * stride_kb + i_kv * stride_kh
+    value_ptr += i_b * stride_vb + i_kv * stride_vh
+    key_ptrs_low = key_ptr + o_n[None, :] * stride_ks + o_d_low[:, None]
+    key_ptrs_high = key_ptr + o_n[None, :] * stride_ks + o_d_high[:, None]
+    value_ptrs_low = value_ptr + o_n[:, None] * stride_vs + o_d_low[None, :]
+    value_ptrs_high = value_ptr + o_n[:, None] * stride_vs + o_d_high[None, :]
+    # [BLOCK_M, 64]
+    m_q = (o_m < seq_q)[:, None]
+    query_low = tl.load(query_ptr + o_m[:, None] * stride_qs + o_d_low[None, :], mask=m_q, other=0.0)
+    # [BLOCK_M, 16]
+    m_q = (o_m < seq_q)[:, None]
+    query_high = tl.load(query_ptr + o_m[:, None] * stride_qs + o_d_high[None, :], mask=m_q, other=0.0)
+
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc_low = tl.zeros([BLOCK_M, 64], tl.float32)
+    acc_high = tl.zeros([BLOCK_M, 16], tl.float32)
+    shift = seq_kv - seq_q  # the query at row i stands at key i + shift
+    first = shift - window_left  # query i sees the keys from i + first on
+    begin_n = tl.maximum(0, tl.minimum(seq_kv, start_m + first)) // BLOCK_N * BLOCK_N
+    last = shift + window_right  # query i sees the keys up to i + last
+    end_n = tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M + last))
+    # All rows see the keys before inner_end, from inner_n on.
+    inner_end = tl.maximum(0, tl.minimum(seq_kv, start_m + last + 1)) // BLOCK_N * BLOCK_N
+    inner_n = tl.cdiv(tl.maximum(0, tl.minimum(seq_kv, start_m + BLOCK_M - 1 + first)), BLOCK_N) * BLOCK_N
+    inner_end = tl.maximum(inner_n, inner_end)
+    acc_low, acc_high, row_max, row_sum = walk(
+        acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
+        value_ptrs_high,
+        inner_n, inner_end, stride_ks, stride_vs, o_m,
+        seq_q, seq_kv, first, last, scale_log2, False
+    )
+    acc_low, acc_high, row_max, row_sum = walk_edges(
+        acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
+        value_ptrs_high,
+        begin_n, inner_n, inner_end - inner_n, end_n, stride_ks, stride_vs, o_m,
+        seq_q, seq_kv, first, last, scale_log2, True
+    )
+    # A value that is NaN or inf and met a weight of 0 spoils rows that do not see it: such a tile is computed anew.
+    spoilt = row_sum * 0.0
+    spoilt += tl.sum(acc_low * 0.0, 1)
+    spoilt += tl.sum(acc_high * 0.0, 1)
+    if tl.max(tl.where(spoilt == 0.0, 0, 1)) > 0:
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc_low = tl.zeros([BLOCK_M, 64], tl.float32)
+        acc_high = tl.zeros([BLOCK_M, 16], tl.float32)
+        acc_low, acc_high, row_max, row_sum = walk_again(
+            acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
+            value_ptrs_high,
+            begin_n, end_n, stride_ks, stride_vs, o_m,
+            seq_q, seq_kv, first, last, scale_log2, True
+        )
+
+    # A row that sees no key has sum 0: its output is 0.
+    share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    output_ptr += i_b * stride_ob + i_h.to(tl.int64) * stride_oh
+    # [BLOCK_M, 64]
+    m_o = (o_m < seq_q)[:, None]
+    output_ptrs_low = output_ptr + o_m[:, None] * stride_os + o_d_low[None, :]
+    tl.store(output_ptrs_low, (acc_low * share[:, None]).to(output_ptr.dtype.element_ty), mask=m_o)
+    # [BLOCK_M, 16]
+    m_o = (o_m < seq_q)[:, None]
+    output_ptrs_high = output_ptr + o_m[:, None] * stride_os + o_d_high[None, :]
+    tl.store(output_ptrs_high, (acc_high * share[:, None]).to(output_ptr.dtype.element_ty), mask=m_o)

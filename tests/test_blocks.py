@@ -1,0 +1,43 @@
+"""Lists of blocks from tables of booleans."""
+
+from __future__ import annotations
+
+import torch
+
+from autoattn import blocks
+
+
+def test_lists_are_ascending_and_counted() -> None:
+    kept = torch.tensor([[[[False, True, True], [False, False, False]]]])
+    table = blocks.table_of(kept, block_q=16, block_kv=16, seq_kv=48)
+    assert table.full_counts.tolist() == [[[2, 0]]]
+    assert table.full_blocks[0, 0, 0, :2].tolist() == [1, 2]
+    assert table.partial_counts.tolist() == [[[0, 0]]]
+
+
+def test_blocks_that_the_mask_cuts_are_partial_where_they_are_kept() -> None:
+    kept = torch.tensor([[[[True, True, False]]]])
+    partial = torch.tensor([[[[False, True, True]]]])
+    table = blocks.table_of(kept, block_q=16, block_kv=16, seq_kv=48, partial=partial)
+    assert (table.full_counts.item(), table.full_blocks[..., 0].item()) == (1, 0)
+    assert (table.partial_counts.item(), table.partial_blocks[..., 0].item()) == (1, 1)
+
+
+def test_a_last_block_that_the_keys_do_not_fill_is_partial() -> None:
+    kept = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    table = blocks.table_of(kept, block_q=16, block_kv=16, seq_kv=40)
+    assert (table.full_counts.item(), table.partial_counts.item(), table.partial_blocks[..., 0].item()) == (2, 1, 2)
+
+
+def test_a_table_of_the_caller_is_left_as_it_is() -> None:
+    kept = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    partial = torch.zeros_like(kept)
+    blocks.table_of(kept, block_q=16, block_kv=16, seq_kv=40, partial=partial)
+    assert not partial.any()
+
+
+def test_lists_are_contiguous_int32() -> None:
+    table = blocks.table_of(torch.ones(2, 3, 4, 5, dtype=torch.bool), block_q=16, block_kv=16, seq_kv=70)
+    for tensor in (table.full_counts, table.full_blocks, table.partial_counts, table.partial_blocks):
+        assert tensor.dtype is torch.int32
+        assert tensor.is_contiguous()

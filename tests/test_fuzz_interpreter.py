@@ -1,0 +1,77 @@
+"""A few random calls in Triton's interpreter; `benchmarks/fuzz.py` runs many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import drawn
+import interpreted
+import pytest
+import strategies
+from drawn import Compare, Drawn
+from hypothesis import HealthCheck, given, seed, settings
+
+from autoattn.problem import Problem
+from autoattn.workers import Pool
+
+pytestmark = pytest.mark.interpreter
+
+EXAMPLES = 30
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Pool]:
+    with interpreted.pool() as pool:
+        yield pool
+
+
+def faults(child: Pool, one: Drawn) -> object:
+    return child.result(Compare(source=one.source, calls=(one.call,)), interpreted.SECONDS)
+
+
+@pytest.mark.slow
+@seed(0)
+@settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
+@given(one=strategies.calls())
+def test_any_kernel_answers_any_call_as_the_reference_does(child: Pool, one: Drawn) -> None:
+    assert faults(child, one) == ("",), one
+
+
+@settings(max_examples=100)
+@given(one=strategies.problems())
+def test_any_problem_shares_kernels_with_itself_resized(one: Problem) -> None:
+    other = drawn.resized(random.Random(0), one, drawn.TINY).problem
+    assert one.shares_kernels(other)
+    assert drawn.kernels.source(one).digest == drawn.kernels.source(other).digest
+
+
+def test_a_seed_names_a_call() -> None:
+    for number in range(20):
+        first, again = (drawn.drawn(random.Random(number)) for _ in range(2))
+        assert first == again
+        assert first.source.digest == again.source.digest
+
+
+def test_the_calls_reach_every_axis() -> None:
+    calls = [drawn.drawn(random.Random(number)) for number in range(600)]
+    problems = [each.call.problem for each in calls]
+    assert {one.mask.kind for one in problems} == set(drawn.MaskKind)
+    assert {one.layout for one in problems} == set(drawn.Layout)
+    assert {one.modifiers.bias for one in problems} == set(drawn.Bias)
+    for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
+        assert {bool(getattr(one.modifiers, name)) for one in problems} == {False, True}
+    assert any(one.head_dim != one.head_dim_v for one in problems)
+    assert any((0, 0) in (each.call.lengths or ()) for each in calls)
+
+
+def test_a_planted_fault_is_found_within_few_calls(child: Pool) -> None:
+    found = 0
+    for number in range(8):
+        one = drawn.drawn(random.Random(number))
+        text = one.source.text.replace("row_sum * shrink + tl.sum(weights, 1)", "row_sum + tl.sum(weights, 1)")
+        text = text.replace("row_sum += tl.sum(weights, 1)", "row_sum += tl.max(weights, 1)")
+        broken = Compare(source=replace(one.source, text=text), calls=(one.call,))
+        found += child.result(broken, interpreted.SECONDS) != ("",)
+    assert found >= 4

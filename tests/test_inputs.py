@@ -1,0 +1,89 @@
+"""Random operands: every axis of a problem is there, reproducible, and able to show a fault."""
+
+from __future__ import annotations
+
+import random
+
+import drawn
+import interpreted
+import kernels
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoattn import inputs
+from autoattn.inputs import Scores
+from autoattn.problem import Bias, DType, Layout, Modifiers
+
+CPU = torch.device("cpu")
+
+
+def made(one, **facts):
+    return inputs.make(one, CPU, torch.Generator().manual_seed(0), **facts)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False))
+def test_operands_of_any_problem_have_its_shapes(rng: random.Random) -> None:
+    call = drawn.call_of(rng, drawn.TINY)
+    one, operands = call.problem, call.operands(CPU)
+    batch, tokens_q, tokens_kv = (1, one.tokens_q, one.tokens_kv) if one.packed else (one.batch, one.seq_q, one.seq_kv)
+    assert operands.query.shape == (batch, one.heads_q, tokens_q, one.head_dim)
+    assert operands.key.shape == (batch, one.heads_kv, tokens_kv, one.head_dim)
+    assert operands.value.shape == (batch, one.heads_kv, tokens_kv, one.head_dim_v)
+    assert (operands.bias is not None) == (one.modifiers.bias is not Bias.NONE)
+    assert (operands.table is not None) == one.mask.sparse
+    assert (operands.cu_seqlens_q is not None) == one.packed
+    if call.lengths is not None:
+        assert [pair[1::2] for pair in operands.spans()] == list(call.lengths)
+
+
+def test_a_seed_gives_the_same_numbers_and_another_gives_others() -> None:
+    one = kernels.problem(modifiers=kernels.MODIFIERS[5])
+    first, again = made(one), made(one)
+    assert torch.equal(first.query, again.query)
+    assert torch.equal(first.score_captures[0], again.score_captures[0])
+    other = inputs.make(one, CPU, torch.Generator().manual_seed(1))
+    assert not torch.equal(first.query, other.query)
+
+
+def test_steep_scores_overflow_in_float32_around_the_first_keys() -> None:
+    operands = made(kernels.problem(dtype=DType.FLOAT32, head_dim=64), scores=Scores.STEEP)
+    scores = operands.query[:, :2] @ operands.key.mT * operands.scale
+    rise = scores[..., -1] - scores[..., :16].amax(-1)
+    assert float(rise.max()) > 89.0
+
+
+@pytest.mark.parametrize("bias", list(Bias)[1:])
+def test_biases_hide_about_a_fifth(bias: Bias) -> None:
+    operands = made(kernels.problem(seq_q=64, seq_kv=256, modifiers=Modifiers(bias=bias)))
+    hidden = ~operands.bias if operands.bias.dtype is torch.bool else operands.bias == -torch.inf
+    assert 0.1 < float(hidden.double().mean()) < 0.3
+
+
+def test_packed_sequences_leave_a_tail_and_guards_are_nan() -> None:
+    one = interpreted.packed()
+    operands = interpreted.ragged(one)
+    assert int(operands.cu_seqlens_q[-1]) == one.tokens_q - interpreted.TAIL
+    room = operands.query._base
+    assert room is not None
+    assert int(room.isnan().sum()) == interpreted.GUARD_ROWS * one.heads_q * one.head_dim
+
+
+def test_dropout_and_sinks_are_there_when_asked_for() -> None:
+    operands = made(kernels.problem(modifiers=Modifiers(dropout=True, sinks=True, softcap=True, alibi=True)))
+    assert operands.dropout == inputs.DROPOUT
+    assert operands.seed > 2**32, "both words of the seed are used"
+    assert operands.sinks.shape == (4,)
+    assert operands.slopes.shape == (2, 4)
+    assert operands.softcap == inputs.SOFTCAP
+
+
+def test_float8_has_a_scale_for_each_tensor_and_key_head() -> None:
+    one = kernels.problem(dtype=DType.FLOAT8, layout=Layout.BSHD)
+    operands = made(one)
+    assert operands.query.dtype is torch.float8_e4m3fn
+    for scale in (operands.query_scale, operands.key_scale, operands.value_scale):
+        assert scale.shape == (2, 2)
+        assert scale.dtype is torch.float32
