@@ -234,6 +234,16 @@ def test_torch_compile_traces_it_whole(causal: bool | str, dynamic: bool) -> Non
         close(traced(*tensors), 2.0 * expected(tensors, causal))
 
 
+@pytest.mark.parametrize("name", ["window", "padding, causal", "bias", "softcap", "all"])
+def test_torch_compile_gives_the_same_for_what_else_is_asked(name: str) -> None:
+    """What PyTorch's own attention can say is traced whole; the plain formula breaks the graph."""
+    torch._dynamo.reset()
+    given, meant = ASKED[name]
+    whole = "softcap" not in given
+    traced = torch.compile(lambda *tensors: autoattn.attention(*tensors, **given), backend="eager", fullgraph=whole)
+    close(traced(*inputs()), formula.attention(*inputs(), **meant)[0])
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 Q, K, V = inputs()
