@@ -30,6 +30,7 @@ class Scores(str, Enum):
     PLAIN = "plain"  # random normal queries and keys
     LOUD = "loud"  # row maxima move by more than 2**8 from block to block
     STEEP = "steep"  # they rise so far that weights around the first block's maximum overflow, even in float32
+    WILD = "wild"  # the last key and its value are NaN, and two more values inf and -inf
 
 
 def make(
@@ -58,6 +59,11 @@ def make(
         query[..., -1] = STEEP_QUERY
         last = STEEP_RISE / STEEP_QUERY * problem.head_dim**0.5
         key[..., -1] = torch.linspace(0.0, last, key.shape[2], device=device).to(key.dtype)
+    elif scores is Scores.WILD:
+        keys = key.shape[2]
+        for place, number in ((keys // 3, math.inf), (keys // 2, -math.inf), (keys - 1, math.nan)):
+            value[:, :, place, ::3] = number
+        key[:, :, -1] = math.nan
     modifiers, heads = problem.modifiers, problem.heads_q
     queries, keys = (_cumulative(problem, lengths, place, device) for place in (0, 1))
 

@@ -27,7 +27,7 @@ from autoattn.inputs import STEEP_RISE, Scores
 from autoattn.mask import MaskKind
 from autoattn.operands import Operands
 from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Precision, Problem
 from autoattn.trial import Verdict
 
 ERROR_RATIO = 2.0  # times PyTorch's own error in the low precision
@@ -36,7 +36,7 @@ LSE_ERROR = 2e-3  # and as much times the largest LSE; scores of 16-bit inputs a
 GUARD_ROWS = 3  # NaN rows behind each sequence; odd, so that strides are no multiple of the tile either
 # (seq_q, seq_kv): one row, one key, tile multiples, one more or less, primes, more queries than keys.
 LENGTHS = ((1, 1), (1, 147), (113, 203), (128, 128), (256, 129), (203, 113), (64, 1), (257, 256), (384, 640))
-LOUD_LENGTHS, STEEP_LENGTHS = (113, 203), (257, 256)
+LOUD_LENGTHS, STEEP_LENGTHS, WILD_LENGTHS = (113, 203), (257, 256), (203, 211)
 TINY_LENGTHS = ((17, 34), (34, 17), (16, 32))  # for the interpreter, where a tile takes tens of milliseconds
 WINDOWS = ((40, 9), (0, 0), (7, 64), (130, 3), (64, 0))  # (left, right), as far as the mask has a bound there
 # Beside the case's own lengths, a packed case holds sequences of these: empty ones, and ones with keys or queries alone.
@@ -74,8 +74,10 @@ class Gate:
             (lengths[0] if tiny else LOUD_LENGTHS, Scores.LOUD),
             (lengths[0] if tiny else STEEP_LENGTHS, Scores.STEEP),
         ]
-        if problem.dtype is DType.FLOAT8:  # 8 bits cannot hold what loud and steep scores are made of
+        if problem.dtype is DType.FLOAT8:  # 8 bits cannot hold what loud and steep scores are made of, nor infinity
             facts = facts[: len(lengths)]
+        elif hides_pairs(problem):
+            facts.append((lengths[0] if tiny else WILD_LENGTHS, Scores.WILD))
         self.cases = [
             make_small_case(problem, *pair, number, device, generator, scores=scores)
             for number, (pair, scores) in enumerate(facts)
@@ -84,6 +86,12 @@ class Gate:
     def judge(self, kernel: Kernel) -> Verdict:
         """Runs every case; stops at the first that fails."""
         return judge(kernel, self.cases)
+
+
+def hides_pairs(problem: Problem) -> bool:
+    """Whether a key can be hidden from some queries and seen by others."""
+    mask, bias = problem.mask, problem.modifiers.bias
+    return mask.kind is not MaskKind.FULL or bias in (Bias.BOOLEAN, Bias.ADDITIVE)
 
 
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
@@ -189,16 +197,24 @@ def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
     room = first._base if first._base is not None else first
     if not _same(first, second) or (lse is not None and second_lse is not None and not _same(lse, second_lse)):
         return math.inf, math.inf, "two runs on the same inputs differ"
-    missing = int(first.isnan().sum())
-    if missing:
+    missing = int(first.isnan().sum()) - int(case.expected.isnan().sum())
+    if missing > 0:
         return math.inf, math.inf, f"{missing} of {first.numel()} outputs are NaN or never written"
-    if int(room.isnan().sum()) != room.numel() - first.numel():
+    if int(room.isnan().sum()) - int(first.isnan().sum()) != room.numel() - first.numel():
         return math.inf, math.inf, "it wrote outside the output"
+    if not _same_wild(first[:, :, case.rows], case.expected):
+        return math.inf, math.inf, "its NaN and inf do not stand where the reference has them"
     max_error, rms_error = errors(first, case)
     reason = "" if max_error <= case.allowed else f"error {max_error:.3g} where {case.allowed:.3g} is allowed"
     if lse is not None and not reason:
         reason = _wrong_lse(lse[:, :, case.rows].double(), case)
     return max_error, rms_error, reason
+
+
+def _same_wild(output: Tensor, expected: Tensor) -> bool:
+    """Whether NaN, inf and -inf stand in the same places."""
+    tests = (torch.isnan, torch.isposinf, torch.isneginf)
+    return all(torch.equal(test(output), test(expected)) for test in tests)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -208,8 +224,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _wrong_lse(lse: Tensor, case: Case) -> str:
     """What is wrong with the log-sum-exp, in words."""
     blind = case.expected_lse == -math.inf
-    if not torch.equal(lse == -math.inf, blind):
+    if not torch.equal(lse == -math.inf, blind) or not torch.equal(lse.isnan(), case.expected_lse.isnan()):
         return "its LSE is not -inf just where a row sees no key"
+    blind |= case.expected_lse.isnan()
     error = (lse - case.expected_lse).masked_fill(blind, 0.0).abs().nan_to_num(nan=math.inf)
     loose = 4.0 if case.problem.precision is Precision.TF32 else 1.0  # products of 10 bits
     allowed = loose * LSE_ERROR * max(1.0, float(case.expected_lse.masked_fill(blind, 0.0).abs().max()))
@@ -219,6 +236,7 @@ def _wrong_lse(lse: Tensor, case: Case) -> str:
 def errors(output: Tensor, case: Case) -> tuple[float, float]:
     """Largest and root mean square error of an output [batch, heads_q, seq_q, head_dim_v] at the compared rows."""
     error = (output[:, :, case.rows].double() - case.expected).abs()
+    error = error.masked_fill(~case.expected.isfinite(), 0.0)
     return float(error.max()), float(error.square().mean().sqrt())
 
 
@@ -242,9 +260,10 @@ def empty_output(problem: Problem, guard: int, device: torch.device) -> Tensor:
 def _allowed(problem: Problem, operands: Operands, expected: Tensor, rows: Tensor) -> float:
     """The largest honest error of an output."""
     rough = reference.low_precision(problem, operands, rows=rows)
-    honest = float((rough.double() - expected).abs().max())
-    coarse = expected.to(reference.TORCH_DTYPE[problem.dtype.output])
+    finite = expected.isfinite()
+    honest = float((rough.double() - expected).abs()[finite].nan_to_num(nan=0.0, posinf=0.0).max()) if finite.any() else 0.0
+    coarse = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(reference.TORCH_DTYPE[problem.dtype.output])
     absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
     if problem.dtype is DType.FLOAT32:
-        absolute += FLOAT32_ULPS[problem.precision] * torch.finfo(torch.float32).eps * float(operands.value.abs().max())
+        absolute += FLOAT32_ULPS[problem.precision] * torch.finfo(torch.float32).eps * float(operands.value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
     return max(ERROR_RATIO * honest + absolute, torch.finfo(torch.float32).tiny)  # 0 when every key is hidden

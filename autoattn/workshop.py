@@ -179,7 +179,7 @@ class Workshop:
     def _structure(self, problem: Problem, variant: Variant) -> tuple[Problem, Source]:
         """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly.
 
-        Barriers are left out, since the interpreter runs one program's threads as one, and so are tensor core modes.
+        Barriers are left out, since the interpreter runs one program's threads as one.
         """
         dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
         split = bool(variant["HEAD_SPLIT"])
@@ -194,13 +194,18 @@ class Workshop:
         if mask.sparse:  # one step a block where it was one, else two
             steps = [2 if block > int(variant[tile]) else 1 for tile, block in _tiles(mask).items()]
             mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+        # The interpreter knows no bfloat16 products, and tf32 ones take their factors in another order.
+        products = variant["products"] != render.AS_ASKED
         kind = replace(
             kind_of(replace(problem, mask=mask)),
-            dtype=dtype, precision=Precision.IEEE, head_dim=head_dim, head_dim_v=head_dim_v,
-        )  # fmt: skip
+            dtype=dtype,
+            precision=Precision.IEEE if products else problem.precision,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )
         small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
         numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}  # as constants, not as branches
-        params = variant.as_dict() | small | numbers | {"barrier": "none"}
+        params = variant.as_dict() | small | numbers | {"barrier": "none", "products": render.AS_ASKED}
         return kind, render.render(kind, Variant.of(variant.template, params))
 
 
