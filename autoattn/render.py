@@ -63,7 +63,8 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "precision": problem.precision.value,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "parts_qk": _parts(problem.head_dim, split),
+        # A float8 product sums over at least 32 elements.
+        "parts_qk": _parts(problem.head_dim, split, least=32 if problem.dtype is DType.FLOAT8 else 16),
         "parts_v": _parts(problem.head_dim_v, split),
         "packed": problem.packed,
         "left": mask.bounded_left,
@@ -116,9 +117,11 @@ def _needs_mask(problem: Problem) -> str:
     return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
 
 
-def _parts(head_dim: int, split: bool) -> list[dict[str, object]]:
-    """The tiles that hold a head dim: one, or two powers of two that waste less."""
+def _parts(head_dim: int, split: bool, least: int = 16) -> list[dict[str, object]]:
+    """The tiles that hold a head dim: one, or two powers of two that waste less; none narrower than `least`."""
     widths = pieces(head_dim) if split else (padded(head_dim),)
+    if min(widths) < least:
+        widths = (max(least, padded(head_dim)),)
     suffixes = ("",) if len(widths) == 1 else ("_low", "_high")
     begins = (0, widths[0])
     return [
