@@ -156,7 +156,9 @@ def report(tally: Tally, seed: int, seconds: float, device: Device | None) -> st
     )
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
     failures = ["```", *tally.failures[:SHOWN], "```"] if tally.failures else []
-    command = f"`python benchmarks/fuzz.py --count {tally.calls['all']} --seed {seed}{'' if device is None else ' --gpu'}`"
+    command = (
+        f"`python benchmarks/fuzz.py --count {tally.calls['all']} --seed {seed}{'' if device is None else ' --gpu'}`"
+    )
     return "\n\n".join([f"# Fuzzing in {where}", command, summary, versions, tally.table(), *failures]) + "\n"
 
 

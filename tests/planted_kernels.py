@@ -55,15 +55,14 @@ class Fault:
 
 FAULTS = {
     "is wrong at whole blocks of keys only": Fault(
-        right="    end_n = seq_kv\n", wrong="    end_n = seq_kv - (seq_kv % BLOCK_N == 0).to(tl.int32)\n    seq_kv = end_n\n"
+        right="    end_n = seq_kv\n",
+        wrong="    end_n = seq_kv - (seq_kv % BLOCK_N == 0).to(tl.int32)\n    seq_kv = end_n\n",
     ),
     "leaves a row unwritten": Fault(
         right=STORED, wrong="m_o = ((o_m < seq_q) & (o_m != 16))[:, None]", says="never written"
     ),
     "writes behind the last row": Fault(right=STORED, wrong="m_o = (o_m <= seq_q)[:, None]", says="outside"),
-    "reads behind the last key": Fault(
-        right="o_n[None, :] < seq_kv", wrong="o_n[None, :] < seq_kv + 1"
-    ),
+    "reads behind the last key": Fault(right="o_n[None, :] < seq_kv", wrong="o_n[None, :] < seq_kv + 1"),
     "gives NaN where a row sees no key": Fault(
         right="tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)", wrong="1.0 / row_sum", problem=CAUSAL, says="NaN"
     ),
@@ -95,7 +94,5 @@ FAULTS = {
         outcome=Outcome.TIMEOUT,
         says="no answer within",
     ),
-    "touches illegal memory": Fault(
-        right=BEGUN, wrong="    key_ptrs += 1 << 44\n" + BEGUN, outcome=Outcome.CRASH
-    ),
+    "touches illegal memory": Fault(right=BEGUN, wrong="    key_ptrs += 1 << 44\n" + BEGUN, outcome=Outcome.CRASH),
 }

@@ -47,7 +47,9 @@ def test_the_gate_or_its_worker_catches_a_kernel_that(child: Pool, name: str) ->
         assert fault.says in result.detail
 
 
-@pytest.mark.parametrize("problem", [planted_kernels.FULL, CAUSAL, planted_kernels.WINDOW, planted_kernels.PACKED], ids=str)
+@pytest.mark.parametrize(
+    "problem", [planted_kernels.FULL, CAUSAL, planted_kernels.WINDOW, planted_kernels.PACKED], ids=str
+)
 def test_the_same_kernels_pass_without_a_fault(child: Pool, problem: planted_kernels.Problem) -> None:
     source = planted_kernels.kernels.source(problem, render.natural_traits(problem, lse=True))
     result = child.result(Rehearse(problem=problem, source=source), interpreted.SECONDS)
