@@ -1,7 +1,7 @@
 """Random attention calls, each kernel's answer against the reference: `python benchmarks/fuzz.py --count 20000`.
 
-Without a GPU, tiny calls run in Triton's interpreter; with `--gpu`, larger ones on the card, with kernels that the search
-space allows there. A seed names the calls, so a failure is found again with the same `--seed` and `--only` its number.
+Without a GPU, tiny calls run in Triton's interpreter; with `--gpu`, larger ones on the card, with kernels that the
+search space allows there. A seed names the calls: the same `--seed`, and `--only` its number, finds a failure again.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def main() -> int:
     text = report(tally, options.seed, time.monotonic() - began, device)
     print(text)
     if options.write:
-        name = "cpu" if device is None else device.slug
+        name = "cpu" if device is None else device.name
         path = RESULTS / f"{datetime.date.today().isoformat()}_fuzz_{name}.md"
         path.write_text(text, encoding="utf-8")
     return 1 if tally.failures else 0

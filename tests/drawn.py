@@ -312,7 +312,8 @@ def wild_fault(output: torch.Tensor, expected: torch.Tensor, allowed: float, *, 
     finite = expected.isfinite()
     if not torch.equal(output.isfinite(), finite):
         leaked = int((finite & ~output.isfinite()).sum())
-        return f"NaN or inf reached {leaked} outputs that do not see it, and missed {int((~finite & output.isfinite()).sum())}"
+        missed = int((~finite & output.isfinite()).sum())
+        return f"NaN or inf reached {leaked} outputs that do not see it, and missed {missed} that do"
     # A weight of 0 times inf is NaN in a kernel that hides nothing and so never looks again.
     if exact and not torch.equal(output.nan_to_num(0.0)[~finite], expected.nan_to_num(0.0)[~finite]):
         return "inf and NaN changed places"

@@ -12,8 +12,8 @@ import samples
 from planted_kernels import CAUSAL, FAULTS, Fault
 
 from autoattn import cache, plan, render, resources, tune
-from autoattn.errors import CompileError
 from autoattn.compile import build
+from autoattn.errors import CompileError
 from autoattn.jobs import Rehearse
 from autoattn.problem import Op
 from autoattn.trial import Outcome, Verdict
