@@ -29,6 +29,7 @@ from drawn import Call, Compare, Drawn  # noqa: E402
 from autoattn import gpu, space  # noqa: E402
 from autoattn.device import Device  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
+from autoattn.trial import Outcome  # noqa: E402
 from autoattn.workers import Failure, Pool  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,8 +108,10 @@ class Tally:
 
     def add(self, task: Task, result: tuple[str, ...] | Failure) -> None:
         self.kernels += 1
+        if isinstance(result, Failure) and result.outcome is Outcome.COMPILE_ERROR:
+            self.refused += 1  # a trial like others to the search; a test compiles what must compile
+            return
         if isinstance(result, Failure):
-            self.refused += result.outcome.value == "compile error"
             result = (f"{result.outcome.value}: {result.detail}",) * len(task.job.calls)
         for call, reason in zip(task.job.calls, result, strict=True):
             self.calls.update(["all", *axes(call)])
