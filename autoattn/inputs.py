@@ -48,8 +48,12 @@ def make(
         lengths: (queries, keys) of each packed sequence; those of the problem when None. What is left of the tokens is
             a tail that belongs to no sequence.
     """
-    query = tensor(problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator)
-    key = tensor(problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim, guard, device, generator)
+    query = tensor(
+        problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator
+    )
+    key = tensor(
+        problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim, guard, device, generator
+    )
     value = tensor(
         problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v, guard, device, generator
     )
@@ -114,7 +118,11 @@ def tensor(
     """
     kind = TORCH_DTYPE[dtype or problem.dtype]
     batch, rows = (1, tokens) if problem.packed else (problem.batch, seq)
-    shape = (batch, heads, rows + guard, head_dim) if problem.layout is Layout.BHSD else (batch, rows + guard, heads, head_dim)
+    shape = (
+        (batch, heads, rows + guard, head_dim)
+        if problem.layout is Layout.BHSD
+        else (batch, rows + guard, heads, head_dim)
+    )
     room = torch.full(shape, math.nan, dtype=torch.float32 if kind is torch.float8_e4m3fn else kind, device=device)
     room = room if problem.layout is Layout.BHSD else room.transpose(1, 2)
     if generator is not None:

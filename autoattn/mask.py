@@ -67,9 +67,7 @@ class Mask:
                 return cls()
             if right == 0:
                 return cls(kind=MaskKind.CAUSAL)
-        return cls(
-            kind=MaskKind.WINDOW, left=None if left == -1 else left, right=None if right == -1 else right
-        )
+        return cls(kind=MaskKind.WINDOW, left=None if left == -1 else left, right=None if right == -1 else right)
 
     @classmethod
     def blocks(cls, block_q: int, block_kv: int, density: float, mod: str = "") -> Mask:
@@ -84,7 +82,12 @@ class Mask:
             ProblemError: one of them is out of range.
         """
         for size in (block_q, block_kv):
-            if isinstance(size, bool) or not isinstance(size, int) or not MIN_BLOCK <= size <= MAX_BLOCK or size & size - 1:
+            if (
+                isinstance(size, bool)
+                or not isinstance(size, int)
+                or not MIN_BLOCK <= size <= MAX_BLOCK
+                or size & size - 1
+            ):
                 raise ProblemError(
                     f"blocks of a mask must be powers of two from {MIN_BLOCK} to {MAX_BLOCK}, got {block_q!r} by "
                     f"{block_kv!r}; choose others"

@@ -185,7 +185,8 @@ def _part(
         weights = torch.softmax(all_scores, dim=-1)[..., : scores.shape[2]]
     weights = weights.masked_fill(blind | ~seen, 0.0)
     if problem.modifiers.dropout:
-        weights = weights * _kept(problem, operands, sequence, group, positions, scores.shape[2]) / (1 - operands.dropout)
+        kept = _kept(problem, operands, sequence, group, positions, scores.shape[2])
+        weights = weights * kept / (1 - operands.dropout)
     # A key that a row does not see has no part in it, whatever stands in its value: 0 * NaN would be one.
     wild = ~torch.isfinite(value)
     output = weights.to(dtype) @ value.masked_fill(wild, 0.0)
@@ -244,7 +245,7 @@ def _names(
 def _in_table(
     problem: Problem, operands: Operands, table: BlockTable, positions: Tensor, keys: Tensor, sequence: int
 ) -> Tensor:
-    """[1 or heads_q, rows, keys] booleans: pairs in a listed block, and kept by the mask's expression if it is partial."""
+    """[1 or heads_q, rows, keys] booleans: pairs in a listed block, cut by the mask's expression if it is partial."""
     heads = slice(0, problem.heads_q)
     pairs = []
     for counts, blocks in (
@@ -266,9 +267,7 @@ def _in_table(
     return full | partial
 
 
-def _kept(
-    problem: Problem, operands: Operands, sequence: int, group: slice, positions: Tensor, seq_kv: int
-) -> Tensor:
+def _kept(problem: Problem, operands: Operands, sequence: int, group: slice, positions: Tensor, seq_kv: int) -> Tensor:
     """[group, rows, keys] booleans: the weights that dropout leaves."""
     names = _names((), sequence, group, positions, torch.arange(seq_kv, device=positions.device))
     row = names["h"] + sequence * problem.heads_q

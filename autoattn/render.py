@@ -27,7 +27,9 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
     """
     traits = traits if traits is not None else natural_traits(problem)
     template = _environment().get_template(f"{variant.template}.py.j2")
-    text = template.render(_facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict())
+    text = template.render(
+        _facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict()
+    )
     return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)
 
 
@@ -56,6 +58,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
     split = bool(variant["HEAD_SPLIT"])
+    least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
         "dtype": problem.dtype.value,
         "element": ELEMENT[problem.dtype],
@@ -65,10 +68,10 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "input_precision": problem.precision.value if variant["products"] == AS_ASKED else variant["products"],
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "parts_qk": _parts(problem.head_dim, split),
-        "parts_v": _parts(problem.head_dim_v, split),
-        "whole_qk": _parts(problem.head_dim, False),
-        "whole_v": _parts(problem.head_dim_v, False),
+        "parts_qk": _parts(problem.head_dim, split, least),
+        "parts_v": _parts(problem.head_dim_v, split, least),
+        "whole_qk": _parts(problem.head_dim, False, least),
+        "whole_v": _parts(problem.head_dim_v, False, least),
         "packed": problem.packed,
         "left": mask.bounded_left,
         "right": bool(mask.right),
@@ -120,9 +123,11 @@ def _needs_mask(problem: Problem) -> str:
     return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
 
 
-def _parts(head_dim: int, split: bool) -> list[dict[str, object]]:
-    """The tiles that hold a head dim: one, or two powers of two that waste less."""
+def _parts(head_dim: int, split: bool, least: int) -> list[dict[str, object]]:
+    """The tiles that hold a head dim: one, or two powers of two that waste less; none narrower than `least`."""
     widths = pieces(head_dim) if split else (padded(head_dim),)
+    if min(widths) < least:
+        widths = (max(least, padded(head_dim)),)
     suffixes = ("",) if len(widths) == 1 else ("_low", "_high")
     begins = (0, widths[0])
     return [

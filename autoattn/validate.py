@@ -261,9 +261,15 @@ def _allowed(problem: Problem, operands: Operands, expected: Tensor, rows: Tenso
     """The largest honest error of an output."""
     rough = reference.low_precision(problem, operands, rows=rows)
     finite = expected.isfinite()
-    honest = float((rough.double() - expected).abs()[finite].nan_to_num(nan=0.0, posinf=0.0).max()) if finite.any() else 0.0
+    honest = (
+        float((rough.double() - expected).abs()[finite].nan_to_num(nan=0.0, posinf=0.0).max()) if finite.any() else 0.0
+    )
     coarse = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(reference.TORCH_DTYPE[problem.dtype.output])
     absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
     if problem.dtype is DType.FLOAT32:
-        absolute += FLOAT32_ULPS[problem.precision] * torch.finfo(torch.float32).eps * float(operands.value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        absolute += (
+            FLOAT32_ULPS[problem.precision]
+            * torch.finfo(torch.float32).eps
+            * float(operands.value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        )
     return max(ERROR_RATIO * honest + absolute, torch.finfo(torch.float32).tiny)  # 0 when every key is hidden

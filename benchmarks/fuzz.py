@@ -1,7 +1,7 @@
 """Random attention calls, each kernel's answer against the reference: `python benchmarks/fuzz.py --count 20000`.
 
-Without a GPU, tiny calls run in Triton's interpreter; with `--gpu`, larger ones on the card, with kernels that the search
-space allows there. A seed names the calls, so a failure is found again with the same `--seed` and `--only` its number.
+Without a GPU, tiny calls run in Triton's interpreter; with `--gpu`, larger ones on the card, with kernels that the
+search space allows there. A seed names the calls: the same `--seed`, and `--only` its number, finds a failure again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from drawn import Call, Compare, Drawn  # noqa: E402
 from autoattn import gpu, space  # noqa: E402
 from autoattn.device import Device  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
+from autoattn.trial import Outcome  # noqa: E402
 from autoattn.workers import Failure, Pool  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,8 +108,10 @@ class Tally:
 
     def add(self, task: Task, result: tuple[str, ...] | Failure) -> None:
         self.kernels += 1
+        if isinstance(result, Failure) and result.outcome is Outcome.COMPILE_ERROR:
+            self.refused += 1  # a trial like others to the search; a test compiles what must compile
+            return
         if isinstance(result, Failure):
-            self.refused += result.outcome.value == "compile error"
             result = (f"{result.outcome.value}: {result.detail}",) * len(task.job.calls)
         for call, reason in zip(task.job.calls, result, strict=True):
             self.calls.update(["all", *axes(call)])
@@ -156,7 +159,9 @@ def report(tally: Tally, seed: int, seconds: float, device: Device | None) -> st
     )
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
     failures = ["```", *tally.failures[:SHOWN], "```"] if tally.failures else []
-    command = f"`python benchmarks/fuzz.py --count {tally.calls['all']} --seed {seed}{'' if device is None else ' --gpu'}`"
+    command = (
+        f"`python benchmarks/fuzz.py --count {tally.calls['all']} --seed {seed}{'' if device is None else ' --gpu'}`"
+    )
     return "\n\n".join([f"# Fuzzing in {where}", command, summary, versions, tally.table(), *failures]) + "\n"
 
 
@@ -178,7 +183,7 @@ def main() -> int:
     text = report(tally, options.seed, time.monotonic() - began, device)
     print(text)
     if options.write:
-        name = "cpu" if device is None else device.slug
+        name = "cpu" if device is None else device.name
         path = RESULTS / f"{datetime.date.today().isoformat()}_fuzz_{name}.md"
         path.write_text(text, encoding="utf-8")
     return 1 if tally.failures else 0

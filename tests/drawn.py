@@ -93,9 +93,7 @@ class Call:
     def operands(self, device: torch.device) -> Operands:
         """The same numbers each time, but for the wild ones."""
         generator = torch.Generator().manual_seed(self.seed)
-        made = inputs.make(
-            self.problem, device, generator, scores=self.scores, guard=GUARD_ROWS, lengths=self.lengths
-        )
+        made = inputs.make(self.problem, device, generator, scores=self.scores, guard=GUARD_ROWS, lengths=self.lengths)
         return spread(self.problem, made, generator) if self.apart else made
 
 
@@ -201,7 +199,9 @@ def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
             right=max(1, width_of(rng, sizes)) if mask.right else mask.right,
         )
     one = replace(kind, batch=batch, mask=mask, **heads, **lots)
-    scores = Scores.PLAIN if kind.dtype is DType.FLOAT8 else rng.choice((*[Scores.PLAIN] * 4, Scores.LOUD, Scores.STEEP))
+    scores = (
+        Scores.PLAIN if kind.dtype is DType.FLOAT8 else rng.choice((*[Scores.PLAIN] * 4, Scores.LOUD, Scores.STEEP))
+    )
     wild = rng.choice((0.0, 0.0, 0.0, 0.02)) if scores is Scores.PLAIN and kind.dtype is not DType.FLOAT8 else 0.0
     return Call(
         problem=one, lengths=lengths, seed=rng.randrange(2**31), scores=scores, apart=rng.random() < 0.5, wild=wild
@@ -225,7 +225,9 @@ def width_of(rng: random.Random, sizes: Sizes) -> int:
 
 def mask_of(rng: random.Random, sizes: Sizes, *, packed: bool) -> Mask:
     """Any mask."""
-    kind = rng.choice(("full", "causal", "window", "window") if packed else ("full", "causal", "top", "window", "blocks"))
+    kind = rng.choice(
+        ("full", "causal", "window", "window") if packed else ("full", "causal", "top", "window", "blocks")
+    )
     if kind == "window":
         bounded_left, right = rng.choice(((True, 1), (True, 0), (True, -1), (False, 1)))
         left = width_of(rng, sizes) if bounded_left else -1
@@ -310,7 +312,8 @@ def wild_fault(output: torch.Tensor, expected: torch.Tensor, allowed: float, *, 
     finite = expected.isfinite()
     if not torch.equal(output.isfinite(), finite):
         leaked = int((finite & ~output.isfinite()).sum())
-        return f"NaN or inf reached {leaked} outputs that do not see it, and missed {int((~finite & output.isfinite()).sum())}"
+        missed = int((~finite & output.isfinite()).sum())
+        return f"NaN or inf reached {leaked} outputs that do not see it, and missed {missed} that do"
     # A weight of 0 times inf is NaN in a kernel that hides nothing and so never looks again.
     if exact and not torch.equal(output.nan_to_num(0.0)[~finite], expected.nan_to_num(0.0)[~finite]):
         return "inf and NaN changed places"

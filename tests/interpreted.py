@@ -242,7 +242,11 @@ def hidden(problem: Problem, operands: Operands) -> Tensor:
     rows = torch.arange(problem.seq_q)
     seen = reference.visible(problem, operands, rows).flatten(0, 1).any(0)
     if operands.bias is not None:
-        seen &= (operands.bias[0] if operands.bias.dtype is torch.bool else operands.bias[0] > -math.inf).flatten(0, 1).any(0)
+        seen &= (
+            (operands.bias[0] if operands.bias.dtype is torch.bool else operands.bias[0] > -math.inf)
+            .flatten(0, 1)
+            .any(0)
+        )
     return ~seen
 
 

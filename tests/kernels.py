@@ -111,7 +111,10 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"mask": "window:-1,3"},
     {"mask": "blocks:16x32,0.5"},
     {"mask": Mask.blocks(32, 16, 0.5, "captured0: int32[1]\ncaptured0[q_idx] >= captured0[kv_idx]")},
-    *({"mask": mask, "layout": Layout.PACKED, "tokens_q": 70, "tokens_kv": 120} for mask in ("full", "causal", "window:9,3")),
+    *(
+        {"mask": mask, "layout": Layout.PACKED, "tokens_q": 70, "tokens_kv": 120}
+        for mask in ("full", "causal", "window:9,3")
+    ),
 )
 
 

@@ -34,8 +34,25 @@ def test_mask_reads_its_names(text: str | bool, written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Causal", "causal:", "full:", "full:top-left", "causal:left", "window", " causal", "1",
-             "window:1", "window:-2,0", "window:1,2,3", "window:a,0", "blocks:128", "blocks:128x128", "blocks:128x128,"]
+    "text",
+    [
+        "",
+        "Causal",
+        "causal:",
+        "full:",
+        "full:top-left",
+        "causal:left",
+        "window",
+        " causal",
+        "1",
+        "window:1",
+        "window:-2,0",
+        "window:1,2,3",
+        "window:a,0",
+        "blocks:128",
+        "blocks:128x128",
+        "blocks:128x128,",
+    ],
 )
 def test_mask_refuses_other_names(text: str) -> None:
     with pytest.raises(ProblemError, match="must be"):

@@ -9,8 +9,8 @@ import torch
 
 from autoattn import gpu, jobs, plan, render, rivals, space, tune
 from autoattn.entry import KERNEL
-from autoattn.measure import Stopwatch
 from autoattn.mask import Mask
+from autoattn.measure import Stopwatch
 from autoattn.problem import DType, Problem
 from autoattn.trial import Evidence, Outcome
 from autoattn.variant import Source

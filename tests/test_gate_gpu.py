@@ -1,0 +1,101 @@
+"""The gate on a card, for every axis of a problem: what the interpreter computes otherwise or not at all."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import drawn
+import kernels
+import pytest
+import torch
+
+from autoattn import compile, gpu, render, space
+from autoattn.inputs import Scores
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.validate import Gate
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+def judged(one: Problem, *, seed: int | None = None) -> Any:
+    """The gate's verdict on the template's default for this kind of problem, or on a random feasible variant."""
+    device = gpu.present()
+    assert device is not None
+    points = space.load(kernels.TEMPLATE)
+    rng = random.Random(seed)
+    variant = points.default(one, device) if seed is None else next(points.feasible(one, device, rng))
+    source = render.render(one, variant, render.natural_traits(one, lse=True))
+    return Gate(one, CUDA).judge(compile.load(source, CUDA))
+
+
+def sized(**changes: Any) -> Problem:
+    facts: dict[str, Any] = {"dtype": DType.BFLOAT16, "seq_q": 512, "seq_kv": 512, "head_dim": 64, **changes}
+    if facts.get("layout") is Layout.PACKED:
+        facts |= {"tokens_q": 1024, "tokens_kv": 1024}
+    return kernels.problem(**facts)
+
+
+@pytest.fixture(autouse=True)
+def only_numbers_that_the_card_has(request: pytest.FixtureRequest) -> None:
+    point = request.node.callspec.params.get("numbers") if hasattr(request.node, "callspec") else None
+    device = gpu.present()
+    if point is not None and point[0] is DType.FLOAT8 and device is not None and device.arch < 89:
+        pytest.skip("float8 needs compute capability 8.9")
+
+
+MASKS = (
+    "full", "causal", "causal:top-left", "window:128,0", "window:128,-1", "window:-1,64", "window:128,64",
+    "blocks:64x64,0.5", "packed full", "packed causal", "packed window:64,0",
+)  # fmt: skip
+
+
+def masked(words: str) -> dict[str, Any]:
+    return {"mask": words.removeprefix("packed "), **({"layout": Layout.PACKED} if words.startswith("packed") else {})}
+
+
+@pytest.mark.parametrize("numbers", kernels.NUMBERS, ids=lambda numbers: "-".join(part.value for part in numbers))
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_in_every_precision_passes(mask: str, numbers: tuple[DType, Precision]) -> None:
+    verdict = judged(sized(dtype=numbers[0], precision=numbers[1], **masked(mask)))
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (24, 24), (57, 57), (80, 80), (96, 96), (192, 128), (64, 256), (256, 256), (128, 512), (72, 40)]
+)
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_head_dims_of_their_own_pass(dims: tuple[int, int], dtype: DType) -> None:
+    verdict = judged(sized(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], mask="causal"))
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("modifiers", kernels.MODIFIERS[1:], ids=lambda modifiers: "-".join(modifiers.names))
+@pytest.mark.parametrize("mask", ["full", "causal", "window:128,0"])
+def test_every_modifier_passes(modifiers: Modifiers, mask: str) -> None:
+    verdict = judged(sized(modifiers=modifiers, mask=mask))
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_variants_of_random_kinds_pass(seed: int) -> None:
+    rng = random.Random(seed)
+    verdict = judged(drawn.call_of(rng, drawn.LARGE).problem, seed=seed)
+    assert verdict.ok, verdict.reason
+
+
+def test_dropout_draws_the_references_numbers() -> None:
+    """In float32 one wrong decision is far outside of what is allowed."""
+    one = sized(dtype=DType.FLOAT32, modifiers=Modifiers(dropout=True))
+    verdict = judged(one)
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("bias", [Bias.KEYS, Bias.BOOLEAN, Bias.ADDITIVE])
+def test_wild_values_reach_just_the_rows_that_see_them(bias: Bias) -> None:
+    one = sized(modifiers=Modifiers(bias=bias), mask="causal")
+    source = kernels.source(one, render.natural_traits(one, lse=True), BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    call = drawn.Call(problem=one, seed=1, scores=Scores.PLAIN, apart=True, wild=0.001)
+    assert drawn.fault(compile.load(source, CUDA), call) == ""

@@ -1,0 +1,111 @@
+"""The tuner's self-test: kernels with planted faults end as trials of the right outcome, and never in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import interpreted
+import planted_kernels
+import pytest
+import samples
+from planted_kernels import CAUSAL, FAULTS, Fault
+
+from autoattn import cache, plan, render, resources, tune
+from autoattn.compile import build
+from autoattn.errors import CompileError
+from autoattn.jobs import Rehearse
+from autoattn.problem import Op
+from autoattn.trial import Outcome, Verdict
+from autoattn.variant import Variant
+from autoattn.workers import Failure, Pool
+from autoattn.workshop import Workshop
+
+pytestmark = pytest.mark.interpreter
+
+HANGS = 5.0  # seconds after which a kernel is taken to hang
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Pool]:
+    with interpreted.pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_gate_or_its_worker_catches_a_kernel_that(child: Pool, name: str) -> None:
+    fault = FAULTS[name]
+    seconds = HANGS if fault.outcome is Outcome.TIMEOUT else interpreted.SECONDS
+    result = child.result(Rehearse(problem=fault.problem, source=fault.source()), seconds)
+    if fault.outcome is Outcome.WRONG_RESULT:
+        assert isinstance(result, Verdict)
+        assert not result.ok
+        assert fault.says in result.reason
+    else:
+        assert isinstance(result, Failure)
+        assert result.outcome is fault.outcome
+        assert fault.says in result.detail
+
+
+@pytest.mark.parametrize(
+    "problem", [planted_kernels.FULL, CAUSAL, planted_kernels.WINDOW, planted_kernels.PACKED], ids=str
+)
+def test_the_same_kernels_pass_without_a_fault(child: Pool, problem: planted_kernels.Problem) -> None:
+    source = planted_kernels.kernels.source(problem, render.natural_traits(problem, lse=True))
+    result = child.result(Rehearse(problem=problem, source=source), interpreted.SECONDS)
+    assert isinstance(result, Verdict)
+    assert result.ok, result.reason
+
+
+def test_a_worker_lives_on_after_kernels_that_end_it(child: Pool) -> None:
+    bad = Rehearse(problem=planted_kernels.FULL, source=FAULTS["touches illegal memory"].source())
+    crashed = child.result(bad, interpreted.SECONDS)
+    assert isinstance(crashed, Failure)
+    right = planted_kernels.kernels.source(planted_kernels.FULL)
+    again = child.result(Rehearse(problem=planted_kernels.FULL, source=right), interpreted.SECONDS)
+    assert isinstance(again, Verdict)
+    assert again.ok
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_compiler_takes_the_planted_kernels(name: str) -> None:
+    """So that on a card it is not the compiler that catches them."""
+    try:
+        build(FAULTS[name].source(), 80)
+    except CompileError as error:
+        pytest.fail(str(error))
+
+
+# --- in the tuner -----------------------------------------------------------------------------------------------------
+
+
+def tuned(folder: Path, fault: Fault) -> plan.Summary:
+    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=folder, jobs=1)
+    return tune.tune([fault.problem], samples.A30, measured=False, options=options)
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_is_never_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fault = FAULTS["sees one key too many at the diagonal"]
+    monkeypatch.setattr(render, "render", fault.renderer(lambda variant: True))
+    monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "nothing shipped")
+    summary = tuned(tmp_path, fault)
+    assert summary.entries == {}
+    assert summary.failed == {CAUSAL.key: "no variant gave right numbers in the interpreter"}
+    assert cache.lookup(tmp_path, samples.A30, Op.FORWARD) == {}
+
+
+@pytest.mark.slow
+def test_a_right_kernel_is_cached_in_place_of_wrong_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fault = FAULTS["sees one key too many at the diagonal"]
+
+    def split(variant: Variant) -> bool:
+        return variant["mask_loop"] == "split"
+
+    monkeypatch.setattr(render, "render", fault.renderer(split))
+    with Workshop(samples.A30, measured=False, jobs=1) as shop:
+        wrong = shop.check(CAUSAL, planted_kernels.kernels.variant(mask_loop="split"))
+        right = shop.check(CAUSAL, planted_kernels.kernels.variant(mask_loop="every"))
+    assert isinstance(wrong, Verdict)
+    assert isinstance(right, Verdict)
+    assert (wrong.ok, right.ok) == (False, True)
