@@ -209,8 +209,8 @@ def distance(one: Problem, other: Problem) -> float:
 def _sizes(problem: Problem) -> tuple[float, ...]:
     """Queries of a mean sequence, its keys, heads of all sequences, and group size.
 
-    Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block table
-    and where lengths are mixed.
+    Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block
+    table and where lengths are mixed.
     """
     queries, keys = float(problem.seq_q), float(problem.seq_kv)
     if problem.packed:

@@ -113,8 +113,8 @@ def tensor(
 ) -> Tensor:
     """A [batch, heads, seq, head_dim] view in the problem's layout, with `guard` rows of NaN behind every sequence.
 
-    Filled with random normal numbers, or left NaN when there is no generator. Packed: [1, heads, tokens, head_dim], with
-    the guard behind the last token.
+    Filled with random normal numbers, or left NaN when there is no generator. Packed: [1, heads, tokens, head_dim],
+    with the guard behind the last token.
     """
     kind = TORCH_DTYPE[dtype or problem.dtype]
     batch, rows = (1, tokens) if problem.packed else (problem.batch, seq)
@@ -155,7 +155,7 @@ def _bias(problem: Problem, device: torch.device, generator: torch.Generator) ->
 
 
 def _table(problem: Problem, device: torch.device, generator: torch.Generator) -> BlockTable:
-    """Random blocks at the mask's density, alike for all heads; half of them partial where the mask has an expression."""
+    """Random blocks at the mask's density, alike for all heads; half are partial where the mask has an expression."""
     mask = problem.mask
     shape = (1, 1, -(-problem.seq_q // mask.block_q), -(-problem.seq_kv // mask.block_kv))
     kept = torch.rand(shape, generator=generator) < mask.density

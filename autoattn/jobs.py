@@ -139,16 +139,24 @@ class Final:
 
 def kind_of(problem: Problem) -> Problem:
     """What problems share whose gate is the same: what only tells the launch is set to the smallest."""
-    sizes = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 2, "seq_kv": 3}
     mask = problem.mask
     if mask.kind is MaskKind.WINDOW:
         right = mask.right if mask.right is None else min(mask.right, 1)
         mask = replace(mask, left=1 if mask.bounded_left else None, right=right)
     elif mask.sparse:
         mask = replace(mask, density=0.5)
-    if problem.packed:
-        return replace(problem, **sizes, mask=mask, tokens_q=2, tokens_kv=3)
-    return replace(problem, **sizes, mask=mask, layout=Layout.BHSD)
+    return replace(
+        problem,
+        batch=1,
+        heads_q=1,
+        heads_kv=1,
+        seq_q=2,
+        seq_kv=3,
+        tokens_q=2 if problem.packed else 0,
+        tokens_kv=3 if problem.packed else 0,
+        mask=mask,
+        layout=problem.layout if problem.packed else Layout.BHSD,
+    )
 
 
 @contextlib.contextmanager

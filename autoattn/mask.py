@@ -34,8 +34,8 @@ class Alignment(str, Enum):
 class Mask:
     """A mask; what does not belong to its kind keeps its default.
 
-    Query i stands at key position p = i + seq_kv - seq_q (p = i when aligned top-left). Causal keeps the keys up to p, a
-    window those from p - left to p + right. Windows are aligned bottom-right, as FlashAttention's.
+    Query i stands at key position p = i + seq_kv - seq_q (p = i when aligned top-left). Causal keeps the keys up to
+    p, a window those from p - left to p + right. Windows are aligned bottom-right, as FlashAttention's.
     """
 
     kind: MaskKind = MaskKind.FULL
@@ -117,8 +117,8 @@ class Mask:
         if kind == "blocks" and (found := _BLOCKS.fullmatch(rest)):
             return cls.blocks(int(found[1]), int(found[2]), float(found[3]))
         raise ProblemError(
-            "mask must be full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT (as window:128,0; -1 is "
-            f"no bound) or blocks:ROWSxKEYS,DENSITY (as blocks:128x128,0.5), got {text!r}; correct the mask"
+            "mask must be full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT (as window:128,0; -1 "
+            f"is no bound) or blocks:ROWSxKEYS,DENSITY (as blocks:128x128,0.5), got {text!r}; correct the mask"
         )
 
     @property

@@ -11,9 +11,9 @@ from torch import Tensor
 class BlockTable:
     """Which blocks of keys each block of queries sees; lists as FlexAttention's BlockMask keeps them.
 
-    The first `counts[..., i]` numbers of `blocks[..., i, :]` are the blocks that query block i sees; the rest is padding.
-    Blocks on the full lists are seen by all their queries and lie wholly inside the sequence; those on the partial lists
-    are cut at the end of the sequence and by the mask's expression.
+    The first `counts[..., i]` numbers of `blocks[..., i, :]` are the blocks that query block i sees; the rest is
+    padding. Blocks on the full lists are seen by all their queries and lie wholly inside the sequence; those on the
+    partial lists are cut at the end of the sequence and by the mask's expression.
     """
 
     block_q: int  # queries of a block

@@ -164,16 +164,16 @@ class Problem:
             )
         if self.packed and self.mask.alignment is Alignment.TOP_LEFT:
             raise ProblemError(
-                "packed sequences align a causal mask bottom-right, got top-left; use F.scaled_dot_product_attention on "
-                "a nested tensor"
+                "packed sequences align a causal mask bottom-right, got top-left; use F.scaled_dot_product_attention "
+                "on a nested tensor"
             )
 
     def simplified(self) -> Problem:
         """The same problem under its simplest name: a window that is wider than the sequence has no bound on that side.
 
-        The last query stands at the last key, so `left` binds below seq_kv - 1; the first stands seq_q - 1 before it, so
-        `right` binds below seq_q - 1. (FlashAttention-2 compares `right` with seq_kv, which is wrong for seq_q > seq_kv:
-        Dao-AILab/flash-attention issue 895.)
+        The last query stands at the last key, so `left` binds below seq_kv - 1; the first stands seq_q - 1 before it,
+        so `right` binds below seq_q - 1. (FlashAttention-2 compares `right` with seq_kv, which is wrong for
+        seq_q > seq_kv: Dao-AILab/flash-attention issue 895.)
         """
         left, right = self.mask.left, self.mask.right
         if self.mask.kind is not MaskKind.WINDOW:

@@ -132,9 +132,8 @@ def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None = None) -> T
         mask = _dense_mask(problem, operands)
     if mask is not None:
         seen = mask if mask.dtype is torch.bool else mask != -torch.inf
-        output = attend(
-            query, key, value, attn_mask=mask.to(query.dtype) if mask.is_floating_point() else mask, scale=scale
-        )
+        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+        output = attend(query, key, value, attn_mask=mask, scale=scale)
         return output.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     return _plain(problem.mask, attend, query, key, value, scale)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from autoattn import inputs, reference
 from autoattn.compile import Kernel
 from autoattn.inputs import STEEP_RISE, Scores
-from autoattn.mask import MaskKind
+from autoattn.mask import Mask, MaskKind
 from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.problem import Bias, DType, Layout, Precision, Problem
@@ -39,7 +39,7 @@ LENGTHS = ((1, 1), (1, 147), (113, 203), (128, 128), (256, 129), (203, 113), (64
 LOUD_LENGTHS, STEEP_LENGTHS, WILD_LENGTHS = (113, 203), (257, 256), (203, 211)
 TINY_LENGTHS = ((17, 34), (34, 17), (16, 32))  # for the interpreter, where a tile takes tens of milliseconds
 WINDOWS = ((40, 9), (0, 0), (7, 64), (130, 3), (64, 0))  # (left, right), as far as the mask has a bound there
-# Beside the case's own lengths, a packed case holds sequences of these: empty ones, and ones with keys or queries alone.
+# Beside its own lengths, a packed case holds sequences of these: empty ones, and ones with keys or queries alone.
 BESIDE = ((0, 0), (3, 0), (1, 5), (0, 9), (33, 18))
 TAIL = 5  # tokens behind the last packed sequence
 GROUPS = (1, 2)  # query heads that share a key head; a kernel's text serves all group sizes and both layouts
@@ -97,18 +97,31 @@ def hides_pairs(problem: Problem) -> bool:
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
     """The same kind of problem, small: two sequences and two key heads, so that every stride counts."""
     group = GROUPS[number % len(GROUPS)]
-    layout = (Layout.BHSD, Layout.BSHD)[number // len(GROUPS) % 2]
-    mask = problem.mask
-    if mask.kind is MaskKind.WINDOW:
-        left, right = WINDOWS[number % len(WINDOWS)]
-        right = mask.right if mask.right is None else min(mask.right, 1) * max(right, 1)  # 0 stays what it is
-        mask = replace(mask, left=left if mask.bounded_left else None, right=right)
-    sizes = {"heads_q": 2 * group, "heads_kv": 2, "seq_q": seq_q, "seq_kv": seq_kv, "mask": mask}
+    one = replace(problem, heads_q=2 * group, heads_kv=2, mask=_small_mask(problem.mask, number))
     if not problem.packed:
-        return replace(problem, batch=2, layout=layout, **sizes)
-    sizes["seq_q"], sizes["seq_kv"] = (max(pair) for pair in zip((seq_q, seq_kv), *BESIDE, strict=True))
-    tokens = [sum(pair) + TAIL for pair in zip((seq_q, seq_kv), *BESIDE, strict=True)]
-    return replace(problem, batch=1 + len(BESIDE), tokens_q=tokens[0], tokens_kv=tokens[1], **sizes)
+        layout = (Layout.BHSD, Layout.BSHD)[number // len(GROUPS) % 2]
+        return replace(one, batch=2, layout=layout, seq_q=seq_q, seq_kv=seq_kv)
+    queries, keys = (tuple(pair) for pair in zip((seq_q, seq_kv), *BESIDE, strict=True))
+    return replace(
+        one,
+        batch=len(queries),
+        seq_q=max(queries),
+        seq_kv=max(keys),
+        tokens_q=sum(queries) + TAIL,
+        tokens_kv=sum(keys) + TAIL,
+    )
+
+
+def _small_mask(mask: Mask, number: int) -> Mask:
+    """The same structure with other widths."""
+    if mask.kind is not MaskKind.WINDOW:
+        return mask
+    left, right = WINDOWS[number % len(WINDOWS)]
+    return replace(
+        mask,
+        left=left if mask.bounded_left else None,
+        right=max(right, 1) if mask.right else mask.right,  # 0 is a structure of its own
+    )
 
 
 def make_small_case(
@@ -214,11 +227,15 @@ def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
 def _same_wild(output: Tensor, expected: Tensor) -> bool:
     """Whether NaN, inf and -inf stand in the same places."""
     tests = (torch.isnan, torch.isposinf, torch.isneginf)
-    return all(torch.equal(test(output), test(expected)) for test in tests)
+    return all(bool(torch.equal(test(output), test(expected))) for test in tests)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0)) and torch.equal(one.isnan(), other.isnan())
+    return torch.equal(_tame(one), _tame(other)) and _same_wild(one, other)
+
+
+def _tame(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _wrong_lse(lse: Tensor, case: Case) -> str:
@@ -260,16 +277,10 @@ def empty_output(problem: Problem, guard: int, device: torch.device) -> Tensor:
 def _allowed(problem: Problem, operands: Operands, expected: Tensor, rows: Tensor) -> float:
     """The largest honest error of an output."""
     rough = reference.low_precision(problem, operands, rows=rows)
-    finite = expected.isfinite()
-    honest = (
-        float((rough.double() - expected).abs()[finite].nan_to_num(nan=0.0, posinf=0.0).max()) if finite.any() else 0.0
-    )
-    coarse = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).to(reference.TORCH_DTYPE[problem.dtype.output])
+    honest = float(_tame((rough.double() - expected).masked_fill(~expected.isfinite(), 0.0)).abs().max())
+    coarse = _tame(expected).to(reference.TORCH_DTYPE[problem.dtype.output])
     absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
     if problem.dtype is DType.FLOAT32:
-        absolute += (
-            FLOAT32_ULPS[problem.precision]
-            * torch.finfo(torch.float32).eps
-            * float(operands.value.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-        )
-    return max(ERROR_RATIO * honest + absolute, torch.finfo(torch.float32).tiny)  # 0 when every key is hidden
+        eps = torch.finfo(torch.float32).eps
+        absolute += FLOAT32_ULPS[problem.precision] * eps * float(_tame(operands.value).abs().max())
+    return max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))  # 0 when every key is hidden

@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Write the kernel of one problem as a Python file that needs only Triton.
 
-    It is the winner that the cache holds for the problem on the device, unless it is stale, else the template's default.
+    It is the winner that the cache holds for the problem on the device, unless that is stale, else the default.
     """
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
