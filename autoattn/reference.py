@@ -178,9 +178,9 @@ def _part(
     lse = torch.logsumexp(all_scores, dim=-1)
     blind = (lse == -math.inf)[..., None]
     if float8:
-        weights, lost = torch.exp(scores - scores.amax(2, keepdim=True).clamp(min=-1e30)), scores.amax(2, keepdim=True)
-        weights = (weights * FLOAT8_BOOST).to(torch.float8_e4m3fn).to(dtype) / FLOAT8_BOOST
-        weights = weights * torch.exp(lost - lse[..., None])
+        top = torch.nn.functional.pad(scores, (1, 0), value=-1e30).amax(2, keepdim=True)  # also without any key
+        weights = (torch.exp(scores - top) * FLOAT8_BOOST).to(torch.float8_e4m3fn).to(dtype) / FLOAT8_BOOST
+        weights = weights * torch.exp(top - lse[..., None])
     else:
         weights = torch.softmax(all_scores, dim=-1)[..., : scores.shape[2]]
     weights = weights.masked_fill(blind | ~seen, 0.0)

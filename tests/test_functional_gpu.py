@@ -234,11 +234,10 @@ def remember(folder: Path, one: Problem, **changes: Any) -> None:
     assert card is not None
     facts: dict[str, Any] = {
         "choice": "kernel",
-        "template_digest": render.template_digest(kernels.TEMPLATE),
         "versions": {"triton": triton.__version__},
         "rivals": tuple(Rival(name=name, measurement=samples.measurement(one, 300.0)) for name in RIVALS),
     }
-    entry = replace(samples.measured(one), **{**facts, **changes})
+    entry = samples.current(replace(samples.measured(one), **{**facts, **changes}))
     cache.merge(folder, card, Op.FORWARD, [entry])
 
 
