@@ -129,7 +129,8 @@ class Tally:
 def fuzz(seed: int, count: int, jobs: int, device: Device | None, only: int | None) -> Tally:
     """Runs the calls in `jobs` processes."""
     tally = Tally(calls=Counter(), wrong=Counter(), failures=[])
-    environment = {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    paths = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if device is None:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     waiting: dict[int, Task] = {}

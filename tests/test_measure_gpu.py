@@ -29,7 +29,7 @@ SIGNATURE = {"output_ptr": "*bf16", "seq_q": "i32"}
 DIVISIBLE = {}
 
 
-def grid(batch_heads, seq_q, sm_count):
+def grid(batch, heads_q, seq_q, sm_count):
     return (1,)
 
 

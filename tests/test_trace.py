@@ -316,7 +316,7 @@ def test_on_a_gpu_attention_computes_a_score_mod(name: str) -> None:
         query = torch.randn(B, H, Q, 16, device="cuda", dtype=torch.float16)
         key, value = (torch.randn(B, H, K, 16, device="cuda", dtype=torch.float16) for _ in range(2))
         scores = query.double() @ key.double().transpose(2, 3) * 0.25
-        changed = SCORES[name](scores, *(index.cuda() for index in GRID[1:]))
+        changed = SCORES[name](scores, *(index.cuda() for index in GRID[1:])).double().expand_as(scores)
         assert explain(query, key, value, score_mod=SCORES[name]).variant is not None
         actual = attention(query, key, value, score_mod=SCORES[name])
         torch.testing.assert_close(actual.double(), torch.softmax(changed, 3) @ value.double(), rtol=2e-2, atol=2e-2)
