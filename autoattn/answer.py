@@ -73,7 +73,8 @@ def _planned(call: Call, lse: bool) -> Plan:
     problem, operands = call.problem, call.operands
     reason = _why_no_kernel(problem, operands)
     if reason is not None:
-        return _without_kernel(reason, problem, lse)
+        learns = operands.bias is not None and operands.bias.requires_grad and torch.is_grad_enabled()
+        return _without_kernel(reason, problem, lse, learned_bias=learns)
     try:
         return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
     except _NotLoadedError:
@@ -130,10 +131,14 @@ def _loaded(source: Source, index: int) -> compile.Kernel:
     return compile.load(source, torch.device("cuda", index))
 
 
-def _without_kernel(reason: str, problem: Problem, lse: bool, steps: Sequence[str] = ()) -> Plan:
+def _without_kernel(
+    reason: str, problem: Problem, lse: bool, steps: Sequence[str] = (), *, learned_bias: bool = False
+) -> Plan:
     """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
     found = dispatch.sdpa(reason, problem, steps)
     why_not = "it gives no LSE" if lse else rivals.why_not_sdpa(problem)
+    if learned_bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
+        why_not = "its backward pass refuses some biases that need a gradient"
     if why_not is None:
         return Plan(found)
     return Plan(replace(found, route=rivals.EAGER, steps=(*found.steps, f"sdpa: {why_not}")))

@@ -24,7 +24,7 @@ _SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
     *("dtype", "precision", "element_bytes", "float8", "packed", "queries", "keys_per_row"),
-    *("split", "head_dim_split", "head_dim_v_split", "narrowest_piece"),
+    *("split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "sinks", "dropout"),
 )
@@ -217,7 +217,6 @@ def _split_facts(problem: Problem) -> dict[str, Value | float]:
         "split": int(any(len(widths) == 2 for widths in low_waste)),
         "head_dim_split": sum(low_waste[0]),
         "head_dim_v_split": sum(low_waste[1]),
-        "narrowest_piece": min(low_waste[0]),
     }
 
 

@@ -224,7 +224,6 @@ def test_facts_are_the_problems_and_the_devices() -> None:
         "queries": 4096,
         "split": 1,
         "head_dim_split": 80,
-        "narrowest_piece": 16,
         "float8": 0,
         "group_size": 4,
         "head_dim_padded": 128,
@@ -255,7 +254,7 @@ def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
     mask: str, head_dim: int, head_dim_v: int, dtype: DType
 ) -> None:
     asked = problem(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, mask=Mask.parse(mask))
-    if dtype is DType.FLOAT8 and (head_dim <= 16 or asked.mask.block_kv == 16):
+    if dtype is DType.FLOAT8 and asked.mask.block_kv == 16:
         with pytest.raises(SpaceError, match="a float8 product"):
             SHIPPED.default(asked, H200)
         return
@@ -413,18 +412,28 @@ def test_the_last_shipped_seed_is_feasible_for_every_problem_and_device() -> Non
             assert SHIPPED.why_infeasible(last, asked, device) is None
 
 
-@pytest.mark.parametrize("place", range(len(SHIPPED.seeds)))
-def test_every_shipped_seed_is_feasible_somewhere(place: int) -> None:
-    variant = Variant.of(SHIPPED.template, SHIPPED.seeds[place][1])
+@lru_cache(maxsize=1)
+def seeded() -> frozenset[Variant]:
+    """The seeds that are feasible for some problem of any kind on an Ampere or a Hopper card."""
+    kinds = ((DType.BFLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE), (DType.FLOAT32, Precision.TF32))
     asked = [
         problem(dtype=dtype, precision=precision, head_dim=head_dim, batch=batch)
-        for dtype, precision in ((DType.BFLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE))
-        for head_dim in (16, 64, 128, 256)
+        for dtype, precision in kinds
+        for head_dim in (16, 64, 80, 128, 256)
         for batch in (1, 4)
     ]
-    asked.append(problem(batch=1, heads_q=1, heads_kv=1))
-    asked.append(problem(dtype=DType.FLOAT32, batch=1, heads_q=1, heads_kv=1, head_dim=32))
-    assert any(variant in SHIPPED.seeds_for(one, device) for one in asked for device in (A30, H200))
+    asked += [problem(dtype=dtype, batch=1, heads_q=1, heads_kv=1, head_dim=32) for dtype, _ in kinds]
+    long = {"seq_q": 16384, "seq_kv": 16384, "head_dim": 64}
+    asked += [problem(**long, mask=Mask.window(*sides)) for sides in ((128, 0), (1024, 0), (128, -1), (-1, 128))]
+    asked += [problem(**long, mask=Mask.parse("blocks:128x128,0.5")), problem(head_dim=64, head_dim_v=512)]
+    asked.append(problem(dtype=DType.FLOAT32, head_dim=64, head_dim_v=512, seq_q=1, batch=1, heads_q=1, heads_kv=1))
+    asked += [problem(dtype=DType.FLOAT8, head_dim=head_dim, seq_q=4096) for head_dim in (16, 64, 128, 256)]
+    return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
+
+
+@pytest.mark.parametrize("place", range(len(SHIPPED.seeds)))
+def test_every_shipped_seed_is_feasible_somewhere(place: int) -> None:
+    assert Variant.of(SHIPPED.template, SHIPPED.seeds[place][1]) in seeded()
 
 
 def test_a_shipped_seed_repeats_none_before_it() -> None:
@@ -469,6 +478,8 @@ OTHER_KINDS = [
     problem(mask=Mask.window(3, 0)),
     problem(mask=Mask.window(60, -1)),
     problem(modifiers=Modifiers(bias=Bias.ADDITIVE)),
+    problem(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=64),
+    problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=80),
 ]
 
 
@@ -506,10 +517,14 @@ def test_every_shipped_rule_is_kept_by_some_variant(place: int) -> None:
 
 
 def test_every_shipped_choice_is_feasible_somewhere() -> None:
-    asked = problem(dtype=DType.BFLOAT16, head_dim=64, seq_q=4096)
     missing = {(name, value) for name, values in SHIPPED.choices.items() for value in values}
     rng = random.Random(0)
-    for _ in range(400):
-        variant = next(SHIPPED.feasible(asked, H200, rng))
-        missing -= set(variant.params)
+    kinds = [problem(dtype=DType.BFLOAT16, head_dim=head_dim, seq_q=4096) for head_dim in (64, 80)]
+    kinds += [
+        problem(dtype=DType.FLOAT32, precision=precision, head_dim=64, seq_q=4096)
+        for precision in (Precision.IEEE, Precision.TF32)
+    ]
+    for asked in kinds:
+        for _ in range(80):
+            missing -= set(next(SHIPPED.feasible(asked, H200, rng)).params)
     assert missing == set()

@@ -263,7 +263,11 @@ def test_a_kernel_that_fails_on_the_card_is_a_trial_and_the_search_goes_on(bench
 
 def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=2)
-    for one in (LARGE, replace(LARGE, batch=1, seq_q=17, head_dim=128), replace(LARGE, dtype=DType.BFLOAT16)):
+    for one in (
+        LARGE,
+        replace(LARGE, batch=1, seq_q=17, head_dim=128, head_dim_v=128),
+        replace(LARGE, dtype=DType.BFLOAT16),
+    ):
         for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
             assert shop.rehearse(one, variant) == GOOD
     assert len(benched(shop)) == 1
@@ -305,7 +309,8 @@ def test_a_rehearsal_counts_in_a_precision_that_the_interpreter_has(bench: Bench
         dtype, precision = numbers
         shop.rehearse(replace(LARGE, dtype=dtype, precision=precision), kernels.variant())
     kinds = [(job.problem.dtype, job.problem.precision) for job in benched(shop)]
-    assert kinds == [(DType.FLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE)]
+    # A tf32 product takes its factors in another order, and the others are the same to the interpreter.
+    assert set(kinds) == {(DType.FLOAT16, Precision.IEEE), *((DType.FLOAT32, one) for one in Precision)}
     assert shop._bench.environment["TRITON_INTERPRET"] == "1"
 
 
@@ -315,7 +320,7 @@ def test_a_rehearsal_keeps_the_branches_of_the_variant() -> None:
         for name in ("softmax", "mask_loop", "row_order"):
             assert small.variant[name] == source.variant[name]
         assert bool(small.variant["PERSISTENT"]) == bool(source.variant["PERSISTENT"])
-        assert kind.mask == one.mask
+        assert kind.mask.structure == one.mask.structure
         assert ("stride_qd" in small.text) == (render.natural_traits(one).alignment == 1)
         assert ("m_d = " in small.text) == (one.head_dim != one.head_dim_padded)
 

@@ -2,7 +2,7 @@
 
     bfloat16, head dim 128, causal (bottom-right)
     BLOCK_M=128 BLOCK_N=64 HEAD_GROUP=1 HEAD_SPLIT=0 PERSISTENT=0 barrier=none mask_loop=split maxnreg=0 num_stages=3
-    num_warps=8 row_order=descending softmax=online
+    num_warps=8 products=as_asked row_order=descending softmax=online
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of

@@ -2,7 +2,7 @@
 
     bfloat16, head dim 80, window bounded on the left and the right
     BLOCK_M=64 BLOCK_N=64 HEAD_GROUP=1 HEAD_SPLIT=1 PERSISTENT=0 barrier=none mask_loop=split maxnreg=0 num_stages=3
-    num_warps=4 row_order=descending softmax=online
+    num_warps=4 products=as_asked row_order=descending softmax=online
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of
@@ -162,61 +162,71 @@ def walk_edges(
 
 
 @triton.jit
-def add_values_carefully(acc_low, acc_high, weights, scores, value_ptrs_low, value_ptrs_high, start_n, stride_vs, end_n,
-        MASKED: tl.constexpr):
+def scores_of_whole(
+    query, key_ptrs, start_n, stride_ks, o_m, end_n,
+    seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
+):
+    """Scores of a block of keys, before scaling; -inf where the mask hides the key."""
+    o_n = start_n + tl.arange(0, BLOCK_N)
+    m_d = tl.arange(0, 128) < HEAD_DIM
+    # [128, BLOCK_N]
+    if MASKED:
+        key = tl.load(key_ptrs + start_n * stride_ks, mask=(o_n < end_n)[None, :] & m_d[:, None], other=0.0)
+    else:
+        key = tl.load(key_ptrs + start_n * stride_ks, mask=m_d[:, None], other=0.0)
+    # [BLOCK_M, 128] x [128, BLOCK_N]
+    scores = tl.dot(query, key)
+    if MASKED:
+        scores = tl.where((o_n[None, :] <= o_m[:, None] + last) & (o_n[None, :] >= o_m[:, None] + first) &
+            (o_n[None, :] < seq_kv), scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def add_values_carefully(acc, weights, scores, value_ptrs, start_n, stride_vs, end_n, MASKED: tl.constexpr):
     """Adds a block of values, weighted; one that is no finite number reaches only the rows that see its key."""
-    # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
+    m_d = tl.arange(0, 128) < HEAD_DIM
+    # [BLOCK_N, 128]; what lies beyond end_n may be NaN, and 0 * NaN would spread
     if MASKED:
         o_n = start_n + tl.arange(0, BLOCK_N)
-        value = tl.load(value_ptrs_low + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
+        value = tl.load(value_ptrs + start_n * stride_vs, mask=(o_n < end_n)[:, None] & m_d[None, :], other=0.0)
     else:
-        value = tl.load(value_ptrs_low + start_n * stride_vs)
+        value = tl.load(value_ptrs + start_n * stride_vs, mask=m_d[None, :], other=0.0)
     finite = value * 0.0 == 0.0
     up = tl.where(finite | (value < 0.0), 0.0, 1.0).to(tl.float16)  # +inf and NaN
     down = tl.where(finite | (value > 0.0), 0.0, 1.0).to(tl.float16)  # -inf and NaN
     seen = tl.where(scores == float("-inf"), 0.0, 1.0).to(tl.float16)
-    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 64]
-    acc_low = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), acc_low)
-    acc_low += tl.where(tl.dot(seen, up) > 0.0, float("inf"), 0.0)
-    acc_low += tl.where(tl.dot(seen, down) > 0.0, float("-inf"), 0.0)
-    # [BLOCK_N, 16]; what lies beyond end_n may be NaN, and 0 * NaN would spread
-    if MASKED:
-        o_n = start_n + tl.arange(0, BLOCK_N)
-        value = tl.load(value_ptrs_high + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
-    else:
-        value = tl.load(value_ptrs_high + start_n * stride_vs)
-    finite = value * 0.0 == 0.0
-    up = tl.where(finite | (value < 0.0), 0.0, 1.0).to(tl.float16)  # +inf and NaN
-    down = tl.where(finite | (value > 0.0), 0.0, 1.0).to(tl.float16)  # -inf and NaN
-    seen = tl.where(scores == float("-inf"), 0.0, 1.0).to(tl.float16)
-    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 16]
-    acc_high = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), acc_high)
-    acc_high += tl.where(tl.dot(seen, up) > 0.0, float("inf"), 0.0)
-    acc_high += tl.where(tl.dot(seen, down) > 0.0, float("-inf"), 0.0)
-    return acc_low, acc_high
+    # [BLOCK_M, BLOCK_N] x [BLOCK_N, 128]
+    acc = tl.dot(weights.to(value.dtype), tl.where(finite, value, 0.0), acc)
+    acc += tl.where(tl.dot(seen, up) > 0.0, float("inf"), 0.0)
+    acc += tl.where(tl.dot(seen, down) > 0.0, float("-inf"), 0.0)
+    return acc
 
 
 @triton.jit
 def walk_again(
-    acc_low, acc_high, row_max, row_sum, query_low, query_high,
-    key_ptrs_low, key_ptrs_high, value_ptrs_low, value_ptrs_high,
+    acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale_log2, MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N, num_stages=1):
-        scores = scores_of(query_low, query_high, key_ptrs_low, key_ptrs_high, start_n, stride_ks, o_m, end_n, seq_q,
-            seq_kv, first, last, scale_log2, MASKED)
+        scores = scores_of_whole(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last,
+            scale_log2, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(weights, 1)
-        acc_low = acc_low * shrink[:, None]
-        acc_high = acc_high * shrink[:, None]
+        acc = acc * shrink[:, None]
         row_max = new_max
-        acc_low, acc_high = add_values_carefully(acc_low, acc_high, weights, scores, value_ptrs_low, value_ptrs_high,
-            start_n, stride_vs, end_n, MASKED)
-    return acc_low, acc_high, row_max, row_sum
+        acc = add_values_carefully(acc, weights, scores, value_ptrs, start_n, stride_vs, end_n, MASKED)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def halves(tile, N: tl.constexpr):
+    """The left and the right half of a tile of N columns."""
+    return tl.split(tl.permute(tl.reshape(tile, [BLOCK_M, 2, N // 2]), (0, 2, 1)))
 
 
 @triton.jit
@@ -293,14 +303,22 @@ def forward(
     if tl.max(tl.where(spoilt == 0.0, 0, 1)) > 0:
         row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc_low = tl.zeros([BLOCK_M, 64], tl.float32)
-        acc_high = tl.zeros([BLOCK_M, 16], tl.float32)
-        acc_low, acc_high, row_max, row_sum = walk_again(
-            acc_low, acc_high, row_max, row_sum, query_low, query_high, key_ptrs_low, key_ptrs_high, value_ptrs_low,
-            value_ptrs_high,
+        # In whole tiles: in pieces, Triton 3.6 makes a loop for Hopper here that gives other numbers at each run.
+        o_n = tl.arange(0, BLOCK_N)
+        o_d = tl.arange(0, 128)
+        m_all = (o_m < seq_q)[:, None] & (o_d < HEAD_DIM)[None, :]
+        query = tl.load(query_ptr + o_m[:, None] * stride_qs + o_d[None, :], mask=m_all, other=0.0)
+        key_ptrs = key_ptr + o_n[None, :] * stride_ks + o_d[:, None]
+        value_ptrs = value_ptr + o_n[:, None] * stride_vs + o_d[None, :]
+        acc = tl.zeros([BLOCK_M, 128], tl.float32)
+        acc, row_max, row_sum = walk_again(
+            acc, row_max, row_sum, query, key_ptrs, value_ptrs,
             begin_n, end_n, stride_ks, stride_vs, o_m,
             seq_q, seq_kv, first, last, scale_log2, True
         )
+        acc_low, acc_high = halves(acc, 128)
+        acc_high, _ = halves(acc_high, 64)
+        acc_high, _ = halves(acc_high, 32)
 
     # A row that sees no key has sum 0: its output is 0.
     share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)

@@ -2,7 +2,7 @@
 
     float16, head dim 64, a table of blocks of 128 by 128
     BLOCK_M=128 BLOCK_N=64 HEAD_GROUP=1 HEAD_SPLIT=0 PERSISTENT=0 barrier=none mask_loop=split maxnreg=0 num_stages=3
-    num_warps=4 row_order=descending softmax=first_max
+    num_warps=4 products=as_asked row_order=descending softmax=first_max
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of
@@ -58,6 +58,7 @@ SIGNATURE = {
     "full_width": "i32",
     "partial_width": "i32",
     "mask_captured0_ptr": "*i32",
+    "mask_captured0_size0": "i32",
 }
 # What divides each argument: bytes for a pointer, elements for a stride.
 DIVISIBLE = {
@@ -75,7 +76,7 @@ def grid(batch, heads_q, seq_q, sm_count):
 
 
 @triton.jit
-def mask_mod(b, h, q_idx, kv_idx, captured0_ptr):
+def mask_mod(b, h, q_idx, kv_idx, captured0_ptr, captured0_size0):
     """Which pairs of a partial block the caller keeps."""
     return (tl.load(captured0_ptr + q_idx) == tl.load(captured0_ptr + kv_idx))
 
@@ -83,7 +84,7 @@ def mask_mod(b, h, q_idx, kv_idx, captured0_ptr):
 @triton.jit
 def scores_of(
     query, key_ptrs, start_n, stride_ks, o_m, end_n,
-    seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, MASKED: tl.constexpr
+    seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, MASKED: tl.constexpr
 ):
     """Scores of a block of keys, before scaling; -inf where the mask hides the key."""
     o_n = start_n + tl.arange(0, BLOCK_N)
@@ -98,7 +99,7 @@ def scores_of(
     q_idx = tl.minimum(o_m, seq_q - 1)[:, None]
     kv_idx = tl.minimum(o_n, seq_kv - 1)[None, :]
     if MASKED:
-        kept = mask_mod(sequence, i_h, q_idx, kv_idx, mask_captured0_ptr)
+        kept = mask_mod(sequence, i_h, q_idx, kv_idx, mask_captured0_ptr, mask_captured0_size0)
         scores = tl.where((o_n[None, :] < seq_kv) & kept, scores, float("-inf"))
     return scores
 
@@ -121,14 +122,17 @@ def add_values(acc, weights, value_ptrs, start_n, stride_vs, end_n, MASKED: tl.c
 def walk(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     blocks_ptr, count, end_n, stride_ks, stride_vs, o_m,
-    seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, MASKED: tl.constexpr
+    seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, MASKED: tl.constexpr
 ):
     """Folds the keys of `count` blocks of the table into the rows, around the maximum that they came with."""
+    # The block's number is read a step ahead, so that keys and values are asked for without waiting for it.
+    next_n = tl.load(blocks_ptr) * SPARSE_KV
     for place in tl.range(0, count * STEPS):
-        block = place // STEPS
-        start_n = tl.load(blocks_ptr + block) * SPARSE_KV + (place - block * STEPS) * BLOCK_N
+        start_n = next_n
+        block = (place + 1) // STEPS
+        next_n = tl.load(blocks_ptr + tl.minimum(block, count - 1)) * SPARSE_KV + (place + 1 - block * STEPS) * BLOCK_N
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, scale_log2, sequence, i_h,
-            mask_captured0_ptr, MASKED)
+            mask_captured0_ptr, mask_captured0_size0, MASKED)
         weights = tl.exp2(scores * scale_log2 - row_max[:, None])
         row_sum += tl.sum(weights, 1)
         acc = add_values(acc, weights, value_ptrs, start_n, stride_vs, end_n, MASKED)
@@ -159,14 +163,17 @@ def add_values_carefully(acc, weights, scores, value_ptrs, start_n, stride_vs, e
 def walk_again(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     blocks_ptr, count, end_n, stride_ks, stride_vs, o_m,
-    seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, MASKED: tl.constexpr
+    seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, MASKED: tl.constexpr
 ):
     """Folds the keys of `count` blocks of the table into the rows."""
+    # The block's number is read a step ahead, so that keys and values are asked for without waiting for it.
+    next_n = tl.load(blocks_ptr) * SPARSE_KV
     for place in tl.range(0, count * STEPS, num_stages=1):
-        block = place // STEPS
-        start_n = tl.load(blocks_ptr + block) * SPARSE_KV + (place - block * STEPS) * BLOCK_N
+        start_n = next_n
+        block = (place + 1) // STEPS
+        next_n = tl.load(blocks_ptr + tl.minimum(block, count - 1)) * SPARSE_KV + (place + 1 - block * STEPS) * BLOCK_N
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, scale_log2, sequence, i_h,
-            mask_captured0_ptr, MASKED)
+            mask_captured0_ptr, mask_captured0_size0, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
@@ -186,7 +193,7 @@ def forward(
     stride_ob, stride_oh, stride_os,
     batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2,
     full_counts_ptr, full_blocks_ptr, partial_counts_ptr, partial_blocks_ptr, stride_tb, stride_th, full_width,
-    partial_width, mask_captured0_ptr,
+    partial_width, mask_captured0_ptr, mask_captured0_size0,
 ):
     """Each program computes one tile: BLOCK_M rows of one head of one sequence."""
     tile = tl.program_id(0)
@@ -226,20 +233,20 @@ def forward(
     full = tl.load(full_counts_ptr + table_row)
     partial = tl.load(partial_counts_ptr + table_row)
     # The maximum of the first listed block stands for the row's; of a block that is not listed it could be too large.
-    anchor_n = tl.load(tl.where(full > 0, full_blocks_ptr, partial_blocks_ptr)) * SPARSE_KV
+    anchor_n = tl.where(full > 0, tl.load(full_blocks_ptr), tl.load(partial_blocks_ptr)) * SPARSE_KV
     anchor = scores_of(query, key_ptrs, anchor_n, stride_ks, o_m, end_n, seq_q, seq_kv, scale_log2, sequence, i_h,
-        mask_captured0_ptr, True)
+        mask_captured0_ptr, mask_captured0_size0, True)
     anchor = tl.where(full + partial > 0, anchor, float("-inf"))
     row_max = tl.maximum(row_max, tl.max(anchor, 1) * scale_log2)
     acc, row_max, row_sum = walk(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         full_blocks_ptr, full, end_n, stride_ks, stride_vs, o_m,
-        seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, False
+        seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, False
     )
     acc, row_max, row_sum = walk(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         partial_blocks_ptr, partial, end_n, stride_ks, stride_vs, o_m,
-        seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, True
+        seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, True
     )
     # Weights too far above 1 overflow to inf or NaN, times 0 either is NaN: such a tile is computed anew, and so is one
     # with a value that is no finite number, which may have met a weight of 0.
@@ -252,12 +259,12 @@ def forward(
         acc, row_max, row_sum = walk_again(
             acc, row_max, row_sum, query, key_ptrs, value_ptrs,
             full_blocks_ptr, full, end_n, stride_ks, stride_vs, o_m,
-            seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, False
+            seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, False
         )
         acc, row_max, row_sum = walk_again(
             acc, row_max, row_sum, query, key_ptrs, value_ptrs,
             partial_blocks_ptr, partial, end_n, stride_ks, stride_vs, o_m,
-            seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, True
+            seq_q, seq_kv, scale_log2, sequence, i_h, mask_captured0_ptr, mask_captured0_size0, True
         )
 
     # A row that sees no key has sum 0: its output is 0.

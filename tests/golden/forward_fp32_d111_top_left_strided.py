@@ -2,7 +2,7 @@
 
     float32 (ieee products), head dim 111, causal (top-left)
     BLOCK_M=32 BLOCK_N=16 HEAD_GROUP=1 HEAD_SPLIT=0 PERSISTENT=0 barrier=loop_end mask_loop=every maxnreg=0
-    num_stages=1 num_warps=4 row_order=ascending softmax=lazy
+    num_stages=1 num_warps=4 products=as_asked row_order=ascending softmax=lazy
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of

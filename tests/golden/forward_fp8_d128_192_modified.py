@@ -3,7 +3,7 @@
     float8_e4m3, head dim 192, values 128, window bounded on the left and the right, mod-da0a6a97, softcap, alibi,
     sinks, dropout, bias-additive
     BLOCK_M=64 BLOCK_N=32 HEAD_GROUP=1 HEAD_SPLIT=0 PERSISTENT=1 barrier=none mask_loop=split maxnreg=0 num_stages=2
-    num_warps=4 row_order=descending softmax=online
+    num_warps=4 products=as_asked row_order=descending softmax=online
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of
@@ -70,6 +70,8 @@ SIGNATURE = {
     "keep_scale": "fp32",
     "score_captured0_ptr": "*fp32",
     "score_captured0_stride0": "i32",
+    "score_captured0_size0": "i32",
+    "score_captured0_size1": "i32",
 }
 # What divides each argument: bytes for a pointer, elements for a stride.
 DIVISIBLE = {
@@ -100,17 +102,18 @@ def tanh(value):
 
 
 @triton.jit
-def score_mod(score, b, h, q_idx, kv_idx, captured0_ptr, captured0_stride0):
+def score_mod(score, b, h, q_idx, kv_idx, captured0_ptr, captured0_stride0, captured0_size0, captured0_size1):
     """The caller's change of a scaled score."""
-    slope = tl.load(captured0_ptr + b * captured0_stride0 + h)
-    return tl.where((remainder(q_idx, 4) == 0), (score * slope), score)
+    own_slope = tl.load(captured0_ptr + b * captured0_stride0 + h)
+    return tl.where((remainder(q_idx, 4) == 0), (score * own_slope), score)
 
 
 @triton.jit
 def scores_of(
     query, key_ptrs, start_n, stride_ks, o_m, end_n,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, MASKED: tl.constexpr
+    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
+    MASKED: tl.constexpr
 ):
     """Scores of a block of keys, in powers of two; -inf where the mask hides the key."""
     o_n = start_n + tl.arange(0, BLOCK_N)
@@ -126,7 +129,8 @@ def scores_of(
     q_idx = tl.minimum(o_m, seq_q - 1)[:, None]
     kv_idx = tl.minimum(o_n, seq_kv - 1)[None, :]
     scores = scores * scale
-    scores = score_mod(scores, sequence, i_h, q_idx, kv_idx, score_captured0_ptr, score_captured0_stride0)
+    scores = score_mod(scores, sequence, i_h, q_idx, kv_idx, score_captured0_ptr, score_captured0_stride0,
+        score_captured0_size0, score_captured0_size1)
     scores = softcap * tanh(scores / softcap)
     scores -= slope * tl.abs(o_m[:, None] + shift - o_n[None, :]).to(tl.float32)
     # [BLOCK_M, BLOCK_N]
@@ -160,13 +164,14 @@ def walk(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, MASKED: tl.constexpr
+    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
+    MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N):
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last, scale, softcap,
             slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_captured0_ptr,
-            score_captured0_stride0, MASKED)
+            score_captured0_stride0, score_captured0_size0, score_captured0_size1, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None] + BOOST)
         shrink = tl.exp2(row_max - new_max)
@@ -186,14 +191,15 @@ def walk_edges(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, gap_n, gap, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, MASKED: tl.constexpr
+    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
+    MASKED: tl.constexpr
 ):
     """Folds the keys up to gap_n and behind gap_n + gap into the rows."""
     for place in tl.range(begin_n, end_n - gap, BLOCK_N):
         start_n = tl.where(place < gap_n, place, place + gap)
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last, scale, softcap,
             slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_captured0_ptr,
-            score_captured0_stride0, MASKED)
+            score_captured0_stride0, score_captured0_size0, score_captured0_size1, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None] + BOOST)
         shrink = tl.exp2(row_max - new_max)
@@ -234,13 +240,14 @@ def walk_again(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, MASKED: tl.constexpr
+    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
+    MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N, num_stages=1):
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last, scale, softcap,
             slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_captured0_ptr,
-            score_captured0_stride0, MASKED)
+            score_captured0_stride0, score_captured0_size0, score_captured0_size1, MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None] + BOOST)
         shrink = tl.exp2(row_max - new_max)
@@ -265,7 +272,7 @@ def attend(
     query_scale_ptr, key_scale_ptr, value_scale_ptr,
     batch_heads, seq_q, seq_kv, heads_q, group_size, scale, window_left, softcap, slopes_ptr, stride_sb, stride_sh,
     bias_ptr, stride_bb, stride_bh, stride_bs, stride_bn, sinks_ptr, seed, drop_below, keep_scale, score_captured0_ptr,
-    score_captured0_stride0,
+    score_captured0_stride0, score_captured0_size0, score_captured0_size1,
 ):
     """One tile: BLOCK_M rows of one head of one sequence."""
     # Programs that run together share a group of heads, whose keys then stay in the L2.
@@ -316,13 +323,15 @@ def attend(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         inner_n, inner_end, stride_ks, stride_vs, o_m,
         seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row,
-        seed, drop_below, score_captured0_ptr, score_captured0_stride0, False
+        seed, drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
+        False
     )
     acc, row_max, row_sum = walk_edges(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         begin_n, inner_n, inner_end - inner_n, end_n, stride_ks, stride_vs, o_m,
         seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row,
-        seed, drop_below, score_captured0_ptr, score_captured0_stride0, True
+        seed, drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
+        True
     )
     # A value that is NaN or inf and met a weight of 0 spoils rows that do not see it: such a tile is computed anew.
     spoilt = row_sum * 0.0
@@ -335,7 +344,8 @@ def attend(
             acc, row_max, row_sum, query, key_ptrs, value_ptrs,
             begin_n, end_n, stride_ks, stride_vs, o_m,
             seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h,
-            row, seed, drop_below, score_captured0_ptr, score_captured0_stride0, True
+            row, seed, drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0,
+            score_captured0_size1, True
         )
     # The sink takes its share of the softmax and gives nothing.
     sink = tl.load(sinks_ptr + i_h) * LOG2E
@@ -367,7 +377,7 @@ def forward(
     query_scale_ptr, key_scale_ptr, value_scale_ptr,
     batch_heads, seq_q, seq_kv, heads_q, group_size, scale, window_left, softcap, slopes_ptr, stride_sb, stride_sh,
     bias_ptr, stride_bb, stride_bh, stride_bs, stride_bn, sinks_ptr, seed, drop_below, keep_scale, score_captured0_ptr,
-    score_captured0_stride0,
+    score_captured0_stride0, score_captured0_size0, score_captured0_size1,
 ):
     """Each program computes one tile after another."""
     tiles = tl.cdiv(seq_q, BLOCK_M) * batch_heads
@@ -381,5 +391,5 @@ def forward(
             query_scale_ptr, key_scale_ptr, value_scale_ptr,
             batch_heads, seq_q, seq_kv, heads_q, group_size, scale, window_left, softcap, slopes_ptr, stride_sb,
             stride_sh, bias_ptr, stride_bb, stride_bh, stride_bs, stride_bn, sinks_ptr, seed, drop_below, keep_scale,
-            score_captured0_ptr, score_captured0_stride0,
+            score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
         )

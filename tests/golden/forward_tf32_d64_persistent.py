@@ -2,7 +2,7 @@
 
     float32 (tf32 products), head dim 64, causal (bottom-right)
     BLOCK_M=64 BLOCK_N=32 HEAD_GROUP=0 HEAD_SPLIT=0 PERSISTENT=2 barrier=none mask_loop=branch maxnreg=168
-    num_stages=2 num_warps=4 row_order=descending softmax=online
+    num_stages=2 num_warps=4 products=as_asked row_order=descending softmax=online
 
 Rendered by autoattn from the template triton/forward; it imports only triton and stands alone. The algorithm is
 FlashAttention-2's (Dao 2023, arXiv:2307.08691): one program owns BLOCK_M rows of queries, walks the keys in blocks of
@@ -63,6 +63,23 @@ def grid(batch, heads_q, seq_q, sm_count):
 
 
 @triton.jit
+def reordered(tile):
+    """Each eight columns of a [BLOCK_M, BLOCK_N] tile in the order 0 2 4 6 1 3 5 7.
+
+    A thread that holds two neighbours of a product's result holds what a tf32 product wants of it as its left factor,
+    if the keys are counted in this order; then nothing has to be sent between threads.
+    """
+    return tl.reshape(tl.permute(tl.reshape(tile, [BLOCK_M, BLOCK_N // 8, 4, 2]), (0, 1, 3, 2)), [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def value_rows():
+    """The keys of a block in the same order."""
+    o_n = tl.arange(0, BLOCK_N)
+    return o_n // 8 * 8 + o_n % 4 * 2 + o_n % 8 // 4
+
+
+@triton.jit
 def scores_of(
     query, key_ptrs, start_n, stride_ks, o_m, end_n,
     seq_q, seq_kv, last, scale_log2, MASKED: tl.constexpr
@@ -84,9 +101,10 @@ def scores_of(
 @triton.jit
 def add_values(acc, weights, value_ptrs, start_n, stride_vs, end_n, MASKED: tl.constexpr):
     """Adds a block of values, weighted."""
+    weights = reordered(weights)
     # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
     if MASKED:
-        o_n = start_n + tl.arange(0, BLOCK_N)
+        o_n = start_n + value_rows()
         value = tl.load(value_ptrs + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
     else:
         value = tl.load(value_ptrs + start_n * stride_vs)
@@ -117,9 +135,11 @@ def walk(
 @triton.jit
 def add_values_carefully(acc, weights, scores, value_ptrs, start_n, stride_vs, end_n, MASKED: tl.constexpr):
     """Adds a block of values, weighted; one that is no finite number reaches only the rows that see its key."""
+    weights = reordered(weights)
+    scores = reordered(scores)
     # [BLOCK_N, 64]; what lies beyond end_n may be NaN, and 0 * NaN would spread
     if MASKED:
-        o_n = start_n + tl.arange(0, BLOCK_N)
+        o_n = start_n + value_rows()
         value = tl.load(value_ptrs + start_n * stride_vs, mask=(o_n < end_n)[:, None], other=0.0)
     else:
         value = tl.load(value_ptrs + start_n * stride_vs)
@@ -183,6 +203,7 @@ def attend(
     key_ptr += i_b * stride_kb + i_kv * stride_kh
     value_ptr += i_b * stride_vb + i_kv * stride_vh
     key_ptrs = key_ptr + o_n[None, :] * stride_ks + o_d[:, None]
+    o_n = value_rows()
     value_ptrs = value_ptr + o_n[:, None] * stride_vs + o_d[None, :]
     # [BLOCK_M, 64]
     m_q = (o_m < seq_q)[:, None]
