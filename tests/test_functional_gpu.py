@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 import autoattn
-from autoattn import cache, functional, gpu, inputs, masks, render, rivals
+from autoattn import cache, functional, gpu, inputs, masks, rivals
 from autoattn.dispatch import Level
 from autoattn.entry import Rival
 from autoattn.errors import TensorError
