@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoattn import inputs as random_inputs
 from autoattn import reference
 from autoattn.mask import Mask
 from autoattn.operands import Operands
@@ -360,3 +361,13 @@ def test_philox_is_that_of_the_paper() -> None:
 
     for seed, counter in ((2**62 - 1, [2**31 - 1, 5, 77]), (12345678901234567, [1, 2, 3]), (1, [4000, 4001, 4002])):
         assert int(reference.philox(seed, *map(torch.tensor, counter))) == slow(seed, [*counter, 0])
+
+
+def test_float8_sequences_without_keys_give_zero() -> None:
+    one = kernels.problem(dtype=DType.FLOAT8, layout=Layout.PACKED, batch=2, tokens_q=66, tokens_kv=50, head_dim=16)
+    operands = random_inputs.make(
+        one, torch.device("cpu"), torch.Generator().manual_seed(0), lengths=((33, 0), (33, 50))
+    )
+    output = reference.low_precision(one, operands)
+    assert bool((output[:, :, :33] == 0.0).all())
+    assert bool(output[:, :, 33:].isfinite().all())

@@ -21,7 +21,7 @@ from autoattn import profiles, render, resources, space
 from autoattn.compile import build, inspect, load_module
 from autoattn.errors import CompileError
 from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Op, Problem
+from autoattn.problem import Bias, DType, Layout, Op, Precision, Problem
 from autoattn.variant import Source, Traits, Variant
 
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200"}
@@ -229,3 +229,28 @@ def test_a_kernel_is_compiled_from_the_text_that_its_digest_names(
     assert path.stem == source.digest
     assert path.read_text(encoding="utf-8") == source.text
     assert [other.name for other in path.parent.iterdir()] == [path.name], "nothing temporary is left"
+
+
+FLOAT32 = {"dtype": DType.FLOAT32, "head_dim": 64}
+PACKED = {"layout": Layout.PACKED, "tokens_q": 66, "tokens_kv": 100}
+SEEN_BROKEN = {
+    "two tiles, and whole ones when computed anew": ({"head_dim": 80, "mask": "causal"}, {"HEAD_SPLIT": 1}),
+    "two tiles of queries and one of values": ({"head_dim": 96, "head_dim_v": 64, "mask": "causal"}, {"HEAD_SPLIT": 1}),
+    "two tiles around the first maximum": ({"head_dim": 96}, {"HEAD_SPLIT": 1, "softmax": "first_max"}),
+    "six bfloat16 products": (FLOAT32, {"products": "bf16x6"}),
+    "three bfloat16 products": ({**FLOAT32, "precision": Precision.TF32}, {"products": "bf16x3"}),
+    "keys in tf32's order": ({**FLOAT32, "precision": Precision.TF32, "mask": "causal"}, {"softmax": "lazy"}),
+    "packed float8": ({"dtype": DType.FLOAT8, "head_dim": 64, **PACKED}, {}),
+    "a block table around its first block": ({"mask": "blocks:64x64,0.5"}, {"softmax": "first_max"}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", SEEN_BROKEN)
+def test_what_once_did_not_compile_does(name: str, arch: int) -> None:
+    facts, params = SEEN_BROKEN[name]
+    one = kernels.problem(**facts)
+    if one.dtype is DType.FLOAT8 and arch < 89:
+        pytest.skip("float8 products need compute capability 8.9")
+    source = kernels.source(one, None, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, **params)
+    assert build(source, arch).asm["cubin"]

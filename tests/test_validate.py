@@ -574,3 +574,32 @@ def forgotten(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     changes: dict[str, Any] = {"mod": {"score_mod": ""}, "bias": {"bias": Bias.NONE}}
     operands: dict[str, Any] = {"bias": {"bias": None}, "sinks": {"sinks": None}, "alibi": {"slopes": None}}
     return changes.get(stem, {stem: False}), operands.get(stem, {})
+
+
+# --- values that are no finite numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "hidden"),
+    [
+        ({}, False),
+        ({"modifiers": Modifiers(bias=Bias.KEYS)}, False),  # a key is hidden from all queries or from none
+        ({"mask": "causal"}, True),
+        ({"mask": "window:3,0"}, True),
+        ({"mask": "blocks:16x16,0.5"}, True),
+        ({"modifiers": Modifiers(bias=Bias.ADDITIVE)}, True),
+    ],
+)
+def test_wild_values_are_put_to_kernels_that_hide_pairs(facts: dict[str, Any], hidden: bool) -> None:
+    cases = gate(kernels.problem(**facts), tiny=True).cases
+    assert [case.name.endswith("wild") for case in cases].count(True) == hidden
+    assert all(case.name.endswith("wild") or bool(case.expected.isfinite().all()) for case in cases)
+
+
+def test_a_value_that_spoils_rows_that_do_not_see_it_is_caught() -> None:
+    """What a plain product of weights and values gives: 0 * NaN for the rows that the mask hides it from."""
+    one = kernels.problem(mask="causal")
+    case = next(case for case in gate(one, tiny=True).cases if case.name.endswith("wild"))
+    spoilt = case.expected.masked_fill(torch.ones_like(case.expected, dtype=torch.bool), math.nan)
+    assert not validate._same_wild(spoilt, case.expected)
+    assert validate._same_wild(case.expected.clone(), case.expected)
