@@ -23,8 +23,6 @@ BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-
 MASK_ELEMENTS = 2**30  # of a mask that is written out for PyTorch: 1 GiB of booleans
 
 
@@ -51,10 +49,7 @@ def sdpa(problem: Problem, operands: Operands, *, backend: str = SDPA) -> Tensor
     Raises:
         RuntimeError: the named backend does not take these inputs.
     """
-    if backend != SDPA:
-        with sdpa_kernel(BACKENDS[backend]):
-            return _sdpa(problem, operands)
-    return _sdpa(problem, operands)
+    return _by_backend(problem, operands, backend, _dense_mask(problem, operands))
 
 
 def eager(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -72,7 +67,7 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
     elif why_not_sdpa(problem) is None:
         mask = _dense_mask(problem, operands)
         for name in (SDPA, *BACKENDS):
-            candidates[name] = partial(_with_mask, problem, operands, mask, name)
+            candidates[name] = partial(_by_backend, problem, operands, name, mask)
     found: dict[str, Callable[[], Tensor]] = {}
     for name, call in candidates.items():
         try:
@@ -89,7 +84,8 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
     return found
 
 
-def _with_mask(problem: Problem, operands: Operands, mask: Tensor | None, backend: str) -> Tensor:
+def _by_backend(problem: Problem, operands: Operands, backend: str, mask: Tensor | None) -> Tensor:
+    """PyTorch's attention with what `_dense_mask` gave, which is made once where a call is timed."""
     if backend != SDPA:
         with sdpa_kernel(BACKENDS[backend]):
             return _sdpa(problem, operands, mask)
@@ -118,7 +114,7 @@ def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
     return seen & bias if bias.dtype is torch.bool else torch.where(seen, bias, -torch.inf)
 
 
-def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None = None) -> Tensor:
+def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None) -> Tensor:
     query, key, value, scale = operands.query, operands.key, operands.value, operands.scale
     attend = torch.nn.functional.scaled_dot_product_attention
     if query.shape[1] != key.shape[1]:  # decided here: traced with symbolic sizes, the comparison itself is no bool
@@ -128,8 +124,6 @@ def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None = None) -> T
         query, scale = -query, -scale
     if scale < torch.finfo(torch.float32).tiny:
         query, scale = query * 0.0, 1.0
-    if mask is None and (_written_out(problem) or operands.bias is not None):
-        mask = _dense_mask(problem, operands)
     if mask is not None:
         seen = mask if mask.dtype is torch.bool else mask != -torch.inf
         mask = mask.to(query.dtype) if mask.is_floating_point() else mask
