@@ -38,6 +38,7 @@ FEEDS = frozenset(("HMMA", "QMMA", *WARPGROUP, "UTCHMMA", "UTCQMMA", "LDSM", "LD
 L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0}
 # Share of the peak that mma.sync reaches where wgmma or tcgen05 reaches all (Luo et al. 2024, arXiv:2402.13499: 63%).
 SYNCHRONOUS_PRODUCT = 0.63
+BFLOAT16_PARTS = {"bf16x3": 3, "bf16x6": 6}  # products of bfloat16 that stand for one of float32
 DRAM_EFFICIENCY = 0.9  # of the peak: 4.30 of 4.8 TB/s copied on an H200
 LAUNCH_US = 4.0  # an empty kernel between two events
 
@@ -163,25 +164,31 @@ def _tensor_cycles(
     problem: Problem, device: Device, params: Mapping[str, Value], loop: Mapping[str, int], num_warps: int
 ) -> float:
     """Cycles of the two products on an SM's tensor cores; 0 where they run on the float32 lanes."""
-    if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE:
+    parts = BFLOAT16_PARTS.get(str(params["products"]), 0)
+    if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE and not parts:
         return 0.0
-    rate = _tensor_rate(problem, device) / (device.sm_count * device.clock_mhz * 1e6)  # flop per SM and cycle
+    rate = _tensor_rate(problem, device, parts) / (device.sm_count * device.clock_mhz * 1e6)  # flop per SM and cycle
     block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
     depth, depth_v = _widths(problem, params)
     scores, sums = (2 * block_m * block_n * elements / rate for elements in (depth, depth_v))
-    if not any(opcode.startswith(WARPGROUP) for opcode in loop):
+    warpgroup = [opcode for opcode in loop if opcode.startswith(WARPGROUP)]
+    if not warpgroup:
         old = any(opcode.startswith(("HMMA", "QMMA")) for opcode in loop) and device.arch >= 90
         return (scores + sums) * max(1.0, SCHEDULERS / num_warps) / (SYNCHRONOUS_PRODUCT if old else 1.0)
-    # wgmma reads its right factor, and for Q K^T its left one too, from shared memory at 128 bytes a cycle.
+    # wgmma reads its right factor, and for Q K^T mostly its left one too, from shared memory at 128 bytes a cycle.
+    left = 0 if all(opcode.endswith(".RS") for opcode in warpgroup) else 64  # rows of each
     groups = num_warps / SCHEDULERS
     tall = max(1.0, block_m / 64 / groups)  # 64-row products of a warpgroup
     wide = block_n / max(1.0, groups * 64 / block_m)  # keys of each
-    reads = groups * tall * depth * problem.dtype.bytes * (64 + wide) / 128
+    element = 2 * parts if parts else problem.dtype.bytes
+    reads = groups * tall * depth * element * (left + wide) / 128
     return max(scores, reads) + sums
 
 
-def _tensor_rate(problem: Problem, device: Device) -> float:
-    """Flop per second of the tensor cores at the peak's clock."""
+def _tensor_rate(problem: Problem, device: Device, parts: int) -> float:
+    """Flop per second of the tensor cores at the peak's clock; `parts` bfloat16 products form one where not 0."""
+    if parts:
+        return device.peak_flops[DType.BFLOAT16.value] / parts
     if problem.dtype is DType.FLOAT8:  # twice the rate of 16 bits on every card that has it, by their data sheets
         return 2 * device.peak_flops[DType.FLOAT16.value]
     if problem.dtype is DType.FLOAT32:

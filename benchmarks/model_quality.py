@@ -48,7 +48,7 @@ def load(path: Path = DATA) -> list[Case]:
         params: dict[str, Value] = {
             "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "maxnreg": 0,
             "mask_loop": "every", "softmax": "online", "barrier": BARRIERS[barrier], "HEAD_GROUP": 1,
-            "row_order": "ascending", "PERSISTENT": 0, "HEAD_SPLIT": 0,
+            "row_order": "ascending", "PERSISTENT": 0, "HEAD_SPLIT": 0, "products": "as_asked",
         }  # fmt: skip
         problem = Problem(
             dtype=DType.BFLOAT16, batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096, head_dim=head_dim,

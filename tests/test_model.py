@@ -4,10 +4,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import kernels
 import numpy as np
 import pytest
 
 from autoattn import model, profiles, waves
+from autoattn.compile import inspect
 from autoattn.mask import Mask
 from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
 from autoattn.problem import DType, Layout, Precision, Problem
@@ -20,7 +22,7 @@ A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rt
 PARAMS = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
     "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
-    "HEAD_SPLIT": 0,
+    "HEAD_SPLIT": 0, "products": "as_asked",
 }  # fmt: skip
 # The loops of templates/triton/forward.py.j2 for sm_80 with the parameters above, head dim 64, bfloat16.
 PLAIN = {
@@ -291,6 +293,27 @@ def test_products_have_the_rates_of_their_types():
         for name in ("tf32", "tf32x3")
     )
     assert thrice == pytest.approx(3 * once)
+
+
+@pytest.mark.parametrize(("products", "parts", "precision"), [("bf16x3", 3, "tf32"), ("bf16x6", 6, "ieee")])
+@pytest.mark.parametrize(("device", "opcode"), [(A100, "HMMA.16816.F32.BF16"), (H200, "HGMMA.64x64x16.F32.BF16.RS")])
+def test_float32_made_of_bfloat16_takes_as_many_bfloat16_products(device, opcode, products, parts, precision):
+    once = cost(device, loop={opcode: 16}).tensor
+    of = problem(dtype=DType.FLOAT32, precision=Precision(precision))
+    assert cost(device, of=of, loop={opcode: 16 * parts}, products=products).tensor == pytest.approx(parts * once)
+
+
+def test_products_made_of_bfloat16_show_in_the_machine_code_as_often_as_they_are_counted():
+    loops = [
+        inspect(kernels.source(of, BLOCK_M=64, BLOCK_N=32, num_warps=4, products=products), 80).loop
+        for of, products in (
+            (kernels.problem(dtype=DType.BFLOAT16), "as_asked"),
+            (kernels.problem(dtype=DType.FLOAT32, precision=Precision.TF32), "bf16x3"),
+            (kernels.problem(dtype=DType.FLOAT32), "bf16x6"),
+        )
+    ]
+    once, three, six = (loop["HMMA.16816.F32.BF16"] for loop in loops)
+    assert {"bf16x3": three / once, "bf16x6": six / once} == model.BFLOAT16_PARTS
 
 
 def test_time_grows_with_the_batch_once_the_card_is_full():
