@@ -74,7 +74,10 @@ def make(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    scales = [normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None] * 3
+    def scale() -> Tensor | None:
+        """Another one at each call, so that a kernel which takes one for another is seen."""
+        return normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None
+
     return Operands(
         query=query,
         key=key,
@@ -82,9 +85,9 @@ def make(
         scale=problem.head_dim**-0.5,
         cu_seqlens_q=queries,
         cu_seqlens_kv=keys,
-        query_scale=scales[0],
-        key_scale=scales[1],
-        value_scale=scales[2],
+        query_scale=scale(),
+        key_scale=scale(),
+        value_scale=scale(),
         bias=_bias(problem, device, generator) if modifiers.bias is not Bias.NONE else None,
         softcap=SOFTCAP if modifiers.softcap else 0.0,
         slopes=(2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)).expand(problem.batch, heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import drawn
@@ -84,6 +85,8 @@ def test_float8_has_a_scale_for_each_tensor_and_key_head() -> None:
     one = kernels.problem(dtype=DType.FLOAT8, layout=Layout.BSHD)
     operands = made(one)
     assert operands.query.dtype is torch.float8_e4m3fn
-    for scale in (operands.query_scale, operands.key_scale, operands.value_scale):
+    scales = (operands.query_scale, operands.key_scale, operands.value_scale)
+    for scale in scales:
         assert scale.shape == (2, 2)
         assert scale.dtype is torch.float32
+    assert all((one != other).all() for one, other in itertools.combinations(scales, 2)), "or a swap is not seen"

@@ -41,6 +41,7 @@ class Call:
     scale: float
     problem: Problem
     times: int  # launches before this one
+    scales: dict[str, Tensor | None]  # of query, key and value, as float8 has them
 
     @property
     def mask(self) -> Mask:
@@ -54,7 +55,7 @@ class Call:
 
     def asked(self, *, mask: Mask | None = None, precision: Precision | None = None, **changes: Any) -> Any:
         """The problem and the operands of this launch, or of changed ones."""
-        tensors = {"query": self.query, "key": self.key, "value": self.value, "scale": self.scale}
+        tensors = {"query": self.query, "key": self.key, "value": self.value, "scale": self.scale, **self.scales}
         operands = Operands(**{**tensors, **changes})
         sizes = {
             "batch": operands.query.shape[0], "heads_q": operands.query.shape[1], "seq_q": operands.query.shape[2],
@@ -92,6 +93,7 @@ class Planted:
                 query=arguments["query_ptr"], key=arguments["key_ptr"], value=arguments["value_ptr"],
                 output=arguments["output_ptr"], lse=arguments["lse_ptr"],
                 scale=arguments["scale"], problem=self.problem, times=self.launches,
+                scales={name: arguments[f"{name}_ptr"] for name in ("query_scale", "key_scale", "value_scale")},
             )
         )  # fmt: skip
         self.launches += 1
@@ -138,6 +140,11 @@ def test_the_same_maths_in_the_low_precision_passes(one: Problem) -> None:
         call.output.copy_(reference.low_precision(*call.asked()))
 
     verdict = judged(rough, one)
+    assert verdict.ok, verdict.reason
+
+
+def test_a_right_kernel_passes_in_float8() -> None:
+    verdict = judged(right, FLOAT8)
     assert verdict.ok, verdict.reason
 
 
@@ -205,6 +212,15 @@ def scales_by_the_padded_head_dim(call: Call) -> None:
 
 def scales_nothing(call: Call) -> None:
     call.output.copy_(call.right(scale=1.0))
+
+
+def swaps_the_scales_of_key_and_value(call: Call) -> None:
+    key, value = call.scales["key_scale"], call.scales["value_scale"]
+    call.output.copy_(call.right(key_scale=value, value_scale=key))
+
+
+def scales_values_by_the_querys_scale(call: Call) -> None:
+    call.output.copy_(call.right(value_scale=call.scales["query_scale"]))
 
 
 def counts_padded_keys_of_a_tile(call: Call) -> None:
@@ -304,6 +320,7 @@ def longer(tensor: Tensor) -> Tensor:
 
 CAUSAL = kernels.problem(mask="causal", head_dim=24)
 FULL = kernels.problem(mask="full", head_dim=24)
+FLOAT8 = kernels.problem(dtype=DType.FLOAT8, head_dim=32)
 FAULTS: list[tuple[Body, Problem | None]] = [
     (hides_one_key_too_many, None),
     (shows_one_key_too_many, None),
@@ -333,6 +350,8 @@ FAULTS: list[tuple[Body, Problem | None]] = [
     (answers_a_little_differently_each_time, None),
     (errs_in_one_element_of_a_late_head, None),
     (sums_in_sixteen_bits, None),
+    (swaps_the_scales_of_key_and_value, FLOAT8),
+    (scales_values_by_the_querys_scale, FLOAT8),
 ]
 
 
