@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,25 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {  # those of autoattn.expression
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Place:
+    """Queries of one sequence, and where the sequence lies; found once a call, since packed offsets lie on the GPU."""
+
+    entry: int  # of the batch, that holds the sequence
+    sequence: int
+    inside: Tensor  # which of the rows that were asked for lie in the sequence
+    positions: Tensor  # of those rows, counted from the sequence's first query
+    first_q: int  # inside the entry
+    seq_q: int
+    first_kv: int
+    seq_kv: int
+
+    @property
+    def keys(self) -> slice:
+        """The sequence's keys inside the batch entry."""
+        return slice(self.first_kv, self.first_kv + self.seq_kv)
+
+
 def attention(
     problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -46,35 +66,23 @@ def attention(
         output [batch, heads_q, rows, head_dim_v] and LSE [batch, heads_q, rows] in natural logarithms (batch is 1 when
         packed); a row that sees no key has output 0 and LSE -inf, unless it has a sink.
     """
-    exact = problem, operands, dtype
-    return _assembled(problem, operands, dtype, rows, lambda *place: _part(*exact, *place))
+    return _assembled(problem, operands, dtype, rows)
 
 
 def low_precision(problem: Problem, operands: Operands, *, rows: Tensor | None = None) -> Tensor:
     """The same maths with PyTorch in the tensors' own precision: the yardstick for an honest error."""
     if problem.dtype is DType.FLOAT8:
-        part = problem, operands, torch.float32
-        exact = _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, float8=True))[0]
+        exact = _assembled(problem, operands, torch.float32, rows, float8=True)[0]
         return exact.to(TORCH_DTYPE[problem.dtype.output])
     if problem.precision is Precision.TF32:
-        part = problem, operands, torch.float32
-        return _assembled(problem, operands, torch.float32, rows, lambda *place: _part(*part, *place, cut=True))[0]
+        return _assembled(problem, operands, torch.float32, rows, cut=True)[0]
     return attention(problem, operands, dtype=operands.query.dtype, rows=rows)[0]
 
 
 def visible(problem: Problem, operands: Operands, positions: Tensor, sequence: int = 0) -> Tensor:
     """[1 or heads_q, rows, seq_kv] booleans: which keys of a sequence the query at each of its positions sees."""
     seq_q, seq_kv = operands.spans()[sequence][1::2]
-    keys = torch.arange(seq_kv, device=positions.device)
-    first, last = problem.band(seq_q, seq_kv)
-    seen = torch.ones(len(positions), seq_kv, dtype=torch.bool, device=positions.device)
-    if first is not None:
-        seen &= keys[None, :] >= positions[:, None] + first
-    if last is not None:
-        seen &= keys[None, :] <= positions[:, None] + last
-    if operands.table is not None:
-        return seen & _in_table(problem, operands, operands.table, positions, keys, sequence)
-    return seen[None]
+    return _visible(problem, operands, positions, sequence, seq_q, seq_kv)
 
 
 def philox(seed: int, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
@@ -108,58 +116,56 @@ def _product(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _assembled(
-    problem: Problem, operands: Operands, dtype: torch.dtype, rows: Tensor | None, part: Callable[..., Any]
+    problem: Problem, operands: Operands, dtype: torch.dtype, rows: Tensor | None, **rough: bool
 ) -> tuple[Tensor, Tensor]:
-    """Puts together what `part` gives for each sequence and key head, one at a time to bound the memory."""
+    """Puts together the parts of each sequence and key head, one at a time to bound the memory."""
     query = operands.query
     if rows is None:
         rows = torch.arange(query.shape[2], device=query.device)
     batch, heads = query.shape[0], query.shape[1]
     output = torch.zeros(batch, heads, len(rows), operands.value.shape[3], dtype=dtype, device=query.device)
     lse = torch.full(output.shape[:3], -math.inf, dtype=dtype, device=query.device)
-    for entry, sequence, inside, positions, keys in _sequences(operands, rows):
+    for place in _places(operands, rows):
         for head in range(problem.heads_kv):
             group = slice(head * problem.group_size, (head + 1) * problem.group_size)
-            found, found_lse = part(entry, sequence, head, group, positions, keys)
-            output[entry, group, inside] = found
-            lse[entry, group, inside] = found_lse
+            found, found_lse = _part(problem, operands, dtype, place, head, group, **rough)
+            output[place.entry, group, place.inside] = found
+            lse[place.entry, group, place.inside] = found_lse
     return output, lse
 
 
-def _sequences(operands: Operands, rows: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, slice]]:
-    """(batch entry, sequence, which of the rows lie in it, their positions in it, its keys) of each sequence."""
+def _places(operands: Operands, rows: Tensor) -> Iterator[Place]:
+    """Each sequence that some of the rows lie in."""
     packed = operands.cu_seqlens_q is not None
-    for sequence, (first, seq_q, first_kv, seq_kv) in enumerate(operands.spans()):
-        inside = torch.nonzero((rows >= first) & (rows < first + seq_q))[:, 0]
+    for sequence, (first_q, seq_q, first_kv, seq_kv) in enumerate(operands.spans()):
+        inside = torch.nonzero((rows >= first_q) & (rows < first_q + seq_q))[:, 0]
         if len(inside):
-            keys = slice(first_kv, first_kv + seq_kv)
-            yield 0 if packed else sequence, sequence, inside, rows[inside] - first, keys
+            yield Place(
+                entry=0 if packed else sequence, sequence=sequence, inside=inside, positions=rows[inside] - first_q,
+                first_q=first_q, seq_q=seq_q, first_kv=first_kv, seq_kv=seq_kv,
+            )  # fmt: skip
 
 
 def _part(
-    problem: Problem,
-    operands: Operands,
-    dtype: torch.dtype,
-    entry: int,
-    sequence: int,
-    head: int,
-    group: slice,
-    positions: Tensor,
-    keys: slice,
-    *,
-    cut: bool = False,
-    float8: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Output [group, rows, head_dim_v] and LSE [group, rows] of one key head of one sequence."""
-    first = operands.spans()[sequence][0]
-    query = _scaled(operands.query[entry, group, first + positions], operands.query_scale, sequence, head, dtype)
-    key = _scaled(operands.key[entry, head, keys], operands.key_scale, sequence, head, dtype)
-    value = _scaled(operands.value[entry, head, keys], operands.value_scale, sequence, head, dtype)
+    problem: Problem, operands: Operands, dtype: torch.dtype, place: Place, head: int, group: slice, *,
+    cut: bool = False, float8: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [group, rows, head_dim_v] and LSE [group, rows] of one key head of one sequence.
+
+    Args:
+        group: the query heads that share the key head `head`.
+        cut: form products as tensor cores do in tf32.
+        float8: round the weights to float8 as a kernel does.
+    """
+    entry, sequence, positions = place.entry, place.sequence, place.positions
+    query = _scaled(operands.query[entry, group, place.first_q + positions], operands.query_scale, place, head, dtype)
+    key = _scaled(operands.key[entry, head, place.keys], operands.key_scale, place, head, dtype)
+    value = _scaled(operands.value[entry, head, place.keys], operands.value_scale, place, head, dtype)
     query = query * operands.scale
     if cut:
         query, key, value = (cut_to_tf32(tensor) for tensor in (query, key, value))
-    scores = _modified(problem, operands, query @ key.transpose(0, 1), sequence, group, positions)
-    seen = visible(problem, operands, positions, sequence)
+    scores = _modified(problem, operands, query @ key.transpose(0, 1), place, group)
+    seen = _visible(problem, operands, positions, sequence, place.seq_q, place.seq_kv)
     seen = seen[group] if seen.shape[0] > 1 else seen
     bias = operands.bias
     if bias is not None:
@@ -185,7 +191,7 @@ def _part(
         weights = torch.softmax(all_scores, dim=-1)[..., : scores.shape[2]]
     weights = weights.masked_fill(blind | ~seen, 0.0)
     if problem.modifiers.dropout:
-        kept = _kept(problem, operands, sequence, group, positions, scores.shape[2])
+        kept = _kept(problem, operands, place, group)
         weights = weights * kept / (1 - operands.dropout)
     # A key that a row does not see has no part in it, whatever stands in its value: 0 * NaN would be one.
     wild = ~torch.isfinite(value)
@@ -204,27 +210,38 @@ def _wild_sum(seen: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(ups, math.inf, zero) + torch.where(downs, -math.inf, zero)
 
 
-def _scaled(tensor: Tensor, scales: Tensor | None, sequence: int, head: int, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if scales is None else tensor.to(dtype) * scales[sequence, head].to(dtype)
+def _scaled(tensor: Tensor, scales: Tensor | None, place: Place, head: int, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if scales is None else tensor.to(dtype) * scales[place.sequence, head].to(dtype)
 
 
-def _modified(
-    problem: Problem, operands: Operands, scores: Tensor, sequence: int, group: slice, positions: Tensor
-) -> Tensor:
+def _visible(problem: Problem, operands: Operands, positions: Tensor, sequence: int, seq_q: int, seq_kv: int) -> Tensor:
+    """`visible` of a sequence whose lengths are known."""
+    keys = torch.arange(seq_kv, device=positions.device)
+    first, last = problem.band(seq_q, seq_kv)
+    seen = torch.ones(len(positions), seq_kv, dtype=torch.bool, device=positions.device)
+    if first is not None:
+        seen &= keys[None, :] >= positions[:, None] + first
+    if last is not None:
+        seen &= keys[None, :] <= positions[:, None] + last
+    if operands.table is not None:
+        return seen & _in_table(problem, operands, operands.table, positions, keys, sequence)
+    return seen[None]
+
+
+def _modified(problem: Problem, operands: Operands, scores: Tensor, place: Place, group: slice) -> Tensor:
     """Scaled scores [group, rows, keys] after score_mod, softcap and ALiBi."""
     modifiers = problem.modifiers
-    keys = torch.arange(scores.shape[2], device=scores.device)
+    keys = torch.arange(place.seq_kv, device=scores.device)
     if modifiers.score_mod:
-        names = _names(operands.score_captures, sequence, group, positions, keys) | {"score": scores}
+        names = _names(operands.score_captures, place.sequence, group, place.positions, keys) | {"score": scores}
         answer = expression.parse(modifiers.score_mod, SCORE_NAMES).evaluate(names, FUNCTIONS)
         scores = _tensor(answer, scores).to(scores.dtype).expand_as(scores)
     if modifiers.softcap:
         scores = operands.softcap * torch.tanh(scores / operands.softcap)
     if modifiers.alibi and operands.slopes is not None:
-        seq_q, seq_kv = operands.spans()[sequence][1::2]
-        shift = seq_kv - seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
-        distance = (positions[:, None] + shift - keys[None, :]).abs()
-        scores = scores - operands.slopes[sequence, group].to(scores.dtype)[:, None, None] * distance
+        shift = place.seq_kv - place.seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
+        distance = (place.positions[:, None] + shift - keys[None, :]).abs()
+        scores = scores - operands.slopes[place.sequence, group].to(scores.dtype)[:, None, None] * distance
     return scores
 
 
@@ -267,10 +284,11 @@ def _in_table(
     return full | partial
 
 
-def _kept(problem: Problem, operands: Operands, sequence: int, group: slice, positions: Tensor, seq_kv: int) -> Tensor:
+def _kept(problem: Problem, operands: Operands, place: Place, group: slice) -> Tensor:
     """[group, rows, keys] booleans: the weights that dropout leaves."""
-    names = _names((), sequence, group, positions, torch.arange(seq_kv, device=positions.device))
-    row = names["h"] + sequence * problem.heads_q
+    keys = torch.arange(place.seq_kv, device=place.positions.device)
+    names = _names((), place.sequence, group, place.positions, keys)
+    row = names["h"] + place.sequence * problem.heads_q
     return philox(operands.seed, names["kv_idx"], names["q_idx"], row) >= drop_below(operands.dropout)
 
 

@@ -323,6 +323,19 @@ def test_packed_sequences_are_what_each_would_be_alone() -> None:
     assert (lse[:, :, 8:] == -math.inf).all()
 
 
+def test_the_offsets_of_packed_sequences_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading waits for the GPU."""
+    one = kernels.problem(
+        layout=Layout.PACKED, tokens_q=66, tokens_kv=100, mask="causal", modifiers=Modifiers(alibi=True, dropout=True)
+    )
+    operands = random_inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    read: list[Operands] = []
+    spans = Operands.spans
+    monkeypatch.setattr(Operands, "spans", lambda self: read.append(self) or spans(self))
+    reference.attention(one, operands)
+    assert len(read) == 1
+
+
 def test_a_hidden_value_that_is_nan_has_no_part_and_a_visible_one_does() -> None:
     query, key, value = inputs(seq_q=4, seq_kv=4)
     value[:, :, 2, 0], value[:, :, 2, 1], value[:, :, 2, 2] = math.nan, math.inf, -math.inf
