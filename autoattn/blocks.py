@@ -33,6 +33,19 @@ def table_of(kept: Tensor, *, block_q: int, block_kv: int, seq_kv: int, partial:
     )
 
 
+def grid_of(counts: Tensor, listed: Tensor, columns: int) -> Tensor:
+    """Lists turned back into a table: [..., query blocks, columns] int32, how often a list names a block of keys.
+
+    Args:
+        counts: [..., query blocks], how many numbers of each list count.
+        listed: [..., query blocks, at least 1], numbers below `columns`; anything behind the counted ones.
+        columns: blocks of keys.
+    """
+    there = torch.arange(listed.shape[-1], device=listed.device) < counts[..., None]
+    grid = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
+    return grid.scatter_add_(-1, torch.where(there, listed.long(), columns), there.to(torch.int32))[..., :columns]
+
+
 def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:
     """(how many are kept, which: first the kept ones, ascending)."""
     order = torch.argsort((~kept).to(torch.int8), dim=-1, stable=True)

@@ -92,10 +92,10 @@ def from_block_mask(block_mask: BlockMask) -> BlockSparse:
     Mask.blocks(block_q, block_kv, 0.0)
     seq_q, seq_kv = block_mask.seq_lengths
     rows, columns = -(-seq_q // block_q), -(-seq_kv // block_kv)
-    partial = _grid_of_lists(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
+    partial = _grid_of_theirs(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
-        full = _grid_of_lists(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
+        full = _grid_of_theirs(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
     if bool((full + partial > 1).any()):
         raise TensorError(
             "a block mask must list each block once, got one twice in a row; build it with create_block_mask"
@@ -250,7 +250,7 @@ def to_dense(block_sparse: BlockSparse, *, batch: int = 1, heads: int = 1) -> Te
     seq_q, seq_kv = block_sparse.seq_q, block_sparse.seq_kv
     columns = -(-seq_kv // table.block_kv)
     full, partial = (
-        (_grid_of_lists(counts, listed, counts.shape[2], columns) > 0)
+        (blocks.grid_of(counts, listed, columns) > 0)
         .repeat_interleave(table.block_q, 2)
         .repeat_interleave(table.block_kv, 3)[:, :, :seq_q, :seq_kv]
         for counts, listed in ((table.full_counts, table.full_blocks), (table.partial_counts, table.partial_blocks))
@@ -309,9 +309,9 @@ def _grid_of_rows(kept: Rows, rows: int, columns: int) -> Tensor:
     return grid
 
 
-def _grid_of_lists(counts: Tensor, listed: Tensor, rows: int, columns: int) -> Tensor:
-    """[batch or 1, heads or 1, rows, columns] int32: how often a row's list names a column."""
-    counts, listed = counts[:, :, :rows].long(), listed[:, :, :rows].long()
+def _grid_of_theirs(counts: Tensor, listed: Tensor, rows: int, columns: int) -> Tensor:
+    """[batch or 1, heads or 1, rows, columns] int32: how often a row's list names a column; refuses lists of others."""
+    counts, listed = counts[:, :, :rows], listed[:, :, :rows]
     there = torch.arange(listed.shape[3], device=listed.device) < counts[..., None]
     outside = there & ((listed < 0) | (listed >= columns))
     if counts.shape[2] < rows or bool(outside.any()) or bool((counts < 0).any() | (counts > listed.shape[3]).any()):
@@ -319,8 +319,7 @@ def _grid_of_lists(counts: Tensor, listed: Tensor, rows: int, columns: int) -> T
             f"a block mask must list blocks from 0 to {columns - 1} for each of {rows} blocks of queries, got others; "
             "build it with create_block_mask for these lengths"
         )
-    grid = torch.zeros(*counts.shape, columns + 1, dtype=torch.int32, device=counts.device)
-    return grid.scatter_add_(3, torch.where(there, listed, columns), there.to(torch.int32))[..., :columns]
+    return blocks.grid_of(counts, listed, columns)
 
 
 def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

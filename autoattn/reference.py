@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autoattn import expression
+from autoattn.blocks import grid_of
 from autoattn.expression import MASK_NAMES, SCORE_NAMES
 from autoattn.mask import Alignment
 from autoattn.operands import BlockTable, Operands
@@ -265,16 +266,12 @@ def _in_table(
     """[1 or heads_q, rows, keys] booleans: pairs in a listed block, cut by the mask's expression if it is partial."""
     heads = slice(0, problem.heads_q)
     pairs = []
-    for counts, blocks in (
+    for counts, listed in (
         (table.full_counts, table.full_blocks),
         (table.partial_counts, table.partial_blocks),
     ):
         entry = min(sequence, counts.shape[0] - 1)
-        counts, blocks = counts[entry].long(), blocks[entry].long()
-        listed = torch.arange(blocks.shape[2], device=keys.device) < counts[..., None]
-        columns = -(-len(keys) // table.block_kv)
-        grid = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=keys.device)
-        grid.scatter_(2, torch.where(listed, blocks, columns), True)
+        grid = grid_of(counts[entry], listed[entry], -(-len(keys) // table.block_kv)) > 0
         pairs.append(grid[:, positions // table.block_q][:, :, keys // table.block_kv])
     full, partial = pairs
     if problem.mask.mod:

@@ -41,3 +41,18 @@ def test_lists_are_contiguous_int32() -> None:
     for tensor in (table.full_counts, table.full_blocks, table.partial_counts, table.partial_blocks):
         assert tensor.dtype is torch.int32
         assert tensor.is_contiguous()
+
+
+def test_the_lists_give_their_table_back() -> None:
+    kept, cut = (torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)) < 0.5 for seed in (0, 1))
+    table = blocks.table_of(kept, block_q=16, block_kv=16, seq_kv=80, partial=cut)
+    full = blocks.grid_of(table.full_counts, table.full_blocks, 5)
+    partial = blocks.grid_of(table.partial_counts, table.partial_blocks, 5)
+    assert torch.equal(full > 0, kept & ~cut)
+    assert torch.equal(partial > 0, kept & cut)
+    assert torch.equal((full + partial) <= 1, torch.ones_like(kept))
+
+
+def test_what_stands_behind_the_counted_numbers_is_not_listed_and_twice_is_counted_twice() -> None:
+    counts, listed = torch.tensor([[[2, 0]]]), torch.tensor([[[[1, 1, 2], [-7, 9, 0]]]])
+    assert blocks.grid_of(counts, listed, 3).tolist() == [[[[0, 2, 0], [0, 0, 0]]]]
