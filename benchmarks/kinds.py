@@ -250,7 +250,7 @@ def sparse(bench: Bench) -> None:
     """Block tables against the dense call, and against FlexAttention with the same table."""
     facts = {"seq": 8192, "head_dim": 128, "batch": 4}
     dense = bench.ours(problem(**facts))
-    calls, flops = {f"dense {described(dense)}": dense.call}, {}
+    calls = {f"dense {described(dense)}": dense.call}
     tables = []
     for density in (0.5, 0.1):
         ours = bench.ours(problem(**facts, mask=f"blocks:128x128,{density}"))
@@ -347,17 +347,12 @@ def head_dims(bench: Bench) -> None:
         for mask in ("full", "causal"):
             one = problem(4096, head_dim, batch=4, mask=mask)
             split = bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 1)
-            whole = _padded(bench, one)
+            whole = bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 0)
             calls = {f"ours, two tiles {described(split)}": split.call, f"one tile {described(whole)}": whole.call}
             calls |= rivals.calls(one, split.operands)
             times = list(bench.contest(f"B4 H16 S4096 D{head_dim} {mask} bfloat16",
                                        calls, dict.fromkeys(calls, one.flops())).values())  # fmt: skip
             bench.rate(f"D {head_dim} {mask}, padded over split", times[1].median_us / times[0].median_us, wanted)
-
-
-def _padded(bench: Bench, one: Problem) -> Ours:
-    """The best kernel in one tile; the seeds of head dim 128 are tried too, which are those of the padded problem."""
-    return bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 0)
 
 
 FIGURES = {
