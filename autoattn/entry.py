@@ -80,6 +80,7 @@ class CacheEntry:
 
     @property
     def variant(self) -> Variant:
+        """The winning kernel's point of its template's search space."""
         return Variant.of(self.template, self.params)
 
     @property

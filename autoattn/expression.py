@@ -96,6 +96,7 @@ class Capture:
 
     @property
     def kind(self) -> Kind:
+        """What its elements are in the language."""
         if self.dtype == "bool":
             return Kind.BOOL
         return Kind.INT if self.dtype.startswith("int") else Kind.FLOAT

@@ -123,10 +123,12 @@ class Mask:
 
     @property
     def causal(self) -> bool:
+        """Whether it is the causal mask; a window that ends at the query is none."""
         return self.kind is MaskKind.CAUSAL
 
     @property
     def sparse(self) -> bool:
+        """Whether a table of blocks says what is seen."""
         return self.kind is MaskKind.BLOCKS
 
     @property

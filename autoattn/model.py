@@ -128,6 +128,7 @@ class Demand:
     latency: float  # that no unit works on
 
     def stations(self) -> tuple[float, float, float]:
+        """Cycles at each queue of the network: issue and exp are one (docs/model.md)."""
         return self.tensor, self.issue + self.exp, self.shared
 
 

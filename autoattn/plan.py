@@ -51,14 +51,17 @@ class Options:
 
     @property
     def profile(self) -> Profile:
+        """How long the effort searches."""
         return PROFILES[self.effort]
 
     @property
     def search_seconds(self) -> float:
+        """After so long no new variant of a problem begins."""
         return self.timeout_s if self.timeout_s is not None else self.profile.search_seconds
 
     @property
     def budget(self) -> int:
+        """Variants to try for each problem."""
         return self.trials if self.trials is not None else self.profile.trials
 
 

@@ -31,10 +31,12 @@ class DType(str, Enum):
 
     @property
     def bytes(self) -> int:
+        """Of one element."""
         return {DType.FLOAT32: 4, DType.FLOAT8: 1}.get(self, 2)
 
     @property
     def output(self) -> DType:
+        """The dtype of the output: float8 is too coarse for one."""
         return DType.BFLOAT16 if self is DType.FLOAT8 else self
 
 
@@ -184,6 +186,7 @@ class Problem:
 
     @property
     def packed(self) -> bool:
+        """Whether sequences of their own lengths stand one behind the other."""
         return self.layout is Layout.PACKED
 
     @property

@@ -37,6 +37,7 @@ class Variant:
 
     @property
     def digest(self) -> str:
+        """Names the template and its parameters."""
         return digest_of(f"{self.template} {self.params}")
 
     def __str__(self) -> str:
@@ -67,4 +68,5 @@ class Source:
 
     @property
     def digest(self) -> str:
+        """Names the kernel."""
         return digest_of(self.text)

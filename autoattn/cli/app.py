@@ -48,6 +48,7 @@ for module in (tune, show, explain, render, verify, report, devices):
 
 
 def print_version(wanted: bool) -> None:
+    """Prints the version and stops, if it is wanted."""
     if wanted:
         print(f"autoattn {__version__}")
         raise typer.Exit

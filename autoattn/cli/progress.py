@@ -99,6 +99,7 @@ class Remaining:
         self.part = 0.0  # of the problem at hand, 0..1
 
     def hear(self, report: Report) -> None:
+        """Takes note of how far the search is."""
         self.total = report.total
         self.part = min(1.0, report.tried / report.planned) if report.planned and report.phase == "search" else 0.0
         self.searched += report.phase == "done"

@@ -81,6 +81,7 @@ def _sorted(file: CacheFile) -> list[CacheEntry]:
 
 
 def row(entry: CacheEntry) -> tuple[object, ...]:
+    """An entry's line of the table of COLUMNS."""
     from autoattn.report import figures
 
     return (

@@ -112,6 +112,7 @@ def opening(card: Device, measured: bool, present: Device | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
+    """1 problem, 2 problems."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
