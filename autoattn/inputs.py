@@ -57,17 +57,7 @@ def make(
     value = tensor(
         problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v, guard, device, generator
     )
-    if scores is Scores.LOUD:
-        query.copy_((query.float() * LOUD).to(query.dtype))
-    elif scores is Scores.STEEP:
-        query[..., -1] = STEEP_QUERY
-        last = STEEP_RISE / STEEP_QUERY * problem.head_dim**0.5
-        key[..., -1] = torch.linspace(0.0, last, key.shape[2], device=device).to(key.dtype)
-    elif scores is Scores.WILD:
-        keys = key.shape[2]
-        for place, number in ((keys // 3, math.inf), (keys // 2, -math.inf), (keys - 1, math.nan)):
-            value[:, :, place, ::3] = number
-        key[:, :, -1] = math.nan
+    _spread(scores, query, key, value)
     modifiers, heads = problem.modifiers, problem.heads_q
     queries, keys = (_cumulative(problem, lengths, place, device) for place in (0, 1))
 
@@ -132,6 +122,21 @@ def tensor(
         seed = int(torch.randint(2**31, (1,), generator=generator))
         room[:, :, :rows].normal_(generator=torch.Generator(device=device).manual_seed(seed))
     return room.to(kind)[:, :, :rows]
+
+
+def _spread(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Changes random normal tensors in place, so that their scores are spread as asked."""
+    if scores is Scores.LOUD:
+        query.copy_((query.float() * LOUD).to(query.dtype))
+    elif scores is Scores.STEEP:
+        query[..., -1] = STEEP_QUERY
+        last = STEEP_RISE / STEEP_QUERY * query.shape[3] ** 0.5
+        key[..., -1] = torch.linspace(0.0, last, key.shape[2], device=key.device).to(key.dtype)
+    elif scores is Scores.WILD:
+        keys = key.shape[2]
+        for place, number in ((keys // 3, math.inf), (keys // 2, -math.inf), (keys - 1, math.nan)):
+            value[:, :, place, ::3] = number
+        key[:, :, -1] = math.nan
 
 
 def _cumulative(

@@ -258,6 +258,39 @@ def pass_cycles(cost: Demand, blocks: float, num_warps: int, constants: Constant
 # --- the whole kernel -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Work:
+    """All that a kernel has to do: the passes of each row tile of a head, and what a pass costs."""
+
+    heads: int
+    plain: waves.Array  # [tiles] passes of the loop that does not mask
+    masked: waves.Array  # [tiles] of the one that does
+    costs: tuple[Demand, Demand]  # of a pass of each
+    setup: float  # cycles of a tile outside its loops
+    warps: int  # of a block
+    constants: Constants
+
+    @property
+    def tiles(self) -> int:
+        return len(self.plain) * self.heads
+
+    def rows(self, blocks: int) -> waves.Array:
+        """Cycles that each row tile of a head holds a slot, when `blocks` blocks share an SM."""
+        each = [blocks * pass_cycles(cost, blocks, self.warps, self.constants) for cost in self.costs]
+        return self.plain * each[0] + self.masked * each[1] + self.setup
+
+    def unit_cycles(self) -> dict[str, float]:
+        """Cycles of an SM's time that all passes together ask of each unit."""
+        passes = (float(self.plain.sum()) * self.heads, float(self.masked.sum()) * self.heads)
+        found = {
+            unit: sum(n * getattr(cost, unit) for n, cost in zip(passes, self.costs, strict=True))
+            for unit in ("tensor", "issue", "exp", "shared")
+        }
+        for unit in ("tensor", "issue", "exp"):  # a block of fewer than four warps leaves schedulers to others
+            found[unit] *= min(1.0, self.warps / SCHEDULERS)
+        return found
+
+
 def predict(
     problem: Problem, device: Device, params: Mapping[str, Value], report: StaticReport,
     constants: Constants = CONSTANTS,
@@ -273,62 +306,56 @@ def predict(
     """
     if reason := why_unlaunchable(device, report):
         raise ValueError(f"a prediction needs a kernel that can run; {reason}")
-    warps = report.num_warps
-    fitting = occupancy(device, report.registers, report.shared_bytes, warps)
-    plain, masked = waves.key_blocks(
-        problem,
-        int(params["BLOCK_M"]),
-        int(params["BLOCK_N"]),
-        str(params["mask_loop"]) if report.masked_loop else "every",
-    )
-    heads = waves.heads_of(problem)
-    tiles = len(plain) * heads
-    persistent = int(params["PERSISTENT"])
-    resident = min(fitting, persistent) if persistent else fitting
-    resident = max(1, min(resident, -(-tiles // device.sm_count)))
-    costs = [
-        demand(problem, device, params, loop, warps, constants)
-        for loop in (report.loop, report.masked_loop or report.loop)
-    ]
-    setup = _setup(params, report, constants)
-
-    def rows(blocks: int) -> waves.Array:
-        """Cycles that each row tile of a head holds a slot."""
-        each = [blocks * pass_cycles(cost, blocks, warps, constants) for cost in costs]
-        return plain * each[0] + masked * each[1] + setup
-
-    full = rows(resident)
-    descending = params["row_order"] == "descending"
-    group = int(params["HEAD_GROUP"]) or heads
-    slots = device.sm_count * resident
-    if persistent:
-        programs = min(tiles, persistent * device.sm_count)
-        rounds = -(-programs // slots)
-        cycles = rounds * waves.dealt_makespan(full, heads, group, descending=descending, programs=programs)
-    else:
-        cycles = waves.makespan(
-            full, heads, group, descending=descending, slots=slots,
-            slowdown=lambda left: float(rows(max(1, min(resident, -(-left // device.sm_count)))).max() / full.max()),
-        )  # fmt: skip
+    work = _work(problem, device, params, report, constants)
+    fitting = occupancy(device, report.registers, report.shared_bytes, report.num_warps)
+    resident = min(fitting, int(params["PERSISTENT"]) or fitting)
+    resident = max(1, min(resident, -(-work.tiles // device.sm_count)))
     hertz = device.sustained_clock_mhz * 1e6
-    memory = _memory_seconds(problem, device, params, plain + masked, slots, hertz)
-    passes = (float(plain.sum()) * heads, float(masked.sum()) * heads)
-    parts = {
-        unit: sum(n * getattr(cost, unit) for n, cost in zip(passes, costs, strict=True)) / device.sm_count / hertz
-        for unit in ("tensor", "issue", "exp", "shared")
-    }
-    for unit in ("tensor", "issue", "exp"):  # a block of fewer than four warps leaves schedulers to others
-        parts[unit] *= min(1.0, warps / SCHEDULERS)
-    parts |= memory
-    seconds = max(cycles / hertz, *memory.values())
-    parts_us = {unit: 1e6 * part for unit, part in parts.items()} | {"launch": LAUNCH_US}
+    memory = _memory_seconds(problem, device, params, work.plain + work.masked, device.sm_count * resident, hertz)
+    units = {unit: cycles / device.sm_count / hertz for unit, cycles in work.unit_cycles().items()}
+    time_us = 1e6 * max(_cycles(work, device, params, resident) / hertz, *memory.values()) + LAUNCH_US
+    parts_us = {unit: 1e6 * seconds for unit, seconds in (units | memory).items()} | {"launch": LAUNCH_US}
     return Prediction(
-        time_us=1e6 * seconds + LAUNCH_US,
-        bound=_bound(parts_us, 1e6 * seconds + LAUNCH_US),
+        time_us=time_us,
+        bound=_bound(parts_us, time_us),
         parts_us=parts_us,
         occupancy=fitting,
-        waves=tiles / (device.sm_count * fitting),
+        waves=work.tiles / (device.sm_count * fitting),
     )
+
+
+def _work(
+    problem: Problem, device: Device, params: Mapping[str, Value], report: StaticReport, constants: Constants
+) -> _Work:
+    mask_loop = str(params["mask_loop"]) if report.masked_loop else "every"
+    plain, masked = waves.key_blocks(problem, int(params["BLOCK_M"]), int(params["BLOCK_N"]), mask_loop)
+    first, second = (
+        demand(problem, device, params, loop, report.num_warps, constants)
+        for loop in (report.loop, report.masked_loop or report.loop)
+    )
+    return _Work(
+        heads=waves.heads_of(problem), plain=plain, masked=masked, costs=(first, second),
+        setup=_setup(params, report, constants), warps=report.num_warps, constants=constants,
+    )  # fmt: skip
+
+
+def _cycles(work: _Work, device: Device, params: Mapping[str, Value], resident: int) -> float:
+    """Cycles until the last tile is done, when `resident` blocks share an SM."""
+    full = work.rows(resident)
+    descending = params["row_order"] == "descending"
+    group = int(params["HEAD_GROUP"]) or work.heads
+    slots = device.sm_count * resident
+    if persistent := int(params["PERSISTENT"]):
+        programs = min(work.tiles, persistent * device.sm_count)
+        rounds = -(-programs // slots)
+        return rounds * waves.dealt_makespan(full, work.heads, group, descending=descending, programs=programs)
+
+    def slowdown(left: int) -> float:
+        """Of the last tiles, which have the SMs to themselves."""
+        blocks = max(1, min(resident, -(-left // device.sm_count)))
+        return float(work.rows(blocks).max() / full.max())
+
+    return waves.makespan(full, work.heads, group, descending=descending, slots=slots, slowdown=slowdown)
 
 
 def _bound(parts_us: Mapping[str, float], time_us: float) -> str:

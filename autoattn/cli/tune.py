@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoattn.device import Device
-    from autoattn.plan import Summary
+    from autoattn.plan import Options, Summary
     from autoattn.problem import Problem
     from autoattn.shapes import NamedProblem
 
@@ -75,13 +75,9 @@ def command(
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, modifiers=modifier,
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)
-    from autoattn import gpu, resources
-    from autoattn.cli import terminal
+    from autoattn import resources
     from autoattn.plan import Effort, Options
 
-    card, measured = gpu.resolve(device)
-    console = terminal.console()
-    console.print(opening(card, measured, gpu.present()), soft_wrap=True)
     settings = Options(
         effort=Effort(effort),
         trials=trials,
@@ -90,6 +86,18 @@ def command(
         cache=cache if cache is not None else resources.user_cache(),
         jobs=jobs,
     )
+    _tune(device, named, settings)
+
+
+def _tune(device: str, named: list[NamedProblem], settings: Options) -> None:
+    """Says what is about to happen, tunes, and says what came of it."""
+    from autoattn import gpu
+    from autoattn.cli import terminal
+
+    card, measured = gpu.resolve(device)
+    console = terminal.console()
+    console.print(opening(card, measured, gpu.present()), soft_wrap=True)
+    effort = settings.effort.value
     console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
     from autoattn import tune
     from autoattn.cli.progress import Display
