@@ -17,6 +17,7 @@ from autoattn.problem import Bias, DType, Layout, Problem
 from autoattn.reference import TORCH_DTYPE
 
 LOUD = 6.0  # a factor on queries
+LOUD_RISE = 30.0  # what scores of LOUD times a normal number reach
 STEEP_QUERY = 16.0  # one element of each query
 STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
 SOFTCAP = 2.0  # near the size of the scores, so that it shows

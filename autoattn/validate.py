@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autoattn import inputs, reference
 from autoattn.compile import Kernel
-from autoattn.inputs import STEEP_RISE, Scores
+from autoattn.inputs import LOUD_RISE, STEEP_RISE, Scores
 from autoattn.mask import Mask, MaskKind
 from autoattn.operands import Operands
 from autoattn.ops import forward
@@ -32,6 +32,7 @@ from autoattn.trial import Verdict
 
 ERROR_RATIO = 2.0  # times PyTorch's own error in the low precision
 FLOAT32_ULPS = {Precision.IEEE: 8, Precision.TF32: 8, Precision.TF32X3: 64}  # of the largest value
+RISES = {Scores.LOUD: LOUD_RISE, Scores.STEEP: STEEP_RISE}  # the size that scores reach
 LSE_ERROR = 2e-3  # and as much times the largest LSE; scores of 16-bit inputs are exact to float32
 GUARD_ROWS = 3  # NaN rows behind each sequence; odd, so that strides are no multiple of the tile either
 # (seq_q, seq_kv): one row, one key, tile multiples, one more or less, primes, more queries than keys.
@@ -174,8 +175,8 @@ def case_of(
     positions = positions.to(operands.query.device)
     expected, expected_lse = reference.attention(problem, operands, rows=positions)
     allowed = _allowed(problem, operands, expected, positions)
-    if scores is Scores.STEEP:  # a float32 score rounds at its own size, here and in PyTorch in another order
-        allowed += STEEP_RISE * torch.finfo(torch.float32).eps * float(operands.value.abs().max())
+    if scores in RISES:  # a float32 score rounds at its own size, here and in PyTorch in another order
+        allowed += RISES[scores] * torch.finfo(torch.float32).eps * float(operands.value.abs().max())
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,
