@@ -254,10 +254,11 @@ def _check(key: str, entry: CacheEntry) -> None:
     """
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
-    space_of = space.load(entry.template)
-    if entry.space_digest == space_of.digest:
-        for params in (entry.params, *(candidate.params for candidate in entry.candidates)):
-            space_of.check(params)
+    spaces = {entry.template: entry.space_digest, **entry.search.spaces}
+    points = [(entry.template, entry.params), *((one.template, one.params) for one in entry.candidates)]
+    for template, params in points:
+        if spaces.get(template) == space.load(template).digest:
+            space.load(template).check(params)
     times = [entry.time_us]
     times += [candidate.time_us for candidate in entry.candidates]
     times += [rival.measurement.median_us for rival in entry.rivals]

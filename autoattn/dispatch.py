@@ -81,7 +81,8 @@ def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
         return []
     if explanation.level is not Level.DEFAULT or explanation.problem is None or device is None:
         return [explanation.variant]
-    return space.load(explanation.variant.template).seeds_for(explanation.problem, device)
+    spaces = space.of(explanation.problem.op)
+    return [variant for one in spaces for variant in one.seeds_for(explanation.problem, device)]
 
 
 class _Search:
@@ -147,11 +148,16 @@ class _Search:
         return self._use(entry, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
 
     def _default(self) -> Explanation:
-        template = resources.template_names(self.problem.op)[0]
-        try:
-            variant = space.load(template).default(self.problem, self.device)
-        except SpaceError as error:
-            return sdpa(str(error), self.problem, self.steps)
+        for one in space.of(self.problem.op):
+            try:
+                variant = one.default(self.problem, self.device)
+            except SpaceError as error:
+                self.steps.append(f"default: {error}")
+            else:
+                return self._by_default(one.template, variant)
+        return sdpa(self.steps.pop().removeprefix("default: "), self.problem, self.steps)
+
+    def _by_default(self, template: str, variant: Variant) -> Explanation:
         return Explanation(
             problem=self.problem,
             route=KERNEL,

@@ -24,6 +24,7 @@ class Rival:
 class Candidate:
     """A runner-up, kept for whoever tunes next."""
 
+    template: str
     params: dict[str, Value]
     source_digest: str
     time_us: float  # measured where the entry is measured, else predicted
@@ -37,6 +38,7 @@ class SearchRecord:
     seed: int
     trials: int  # distinct variants that were tried
     outcomes: dict[str, int] = field(default_factory=dict)  # outcome -> trials
+    spaces: dict[str, str] = field(default_factory=dict)  # template -> digest of its search space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

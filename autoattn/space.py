@@ -16,7 +16,7 @@ from autoattn.arithmetic import Rule
 from autoattn.device import Device
 from autoattn.errors import SpaceError
 from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Problem, pieces
+from autoattn.problem import Bias, DType, Op, Problem, pieces
 from autoattn.variant import Value, Variant, digest_of
 
 VERSION = 1
@@ -45,6 +45,7 @@ class _Requirement(msgspec.Struct, forbid_unknown_fields=True):
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     template: str
+    interpreted: bool
     parameters: Annotated[dict[str, _Parameter], msgspec.Meta(min_length=1)]
     let: dict[str, str]
     require: list[_Requirement]
@@ -65,6 +66,7 @@ class SearchSpace:
     """The variants of one template."""
 
     template: str
+    interpreted: bool  # whether Triton's interpreter runs the template's kernels
     digest: str  # of the file
     choices: dict[str, tuple[Value, ...]]  # parameter -> values, in the file's order
     about: dict[str, str]  # parameter -> what it does
@@ -232,6 +234,11 @@ def _mask_facts(mask: Mask) -> dict[str, Value | float]:
     }
 
 
+def of(op: Op) -> tuple[SearchSpace, ...]:
+    """The spaces of an operation's templates; the default is taken from the first that has one."""
+    return tuple(load(template) for template in resources.template_names(op))
+
+
 @lru_cache(maxsize=16)
 def load(template: str) -> SearchSpace:
     """Reads the search space of a template.
@@ -268,6 +275,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         _define(name, known)
     space = SearchSpace(
         template=file.template,
+        interpreted=file.interpreted,
         digest=digest,
         choices={name: tuple(parameter.choices) for name, parameter in file.parameters.items()},
         about={name: parameter.about for name, parameter in file.parameters.items()},

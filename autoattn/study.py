@@ -65,6 +65,16 @@ class Study:
             self._remember(trial)
         self._everything = self._all_if_few(budget)
 
+    @property
+    def best_us(self) -> float:
+        """The shortest time so far, in microseconds; infinite before there is one."""
+        return min((trial.time_us for trial in self.trials.values() if trial.time_us is not None), default=math.inf)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether variants that were enqueued are still to be tried."""
+        return bool(self._queue)
+
     def enqueue(self, variants: Iterable[Variant]) -> None:
         """Has these tried first, where they are feasible and new."""
         for variant in variants:

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 import triton
 
-from autoattn import __version__, cache, gpu, render, resources, space
+from autoattn import __version__, cache, contest, gpu, render, resources
+from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry, Candidate, Rival, SearchRecord
-from autoattn.errors import SpaceError
 from autoattn.plan import Effort, Listener, Options, Progress, Summary
 from autoattn.problem import Op, Problem
-from autoattn.rivals import SDPA
+from autoattn.rivals import BACKENDS, SDPA
+from autoattn.space import SearchSpace
 from autoattn.study import Study
 from autoattn.trial import Evidence, Measurement, Outcome, Trial, Verdict
 from autoattn.variant import Variant
@@ -54,7 +55,7 @@ def tune(
         try:
             for index, problem in enumerate(problems):
                 old = known.get(problem.key)
-                if old is not None and _up_to_date(old, measured, options):
+                if old is not None and _up_to_date(old, device, measured, options):
                     entries[problem.key] = old
                     kept += 1
                     listen(_progress(problem, index, len(problems), "kept", 0, 0, old.time_us))
@@ -99,28 +100,19 @@ class _Run:
     ) -> None:
         self.problem, self.device, self.measured, self.options = problem, device, measured, options
         self.shop, self.listen, self.index, self.total = shop, listen, index, total
-        # The first template is the only family so far; a second one joins by being another study.
-        self.space = space.load(resources.template_names(problem.op)[0])
+        self.spaces = {one.template: one for one in contest.spaces(problem, device, measured)}
 
     def entry(self, siblings: dict[str, CacheEntry], old: CacheEntry | None) -> CacheEntry | str:
         """The entry, or in words why there is none."""
-        study = Study(
-            self._study_name(),
-            self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal",
-            self.space,
-            self.problem,
-            self.device,
-            seed=self.options.seed,
-            budget=self.options.budget,
-        )
-        try:
-            default = self.space.default(self.problem, self.device)
-        except SpaceError as error:
-            return str(error)
+        if not self.spaces:
+            return contest.why_no_space(self.problem, self.device)
+        study = Contest([self._study(one) for one in self.spaces.values()])
+        default = next(iter(self.spaces.values())).default(self.problem, self.device)
         relatives = [entry for entry in siblings.values() if self.problem.shares_kernels(entry.problem)]
         elsewhere = self._measured_elsewhere()
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
-        study.enqueue(self.space.seeds_for(self.problem, self.device))
+        for one in self.spaces.values():
+            study.enqueue(one.seeds_for(self.problem, self.device))
         study.enqueue(elsewhere)
         study.enqueue(variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3])
         self._search(study, sibling=bool(relatives))
@@ -131,7 +123,18 @@ class _Run:
             return self._finals(study, working, default, old)
         return self._ranking(study, working, set(elsewhere))
 
-    def _search(self, study: Study, *, sibling: bool) -> None:
+    def _study(self, one: SearchSpace) -> Study:
+        return Study(
+            self._study_name(one),
+            self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal",
+            one,
+            self.problem,
+            self.device,
+            seed=self.options.seed,
+            budget=self.options.budget,
+        )
+
+    def _search(self, study: Contest, *, sibling: bool) -> None:
         begin: float | None = None  # the first result: starting the workers is no search
         budget = self.options.budget
         # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
@@ -156,7 +159,7 @@ class _Run:
 
         self.shop.search(study, more=more, late=late, heard=heard)
 
-    def _ranking(self, study: Study, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
+    def _ranking(self, study: Contest, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
         """The predicted entry: by the model, leaning on what was measured elsewhere; numerics by the interpreter."""
 
         def rank(trial: Trial) -> tuple[float, str]:
@@ -180,7 +183,9 @@ class _Run:
             candidates=[(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None],
         )
 
-    def _finals(self, study: Study, working: list[Trial], default: Variant, old: CacheEntry | None) -> CacheEntry | str:
+    def _finals(
+        self, study: Contest, working: list[Trial], default: Variant, old: CacheEntry | None
+    ) -> CacheEntry | str:
         """The measured entry: the fastest few, the template's default and the previous winner, against the rivals."""
         trials = {trial.variant: trial for trial in working}
         order = sorted(working, key=lambda trial: (trial.time_us, trial.digest))
@@ -225,7 +230,7 @@ class _Run:
 
     def _entry(
         self,
-        study: Study,
+        study: Contest,
         winner: Trial,
         evidence: Evidence,
         *,
@@ -239,17 +244,22 @@ class _Run:
             problem=self.problem,
             evidence=evidence,
             choice=_choice(measurement, rivals) if measurement is not None else KERNEL,
-            template=self.space.template,
+            template=winner.variant.template,
             params=winner.variant.as_dict(),
             source_digest=winner.digest,
-            space_digest=self.space.digest,
+            space_digest=self.spaces[winner.variant.template].digest,
             verdict=verdict,
             measurement=measurement,
             prediction=winner.prediction,
             report=winner.report,
             rivals=tuple(rivals),
             candidates=tuple(
-                Candidate(params=trial.variant.as_dict(), source_digest=trial.digest, time_us=time_us)
+                Candidate(
+                    template=trial.variant.template,
+                    params=trial.variant.as_dict(),
+                    source_digest=trial.digest,
+                    time_us=time_us,
+                )
                 for trial, time_us in candidates[:CANDIDATES]
             ),
             search=SearchRecord(
@@ -257,16 +267,19 @@ class _Run:
                 seed=self.options.seed,
                 trials=len(study.trials),
                 outcomes=dict(sorted(outcomes.items())),
+                spaces=contest.digests(self.spaces.values()),
             ),
             versions=_versions(self.measured),
         )
 
     def _known_variants(self, entry: CacheEntry) -> list[Variant]:
         """The winner and the runners-up, as far as the search space still holds them."""
-        if entry.template != self.space.template:
-            return []
-        params = (entry.params, *(candidate.params for candidate in entry.candidates))
-        return [Variant.of(entry.template, one) for one in params if self.space.holds(one)]
+        runners_up = [Variant.of(candidate.template, candidate.params) for candidate in entry.candidates]
+        return [
+            variant
+            for variant in (entry.variant, *runners_up)
+            if variant.template in self.spaces and self.spaces[variant.template].holds(variant.as_dict())
+        ]
 
     def _measured_elsewhere(self) -> list[Variant]:
         """Winners of the same problem, then of the same kind, measured on other cards; best evidence first."""
@@ -283,15 +296,15 @@ class _Run:
             found += [variant for variant in self._known_variants(entry)[:2] if variant not in found]
         return found
 
-    def _study_name(self) -> str:
+    def _study_name(self, one: SearchSpace) -> str:
         """Everything that, when it changes, makes old trials worthless."""
         parts = (
-            self.space.template,
+            one.template,
             self.problem.key,
             "measured" if self.measured else "predicted",
             self.device.fingerprint,
-            self.space.digest,
-            render.template_digest(self.space.template),
+            one.digest,
+            render.template_digest(one.template),
             f"triton {triton.__version__}",
         )
         return " ".join(parts)
@@ -305,7 +318,7 @@ def _known(folder: Path, device: Device, measured: bool) -> dict[str, CacheEntry
     return cache.lookup(folder, device, Op.FORWARD)
 
 
-def _up_to_date(entry: CacheEntry, measured: bool, options: Options) -> bool:
+def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Options) -> bool:
     """Whether a search with these options would find nothing new."""
     if measured and entry.evidence is Evidence.PREDICTED:
         return False
@@ -316,14 +329,15 @@ def _up_to_date(entry: CacheEntry, measured: bool, options: Options) -> bool:
     return (
         enough
         and cache.why_stale(entry) is None
-        and entry.space_digest == space.load(entry.template).digest
+        and entry.search.spaces == contest.digests(contest.spaces(entry.problem, device, measured))
         and entry.versions.get("triton") == triton.__version__
     )
 
 
 def _choice(measurement: Measurement, rivals: Sequence[Rival]) -> str:
     """The kernel, unless a rival was faster by more than the margin: never slower than what the user had."""
-    times = {rival.name: rival.measurement.median_us for rival in rivals if rival.name != TEMPLATE_DEFAULT}
+    routes = (SDPA, *BACKENDS)  # what dispatch can take in a kernel's place
+    times = {rival.name: rival.measurement.median_us for rival in rivals if rival.name in routes}
     best = min(times, key=lambda name: times[name], default=KERNEL)
     if best == KERNEL or times[best] >= measurement.median_us * (1.0 - MARGIN):
         return KERNEL
@@ -345,7 +359,7 @@ def _both(small: Verdict | None, full: Verdict) -> Verdict:
     )
 
 
-def _why_none(study: Study) -> str:
+def _why_none(study: Contest) -> str:
     outcomes = Counter((trial.outcome.value, trial.detail) for trial in study.trials.values())
     if not outcomes:
         return "the search was given no time or no trials; allow more with --trials or --timeout"

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoattn import model, render
+from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.jobs import Final, Finished, Inspect, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
 from autoattn.problem import DType, Precision, Problem, padded, pieces
-from autoattn.study import Study
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
 from autoattn.workers import Failure, Pool
@@ -76,7 +76,7 @@ class Workshop:
 
     def search(
         self,
-        study: Study,
+        study: Contest,
         *,
         more: Callable[[int], bool],
         late: Callable[[], bool],

@@ -32,7 +32,7 @@ FLOORS = (
         "captures",
         "trace",
     },
-    {"tune", "plan", "study", "workshop", "workers", "jobs"},
+    {"tune", "plan", "study", "contest", "workshop", "workers", "jobs"},
     {
         "dispatch",
         "answer",

@@ -25,6 +25,7 @@ from autoattn.variant import Variant
 
 SMALL: dict[str, Any] = {
     "version": 1,
+    "interpreted": True,
     "template": "triton/forward",
     "parameters": {
         "TILE": {"choices": [16, 32, 64], "about": "rows"},

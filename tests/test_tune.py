@@ -23,6 +23,7 @@ from autoattn.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
 
+OTHER_SPACE = {"triton/forward": "0" * 16}
 SMALL = Problem(
     dtype=DType.FLOAT16, batch=1, heads_q=2, heads_kv=1, seq_q=64, seq_kv=64, head_dim=16, mask=Mask.parse("causal")
 )
@@ -147,7 +148,9 @@ def test_an_entry_of_another_search_space_is_tuned_anew_and_its_variants_are_not
 ) -> None:
     entry = run(tmp_path).entries[SMALL.key]
     params = {name: value for name, value in entry.params.items() if name != "HEAD_SPLIT"}
-    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, params=params, space_digest="0" * 16)])
+    search = replace(entry.search, spaces=OTHER_SPACE)
+    old = replace(entry, params=params, space_digest="0" * 16, search=search)
+    cache.merge(tmp_path, samples.A30, Op.FORWARD, [old])
     assert run(tmp_path).kept == 0
     assert run(tmp_path).kept == 1
 
@@ -285,13 +288,17 @@ def test_an_entry_is_kept_unless_more_effort_is_asked_for(
     assert run(tmp_path, effort=plan.Effort(after), trials=None).kept == kept
 
 
-@pytest.mark.parametrize("stale", ["space_digest", "source_digest", "triton"])
+@pytest.mark.parametrize("stale", ["search space", "source_digest", "triton"])
 def test_an_entry_that_anything_changed_for_is_tuned_anew(
     pretended: type[Pretended], tmp_path: Path, stale: str
 ) -> None:
     entry = run(tmp_path).entries[SMALL.key]
-    change: dict[str, Any] = {"versions": {"triton": "3.5.1"}} if stale == "triton" else {stale: "0" * 16}
-    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **change)])
+    changes: dict[str, dict[str, Any]] = {
+        "search space": {"search": replace(entry.search, spaces=OTHER_SPACE)},
+        "source_digest": {"source_digest": "0" * 16},
+        "triton": {"versions": {"triton": "3.5.1"}},
+    }
+    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **changes[stale])])
     summary = run(tmp_path)
     assert summary.kept == 0
     assert run(tmp_path).kept == 1

@@ -1,0 +1,90 @@
+"""Several templates in one search: which take part, and whose turn it is to propose a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autoattn import space
+from autoattn.device import Device
+from autoattn.errors import SpaceError
+from autoattn.problem import Problem
+from autoattn.space import SearchSpace
+from autoattn.study import Study
+from autoattn.trial import Trial
+from autoattn.variant import Variant
+
+TURNS = 4  # once all seeds are tried, the template that is ahead takes all of so many turns but one
+
+
+class Contest:
+    """The studies of one problem, a template each, that share a budget.
+
+    Their parameters differ, so no sampler could learn from one about another; what they share is which is ahead.
+    """
+
+    def __init__(self, studies: Sequence[Study]) -> None:
+        self.problem = studies[0].problem
+        self._studies = {study.space.template: study for study in studies}
+        self._turn = 0
+
+    @property
+    def trials(self) -> dict[Variant, Trial]:
+        """What was tried, of all templates."""
+        return {variant: trial for study in self._studies.values() for variant, trial in study.trials.items()}
+
+    def enqueue(self, variants: Iterable[Variant]) -> None:
+        """Has these tried first, where their template takes part and they are feasible and new."""
+        for variant in variants:
+            if variant.template in self._studies:
+                self._studies[variant.template].enqueue([variant])
+
+    def propose(self) -> Variant | None:
+        """The next variant to try; None when every feasible one was tried."""
+        self._turn += 1
+        for study in self._by_turn():
+            variant = study.propose()
+            if variant is not None:
+                return variant
+        return None
+
+    def record(self, trial: Trial) -> None:
+        """Takes what became of a proposed variant."""
+        self._studies[trial.variant.template].record(trial)
+
+    def _by_turn(self) -> list[Study]:
+        """Who may propose, most wanted first: in turn while seeds wait, then mostly the one that is ahead."""
+        studies = list(self._studies.values())
+        first = self._turn % len(studies)
+        turns = studies[first:] + studies[:first]
+        if any(study.waiting for study in studies):
+            return sorted(turns, key=lambda study: not study.waiting)
+        if self._turn % TURNS == 0:
+            return turns
+        return sorted(turns, key=lambda study: study.best_us)
+
+
+def spaces(problem: Problem, device: Device, measured: bool) -> list[SearchSpace]:
+    """The spaces that have a variant; without the GPU, of templates that the interpreter can rehearse."""
+    return [
+        one
+        for one in space.of(problem.op)
+        if (measured or one.interpreted) and _why_no_default(one, problem, device) is None
+    ]
+
+
+def _why_no_default(one: SearchSpace, problem: Problem, device: Device) -> str | None:
+    try:
+        one.default(problem, device)
+    except SpaceError as error:
+        return str(error)
+    return None
+
+
+def why_no_space(problem: Problem, device: Device) -> str:
+    """Why no template has a variant, in words."""
+    return "; ".join(str(_why_no_default(one, problem, device)) for one in space.of(problem.op))
+
+
+def digests(found: Iterable[SearchSpace]) -> dict[str, str]:
+    """Template -> digest of its search space."""
+    return {one.template: one.digest for one in found}

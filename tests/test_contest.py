@@ -1,0 +1,110 @@
+"""Several templates in one search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import samples
+
+from autoattn import contest, space
+from autoattn.contest import Contest
+from autoattn.problem import DType
+from autoattn.trial import Outcome, Trial
+from autoattn.variant import Variant
+
+
+@dataclass
+class Planned:
+    """A study that proposes numbers in order, as far as it has any."""
+
+    template: str
+    best_us: float = float("inf")
+    left: int = 100
+    queue: list[Variant] = field(default_factory=list)
+    trials: dict[Variant, Trial] = field(default_factory=dict)
+    problem: Any = None
+
+    @property
+    def space(self) -> Planned:
+        return self
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.queue)
+
+    def enqueue(self, variants: list[Variant]) -> None:
+        self.queue += variants
+
+    def propose(self) -> Variant | None:
+        if self.queue:
+            return self.queue.pop(0)
+        self.left -= 1
+        return Variant.of(self.template, {"number": self.left}) if self.left >= 0 else None
+
+    def record(self, trial: Trial) -> None:
+        self.trials[trial.variant] = trial
+
+
+def proposed(one: Contest, count: int) -> list[str]:
+    return [variant.template for _ in range(count) if (variant := one.propose()) is not None]
+
+
+def of(*studies: Planned) -> Contest:
+    return Contest(studies)  # type: ignore[arg-type]
+
+
+def test_seeds_of_all_templates_are_tried_in_turn_before_anything_else() -> None:
+    left, right = Planned("left", best_us=1.0), Planned("right")
+    one = of(left, right)
+    one.enqueue([Variant.of(name, {"seed": number}) for name in ("left", "right") for number in range(3)])
+    one.enqueue([Variant.of("absent", {"seed": 0})])
+    assert sorted(proposed(one, 4)) == ["left", "left", "right", "right"]
+    assert sorted(proposed(one, 2)) == ["left", "right"]
+    assert not left.waiting
+    assert not right.waiting
+
+
+def test_seeds_of_one_template_do_not_wait_for_another_that_has_none() -> None:
+    one = of(Planned("left", best_us=1.0), Planned("right"))
+    one.enqueue([Variant.of("right", {"seed": number}) for number in range(5)])
+    assert proposed(one, 5) == ["right"] * 5
+
+
+def test_the_template_that_is_ahead_takes_most_turns_and_the_other_is_not_forgotten() -> None:
+    one = of(Planned("left", best_us=2.0), Planned("right", best_us=1.0))
+    found = proposed(one, 40)
+    assert 5 <= found.count("left") <= 10
+    assert found.count("right") >= 30
+
+
+def test_a_template_without_more_variants_gives_its_turns_away() -> None:
+    one = of(Planned("left", best_us=1.0, left=2), Planned("right", best_us=2.0, left=3))
+    assert sorted(proposed(one, 9)) == ["left", "left", "right", "right", "right"]
+    assert one.propose() is None
+
+
+def test_trials_go_to_their_templates_study_and_are_told_of_together() -> None:
+    left, right = Planned("left"), Planned("right")
+    one = of(left, right)
+    trials = [Trial(variant=Variant.of(name, {}), outcome=Outcome.OK, digest="0" * 16) for name in ("left", "right")]
+    for trial in trials:
+        one.record(trial)
+    assert (left.trials, right.trials) == ({trials[0].variant: trials[0]}, {trials[1].variant: trials[1]})
+    assert list(one.trials.values()) == trials
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_without_the_gpu_only_templates_that_the_interpreter_runs_take_part(measured: bool) -> None:
+    one = samples.problem()
+    found = contest.spaces(one, samples.H200, measured)
+    assert all(measured or points.interpreted for points in found)
+    names = {points.template for points in space.of(one.op) if points.seeds_for(one, samples.H200)}
+    assert {points.template for points in found} == (names if measured else {"triton/forward"})
+
+
+def test_a_problem_without_any_variant_is_explained_by_every_template() -> None:
+    one = samples.problem(dtype=DType.FLOAT8)
+    assert contest.spaces(one, samples.A30, True) == []
+    assert "float8 products need" in contest.why_no_space(one, samples.A30)
