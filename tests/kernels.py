@@ -10,6 +10,7 @@ from typing import Any
 from autoattn import render
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.space import SearchSpace
 from autoattn.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "triton/forward"
@@ -116,6 +117,12 @@ KINDS: tuple[dict[str, Any], ...] = (
         for mask in ("full", "causal", "window:9,3")
     ),
 )
+
+
+def every_point(one: SearchSpace) -> Iterator[Variant]:
+    """Every point of a search space, feasible or not."""
+    for values in itertools.product(*one.choices.values()):
+        yield Variant.of(one.template, dict(zip(one.choices, values, strict=True)))
 
 
 def every_text() -> Iterator[tuple[Problem, Source]]:

@@ -1,0 +1,28 @@
+"""What tests of the cache file share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autoattn.errors import CacheError
+from autoattn.problem import Op
+
+FORWARD = Op.FORWARD
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(CacheError) as caught:
+        act()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1500
+    return message
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Every file in a folder but cache files and locks."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [str(path) for path in paths if path.suffix != ".lock" and path.name != "forward.json"]

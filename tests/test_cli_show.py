@@ -1,0 +1,196 @@
+"""`autoattn show`, `explain`, `render`, `verify`, `report` and `devices`: what they print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+from command_line import ONE, Run, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
+
+from autoattn import cache, dispatch, resources, space, verify
+from autoattn.cli.terminal import print_json
+from autoattn.device import Device
+from autoattn.problem import Op, Problem
+
+# Show
+
+
+def test_show_lists_measured_and_predicted_in_tables_of_their_own(autoattn: Run, user_cache: Path) -> None:
+    code, out, _ = autoattn("show")
+    assert code == 0
+    measured, predicted = out.index("h200, measured"), out.index("h200, predicted")
+    assert measured < out.index("0.91x sdpa-cudnn") < predicted < out.index("bound by tensor")
+
+
+def test_show_filters_by_evidence_and_device(autoattn: Run, user_cache: Path) -> None:
+    assert "predicted" not in autoattn("show", "--evidence", "measured")[1]
+    assert "0.91x" in autoattn("show", "--device", "NVIDIA H200")[1]
+    code, out, _ = autoattn("show", "--device", "a30")
+    assert code == 0
+    assert "holds no such entry" in out
+
+
+def test_show_json_is_one_document(autoattn: Run, user_cache: Path) -> None:
+    code, out, error = autoattn("show", "--json", "--evidence", "measured")
+    assert (code, error) == (0, "")
+    (file,) = json.loads(out)
+    (entry,) = file["entries"]
+    assert (file["device"], file["cache"]) == ("h200", str(user_cache))
+    assert entry["evidence"] == "measured"
+    assert entry["problem"]["heads_q"] == 32
+    assert entry["measurement"]["median_us"] == 400.0
+    assert json.loads(autoattn("show", "--json", "--device", "a30")[1]) == []
+
+
+def test_json_holds_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"rms_error": float("nan"), "time_us": float("inf"), "entry": samples.measured()})
+    document = json.loads(capsys.readouterr().out)
+    assert (document["rms_error"], document["time_us"]) == (None, None)
+
+
+def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tmp_path: Path) -> None:
+    name = "\x1b[31m[red]red[/red]\nrow"
+    rival = dataclasses.replace(samples.measured().rivals[0], name=name)
+    cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice=name, rivals=(rival,))])
+    _, out, _ = autoattn("show", "--cache", tmp_path)
+    assert "\x1b" not in out
+    assert "[red]red[/red]\\nrow" in out
+
+
+# Explain
+
+
+def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> dispatch.Explanation:
+    explained.called = (problem, device, folder)  # type: ignore[attr-defined]
+    return dispatch.Explanation(
+        problem=problem, route="kernel", level=dispatch.Level.BUCKET, reason="a tuned problem is near",
+        entry=samples.measured(), variant=samples.measured().variant,
+        steps=("exact: no entry for this problem", "bucket: found one"),
+    )  # fmt: skip
+
+
+def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "explain", explained)
+    code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *ONE)
+    assert code == 0
+    words = ("kernel", "bucket", "a tuned problem is near", "BLOCK_M=", "1. exact: no entry", "2. bucket: found one")
+    positions = [out.index(word) for word in words]
+    assert positions == sorted(positions)
+    assert explained.called == (samples.problem(), samples.H200, Path("here"))  # type: ignore[attr-defined]
+
+
+def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
+    autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "explain", explained)
+    one = json.loads(autoattn("explain", "--json", *ONE)[1])
+    assert (one["route"], one["level"], one["problem"]["seq_kv"]) == ("kernel", "bucket", 4096)
+    assert len(one["steps"]) == 2
+    many = json.loads(autoattn("explain", "--json", "--shapes", shapes)[1])
+    assert [document["problem"]["seq_q"] for document in many] == [1024, 2048, 1024]
+
+
+# Render
+
+
+def test_render_writes_the_templates_default_as_python(autoattn: Run) -> None:
+    code, out, _ = autoattn("render", "--device", "a30", *ONE)
+    assert code == 0
+    assert out.splitlines()[0] == f"# {samples.problem()}, for NVIDIA A30"
+    assert "# default of the template; source digest " in out.splitlines()[1]
+    compile(out, "kernel.py", "exec")
+    assert "@triton.jit" in out
+
+
+def test_render_prefers_the_winner_of_the_cache(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:
+    code, out, _ = autoattn("render", "--device", "h200", *ONE, "--out", tmp_path / "kernel.py")
+    assert (code, out) == (0, f"{tmp_path / 'kernel.py'}\n")
+    text = (tmp_path / "kernel.py").read_text()
+    assert "# measured winner of the cache" in text
+    assert f"BLOCK_M = tl.constexpr({samples.measured().params['BLOCK_M']})" in text
+
+
+def test_render_changes_what_param_names(autoattn: Run) -> None:
+    _, out, _ = autoattn("render", "--device", "a30", *ONE, "--param", "BLOCK_M=64", "--param", "BLOCK_N=32")
+    assert "changed by --param" in out.splitlines()[1]
+    assert "BLOCK_M = tl.constexpr(64)" in out
+    assert "BLOCK_N = tl.constexpr(32)" in out
+
+
+def test_render_says_when_a_variant_cannot_run_on_the_device(autoattn: Run) -> None:
+    choices = space.load("triton/forward").choices
+    largest = {"BLOCK_M": max(choices["BLOCK_M"]), "BLOCK_N": max(choices["BLOCK_N"]), "num_warps": 1}  # type: ignore[type-var]
+    settings = [word for name, value in largest.items() for word in ("--param", f"{name}={value}")]
+    _, out, _ = autoattn("render", "--device", "a30", *ONE, *settings)
+    assert out.splitlines()[2].startswith("# cannot run on that device: ")
+
+
+def test_render_adds_the_log_sum_exp(autoattn: Run) -> None:
+    assert "lse_ptr" not in autoattn("render", "--device", "a30", *ONE)[1]
+    assert "lse_ptr" in autoattn("render", "--device", "a30", *ONE, "--lse")[1]
+
+
+# Verify, report, devices
+
+
+def test_verify_lists_kernels_and_exits_with_1_when_one_fails(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checked(ok: bool) -> Callable[..., list[verify.Verification]]:
+        return lambda entries, device: [
+            verify.Verification(problem=entry.problem, ok=ok, detail="the digests") for entry in entries
+        ]
+
+    monkeypatch.setattr(verify, "verify", checked(True))
+    code, out, _ = autoattn("verify", "--device", "h200")
+    assert code == 0
+    assert out.count("the digests") == 2
+    monkeypatch.setattr(verify, "verify", checked(False))
+    code, out, _ = autoattn("verify", "--device", "h200")
+    assert code == 1
+    assert out.count("FAILED") == 2
+
+
+def test_verify_takes_the_users_entry_before_the_shipped_one(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = samples.measured(time_us=999.0)
+    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [shipped])
+    seen: list[Any] = []
+    monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
+    autoattn("verify", "--device", "h200")
+    assert [entry.time_us for entry in seen if entry.problem == shipped.problem] == [400.0]
+
+
+def test_report_prints_the_files_it_wrote(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:
+    code, out, _ = autoattn("report", "--cache", user_cache, "--out", tmp_path / "out")
+    assert code == 0
+    assert out.splitlines() == [str(tmp_path / "out" / "report.html"), str(tmp_path / "out" / "report.md")]
+    assert all(Path(line).stat().st_size > 0 for line in out.splitlines())
+
+
+def test_report_takes_the_shipped_cache_when_the_users_is_empty(autoattn: Run, tmp_path: Path) -> None:
+    cache.merge(resources.shipped_cache(), samples.A30, Op.FORWARD, [samples.predicted()])
+    code, out, _ = autoattn("report", "--out", tmp_path / "out")
+    assert code == 0
+    assert "NVIDIA A30" in Path(out.splitlines()[1]).read_text()
+
+
+def test_devices_lists_profiles_and_says_what_is_here(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = autoattn("devices")
+    assert code == 0
+    assert "NVIDIA A30" in out
+    assert "No NVIDIA GPU was found" in out
+    set_card(monkeypatch, samples.H200)
+    assert "In this machine: NVIDIA H200 (h200)." in autoattn("devices")[1]
+
+
+def test_devices_json_is_one_document(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.loads(autoattn("devices", "--json")[1])
+    assert document["present"] is None
+    assert {"a30", "a100", "h100", "h200", "l4", "rtx4090", "b200"} <= {one["name"] for one in document["devices"]}

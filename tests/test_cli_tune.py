@@ -1,0 +1,201 @@
+"""`autoattn tune`: what it says before, meanwhile and at the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes  # noqa: F401 - fixtures
+
+from autoattn import plan, resources, tune
+from autoattn.cli.progress import Display, Remaining, duration
+from autoattn.device import Device
+from autoattn.errors import CacheError
+from autoattn.plan import Progress, Summary
+from autoattn.problem import Problem
+
+# Tune
+
+
+def fake_tune(
+    entries: dict[str, Any], *, failed: dict[str, str] | None = None, interrupted: bool = False, kept: int = 0
+) -> Callable[..., Summary]:
+    def tuned(
+        problems: list[Problem], device: Device, *, measured: bool, options: plan.Options, listen: Callable[..., None]
+    ) -> Summary:
+        tuned.called = {"problems": problems, "device": device, "measured": measured, "options": options}  # type: ignore[attr-defined]
+        for index, problem in enumerate(problems):
+            facts: dict[str, Any] = {"problem": problem, "index": index, "total": len(problems), "planned": 96}
+            listen(Progress(**facts, phase="search", tried=48, best_us=512.5, best_tflops=268.2, detail=""))
+            phase = "kept" if index < kept else "done"
+            best = None if problem.key in (failed or {}) else 400.25
+            listen(Progress(**facts, phase=phase, tried=96, best_us=best, best_tflops=best and 343.4, detail="why"))
+        path = options.cache / device.name / "forward.json"
+        return Summary(
+            entries=entries, kept=kept, failed=failed or {}, interrupted=interrupted,
+            outcomes={"ok": 71, "infeasible": 20}, kernels=64, seconds=12.5, path=path,
+        )  # fmt: skip
+
+    return tuned
+
+
+def test_the_first_line_says_that_nothing_is_measured(
+    autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "tune", fake_tune({}))
+    _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
+    first = out.splitlines()[0]
+    assert first == (
+        "Predicting for NVIDIA A30 (not in this machine: no NVIDIA GPU was found): nothing here is measured"
+    )
+
+
+def test_the_first_line_names_the_other_card_in_the_machine(
+    autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_card(monkeypatch, samples.H200)
+    monkeypatch.setattr(tune, "tune", fake_tune({}))
+    _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
+    assert "Predicting for NVIDIA A30 (not in this machine: there is NVIDIA H200)" in out.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["h200", "auto", "NVIDIA H200"])
+def test_on_the_card_itself_it_measures(
+    autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    set_card(monkeypatch, samples.H200)
+    fake = fake_tune({})
+    monkeypatch.setattr(tune, "tune", fake)
+    _, out, _ = autoattn("tune", "--device", name, "--shapes", shapes)
+    assert out.splitlines()[0] == "Measuring on NVIDIA H200, the card in this machine"
+    assert fake.called["measured"] is True  # type: ignore[attr-defined]
+    assert "predicted" not in out
+
+
+def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = fake_tune({})
+    monkeypatch.setattr(tune, "tune", fake)
+    autoattn("tune", "--device", "a30", "--shapes", shapes, "--group", "prefill", "--effort", "max", "--trials", 7,
+             "--timeout", 60, "--seed", 3, "--cache", tmp_path / "mine", "--jobs", 2)  # fmt: skip
+    called = fake.called  # type: ignore[attr-defined]
+    assert [problem.seq_q for problem in called["problems"]] == [1024, 2048]
+    assert called["device"] == samples.A30
+    options = called["options"]
+    assert (options.effort, options.trials, options.timeout_s) == (plan.Effort.MAX, 7, 60.0)
+    assert (options.seed, options.cache, options.jobs) == (3, tmp_path / "mine", 2)
+
+
+def test_the_cache_is_the_users_when_none_is_named(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = fake_tune({})
+    monkeypatch.setattr(tune, "tune", fake)
+    autoattn("tune", "--device", "a30", *ONE)
+    assert fake.called["options"].cache == resources.user_cache()  # type: ignore[attr-defined]
+    assert fake.called["problems"] == [samples.problem()]  # type: ignore[attr-defined]
+
+
+def test_without_a_terminal_each_finished_problem_is_one_plain_line(
+    autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "tune", fake_tune({}, kept=1))
+    _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
+    lines = [line for line in out.splitlines() if line.startswith("[")]
+    assert lines == [
+        "[1/3] bf16 B4 H32 1024x1024 D128 causal: already up to date, 400.2 us, 343 TFLOP/s predicted",
+        "[2/3] bf16 B4 H32 2048x2048 D128 causal: 400.2 us, 343 TFLOP/s predicted, 96 tried",
+        "[3/3] bf16 B4 H32 1024x1024 D128 full: 400.2 us, 343 TFLOP/s predicted, 96 tried",
+    ]
+    assert "\x1b" not in out
+
+
+def test_the_end_has_a_table_for_each_group_and_the_cache_file(
+    autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = samples.problem(heads_kv=32, seq_kv=1024)
+    monkeypatch.setattr(tune, "tune", fake_tune({one.key: samples.predicted(one)}))
+    code, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--cache", tmp_path / "mine")
+    assert code == 0
+    prefill, train = out.index("\nprefill, predicted"), out.index("\ntrain, predicted")
+    row = next(line for line in out[prefill:train].splitlines() if str(one) in line)
+    assert "predicted" in row
+    assert "500.0" in row
+    assert "bound by tensor" in row
+    assert f"Cache: {tmp_path / 'mine' / 'a30' / 'forward.json'}" in out
+    assert "91 trials (71 ok, 20 infeasible), 64 distinct kernels compiled" in out
+
+
+def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
+    code, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    assert code == 1
+    assert re.search(r"causal:bottom-right +failed +no variant fits", out)
+    assert "no kernel (why)" in out
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_exits_with_130(
+    autoattn: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "tune", fake_tune({}, interrupted=True))
+    code, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    assert code == 130
+    assert "run the same command again to go on" in out
+
+
+def test_an_interrupt_outside_the_search_exits_with_130(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", interrupted)
+    code, _, error = autoattn("tune", "--device", "a30", *ONE)
+    assert code == 130
+    assert_one_sentence(error)
+
+
+def test_an_unwritable_cache_is_one_sentence_and_exit_code_1(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise CacheError("the cache /x must be writable, but it is not; use --cache DIR")
+
+    monkeypatch.setattr(tune, "tune", refused)
+    code, _, error = autoattn("tune", "--device", "a30", *ONE)
+    assert code == 1
+    assert error == "autoattn: the cache /x must be writable, but it is not; use --cache DIR\n"
+
+
+def test_a_terminal_shows_bars_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    screen = Console(file=StringIO(), force_terminal=True, width=120)
+    options = plan.Options(effort=plan.Effort.QUICK, trials=None, timeout_s=None, seed=0, cache=Path(), jobs=None)
+    with Display(screen, measured=True) as display:
+        fake_tune({})([samples.problem()], samples.H200, measured=True, options=options, listen=display)
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "all problems" in text
+    assert "[1/1]" in text
+    assert "best 400.2 us, 343 TFLOP/s" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and is back
+
+
+def test_time_left_counts_only_what_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("autoattn.cli.progress.time.monotonic", lambda: now[0])
+    clock = Remaining()
+    facts: dict[str, Any] = {"problem": samples.problem(), "total": 4, "planned": 10, "detail": ""}
+    facts |= {"best_us": None, "best_tflops": None}
+    assert clock.left() is None
+    clock.hear(Progress(**facts, index=0, phase="kept", tried=0))
+    assert clock.left() is None
+    now[0] = 110.0
+    clock.hear(Progress(**facts, index=1, phase="search", tried=5))
+    assert clock.left() == pytest.approx(50.0)  # half a problem took 10 s; two and a half are left
+    clock.hear(Progress(**facts, index=1, phase="done", tried=10))
+    assert clock.left() == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4.25, "4.2 s"), (42, "42 s"), (190, "3 min 10 s"), (7500, "2 h 5 min")])
+def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
