@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autoattn import model, render
+from autoattn import model, render, space
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.jobs import Final, Finished, Inspect, Rehearse, Screen, Screened, kind_of
@@ -156,7 +156,7 @@ class Workshop:
         reason = model.why_unlaunchable(self.device, report)
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
-        if self.device.peak_flops:
+        if self.device.peak_flops and space.load(slot.variant.template).interpreted:
             prediction = model.predict(problem, self.device, slot.variant.as_dict(), report)
             trial = replace(trial, prediction=prediction)
         return self._screen(problem, slot.source, trial, best_us) if self.measured else trial
