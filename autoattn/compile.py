@@ -6,7 +6,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
@@ -24,6 +25,7 @@ from autoattn.trial import StaticReport
 from autoattn.variant import Source
 
 WARP_SIZE = 32
+AGAIN = "_again"  # behind the name of a kernel: the one that is launched after it
 
 
 @lru_cache(maxsize=4096)
@@ -38,18 +40,22 @@ def load_module(source: Source) -> ModuleType:
     return module
 
 
-def build(source: Source, arch: int) -> Any:
+def build(source: Source, arch: int, *, again: bool = False) -> Any:
     """Compiles for compute capability `arch` (80, 90, ...), which need not be in this machine.
 
     Returns Triton's CompiledKernel; `compiled[grid](*arguments)` launches it where it fits the current device.
 
+    Args:
+        again: compile the kernel that is launched afterwards, not the first one; see `Kernel`.
+
     Raises:
         CompileError: the compiler refused, in its own words.
     """
-    module = load_module(source)
+    module = _imported(source)
     names = list(module.SIGNATURE)
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in module.DIVISIBLE.items()}
-    kernel = ASTSource(fn=getattr(module, source.name), signature=module.SIGNATURE, constexprs={}, attrs=attributes)
+    function = getattr(module, source.name + AGAIN * again)
+    kernel = _ast_source(function)(fn=function, signature=module.SIGNATURE, constexprs={}, attrs=attributes)
     try:
         with triton.knobs.compilation.scope():
             # Part of Triton's cache key, so the same everywhere; line tables make a cubin four times as large.
@@ -64,6 +70,22 @@ def build(source: Source, arch: int) -> Any:
         ) from error
 
 
+def _ast_source(function: Any) -> Any:
+    """What Triton compiles a function from: each of its two languages has its own."""
+    if not (hasattr(function, "is_gluon") and function.is_gluon()):
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def _imported(source: Source) -> ModuleType:
+    try:
+        return load_module(source)
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: a release may lack or move it
+        raise CompileError(f"Triton {triton.__version__} cannot import this variant: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
     """A kernel that is ready to launch on one device, or in Triton's interpreter."""
@@ -73,6 +95,8 @@ class Kernel:
     compiled: Any  # Triton's CompiledKernel; None in the interpreter
     device: torch.device
     sm_count: int
+    # What takes the same arguments, on the grid `module.grid_again`, and computes anew what the kernel could not.
+    again: Kernel | None = None
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
@@ -92,11 +116,18 @@ def load(source: Source, device: torch.device) -> Kernel:
     Raises:
         CompileError: the compiler refused, or the kernel does not fit the card.
     """
-    module = load_module(source)
+    module = _imported(source)
     if device.type == "cpu":
+        if hasattr(module, "DESCRIPTORS"):
+            raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+    again = _ready(source, module, device, again=True) if hasattr(module, source.name + AGAIN) else None
+    return replace(_ready(source, module, device), again=again)
+
+
+def _ready(source: Source, module: ModuleType, device: torch.device, *, again: bool = False) -> Kernel:
     properties = torch.cuda.get_device_properties(device)
-    compiled = build(source, properties.major * 10 + properties.minor)
+    compiled = build(source, properties.major * 10 + properties.minor, again=again)
     try:
         with torch.cuda.device(device):
             compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
@@ -105,6 +136,19 @@ def load(source: Source, device: torch.device) -> Kernel:
     return Kernel(
         source=source, module=module, compiled=compiled, device=device, sm_count=properties.multi_processor_count
     )
+
+
+def descriptor(tensor: Tensor, block: list[int], layout: Any) -> Any:
+    """A TMA descriptor of a [batch, heads, seq, head_dim] view, in blocks of `block` that lie as `layout` says.
+
+    The view must start at a multiple of 16 bytes and step by such, but inside a row.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    # An axis of one element may step by anything, which the TMA unit would refuse.
+    steps = [step if size > 1 else shape[-1] // 8 * 8 + 8 for size, step in zip(shape, strides, strict=True)]
+    return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)
 
 
 def inspect(source: Source, arch: int) -> StaticReport:

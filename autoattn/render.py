@@ -57,7 +57,8 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
     hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
-    split = bool(variant["HEAD_SPLIT"])
+    params = variant.as_dict()
+    split = bool(params.get("HEAD_SPLIT", 0))
     least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
         "dtype": problem.dtype.value,
@@ -65,7 +66,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "element_bytes": problem.dtype.bytes,
         "output_element": ELEMENT[problem.dtype.output],
         "float8": problem.dtype is DType.FLOAT8,
-        "input_precision": problem.precision.value if variant["products"] == AS_ASKED else variant["products"],
+        "input_precision": problem.precision.value if params.get("products", AS_ASKED) == AS_ASKED else params["products"],
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "parts_qk": _parts(problem.head_dim, split, least),

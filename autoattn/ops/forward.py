@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from autoattn import compile
 from autoattn.compile import Kernel
 from autoattn.errors import TensorError
 from autoattn.operands import BlockTable, Operands
@@ -56,7 +57,7 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         output: [batch, heads_q, seq_q, head_dim_v] view
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
     """
-    arguments = _numbers(problem, operands) | {
+    arguments: dict[str, object] = _numbers(problem, operands) | {
         "query_ptr": operands.query,
         "key_ptr": operands.key,
         "value_ptr": operands.value,
@@ -71,8 +72,17 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         arguments |= _modifiers(operands)
     if operands.table is not None:
         arguments |= _table(operands.table)
-    rows = operands.query.shape[2]
-    kernel.launch(kernel.module.grid(problem.batch, problem.heads_q, rows, kernel.sm_count), arguments)
+    sizes = (problem.batch, problem.heads_q, operands.query.shape[2])
+    if hasattr(kernel.module, "DESCRIPTORS"):
+        views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
+        for name, (block, layout) in kernel.module.DESCRIPTORS.items():
+            arguments[name] = compile.descriptor(views[name], block, layout)
+    if hasattr(kernel.module, "scratch"):
+        # One per launch, so that launches on several streams do not share it.
+        arguments["scratch_ptr"] = output.new_zeros(kernel.module.scratch(*sizes), dtype=torch.int32)
+    kernel.launch(kernel.module.grid(*sizes, kernel.sm_count), arguments)
+    if kernel.again is not None:
+        kernel.again.launch(kernel.module.grid_again(*sizes, kernel.sm_count), arguments)
 
 
 def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:
