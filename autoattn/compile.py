@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import tempfile
 from collections.abc import Mapping
@@ -62,7 +64,8 @@ def build(source: Source, arch: int, *, again: bool = False) -> Any:
             triton.knobs.compilation.disable_line_info = True
             # Every Triton up to 3.9 fuses by default; 3.9 warns that the next one will not.
             options = {**module.OPTIONS, "enable_fp_fusion": True}
-            return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)
+            with contextlib.redirect_stdout(io.StringIO()):  # where Triton prints whole kernels that ptxas refuses
+                return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
         reason = " ".join(str(error).split())[:300]
         raise CompileError(
@@ -152,15 +155,22 @@ def descriptor(tensor: Tensor, block: list[int], layout: Any) -> Any:
 
 
 def inspect(source: Source, arch: int) -> StaticReport:
-    """Compiles and reads the machine code."""
+    """Compiles and reads the machine code.
+
+    Raises:
+        CompileError: the compiler refused, or it made code of warpgroup products that is no use.
+    """
     compiled = build(source, arch)
-    return sass.read(
+    report = sass.read(
         compiled.asm["cubin"],
         digest=source.digest,
         arch=arch,
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
     )
+    if hasattr(load_module(source), "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
+        raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
+    return report
 
 
 def _kept_file(source: Source) -> Path:

@@ -7,6 +7,7 @@ from functools import lru_cache
 import jinja2
 
 from autoattn import expression, resources
+from autoattn.errors import CompileError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
 from autoattn.mask import Alignment, MaskKind
 from autoattn.problem import Bias, DType, Layout, Problem, padded, pieces
@@ -17,6 +18,7 @@ ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32",
 
 MAX_LINE = 120  # characters of a rendered line
 
+TMA_BYTES = 16  # divide the addresses of a TMA descriptor
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
@@ -24,8 +26,16 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
     """Renders the kernel of `variant` for the kind of call that `problem` is.
 
     Batch, heads and lengths never reach the text, so problems that differ only in them share one source.
+
+    Raises:
+        CompileError: the tensors do not lie as the template's loads need them.
     """
     traits = traits if traits is not None else natural_traits(problem)
+    if variant.template.startswith("gluon/") and traits.alignment * problem.dtype.bytes < TMA_BYTES:
+        raise CompileError(
+            f"the TMA unit reads rows that begin at multiples of {TMA_BYTES} bytes, got tensors where only "
+            f"{traits.alignment * problem.dtype.bytes} divide every step; make them contiguous, or use triton/forward"
+        )
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
         _facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict()

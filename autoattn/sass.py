@@ -80,6 +80,25 @@ def read(cubin: bytes, *, digest: str, arch: int, shared_bytes: int, num_warps: 
     )
 
 
+def why_slow(report: StaticReport, cubin: bytes) -> str:
+    """What shows in the machine code that a Hopper kernel of warpgroup products will be far slower than it should be.
+
+    Empty when nothing does. ptxas says so too (C7512, spills), but only while it compiles, not when Triton's own cache
+    holds the kernel.
+    """
+    text = next(data for name, data in _sections(cubin).items() if name.startswith(".text."))
+    names = {name.partition(".")[0] for name, _, _ in _decode(cubin, text, report.arch)}
+    if missing := [name for name in ("HGMMA", "UTMALDG") if name not in names]:
+        return f"it holds no {' and no '.join(missing)} instruction"
+    products = sum(count for name, count in report.loop.items() if name.startswith("HGMMA"))
+    # A product of several instructions starts them together, unless each waits for the one before it.
+    if report.loop.get("WARPGROUP.ARRIVE", 0) >= products:
+        return f"ptxas serialised its {products} warpgroup products a block, for want of registers"
+    if spills := sum(count for name, count in report.loop.items() if name.startswith(("LDL", "STL"))):
+        return f"each block of keys moves registers to and from memory in {spills} instructions"
+    return ""
+
+
 # --- the ELF file -----------------------------------------------------------------------------------------------------
 
 
