@@ -15,7 +15,6 @@ from autoattn.compile import Kernel, build, inspect, load_module
 from autoattn.device import Device
 from autoattn.errors import CompileError
 from autoattn.mask import Mask
-from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Modifiers, Problem
 from autoattn.variant import Source, Traits, Value, Variant
