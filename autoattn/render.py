@@ -68,7 +68,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
     params = variant.as_dict()
-    split = bool(params.get("HEAD_SPLIT", 0))
+    split, products = bool(params.get("HEAD_SPLIT", 0)), params.get("products", AS_ASKED)
     least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
         "dtype": problem.dtype.value,
@@ -76,7 +76,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "element_bytes": problem.dtype.bytes,
         "output_element": ELEMENT[problem.dtype.output],
         "float8": problem.dtype is DType.FLOAT8,
-        "input_precision": problem.precision.value if params.get("products", AS_ASKED) == AS_ASKED else params["products"],
+        "input_precision": products if products != AS_ASKED else problem.precision.value,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "parts_qk": _parts(problem.head_dim, split, least),

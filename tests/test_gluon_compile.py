@@ -1,0 +1,228 @@
+"""The Gluon family compiles for Hopper, and its rules and its machine code say what it cannot do; no GPU is needed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import torch
+
+from autoattn import compile, inputs, profiles, render, space
+from autoattn.compile import Kernel, build, inspect, load_module
+from autoattn.device import Device
+from autoattn.errors import CompileError
+from autoattn.mask import Mask
+from autoattn.ops import forward
+from autoattn.problem import DType, Layout, Modifiers, Problem
+from autoattn.variant import Source, Traits, Value, Variant
+
+TEMPLATE = "gluon/forward"
+H200 = profiles.named("h200")
+KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
+    ({"head_dim": 128}, Traits()),
+    ({"head_dim": 128, "mask": "causal"}, Traits(lse=True)),
+    ({"head_dim": 64, "mask": "causal:top-left", "dtype": DType.FLOAT16}, Traits()),
+    ({"head_dim": 56, "mask": "window:1024,0"}, Traits()),
+    ({"head_dim": 80, "mask": "window:600,64", "dtype": DType.FLOAT16}, Traits(lse=True)),
+    ({"head_dim": 256, "mask": "causal"}, Traits()),
+    ({"head_dim": 192, "head_dim_v": 128, "mask": "window:-1,30"}, Traits(lse=True)),
+    ({"head_dim": 16}, Traits(wide=True)),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def problem(**changes: Any) -> Problem:
+    """Large enough that every value of every parameter is worth trying."""
+    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
+    return kernels.problem(**{**sizes, **changes})
+
+
+def variant(one: Problem, **changes: Value) -> Variant:
+    """The template's default for a problem, changed."""
+    return Variant.of(TEMPLATE, space.load(TEMPLATE).default(one, H200).as_dict() | changes)
+
+
+def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+    return render.render(one, variant(one, **changes), traits)
+
+
+def device(name: str) -> Device:
+    return profiles.named(name)
+
+
+# --- what compiles ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
+def test_feasible_variants_compile(kind: dict[str, Any], traits: Traits) -> None:
+    one = problem(**kind)
+    points = space.load(TEMPLATE)
+    rng = random.Random(str(kind))
+    for _ in range(3):
+        chosen = next(points.feasible(one, H200, rng))
+        rendered = render.render(one, chosen, traits)
+        for again in {False, hasattr(load_module(rendered), "forward_again")}:
+            compiled = build(rendered, 90, again=again)
+            assert "cp.async.bulk.tensor.4d.shared" in compiled.asm["ptx"], chosen
+            assert "wgmma.mma_async" in compiled.asm["ptx"], chosen
+            assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
+def test_no_seed_is_serialised_or_spills_in_its_loop(kind: dict[str, Any], traits: Traits) -> None:
+    one = problem(**kind)
+    for seed in space.load(TEMPLATE).seeds_for(one, H200):
+        assert inspect(render.render(one, seed, traits), 90).loop, seed
+
+
+def test_a_causal_mask_costs_the_loop_over_whole_blocks_nothing() -> None:
+    """Weights that two loops carry would be unpacked and packed again in each step."""
+    free, causal = (inspect(source(problem(head_dim=128, mask=mask)), 90).loop for mask in ("full", "causal"))
+    assert abs(sum(free.values()) - sum(causal.values())) < 16
+    assert causal.get("PRMT", 0) < 8
+
+
+def test_a_kept_maximum_takes_the_maxima_out_of_the_loop() -> None:
+    kept, online = (
+        inspect(source(problem(head_dim=128), softmax=softmax), 90).loop for softmax in ("first_max", "online")
+    )
+    assert "FMNMX" not in kept
+    assert online["FMNMX"] >= 64
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
+    "16-bit": ({"dtype": DType.FLOAT32}, {}),
+    "multiple of 16 bytes": ({"head_dim": 57}, {}),
+    "256 columns": ({"head_dim_v": 512}, {}),
+    "packed": ({"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 9000}, {}),
+    "block tables": ({"mask": "blocks:128x128,0.5"}, {}),
+    "changes no scores": ({"modifiers": Modifiers(softcap=True)}, {}),
+    "registers": ({}, {"consumers": 3, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
+    "shared memory": ({"head_dim": 256}, {"BLOCK_N": 64, "query_stages": 2}),
+    "named barriers": ({}, {"num_stages": 4, "query_stages": 1, "BLOCK_N": 32, "consumers": 3}),
+    "in a loop of their own": ({"mask": "causal"}, {"mask_loop": "branch"}),
+    "with one slot": ({}, {"num_stages": 1, "v_wait": "early"}),
+    "in whose shadow": ({}, {"softmax": "vote", "overlap": 0}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_work_is_refused_in_words(words: str) -> None:
+    facts, params = REFUSED[words]
+    chosen = variant(problem(head_dim=128), **{"ping_pong": "named", **params})
+    reason = space.load(TEMPLATE).why_infeasible(chosen, problem(**{"head_dim": 128, **facts}), H200)
+    assert reason is not None
+    assert words in reason
+
+
+@pytest.mark.parametrize("name", ["a30", "l4", "b200"])
+def test_other_architectures_are_refused(name: str) -> None:
+    reason = space.load(TEMPLATE).why_infeasible(variant(problem(head_dim=64)), problem(head_dim=64), device(name))
+    assert reason is not None
+    assert "Hopper" in reason
+
+
+def test_rows_that_are_not_aligned_are_refused_before_they_are_rendered() -> None:
+    with pytest.raises(CompileError, match="multiples of 16 bytes, got tensors where only 8 divide"):
+        source(problem(head_dim=64), Traits(alignment=4))
+
+
+def test_serialised_products_are_a_compile_error() -> None:
+    crowded = source(
+        problem(head_dim=128), consumers=3, query_stages=1, output_buffer="shared", num_stages=1, softmax="online"
+    )
+    with pytest.raises(CompileError, match="ptxas serialised its 16 warpgroup products a block"):
+        inspect(crowded, 90)
+
+
+def test_what_ptxas_refuses_is_quoted_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CompileError, match="Insufficient registers"):
+        build(source(problem(head_dim=64), consumers=3, BLOCK_N=256, num_stages=1, query_stages=1), 90)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_interpreter_does_not_run_it() -> None:
+    with pytest.raises(CompileError, match="interpreter"):
+        compile.load(source(problem(head_dim=64)), torch.device("cpu"))
+
+
+# --- the file and its launch ------------------------------------------------------------------------------------------
+
+
+class Spy:
+    """Stands in for a compiled kernel and keeps what it was launched with."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[int, ...], tuple[Any, ...]]]) -> None:
+        self.name, self.calls = name, calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((self.name, grid, arguments))
+
+
+def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """(kernel, grid, arguments by name) of each launch."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
+    calls: list[Any] = []
+    module = load_module(rendered)
+    facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
+    again = Kernel(compiled=Spy("again", calls), **facts) if hasattr(module, "forward_again") else None
+    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    output = forward.empty_output(one, operands.query)
+    forward.launch(Kernel(compiled=Spy("first", calls), again=again, **facts), one, operands, output, None)
+    return [(name, grid, dict(zip(module.SIGNATURE, values, strict=True))) for name, grid, values in calls]
+
+
+SMALL: dict[str, Any] = {"dtype": DType.FLOAT16, "batch": 1, "heads_q": 4, "heads_kv": 2, "seq_q": 200, "seq_kv": 300}
+
+
+def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = kernels.problem(**SMALL, head_dim=72, mask=Mask.parse("causal"), layout=Layout.BSHD)
+    rendered = source(problem(head_dim=72, mask="causal"), consumers=2, schedule="dynamic")
+    first, again = launched(one, rendered, monkeypatch)
+    assert [first[:2], again[:2]] == [("first", (2, 1, 1)), ("again", (2, 1, 1))]
+    described = first[2]["query"]
+    assert described.shape == [1, 4, 200, 72]
+    assert described.strides[1:] == [72, 4 * 72, 1]
+    assert all(step % 8 == 0 for step in described.strides[:-1])
+    assert described.block_shape == [1, 1, 64, 128]
+    scratch = first[2]["scratch_ptr"]
+    assert scratch.dtype == torch.int32
+    assert scratch.tolist() == [0] * (2 + 4 * 2)
+    assert again[2]["scratch_ptr"] is scratch
+
+
+def test_each_launch_has_its_own_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = kernels.problem(**SMALL, head_dim=64)
+    rendered = source(problem(head_dim=64), softmax="online")
+    (one_launch,), (other,) = (launched(one, rendered, monkeypatch) for _ in range(2))
+    assert one_launch[2]["scratch_ptr"].numel() == 1, "only the number of the next tile"
+    assert one_launch[2]["scratch_ptr"] is not other[2]["scratch_ptr"]
+
+
+def test_a_kernel_that_cannot_go_wrong_is_launched_once_and_without_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = source(
+        problem(head_dim=64), softmax="online", schedule="one_tile", query_stages=1, output_buffer="shared"
+    )
+    assert "scratch" not in load_module(rendered).SIGNATURE
+    ((name, grid, _),) = launched(kernels.problem(**SMALL, head_dim=64), rendered, monkeypatch)
+    assert (name, grid) == ("first", (4 * 2, 1, 1))
+
+
+def test_files_stand_alone_and_have_short_lines() -> None:
+    for kind, traits in KINDS:
+        lines = source(problem(**kind), traits).text.splitlines()
+        assert not [line for line in lines if line.startswith(("import autoattn", "from autoattn"))]
+        assert [line for line in lines if line != line.rstrip()] == []
+        assert max(map(len, lines)) <= render.MAX_LINE, kind
