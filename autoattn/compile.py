@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from autoattn import resources, sass
@@ -64,6 +65,47 @@ def build(source: Source, arch: int) -> Any:
         ) from error
 
 
+Addresses = tuple[int, ...]  # of a call's tensors, in bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bound:
+    """A launch of a compiled kernel of which all is known but what depends on where the call's tensors lie."""
+
+    compiled: Any  # Triton's CompiledKernel
+    index: int  # of the device
+    grid: tuple[int, int, int]
+    arguments: tuple[object, ...]  # in the signature's order; None where one is moving
+    moving: tuple[tuple[int, Callable[[Addresses], object]], ...]  # (place among the arguments, argument by addresses)
+    stream_of: Callable[[int], int]  # device -> handle of its current stream
+
+    def __call__(self, addresses: Addresses) -> None:
+        """Launches on the current stream of the kernel's device."""
+        if torch.cuda.current_device() == self.index:
+            self._launch(addresses)
+            return
+        with torch.cuda.device(self.index):
+            self._launch(addresses)
+
+    def _launch(self, addresses: Addresses) -> None:
+        """What CompiledKernel.__getitem__ does; it costs microseconds that a bound launch is there to save.
+
+        Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is.
+        """
+        arguments = list(self.arguments)
+        for place, argument in self.moving:
+            arguments[place] = argument(addresses)
+        compiled, stream = self.compiled, self.stream_of(self.index)
+        enter, leave = _set(triton.knobs.runtime.launch_enter_hook), _set(triton.knobs.runtime.launch_exit_hook)
+        facts = None if enter is leave is None else compiled.launch_metadata(self.grid, stream, *arguments)
+        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, facts, enter, leave, *arguments)
+
+
+def _set(hook: Any) -> Any:
+    """A launch hook; None for Triton's chain of hooks that holds none, which would be called all the same."""
+    return hook if getattr(hook, "calls", True) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
     """A kernel that is ready to launch on one device, or in Triton's interpreter."""
@@ -82,6 +124,28 @@ class Kernel:
             return
         with torch.cuda.device(self.device):
             self.compiled[(*grid, 1, 1)](*ordered)
+
+    def bind(
+        self,
+        grid: tuple[int],
+        arguments: Mapping[str, object],
+        moving: Mapping[str, Callable[[Addresses], object]],
+    ) -> Bound:
+        """The launch of `launch`, ready for tensors that lie elsewhere.
+
+        Args:
+            moving: for each argument that depends on where the tensors lie, what makes it of their addresses; what is
+                costly to make, as a descriptor, is kept by address there.
+        """
+        names = list(self.module.SIGNATURE)
+        return Bound(
+            compiled=self.compiled,
+            index=self.device.index,
+            grid=(*grid, 1, 1),
+            arguments=tuple(None if name in moving else arguments[name] for name in names),
+            moving=tuple((names.index(name), argument) for name, argument in moving.items() if name in names),
+            stream_of=driver.active.get_current_stream,
+        )
 
 
 def load(source: Source, device: torch.device) -> Kernel:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from autoattn.compile import Kernel
+from autoattn.compile import Addresses, Bound, Kernel
 from autoattn.errors import TensorError
 from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Layout, Problem
@@ -17,6 +19,9 @@ from autoattn.variant import Traits
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
 BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
+POINTERS = ("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr")
+_MOVING: dict[str, Callable[[Addresses], object]] = {name: itemgetter(place) for place, name in enumerate(POINTERS)}
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
 
 
@@ -56,7 +61,28 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         output: [batch, heads_q, seq_q, head_dim_v] view
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
     """
-    arguments = _numbers(problem, operands) | {
+    kernel.launch(_grid(kernel, problem, operands), _arguments(problem, operands, output, lse))
+
+
+def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> tuple[Bound, ...]:
+    """The passes of `launch`, to be run one after the other for calls that differ from this one in addresses alone.
+
+    They take the addresses in the order of POINTERS. The call must have no other tensors.
+    """
+    arguments = _arguments(problem, operands, output, lse)
+    return (kernel.bind(_grid(kernel, problem, operands), arguments, _MOVING),)
+
+
+def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
+    rows = operands.query.shape[2]
+    grid: tuple[int] = kernel.module.grid(problem.batch, problem.heads_q, rows, kernel.sm_count)
+    return grid
+
+
+def _arguments(problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> dict[str, object]:
+    """All that a signature may name."""
+    arguments: dict[str, object] = {
+        **_numbers(problem, operands),
         "query_ptr": operands.query,
         "key_ptr": operands.key,
         "value_ptr": operands.value,
@@ -71,8 +97,7 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         arguments |= _modifiers(operands)
     if operands.table is not None:
         arguments |= _table(operands.table)
-    rows = operands.query.shape[2]
-    kernel.launch(kernel.module.grid(problem.batch, problem.heads_q, rows, kernel.sm_count), arguments)
+    return arguments
 
 
 def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:
