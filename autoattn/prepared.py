@@ -53,13 +53,13 @@ def key(tensors: tuple[Any, ...], window: Any, *words: Any) -> Key | None:
     kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
     if not _WORDS.issuperset(kinds):
         return None
-    facts: list[Hashable] = []
+    facts: Key = ()
     address, learns = 0, False
     try:
         for tensor in tensors:
             if type(tensor) not in _TENSORS:
                 return None
-            facts += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             address |= tensor.data_ptr()
             learns = learns or tensor.requires_grad
     except RuntimeError:  # a sparse or nested tensor has no strides, one under torch.func.vmap no address
@@ -71,7 +71,7 @@ def key(tensors: tuple[Any, ...], window: Any, *words: Any) -> Key | None:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         tensors[0].dtype is torch.float32 and torch.get_float32_matmul_precision(),
     )
-    return (*facts, state, kinds, words)
+    return facts, state, kinds, words
 
 
 def find(asked: Key | None) -> Callable[..., Answer | None] | None:
@@ -128,12 +128,11 @@ class _Kernel:
     """An answer by a kernel of ours, in one or more passes."""
 
     shape: torch.Size  # of the output
-    dtype: torch.dtype
     lse_shape: torch.Size | None
     passes: tuple[Bound, ...]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
-        output = query.new_empty(self.shape, dtype=self.dtype)
+        output = query.new_empty(self.shape)  # in the dtype of the query: other calls are not prepared
         lse = None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
         addresses = (  # in the order of forward.POINTERS
             query.data_ptr(),
@@ -153,7 +152,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
     if kernel.compiled is None or not output.is_contiguous():  # Triton's interpreter compiles nothing
         return None
     passes = forward.bind(kernel, call.problem, call.operands, *made)
-    return _Kernel(shape=output.shape, dtype=output.dtype, lse_shape=None if lse is None else lse.shape, passes=passes)
+    return _Kernel(shape=output.shape, lse_shape=None if lse is None else lse.shape, passes=passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
