@@ -198,11 +198,9 @@ def _nothing(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     """Why no kernel of ours may run, whatever was tuned; None when one may."""
-    device = operands.query.device
-    if device.type != "cuda":
-        return f"the tensors are on the {device.type}, and the kernels run on NVIDIA GPUs"
-    if torch.version.hip is not None:
-        return "this is a ROCm build of PyTorch, and the kernels are made for NVIDIA GPUs"
+    reason = _why_not_on(operands.query.device)
+    if reason is not None:
+        return reason
     tensors = _tensors(problem, operands)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "an input needs a gradient, and there is no backward kernel yet"
@@ -215,6 +213,14 @@ def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     tiles = problem.tokens_q // 16 + problem.batch + 1 if problem.packed else problem.batch * -(-problem.seq_q // 16)
     if problem.heads_q * tiles > forward.MAX_TILES:
         return "the launch would need more than 2**31 - 1 programs"
+    return None
+
+
+def _why_not_on(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the tensors are on the {device.type}, and the kernels run on NVIDIA GPUs"
+    if torch.version.hip is not None:
+        return "this is a ROCm build of PyTorch, and the kernels are made for NVIDIA GPUs"
     return None
 
 
