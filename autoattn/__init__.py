@@ -49,4 +49,6 @@ def __getattr__(name: str) -> object:
         return import_module("autoattn.masks")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    found: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found  # the next look-up does not come here
+    return found

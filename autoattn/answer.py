@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from autoattn import compile, dispatch, gpu, render, rivals
+from autoattn import compile, dispatch, gpu, prepared, render, rivals
 from autoattn.arguments import Call
 from autoattn.device import Device
 from autoattn.dispatch import Explanation
@@ -33,53 +33,50 @@ class Plan:
 
     explanation: Explanation
     kernel: compile.Kernel | None = None
+    lasting: bool = True  # the same call will be answered like this until `forget`
 
 
 class _NotLoadedError(Exception):
     """The kernel is not loaded, and cannot be while a CUDA graph is captured."""
 
 
-def run(call: Call, *, lse: bool) -> tuple[Tensor, Tensor | None]:
+def plan(call: Call, *, lse: bool) -> Plan:
+    """Who answers a call, and why; a kernel is compiled, and nothing runs."""
+    problem, operands = call.problem, call.operands
+    if call.empty:
+        reason = "there is no query or no key, so that the answer is 0 and nothing is launched"
+        return Plan(replace(dispatch.sdpa(reason), route=rivals.EAGER))
+    refusal = _why_no_kernel(problem, operands)
+    if refusal is not None:
+        learns = operands.bias is not None and operands.bias.requires_grad and torch.is_grad_enabled()
+        return _without_kernel(refusal, problem, lse, learned_bias=learns)
+    try:
+        return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
+    except _NotLoadedError:
+        reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
+        return replace(_without_kernel(reason, problem, lse), lasting=False)
+
+
+def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
     """Output [batch, heads_q, seq_q, head_dim_v] and, when wanted, LSE [batch, heads_q, seq_q] in natural logarithms.
 
     The batch is 1 when packed.
     """
     if call.empty:
         return _nothing(call, lse)
-    plan = _planned(call, lse)
     problem, operands = call.problem, call.operands
-    if plan.kernel is None:
-        return _by_pytorch(plan, problem, operands, lse)
+    if planned.kernel is None:
+        return _by_pytorch(planned, problem, operands, lse)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
-    forward.launch(plan.kernel, problem, operands, output, sums)
+    forward.launch(planned.kernel, problem, operands, output, sums)
     return output, sums
-
-
-def explain(call: Call, *, lse: bool) -> Explanation:
-    """What `run` does, and why; it compiles the kernel to be sure, and runs nothing."""
-    if call.empty:
-        reason = "there is no query or no key, so that the answer is 0 and nothing is launched"
-        return replace(dispatch.sdpa(reason), route=rivals.EAGER)
-    return _planned(call, lse).explanation
 
 
 def forget() -> None:
     """Drops what this process decided, so that a cache written since is read anew."""
     _prepare.cache_clear()
-
-
-def _planned(call: Call, lse: bool) -> Plan:
-    problem, operands = call.problem, call.operands
-    reason = _why_no_kernel(problem, operands)
-    if reason is not None:
-        learns = operands.bias is not None and operands.bias.requires_grad and torch.is_grad_enabled()
-        return _without_kernel(reason, problem, lse, learned_bias=learns)
-    try:
-        return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
-    except _NotLoadedError:
-        reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
-        return _without_kernel(reason, problem, lse)
+    prepared.forget()
 
 
 def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:
@@ -201,11 +198,9 @@ def _nothing(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     """Why no kernel of ours may run, whatever was tuned; None when one may."""
-    device = operands.query.device
-    if device.type != "cuda":
-        return f"the tensors are on the {device.type}, and the kernels run on NVIDIA GPUs"
-    if torch.version.hip is not None:
-        return "this is a ROCm build of PyTorch, and the kernels are made for NVIDIA GPUs"
+    reason = _why_not_on(operands.query.device)
+    if reason is not None:
+        return reason
     tensors = _tensors(problem, operands)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "an input needs a gradient, and there is no backward kernel yet"
@@ -218,6 +213,14 @@ def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     tiles = problem.tokens_q // 16 + problem.batch + 1 if problem.packed else problem.batch * -(-problem.seq_q // 16)
     if problem.heads_q * tiles > forward.MAX_TILES:
         return "the launch would need more than 2**31 - 1 programs"
+    return None
+
+
+def _why_not_on(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the tensors are on the {device.type}, and the kernels run on NVIDIA GPUs"
+    if torch.version.hip is not None:
+        return "this is a ROCm build of PyTorch, and the kernels are made for NVIDIA GPUs"
     return None
 
 

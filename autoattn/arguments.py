@@ -76,38 +76,18 @@ def read(
     _check_tensors(query, key, value, AXES[order])
     if order is Layout.BSHD:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    batch, heads_q, seq_q, _ = query.shape
-    dtype, seq_kv = DTYPE[query.dtype], key.shape[2]
-    seen = seeing.read(mask, causal, window, bias, query, seq_kv, dtype.output)
+    batch, _, seq_q, _ = query.shape
+    seq_kv = key.shape[2]
+    seen = seeing.read(mask, causal, window, bias, query, seq_kv, DTYPE[query.dtype].output)
     changed = modifying.read(
         query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind
     )
-    problem = _problem(
-        dtype=dtype,
-        batch=batch or 1,
-        heads_q=heads_q,
-        heads_kv=key.shape[1],
-        seq_q=seq_q or 1,
-        seq_kv=seq_kv or 1,
-        head_dim=query.shape[3],
-        head_dim_v=value.shape[3],
-        mask=seen.mask,
-        modifiers=changed.modifiers,
-        layout=order,
-        precision=_precision(precision, given, dtype),
+    float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
+    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers}
+    tensors = {"bias": seen.bias, "table": seen.table, "mask_captures": seen.captures, **changed.operands}
+    return _call(
+        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
     )
-    operands = Operands(
-        query=query,
-        key=key,
-        value=value,
-        scale=_scale(scale, problem),
-        bias=seen.bias,
-        table=seen.table,
-        mask_captures=seen.captures,
-        **changed.operands,
-        **_float8_scales(query, batch, problem, query_scale, key_scale, value_scale),
-    )
-    return Call(problem=problem, operands=operands, empty=batch == 0 or seq_q == 0 or seq_kv == 0)
 
 
 def read_packed(
@@ -142,12 +122,7 @@ def read_packed(
     given = getattr(query, "dtype", None)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value, AXES[Layout.PACKED])
-    tokens_q, tokens_kv, dtype = query.shape[0], key.shape[0], DTYPE[query.dtype]
-    # A maximum may be a bound that is far too high; no sequence is longer than all tokens.
-    seq_q = min(_length("max_seqlen_q", max_seqlen_q), tokens_q)
-    seq_kv = min(_length("max_seqlen_kv", max_seqlen_kv), tokens_kv)
-    packing.check("cu_seqlens_q", cu_seqlens_q, tokens_q, seq_q, query.device)
-    packing.check("cu_seqlens_kv", cu_seqlens_kv, tokens_kv, seq_kv, query.device)
+    seq_q, seq_kv = longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise TensorError(
             "cu_seqlens_q and cu_seqlens_kv must describe as many sequences, got "
@@ -156,8 +131,56 @@ def read_packed(
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     batch = cu_seqlens_q.shape[0] - 1
     changed = modifying.read(query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
+    float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
+    tokens = {"tokens_q": query.shape[2] or 1, "tokens_kv": key.shape[2] or 1}
+    facts = {"layout": Layout.PACKED, "mask": seeing.band(causal, window), "modifiers": changed.modifiers, **tokens}
+    tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **changed.operands}
+    return _call(
+        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
+    )
+
+
+def longest(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int, max_seqlen_kv: int
+) -> tuple[int, int]:
+    """Bounds of the queries and the keys of one packed sequence; checks what describes the sequences.
+
+    Args:
+        query, key: [tokens, heads, head_dim]
+
+    Raises:
+        TensorError: the offsets or the maxima describe no sequences of these tokens.
+    """
+    tokens_q, tokens_kv = query.shape[0], key.shape[0]
+    # A maximum may be a bound that is far too high; no sequence is longer than all tokens.
+    seq_q = min(_length("max_seqlen_q", max_seqlen_q), tokens_q)
+    seq_kv = min(_length("max_seqlen_kv", max_seqlen_kv), tokens_kv)
+    packing.check("cu_seqlens_q", cu_seqlens_q, tokens_q, seq_q, query.device)
+    packing.check("cu_seqlens_kv", cu_seqlens_kv, tokens_kv, seq_kv, query.device)
+    return seq_q, seq_kv
+
+
+def _call(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sizes: tuple[int, int, int],
+    precision: Precision,
+    scale: Any,
+    float8: dict[str, Any],
+    facts: dict[str, Any],
+    others: dict[str, Any],
+) -> Call:
+    """What both kinds of call have in common.
+
+    Args:
+        tensors: query, key and value as [batch, heads, seq, head_dim] views, of batch 1 when packed
+        sizes: sequences, and the most queries and keys of one; any of them may be 0
+        facts: the problem's other facts
+        others: the other operands
+    """
+    query, key, value = tensors
+    batch, seq_q, seq_kv = sizes
     problem = _problem(
-        dtype=dtype,
+        dtype=DTYPE[query.dtype],
         batch=batch or 1,
         heads_q=query.shape[1],
         heads_kv=key.shape[1],
@@ -165,22 +188,16 @@ def read_packed(
         seq_kv=seq_kv or 1,
         head_dim=query.shape[3],
         head_dim_v=value.shape[3],
-        mask=seeing.band(causal, window),
-        modifiers=changed.modifiers,
-        layout=Layout.PACKED,
-        tokens_q=tokens_q or 1,
-        tokens_kv=tokens_kv or 1,
-        precision=_precision(precision, given, dtype),
+        precision=precision,
+        **facts,
     )
     operands = Operands(
         query=query,
         key=key,
         value=value,
         scale=_scale(scale, problem),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        **changed.operands,
-        **_float8_scales(query, batch, problem, query_scale, key_scale, value_scale),
+        **others,
+        **_float8_scales(query, batch, problem, float8),
     )
     return Call(problem=problem, operands=operands, empty=batch == 0 or seq_q == 0 or seq_kv == 0)
 
@@ -265,14 +282,14 @@ def _scale(scale: float | None, problem: Problem) -> float:
         raise TensorError(f"scale must be a number or None, got {scale!r}; correct it") from None
 
 
-def _precision(precision: str | None, given: torch.dtype | None, dtype: DType) -> Precision:
+def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) -> Precision:
     """How float32 products are formed; `given` is the dtype before autocast, which overrules the choice."""
     if precision is not None:
         if not isinstance(precision, str) or precision not in tuple(Precision):
             raise TensorError(f"precision must be ieee, tf32, tf32x3 or None, got {precision!r}; correct it")
         if given is not torch.float32:
             raise TensorError(f"precision is a choice for float32 alone, got {given}; leave it out")
-    if dtype is not DType.FLOAT32:
+    if query.dtype is not torch.float32:
         return Precision.IEEE
     if precision is not None:
         return Precision(precision)
@@ -281,11 +298,8 @@ def _precision(precision: str | None, given: torch.dtype | None, dtype: DType) -
     return Precision.IEEE if exact else Precision.TF32
 
 
-def _float8_scales(
-    query: Tensor, batch: int, problem: Problem, query_scale: Any, key_scale: Any, value_scale: Any
-) -> dict[str, Tensor]:
+def _float8_scales(query: Tensor, batch: int, problem: Problem, given: dict[str, Any]) -> dict[str, Tensor]:
     """The operands that float8 tensors have beside the others."""
-    given = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
     shape = (batch, problem.heads_kv)
     found = {}
     for name, tensor in given.items():

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from autoattn import resources, sass
@@ -89,6 +90,47 @@ def _imported(source: Source) -> ModuleType:
         raise CompileError(f"Triton {triton.__version__} cannot import this variant: {error}") from error
 
 
+Addresses = tuple[int, ...]  # of a call's tensors, in bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bound:
+    """A launch of a compiled kernel of which all is known but what depends on where the call's tensors lie."""
+
+    compiled: Any  # Triton's CompiledKernel
+    index: int  # of the device
+    grid: tuple[int, int, int]
+    arguments: tuple[object, ...]  # in the signature's order; None where one is moving
+    moving: tuple[tuple[int, Callable[[Addresses], object]], ...]  # (place among the arguments, argument by addresses)
+    stream_of: Callable[[int], int]  # device -> handle of its current stream
+
+    def __call__(self, addresses: Addresses) -> None:
+        """Launches on the current stream of the kernel's device."""
+        if torch.cuda.current_device() == self.index:
+            self._launch(addresses)
+            return
+        with torch.cuda.device(self.index):
+            self._launch(addresses)
+
+    def _launch(self, addresses: Addresses) -> None:
+        """What CompiledKernel.__getitem__ does; it costs microseconds that a bound launch is there to save.
+
+        Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is.
+        """
+        arguments = list(self.arguments)
+        for place, argument in self.moving:
+            arguments[place] = argument(addresses)
+        compiled, stream = self.compiled, self.stream_of(self.index)
+        enter, leave = _set(triton.knobs.runtime.launch_enter_hook), _set(triton.knobs.runtime.launch_exit_hook)
+        facts = None if enter is leave is None else compiled.launch_metadata(self.grid, stream, *arguments)
+        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, facts, enter, leave, *arguments)
+
+
+def _set(hook: Any) -> Any:
+    """A launch hook; None for Triton's chain of hooks that holds none, which would be called all the same."""
+    return hook if getattr(hook, "calls", True) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
     """A kernel that is ready to launch on one device, or in Triton's interpreter."""
@@ -109,6 +151,28 @@ class Kernel:
             return
         with torch.cuda.device(self.device):
             self.compiled[(*grid, 1, 1)](*ordered)
+
+    def bind(
+        self,
+        grid: tuple[int],
+        arguments: Mapping[str, object],
+        moving: Mapping[str, Callable[[Addresses], object]],
+    ) -> Bound:
+        """The launch of `launch`, ready for tensors that lie elsewhere.
+
+        Args:
+            moving: for each argument that depends on where the tensors lie, what makes it of their addresses; what is
+                costly to make, as a descriptor, is kept by address there.
+        """
+        names = list(self.module.SIGNATURE)
+        return Bound(
+            compiled=self.compiled,
+            index=self.device.index,
+            grid=(*grid, 1, 1),
+            arguments=tuple(None if name in moving else arguments[name] for name in names),
+            moving=tuple((names.index(name), argument) for name, argument in moving.items() if name in names),
+            stream_of=driver.active.get_current_stream,
+        )
 
 
 def load(source: Source, device: torch.device) -> Kernel:
@@ -141,17 +205,31 @@ def _ready(source: Source, module: ModuleType, device: torch.device, *, again: b
     )
 
 
-def descriptor(tensor: Tensor, block: list[int], layout: Any) -> Any:
-    """A TMA descriptor of a [batch, heads, seq, head_dim] view, in blocks of `block` that lie as `layout` says.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """What Triton's launcher asks of a tensor to make a TMA descriptor of it."""
 
-    The view must start at a multiple of 16 bytes and step by such, but inside a row.
-    """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    address: int  # a multiple of 16
+    shape: tuple[int, ...]  # [batch, heads, seq, head_dim]
+    strides: tuple[int, ...]  # in elements; multiples of 16 bytes, but the last, which is 1
+    padding: str = "zero"
 
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    # An axis of one element may step by anything, which the TMA unit would refuse.
-    steps = [step if size > 1 else shape[-1] // 8 * 8 + 8 for size, step in zip(shape, strides, strict=True)]
-    return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)
+    @classmethod
+    def of(cls, tensor: Tensor) -> Descriptor:
+        """Of a [batch, heads, seq, head_dim] view."""
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        # An axis of one element may step by anything, which the TMA unit would refuse.
+        steps = [step if size > 1 else -(-shape[-1] // 8) * 8 for size, step in zip(shape, strides, strict=True)]
+        return cls(address=tensor.data_ptr(), shape=shape, strides=(*steps[:-1], 1))
+
+    @property
+    def base(self) -> Descriptor:
+        """Where Triton looks for the address."""
+        return self
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
 
 
 def inspect(source: Source, arch: int) -> StaticReport:

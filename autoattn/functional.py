@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoattn import answer, arguments
+from autoattn import answer, arguments, prepared
 from autoattn.answer import forget as forget
 from autoattn.dispatch import Explanation
 from autoattn.errors import TensorError
@@ -84,14 +84,23 @@ def attention(
         ProblemError: a size is not supported, or the mask is unknown.
         CacheError: a cache file is damaged or newer.
     """
+    asked = prepared.key(
+        (query, key, value), window, mask, causal, bias, softcap, alibi_slopes, sinks, score_mod, dropout, scale,
+        layout, precision, query_scale, key_scale, value_scale, return_lse,
+    )  # fmt: skip
+    if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
+        return found
     call = arguments.read(
         query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
         layout=layout, precision=precision, query_scale=query_scale, key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
-    output, lse = answer.run(call, lse=return_lse)
-    output = output.transpose(1, 2) if layout == "bshd" else output
-    return output if lse is None else (output, lse)
+    plan = answer.plan(call, lse=return_lse)
+    made = answer.run(call, plan, lse=return_lse)
+    output, lse = made[0].transpose(1, 2) if layout == "bshd" else made[0], made[1]
+    found = output if lse is None else (output, lse)
+    prepared.keep(asked, (query, key, value), call, plan, made, found)
+    return found
 
 
 def packed_attention(
@@ -141,19 +150,32 @@ def packed_attention(
         ProblemError: a size is not supported, or the mask is aligned top-left.
         CacheError: a cache file is damaged or newer.
     """
+    tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+    asked = prepared.key(
+        tensors, window, causal, softcap, alibi_slopes, sinks, score_mod, dropout, scale, precision, query_scale,
+        key_scale, value_scale, return_lse, max_seqlen_q, max_seqlen_kv,
+    )  # fmt: skip
+    if (known := prepared.find(asked)) is not None:
+        # What the offsets say is no fact of the call; it may have changed since.
+        arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        if (found := known(*tensors)) is not None:
+            return found
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
         scale=scale, precision=precision, query_scale=query_scale, key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
-    output, lse = answer.run(call, lse=return_lse)
-    output = output[0].transpose(0, 1)
-    return output if lse is None else (output, lse[0])
+    plan = answer.plan(call, lse=return_lse)
+    made = answer.run(call, plan, lse=return_lse)
+    output, lse = made[0][0].transpose(0, 1), made[1]
+    found = output if lse is None else (output, lse[0])
+    prepared.keep(asked, tensors, call, plan, made, found)
+    return found
 
 
 def explain(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **given: Any) -> Explanation:
     """What `attention` does with the same arguments, and why; it compiles the kernel to be sure, and runs nothing."""
-    return answer.explain(arguments.read(query, key, value, **_seeded(given)), lse=return_lse)
+    return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
 
 
 def explain_packed(
@@ -170,7 +192,8 @@ def explain_packed(
 ) -> Explanation:
     """What `packed_attention` does with the same arguments, and why."""
     lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    return answer.explain(arguments.read_packed(query, key, value, *lengths, **_seeded(given)), lse=return_lse)
+    call = arguments.read_packed(query, key, value, *lengths, **_seeded(given))
+    return answer.plan(call, lse=return_lse).explanation
 
 
 def scaled_dot_product_attention(
@@ -204,7 +227,7 @@ def scaled_dot_product_attention(
         query, key, value, mask=attn_mask, causal="top-left" if is_causal else False, dropout=dropout_p, scale=scale
     )
     assert isinstance(output, Tensor)
-    return output.reshape(*outer, *output.shape[-2:])
+    return output if outer is None else output.reshape(*outer, *output.shape[-2:])
 
 
 def flash_attn_func(
@@ -277,8 +300,11 @@ def _seeded(given: dict[str, Any]) -> dict[str, Any]:
 
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...]]:
-    """Query, key, value and mask as [batch, heads, ...], and what stands in front of the output's last two axes."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
+    """Query, key, value and mask as [batch, heads, ...], and what stands in front of the output's last two axes.
+
+    The last is None where the output has them already.
+    """
     tensors = (("query", query), ("key", key), ("value", value), *((("attn_mask", mask),) if mask is not None else ()))
     for name, tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -286,6 +312,9 @@ def _broadcast(
         if tensor.dim() < 2 and name != "attn_mask":
             raise TensorError(f"{name} must be [..., seq, head_dim], got shape {tuple(tensor.shape)}; add axes")
     heads = -3 if enable_gqa else -2  # where the axes end that are broadcast
+    outer = query.shape[:heads]
+    if query.dim() == 4 and outer == key.shape[:heads] == value.shape[:heads] and (mask is None or mask.dim() <= 4):
+        return query, key, value, mask, None
     try:
         outer = torch.broadcast_shapes(*(tensor.shape[:heads] for tensor in (query, key, value)))
         query, key, value = (tensor.expand(*outer, *tensor.shape[heads:]) for tensor in (query, key, value))

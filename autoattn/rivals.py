@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend
 
 from autoattn import reference
 from autoattn.mask import Mask
@@ -23,6 +25,7 @@ BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+_TINY = torch.finfo(torch.float32).tiny
 MASK_ELEMENTS = 2**30  # of a mask that is written out for PyTorch: 1 GiB of booleans
 
 
@@ -84,12 +87,64 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
     return found
 
 
+def bind(problem: Problem, scale: float, backend: str = SDPA) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """`sdpa` of a problem and scale for any query, key and value; None where these do not go to PyTorch as they are."""
+    if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
+        return None
+    mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if backend == SDPA:
+            return _plain(mask, attend, query, key, value, scale)
+        with _only(backend):
+            return _plain(mask, attend, query, key, value, scale)
+
+    return call
+
+
+class _only:  # noqa: N801 - a context, as torch.no_grad
+    """PyTorch's sdpa_kernel for one backend, in 1 us where that takes 9.
+
+    PyTorch keeps which backends it may take for the whole process, so that threads must take turns.
+    """
+
+    _turn = threading.RLock()
+    _switches = (
+        (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        (SDPBackend.CUDNN_ATTENTION, cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        (SDPBackend.EFFICIENT_ATTENTION, cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (SDPBackend.MATH, cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    )
+
+    def __init__(self, backend: str) -> None:
+        self.backend = BACKENDS[backend]
+        self.before: list[tuple[Callable[[bool], None], bool]] = []
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        for backend, enabled, enable in self._switches:
+            if enabled() is not (wanted := backend is self.backend):
+                self.before.append((enable, not wanted))
+                enable(wanted)
+
+    def __exit__(self, *error: object) -> None:
+        for enable, before in self.before:
+            enable(before)
+        self._turn.release()
+
+
 def _by_backend(problem: Problem, operands: Operands, backend: str, mask: Tensor | None) -> Tensor:
     """PyTorch's attention with what `_dense_mask` gave, which is made once where a call is timed."""
     if backend != SDPA:
-        with sdpa_kernel(BACKENDS[backend]):
+        with _only(backend):
             return _sdpa(problem, operands, mask)
     return _sdpa(problem, operands, mask)
+
+
+def _attend(heads_q: int, heads_kv: int) -> Callable[..., Tensor]:
+    """PyTorch's attention for as many heads."""
+    attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+    return partial(attend, enable_gqa=True) if heads_q != heads_kv else attend
 
 
 def _written_out(problem: Problem) -> bool:
@@ -116,13 +171,12 @@ def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
 
 def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None) -> Tensor:
     query, key, value, scale = operands.query, operands.key, operands.value, operands.scale
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if query.shape[1] != key.shape[1]:  # decided here: traced with symbolic sizes, the comparison itself is no bool
-        attend = partial(attend, enable_gqa=True)
+    # Decided by us: traced with symbolic sizes, PyTorch's own comparison is no bool.
+    attend = _attend(query.shape[1], key.shape[1])
     # PyTorch's fused backends scale what they have masked, and -inf times 0 or less is no mask.
     if scale < 0.0:
         query, scale = -query, -scale
-    if scale < torch.finfo(torch.float32).tiny:
+    if scale < _TINY:
         query, scale = query * 0.0, 1.0
     if mask is not None:
         seen = mask if mask.dtype is torch.bool else mask != -torch.inf

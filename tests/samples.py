@@ -85,6 +85,10 @@ def current(entry: CacheEntry) -> CacheEntry:
     return replace(entry, source_digest=render.render(entry.problem, entry.variant).digest)
 
 
+def candidate(params: dict[str, Any], digit: str, time_us: float) -> Candidate:
+    return Candidate(template="triton/forward", params=params, source_digest=digit * 8, time_us=time_us)
+
+
 def _common(one: Problem, time_us: float) -> dict[str, Any]:
     params = space.load("triton/forward").default(one, H200).as_dict()
     loop = {"HMMA": 64, "MUFU.EX2": 32, "FFMA": 96, "LDSM": 24, "LDGSTS": 8, "BAR": 2}
@@ -105,11 +109,24 @@ def _common(one: Problem, time_us: float) -> dict[str, Any]:
             loop=loop,
         ),
         "candidates": (
-            Candidate(template="triton/forward", params={**params, "BLOCK_N": 16}, source_digest="aa" * 8, time_us=time_us * 1.01),
-            Candidate(template="triton/forward", params={**params, "num_warps": 2}, source_digest="bb" * 8, time_us=time_us * 1.05),
+            Candidate(
+                template="triton/forward",
+                params={**params, "BLOCK_N": 16},
+                source_digest="aa" * 8,
+                time_us=time_us * 1.01,
+            ),
+            Candidate(
+                template="triton/forward",
+                params={**params, "num_warps": 2},
+                source_digest="bb" * 8,
+                time_us=time_us * 1.05,
+            ),
         ),
         "search": SearchRecord(
-            effort="standard", seed=0, trials=96, outcomes={"ok": 71, "infeasible": 20, "compile error": 5},
+            effort="standard",
+            seed=0,
+            trials=96,
+            outcomes={"ok": 71, "infeasible": 20, "compile error": 5},
             spaces={"triton/forward": space.load("triton/forward").digest},
         ),
         "versions": {"autoattn": "0.1.0", "torch": "2.13.0", "triton": "3.6.0"},

@@ -39,6 +39,7 @@ FLOORS = (
         "arguments",
         "modifying",
         "packing",
+        "prepared",
         "seeing",
         "module",
         "functional",

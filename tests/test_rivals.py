@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from typing import Any
 
 import kernels
 import pytest
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from autoattn import inputs, reference, rivals
 from autoattn.operands import Operands
@@ -41,6 +45,61 @@ def test_a_named_backend_is_the_one_that_runs() -> None:
     one = kernels.problem()
     with pytest.raises(RuntimeError):
         rivals.sdpa(one, operands_of(one), backend="sdpa-cudnn")
+
+
+SWITCHES = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+)
+
+
+@pytest.mark.parametrize("backend", rivals.BACKENDS)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_backend_is_named_to_pytorch_for_the_call_alone(backend: str, raises: bool) -> None:
+    torch.backends.cuda.enable_math_sdp(False)
+    before = [enabled() for enabled in SWITCHES]
+    try:
+        with pytest.raises(KeyError) if raises else contextlib.nullcontext(), rivals._only(backend):
+            ours = [enabled() for enabled in SWITCHES]
+            if raises:
+                raise KeyError
+        assert [enabled() for enabled in SWITCHES] == before
+        with sdpa_kernel(rivals.BACKENDS[backend]):
+            assert [enabled() for enabled in SWITCHES] == ours
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+
+
+def test_threads_that_name_backends_take_turns() -> None:
+    before = [enabled() for enabled in SWITCHES]
+    seen: dict[str, set[tuple[bool, ...]]] = {backend: set() for backend in rivals.BACKENDS}
+
+    def work(backend: str) -> None:
+        for _ in range(300):
+            with rivals._only(backend):
+                for _ in range(5):
+                    seen[backend].add(tuple(enabled() for enabled in SWITCHES))
+                    time.sleep(0)
+
+    threads = [threading.Thread(target=work, args=(backend,)) for backend in rivals.BACKENDS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(found) for found in seen.values()] == [1, 1, 1]
+    assert [enabled() for enabled in SWITCHES] == before
+
+
+@pytest.mark.parametrize("mask", kernels.MASKS)
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(5, 9), (9, 5), (7, 7)])
+def test_a_bound_call_gives_the_bits_of_an_unbound_one(mask: str, seq_q: int, seq_kv: int) -> None:
+    one = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    operands = operands_of(one)
+    call = rivals.bind(one, operands.scale)
+    assert call is not None
+    assert torch.equal(call(operands.query, operands.key, operands.value), rivals.sdpa(one, operands))
 
 
 def test_rivals_are_named_as_the_cache_knows_them() -> None:

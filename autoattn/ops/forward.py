@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from autoattn import compile
-from autoattn.compile import Kernel
+from autoattn.compile import Addresses, Bound, Descriptor, Kernel
 from autoattn.errors import TensorError
 from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Layout, Problem
@@ -18,6 +20,12 @@ from autoattn.variant import Traits
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
 BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
+POINTERS = (
+    *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
+    *("scratch_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+)
+_MOVING: dict[str, Callable[[Addresses], object]] = {name: itemgetter(place) for place, name in enumerate(POINTERS)}
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
 
 
@@ -57,7 +65,53 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         output: [batch, heads_q, seq_q, head_dim_v] view
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
     """
-    arguments: dict[str, object] = _numbers(problem, operands) | {
+    arguments = _arguments(kernel, problem, operands, output, lse)
+    arguments["scratch_ptr"] = scratch(kernel, problem, operands.query)
+    for one, grid in _passes(kernel, problem, operands):
+        one.launch(grid, arguments)
+
+
+def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> tuple[Bound, ...]:
+    """The passes of `launch`, to be run one after the other for calls that differ from this one in addresses alone.
+
+    They take the addresses in the order of POINTERS. The call must have no other tensors.
+    """
+    arguments = _arguments(kernel, problem, operands, output, lse)
+    moving = _MOVING | {
+        name: _at(POINTERS.index(f"{name}_ptr"), argument)
+        for name, argument in arguments.items()
+        if isinstance(argument, Descriptor)
+    }
+    return tuple(one.bind(grid, arguments, moving) for one, grid in _passes(kernel, problem, operands))
+
+
+def scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Tensor | None:
+    """Zeros for one launch, so that launches on several streams do not share them; None where a kernel needs none."""
+    if not hasattr(kernel.module, "scratch"):
+        return None
+    size = kernel.module.scratch(problem.batch, problem.heads_q, query.shape[2])
+    return query.new_zeros(size, dtype=torch.int32)
+
+
+def _at(place: int, descriptor: Descriptor) -> Callable[[Addresses], Descriptor]:
+    """The same descriptor elsewhere."""
+    return lambda addresses: replace(descriptor, address=addresses[place])
+
+
+def _passes(kernel: Kernel, problem: Problem, operands: Operands) -> Iterator[tuple[Kernel, tuple[int]]]:
+    """What is launched, in order, and on which grids."""
+    sizes = problem.batch, problem.heads_q, operands.query.shape[2], kernel.sm_count
+    yield kernel, kernel.module.grid(*sizes)
+    if kernel.again is not None:
+        yield kernel.again, kernel.module.grid_again(*sizes)
+
+
+def _arguments(
+    kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None
+) -> dict[str, object]:
+    """All that a signature may name, but for scratch."""
+    arguments: dict[str, object] = {
+        **_numbers(problem, operands),
         "query_ptr": operands.query,
         "key_ptr": operands.key,
         "value_ptr": operands.value,
@@ -72,17 +126,10 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         arguments |= _modifiers(operands)
     if operands.table is not None:
         arguments |= _table(operands.table)
-    sizes = (problem.batch, problem.heads_q, operands.query.shape[2])
     if hasattr(kernel.module, "DESCRIPTORS"):
         views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
-        for name, (block, layout) in kernel.module.DESCRIPTORS.items():
-            arguments[name] = compile.descriptor(views[name], block, layout)
-    if hasattr(kernel.module, "scratch"):
-        # One per launch, so that launches on several streams do not share it.
-        arguments["scratch_ptr"] = output.new_zeros(kernel.module.scratch(*sizes), dtype=torch.int32)
-    kernel.launch(kernel.module.grid(*sizes, kernel.sm_count), arguments)
-    if kernel.again is not None:
-        kernel.again.launch(kernel.module.grid_again(*sizes, kernel.sm_count), arguments)
+        arguments |= {name: Descriptor.of(views[name]) for name in kernel.module.DESCRIPTORS}
+    return arguments
 
 
 def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:

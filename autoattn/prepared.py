@@ -1,0 +1,197 @@
+"""Calls that were answered before: what decides an answer finds what was prepared for it, in a few microseconds.
+
+The ordinary way (arguments, answer) reads a call, checks it and plans it. All that it decides from stands in the key
+here, so that a call with a known key needs nothing but memory for its output and a launch. What a key cannot hold is
+never prepared: tensors beside query, key, value and the offsets of packed sequences, functions, a seed, subclasses of
+tensors with rules of their own, and calls that torch.compile traces. An error is never kept either.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoattn import rivals
+from autoattn.arguments import Call
+from autoattn.compile import Bound, Kernel
+from autoattn.mask import Mask
+from autoattn.ops import forward
+from autoattn.problem import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from autoattn.answer import Plan
+
+MOST = 4096  # a growing key cache asks for something new at every step
+Key: TypeAlias = tuple[Hashable, ...]
+Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel sees them
+Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
+_ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
+
+
+def key(tensors: tuple[Any, ...], window: Any, *words: Any) -> Key | None:
+    """All that decides how a call is answered; None when that takes more than a look at its arguments.
+
+    Args:
+        tensors: query, key, value, and cu_seqlens_q and cu_seqlens_kv of a packed call.
+        words: the other arguments, but for the seed of a dropout, which is never prepared.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if window is not None:
+        if type(window) is not tuple:
+            return None
+        words += window
+    kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
+    if not _WORDS.issuperset(kinds):
+        return None
+    facts: Key = ()
+    address, learns = 0, False
+    try:
+        for tensor in tensors:
+            if type(tensor) not in _TENSORS:
+                return None
+            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            address |= tensor.data_ptr()
+            learns = learns or tensor.requires_grad
+    except RuntimeError:  # a sparse or nested tensor has no strides, one under torch.func.vmap no address
+        return None
+    kind = "cuda" if tensors[0].is_cuda else "cpu"
+    state = (
+        address & _ALIGNED,
+        learns and torch.is_grad_enabled(),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        tensors[0].dtype is torch.float32 and torch.get_float32_matmul_precision(),
+    )
+    return facts, state, kinds, words
+
+
+def find(asked: Key | None) -> Callable[..., Answer | None] | None:
+    """What answers calls of a key: given the key's tensors, it returns what the front door returns.
+
+    It returns None when PyTorch refused after all; the ordinary way then says why, or finds another.
+    """
+    return None if asked is None else _known.get(asked)
+
+
+def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan, made: Made, answer: Answer) -> None:
+    """Prepares for the next call of a key, where that is possible.
+
+    Args:
+        tensors: those of the key.
+        call, plan, made: how these were understood, who answered, and with which output and LSE.
+        answer: what the front door returns to its caller: views of these.
+    """
+    if asked is None or not plan.lasting or not _tensors_are_all(tensors, call):
+        return
+    known: _Kernel | _PyTorch | None
+    if plan.kernel is not None:
+        known = _by_kernel(plan.kernel, call, made, answer)
+    else:
+        known = _by_pytorch(asked, call, plan.explanation.route)
+    if known is None:
+        return
+    with _writing:
+        while len(_known) >= MOST:
+            del _known[next(iter(_known))]  # the oldest
+        _known[asked] = known
+
+
+def forget() -> None:
+    """Drops what was prepared."""
+    with _writing:
+        _known.clear()
+
+
+def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
+    """Whether a call computes on the caller's own tensors and nothing else that may be another one next time."""
+    problem, operands = call.problem, call.operands
+    three = operands.query, operands.key, operands.value
+    cast = any(given.dtype is not read.dtype for given, read in zip(tensors, three, strict=False))
+    others = operands.bias, operands.slopes, operands.sinks, operands.table, operands.query_scale  # the last: float8
+    captured = operands.mask_captures or operands.score_captures
+    drawn = problem.modifiers.dropout  # its seed is another one each time
+    return all(tensor is None for tensor in others) and not (call.empty or cast or captured or drawn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kernel:
+    """An answer by a kernel of ours, in one or more passes."""
+
+    shape: torch.Size  # of the output
+    lse_shape: torch.Size | None
+    scratch: int | None  # numbers
+    passes: tuple[Bound, ...]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
+        output = query.new_empty(self.shape)  # in the dtype of the query: other calls are not prepared
+        lse = None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
+        scratch = None if self.scratch is None else query.new_zeros(self.scratch, dtype=torch.int32)
+        addresses = (  # in the order of forward.POINTERS
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(),
+            *(tensor.data_ptr() for tensor in offsets),
+        )
+        for launch in self.passes:
+            launch(addresses)
+        return output if lse is None else (output, lse)
+
+
+def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kernel | None:
+    output, lse = (answer, None) if isinstance(answer, Tensor) else answer
+    if kernel.compiled is None or not output.is_contiguous():  # Triton's interpreter compiles nothing
+        return None
+    passes = forward.bind(kernel, call.problem, call.operands, *made)
+    room = forward.scratch(kernel, call.problem, call.operands.query)
+    return _Kernel(
+        shape=output.shape,
+        lse_shape=None if lse is None else lse.shape,
+        scratch=None if room is None else len(room),
+        passes=passes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PyTorch:
+    """An answer by PyTorch's own attention."""
+
+    asked: Key
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    swapped: bool  # the caller's tensors are [batch, seq, heads, head_dim]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        try:
+            if self.swapped:
+                swapped = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+                return self.attend(*swapped).transpose(1, 2)
+            return self.attend(query, key, value)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            with _writing:
+                _known.pop(self.asked, None)
+            return None
+
+
+def _by_pytorch(asked: Key, call: Call, route: str) -> _PyTorch | None:
+    if route not in (rivals.SDPA, *rivals.BACKENDS):
+        return None
+    attend = rivals.bind(call.problem, call.operands.scale, route)
+    swapped = call.problem.layout is Layout.BSHD
+    return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped)
+
+
+_known: dict[Key, _Kernel | _PyTorch] = {}
+_writing = threading.Lock()

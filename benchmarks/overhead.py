@@ -1,0 +1,164 @@
+"""Measures what a call costs the CPU, ours beside PyTorch's own attention, on the GPU that is here.
+
+python benchmarks/overhead.py [--calls 10000] [--write]
+
+Each call is timed by itself on the host's clock, from the call to its return: reading the arguments, memory for the
+output and the launch, but not the kernel. All calls of a shape take turns in one process, in random order in each
+round, and the GPU is waited for between rounds, outside the clock, so that no launch waits for room in the queue.
+PyTorch's backends are named outside the clock too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import platform
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn.attention import sdpa_kernel
+
+import autoattn
+from autoattn import functional, gpu, rivals
+
+DEVICE = torch.device("cuda")
+RESULTS = Path(__file__).parent / "results"
+WARM = 100  # rounds that are not counted
+ROUNDS_IN_FLIGHT = 16  # with a dozen calls each; CUDA's queue holds 1024 launches
+SHAPES = (  # batch, query heads, key heads, tokens, head dim, causal
+    (1, 1, 1, 128, 64, False),
+    (1, 8, 8, 128, 64, False),
+    (1, 8, 8, 128, 64, True),
+    (4, 16, 16, 512, 128, True),
+    (2, 32, 8, 256, 128, True),
+    (1, 8, 8, 256, 80, False),
+)
+SDPA = "torch SDPA"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """A call, and what must be done around it outside the clock."""
+
+    call: Callable[[], object]
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    microseconds: list[float] = field(default_factory=list)
+
+
+def contestants(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> dict[str, Contestant]:
+    """Our doors, and PyTorch's attention by each backend that takes the tensors."""
+    module = autoattn.Attention(causal=causal)
+    gqa = query.shape[1] != key.shape[1]
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def theirs() -> torch.Tensor:
+        return attend(query, key, value, is_causal=causal, enable_gqa=gqa)
+
+    def by_door() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=gqa)
+
+    found = {
+        SDPA: Contestant(call=theirs),
+        "autoattn.attention": Contestant(call=lambda: autoattn.attention(query, key, value, causal=causal)),
+        "autoattn.attention with LSE (a kernel)": Contestant(
+            call=lambda: autoattn.attention(query, key, value, causal=causal, return_lse=True)
+        ),
+        "autoattn.functional.scaled_dot_product_attention": Contestant(call=by_door),
+        "autoattn.Attention": Contestant(call=lambda: module(query, key, value)),
+        # A list as window is never prepared (autoattn.prepared); this one binds nobody.
+        "autoattn.attention, not prepared": Contestant(
+            call=lambda: autoattn.attention(query, key, value, causal=causal, window=[-1, -1])
+        ),
+    }
+    for name, backend in rivals.BACKENDS.items():
+        try:
+            with warnings.catch_warnings(), sdpa_kernel(backend):
+                warnings.simplefilter("ignore")
+                theirs()
+        except RuntimeError:
+            continue
+        found[f"torch {name}"] = Contestant(call=theirs, around=lambda one=backend: sdpa_kernel(one))
+    return found
+
+
+def measure(calls: dict[str, Contestant], rounds: int) -> None:
+    """Times each call once a round."""
+    order = list(calls.values())
+    shuffle = random.Random(0).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(-WARM, rounds):
+            shuffle(order)
+            for one in order:
+                with one.around():
+                    start = time.perf_counter_ns()
+                    one.call()
+                    spent = time.perf_counter_ns() - start
+                if number >= 0:
+                    one.microseconds.append(spent / 1000)
+            if number % ROUNDS_IN_FLIGHT == 0:
+                torch.cuda.synchronize()
+    finally:
+        gc.enable()
+        torch.cuda.synchronize()
+
+
+def table(shape: tuple[int, int, int, int, int, bool], rounds: int) -> list[str]:
+    """One shape's lines of Markdown."""
+    batch, heads_q, heads_kv, seq, head_dim, causal = shape
+    query, key, value = (
+        torch.randn(batch, heads, seq, head_dim, device=DEVICE, dtype=torch.bfloat16)
+        for heads in (heads_q, heads_kv, heads_kv)
+    )
+    route = autoattn.explain(query, key, value, causal=causal).route
+    calls = contestants(query, key, value, causal)
+    measure(calls, rounds)
+    medians = {name: statistics.median(one.microseconds) for name, one in calls.items()}
+    title = f"B{batch} H{heads_q}/{heads_kv} S{seq} D{head_dim} {'causal' if causal else 'full'}, bfloat16"
+    lines = [f"\n### {title}: `autoattn.attention` takes {route}\n", "| call | median us | 10% to 90% | over SDPA |"]
+    lines.append("|---|---|---|---|")
+    for name, one in calls.items():
+        tenths = statistics.quantiles(one.microseconds, n=10)
+        ratio = medians[name] / medians[SDPA]
+        lines.append(f"| {name} | {medians[name]:.1f} | {tenths[0]:.1f} to {tenths[-1]:.1f} | {ratio:.2f} |")
+    return lines
+
+
+def main() -> None:
+    """Measures all shapes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=10_000, help="of each kind and shape")
+    parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
+    asked = parser.parse_args()
+    card = gpu.present()
+    if card is None:
+        parser.error("this measures on an NVIDIA GPU, and torch finds none")
+    lines = [
+        f"# What a call costs the CPU that feeds an {torch.cuda.get_device_name()}, {date.today()}\n",
+        f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, "
+        f"medians of {asked.calls} calls: `python benchmarks/overhead.py`",
+    ]
+    print("\n".join(lines), flush=True)
+    for shape in SHAPES:
+        found = table(shape, asked.calls)
+        print("\n".join(found), flush=True)
+        lines += found
+    if asked.write:
+        path = RESULTS / f"{date.today()}_{card.name}_overhead.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"\nwrote {path}")
+
+
+if __name__ == "__main__":
+    main()
