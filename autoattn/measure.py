@@ -37,6 +37,14 @@ class Screening:
     samples: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What a contest took, raw."""
+
+    times_us: dict[str, list[float]]  # of each call, one sample a round
+    pulses: list[gpu.Pulse]  # of the card, one a round; empty without NVML
+
+
 class Stopwatch:
     """Times calls on one CUDA device."""
 
@@ -99,30 +107,44 @@ class Stopwatch:
 
         Ends after `seconds`, but not before MIN_ROUNDS. `flops` are those of one call.
         """
+        taken = self.rounds(calls, seconds=seconds, seed=seed)
+        clock = int(statistics.median(pulse.clock_mhz for pulse in taken.pulses)) if taken.pulses else None
+        slowed = any(pulse.slowed for pulse in taken.pulses)
+        return {name: summary(values, flops, clock, slowed) for name, values in taken.times_us.items()}
+
+    def rounds(self, calls: dict[str, Call], *, seconds: float, seed: int, count: int | None = None) -> Rounds:
+        """The rounds of a contest: `count` of them, or as many as begin within `seconds` and at least MIN_ROUNDS."""
         rng = random.Random(seed)
         order = list(calls)
         times: dict[str, list[float]] = {name: [] for name in order}
-        clocks: list[int] = []
-        slowed = False
+        pulses: list[gpu.Pulse] = []
         self.warm()
         for call in calls.values():
             call()
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
-        rounds = 0
-        while rounds < MIN_ROUNDS or time.perf_counter() - begin < seconds:
+        done = 0
+        while (done < MIN_ROUNDS or time.perf_counter() - begin < seconds) if count is None else done < count:
             rng.shuffle(order)
             for name in order:
                 times[name] += self.samples(calls[name], 1)
-            rounds += 1
+            done += 1
             pulse = gpu.pulse(self.index)
-            if pulse is not None:
-                clocks.append(pulse.clock_mhz)
-                slowed = slowed or pulse.slowed
-        return {
-            name: summary(values, flops, int(statistics.median(clocks)) if clocks else None, slowed)
-            for name, values in times.items()
-        }
+            pulses += [] if pulse is None else [pulse]
+        return Rounds(times_us=times, pulses=pulses)
+
+    def graph(self, call: Call, count: int) -> Call:
+        """A call that replays a CUDA graph of `count` calls, one behind the other.
+
+        Raises:
+            RuntimeError: the call does something that a graph cannot hold.
+        """
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(recorded):
+            for _ in range(count):
+                call()
+        replay: Call = recorded.replay
+        return replay
 
 
 def summary(times_us: list[float], flops: int, clock_mhz: int | None, throttled: bool) -> Measurement:

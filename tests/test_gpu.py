@@ -30,6 +30,11 @@ class PretendedNvml(SimpleNamespace):
     NVML_CLOCK_SM = 1
     nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815 - NVML's own names
     nvmlClocksThrottleReasonHwThermalSlowdown = 64  # noqa: N815
+    nvmlClocksThrottleReasonSwPowerCap = 4  # noqa: N815
+    nvmlClocksThrottleReasonSwThermalSlowdown = 32  # noqa: N815
+    nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 128  # noqa: N815
+    nvmlClocksThrottleReasonApplicationsClocksSetting = 2  # noqa: N815
+    NVML_TEMPERATURE_GPU = 0
     NVMLError = NVMLError
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
@@ -43,6 +48,9 @@ class PretendedNvml(SimpleNamespace):
         if self.clock is None:
             raise NVMLError
         return int(self.clock)
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
+        return 61
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.159.04"
