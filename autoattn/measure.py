@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +112,7 @@ class Stopwatch:
         slowed = any(pulse.slowed for pulse in taken.pulses)
         return {name: summary(values, flops, clock, slowed) for name, values in taken.times_us.items()}
 
-    def rounds(self, calls: dict[str, Call], *, seconds: float, seed: int, count: int | None = None) -> Rounds:
+    def rounds(self, calls: Mapping[str, Call], *, seconds: float, seed: int, count: int | None = None) -> Rounds:
         """The rounds of a contest: `count` of them, or as many as begin within `seconds` and at least MIN_ROUNDS."""
         rng = random.Random(seed)
         order = list(calls)

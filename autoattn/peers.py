@@ -103,7 +103,8 @@ def _rival(name: str, about: str, refuses: Callable[[Problem], str | None]) -> P
 def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention
+    found: Callable[..., Any] = flex_attention
+    return found
 
 
 def _why_not_flex(problem: Problem) -> str | None:
@@ -256,9 +257,7 @@ def _why_not_flash(alibi: bool, values: bool, problem: Problem) -> str | None:
     return None
 
 
-def _flash(
-    load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: Problem, operands: Operands
-) -> Call:
+def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: Problem, operands: Operands) -> Call:
     """A call of FlashAttention in its own layout, [batch, seq, heads, head_dim] without gaps.
 
     Args:

@@ -26,6 +26,7 @@ FLOORS = (
         "waves",
         "gpu",
         "rivals",
+        "peers",
         "operands",
         "inputs",
         "blocks",
@@ -46,7 +47,7 @@ FLOORS = (
         "dilated",
         "multihead",
     },
-    {"verify", "report", "cli", "__main__"},
+    {"verify", "bench", "comparison", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
 
@@ -54,7 +55,7 @@ FACE = "__init__"  # autoattn itself: the public names of floor 4
 PACKAGES = (
     set(),
     {"jinja2", "yaml", "msgspec", "platformdirs", "filelock"},
-    {"torch", "triton", "numpy", "pynvml"},
+    {"torch", "triton", "numpy", "pynvml", "flash_attn", "flash_attn_interface"},
     {"optuna"},
     set(),
     {"typer", "rich"},
@@ -64,6 +65,8 @@ DOORS = {
     "yaml": {"resources"},
     "platformdirs": {"resources"},
     "optuna": {"study"},
+    "flash_attn": {"peers"},
+    "flash_attn_interface": {"peers"},
     "triton.compiler": {"compile"},
     "triton.backends": {"compile"},
     "typer": {"cli"},

@@ -166,7 +166,16 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (4, False), (8, True), (64, True), (4 | 64, True)])
 def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: PretendedNvml, reasons: int, slowed: bool) -> None:
     nvml.reasons = reasons
-    assert gpu.pulse(0) == gpu.Pulse(clock_mhz=1755, slowed=slowed)
+    found = gpu.pulse(0)
+    assert found is not None
+    assert (found.clock_mhz, found.slowed, found.temperature_c) == (1755, slowed, 61)
+
+
+def test_what_holds_the_clock_down_is_told_in_words(nvml: PretendedNvml) -> None:
+    nvml.reasons = 4 | 64 | 1  # 1 is idleness, which holds nothing down
+    found = gpu.pulse(0)
+    assert found is not None
+    assert found.reasons == ("power cap", "hardware thermal slowdown")
 
 
 @pytest.mark.parametrize("uuid", ["1234", "GPU-1234"])
