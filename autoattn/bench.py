@@ -166,13 +166,13 @@ class _Bench:
         route = told.variant.template if told.route == KERNEL and told.variant is not None else told.route
         first = Contestant(name=OURS, ours=True, route=route, level=told.level.value)
         if told.route == KERNEL and told.variant is not None:
-            first = replace(first, variant=str(told.variant))
+            first = replace(first, variant=told.variant)
         yield _Guarded(first, lambda: answer.run(call, lse=False)[0])
         if self.options.ours is not Ours.VARIANTS:
             return
         ran = told.variant if told.route == KERNEL else None
         for number, variant in enumerate(self._variants(told, ran), start=1):
-            facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=str(variant))
+            facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=variant)
             yield _Guarded(facts, _Kernel(case, variant))
 
     def _variants(self, told: dispatch.Explanation, ran: Variant | None) -> list[Variant]:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from autoattn.problem import Problem
+from autoattn.variant import Variant
 
 if TYPE_CHECKING:
     from autoattn.gpu import Pulse
@@ -72,12 +73,22 @@ class Contestant:
     allowed: float | None = None  # what the gate allows our kernels there
     route: str = ""  # of ours: template that ran, or the rival that a call takes
     level: str = ""  # of dispatch
-    variant: str = ""  # parameters of the kernel that ran
+    variant: Variant | None = None  # the kernel that ran; None where a rival did
+
+    @property
+    def timed(self) -> bool:
+        """Whether it is right and has a time."""
+        return self.state is State.OK and bool(self.times_us)
 
     @property
     def median_us(self) -> float:
         """NaN where nothing was timed."""
         return statistics.median(self.times_us) if self.times_us else math.nan
+
+    def quantile_us(self, share: float) -> float:
+        """The sample that `share` of all are not above; NaN where nothing was timed."""
+        ordered = sorted(self.times_us)
+        return ordered[round(share * (len(ordered) - 1))] if ordered else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +122,7 @@ class Row:
         return self.problem.flops() / contestant.median_us / 1e6
 
     def _fastest(self, *, ours: bool) -> Contestant | None:
-        timed = [one for one in self.contestants if one.ours is ours and one.state is State.OK and one.times_us]
+        timed = [one for one in self.contestants if one.ours is ours and one.timed]
         return min(timed, key=lambda one: one.median_us, default=None)
 
 
