@@ -20,6 +20,7 @@ from autoattn.trial import Measurement
 Call = Callable[[], object]
 WARM_SECONDS = 0.15  # less leaves the first contestants slower: triton issue 2306
 SPIN_CYCLES = 450_000  # about 250 us at 1.8 GHz: the host needs up to 80 us to enqueue one call of SDPA's backends
+HIDDEN_US = 220.0  # of the host's time that the spin hides at any clock up to 1980 MHz, less what enqueuing it takes
 HOST_BOUND_US = 2_000.0  # calls longer than this hide the host's work by themselves
 LOSER = 1.5  # a call this many times slower than the best is not measured further
 SCREEN_SECONDS = 0.03  # of GPU time for one variant of the search

@@ -12,7 +12,9 @@ from autoattn.cli import options
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoattn.comparison import Row, Run
+    from collections.abc import Iterator
+
+    from autoattn.comparison import Options, Row, Run
     from autoattn.problem import Problem
 
 EXAMPLES = (
@@ -87,7 +89,7 @@ def _picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> li
 
 
 def _spelled(
-    shapes: Path, out: Path, peers: str, group: list[str] | None, only: list[str] | None, settings: object
+    shapes: Path, out: Path, peers: str, group: list[str] | None, only: list[str] | None, settings: Options
 ) -> str:
     """The command that repeats the run."""
     words = ["autoattn", "bench", str(shapes), "--peers", peers]
@@ -100,7 +102,7 @@ def _spelled(
     return shlex.join([*words, "--out", str(out)])
 
 
-def _go(run: Run, rows: object, out: Path) -> None:
+def _go(run: Run, rows: Iterator[Row], out: Path) -> None:
     """Runs row by row, and writes all that is known after each."""
     from autoattn.cli import terminal
     from autoattn.report import comparison
@@ -111,7 +113,7 @@ def _go(run: Run, rows: object, out: Path) -> None:
         console.print(f"{name} is missing: {why}", soft_wrap=True)
     interrupted = False
     try:
-        for row in rows:  # type: ignore[attr-defined]
+        for row in rows:
             run.rows.append(row)
             console.print(line(run, row), soft_wrap=True)
             comparison.write(run, out)

@@ -98,12 +98,13 @@ def cell(row: Row, name: str) -> str:
 
 
 def told(run: Run) -> list[tuple[str, str, int]]:
-    """(contestant, what is the matter, rows) of all that could not be compared, missing peers first."""
+    """(contestant, what is the matter, rows) of all that was not compared, or not quite; missing peers first."""
     counted: Counter[tuple[str, str]] = Counter()
     for row in run.rows:
         for one in row.contestants:
-            if one.state is not State.OK and one.name not in run.missing:
-                counted[one.name, f"{'' if one.state is State.ABSENT else one.state.value + ': '}{one.detail}"] += 1
+            if one.detail and one.name not in run.missing:
+                known = "" if one.state in (State.OK, State.ABSENT) else f"{one.state.value}: "
+                counted[one.name, known + one.detail] += 1
     missing = [(name, why, len(run.rows)) for name, why in run.missing.items()]
     return missing + [(name, why, count) for (name, why), count in counted.items()]
 
