@@ -41,7 +41,7 @@ def test_peers_are_found_by_name_each_once_in_the_order_given() -> None:
 
 @pytest.mark.parametrize("names", ["", "fa5", "fa4,,flex", "SDPA"])
 def test_an_unknown_name_is_answered_with_all_names(names: str) -> None:
-    with pytest.raises(UsageError, match="sdpa, sdpa-flash, .*fa4, got"):
+    with pytest.raises(UsageError, match=r"sdpa, sdpa-flash, .*fa4, got"):
         peers.named(names)
 
 

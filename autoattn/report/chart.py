@@ -44,7 +44,7 @@ def svg_text(run: Run) -> str:
         report.environment(autoescape=True)
         .get_template("chart.svg.j2")
         .render(
-            title=f"{run.machine['card']}, {run.options.inputs.value} inputs",
+            title=figures.printable(f"{run.machine['card']}, {run.options.inputs.value} inputs"),
             unit="bars: share of the row's fastest; numbers: TFLOP/s"
             if shares
             else "TFLOP/s of the pairs that are kept",
