@@ -343,11 +343,11 @@ def test_the_markdown_says_what_was_measured_and_what_was_not(two: Run) -> None:
     text = comparison.markdown_text(two)
     table = [line for line in text.splitlines() if line.startswith(("| Problem", "| bf16"))]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {11}
-    assert "| 1.25x | sdpa-cudnn | triton/forward" in table[1]
+    assert "| 1.250x | sdpa-cudnn | triton/forward" in table[1]
     assert "| wrong |" in table[1]
     assert "(graph)" in table[2]
     assert "| out of memory |" in table[2]
-    assert "**1.00x** as fast in the geometric mean of 2 rows; lowest 0.80x (bf16 B4" in text
+    assert "**1.000x** as fast in the geometric mean of 2 rows; lowest 0.800x (bf16 B4" in text
     assert "1 of 2 rows below 1" in text
     assert "fa2, 2 of 2 rows: not installed (no module flash\\_attn)" in text
     assert "fa4, 1 of 2 rows: wrong: error 1 where 0.004 is allowed" in text

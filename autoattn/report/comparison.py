@@ -125,7 +125,7 @@ def clock(row: Row) -> str:
 def markdown_text(run: Run) -> str:
     """Header, table, standings, what was not compared, kernels and clocks."""
     made = report.environment(finalize=report.markdown_cell)
-    made.filters.update(ran=ran, cell=cell, clock=clock, spread=_spread)
+    made.filters.update(ran=ran, cell=cell, clock=clock, spread=_spread, precise=precise)
     return made.get_template("comparison.md.j2").render(
         run=run,
         best=against_best(run.rows),
@@ -135,6 +135,11 @@ def markdown_text(run: Run) -> str:
         graph=Timing.GRAPH,
         fenced=report.fenced,
     )
+
+
+def precise(ratio: float) -> str:
+    """A ratio with three digits, so that what is just below 1 is seen to be."""
+    return f"{ratio:.3f}x"
 
 
 def _spread(one: Contestant) -> str:
