@@ -8,8 +8,8 @@ from autoattn import report
 from autoattn.comparison import Row, Run
 from autoattn.report import figures
 
-WIDTH, LEFT, RIGHT = 960, 330, 70  # of the picture, of the problems' names, and for numbers behind the longest bar
-TOP, BAR, GAP = 76, 13, 14  # head, one bar, and between two problems
+WIDTH, LEFT, RIGHT = 960, 370, 50  # of the picture, of the problems' names, and for numbers behind the longest bar
+TOP, BAR, GAP = 76, 10, 9  # head, one bar, and between two problems
 FAR = 8.0  # from this ratio of the rows' best rates on, bars are drawn as shares of their own row's best
 OURS = "autoattn"
 
