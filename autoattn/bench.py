@@ -19,7 +19,7 @@ from torch import Tensor
 import autoattn
 from autoattn import answer, compile, dispatch, gpu, measure, render, resources, space, validate
 from autoattn.arguments import Call
-from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, State, Timing
+from autoattn.comparison import LOOSE, Contestant, Inputs, Options, Ours, Row, State, Timing
 from autoattn.entry import KERNEL
 from autoattn.errors import AutoattnError, DeviceError, StateError
 from autoattn.gpu import Pulse
@@ -33,7 +33,6 @@ from autoattn.variant import Variant
 
 OURS = "autoattn"  # what a call of autoattn.attention runs
 ROWS = 32  # query rows that are compared with the reference, of all heads and sequences
-LOOSE = 4.0  # a peer is wrong from this many times the error that the gate allows our kernels
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
 GRAPH_CALLS = 20  # in one replay, at most
 GRAPH_US = 1000.0  # of work in one replay; fewer calls when they are longer

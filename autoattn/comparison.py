@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from autoattn.gpu import Pulse
 
 
+LOOSE = 4.0  # a peer is wrong from this many times the error that the gate allows our kernels
+
+
 class Inputs(str, Enum):
     """What the operands are like."""
 
