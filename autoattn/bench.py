@@ -5,11 +5,14 @@ Everything that goes wrong with one contestant becomes a value in its row, and t
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -20,21 +23,26 @@ import autoattn
 from autoattn import answer, compile, dispatch, gpu, measure, render, resources, space, validate
 from autoattn.arguments import Call
 from autoattn.comparison import LOOSE, Contestant, Inputs, Options, Ours, Row, State, Timing
+from autoattn.device import Device
 from autoattn.entry import KERNEL
 from autoattn.errors import AutoattnError, DeviceError, StateError
 from autoattn.gpu import Pulse
 from autoattn.inputs import Scores
+from autoattn.jobs import Inspect
 from autoattn.measure import Stopwatch
 from autoattn.ops import forward
 from autoattn.peers import Peer
 from autoattn.problem import Precision, Problem
 from autoattn.validate import Case
-from autoattn.variant import Variant
+from autoattn.variant import Source, Variant
+from autoattn.workers import Pool
 
 OURS = "autoattn"  # what a call of autoattn.attention runs
 ROWS = 32  # query rows that are compared with the reference, of all heads and sequences
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
 GRAPH_CALLS = 20  # in one replay, at most
+WORTH_A_POOL = 3  # kernels; starting workers takes as long as compiling a few
+COMPILE_SECONDS = 120.0  # for one kernel
 GRAPH_US = 1000.0  # of work in one replay; fewer calls when they are longer
 
 
@@ -66,9 +74,50 @@ def rows(problems: Iterable[Problem], peers: list[Peer], options: Options) -> It
     Raises:
         StateError: a contestant has broken the CUDA context, so that nothing more can run in this process.
     """
+    problems = list(problems)
     bench = _Bench(peers, options)
+    if bench.card is not None:
+        _compile_ahead(sources(problems, bench.card, options.ours), bench.card.arch)
     for problem in problems:
-        yield bench.row(problem)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a peer has to say of itself, once a row
+            row = bench.row(problem)
+        yield row
+
+
+def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Source]:
+    """The distinct kernels that the rows will run, as calls on contiguous tensors need them."""
+    found: dict[Source, None] = {}
+    for problem in problems:
+        told = dispatch.explain(problem, card)
+        ran = dispatch.variants(told, card)[:1]
+        for variant in [*ran, *(_variants(told, None, card) if ours is Ours.VARIANTS else ())]:
+            with suppress(AutoattnError):  # it is told where the row runs
+                found[render.render(problem, variant)] = None
+    return list(found)
+
+
+def _compile_ahead(kernels: list[Source], arch: int) -> None:
+    """Fills Triton's cache by all cores, while nothing is timed; what the compiler refuses is told in its row."""
+    if len(kernels) < WORTH_A_POOL:
+        return
+    with Pool(size=min(len(kernels), os.cpu_count() or 1)) as pool:
+        for kernel in kernels:
+            pool.submit(Inspect(source=kernel, arch=arch), COMPILE_SECONDS)
+        while pool.next_results():
+            pass
+
+
+def _variants(told: dispatch.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
+    """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
+    problem, found = told.problem, []
+    if told.entry is not None:
+        params = [told.entry.params, *(one.params for one in told.entry.candidates)]
+        found = [Variant.of(told.entry.template, one) for one in params]
+    if problem is not None and card is not None:
+        for template in resources.template_names(problem.op):
+            found += space.load(template).seeds_for(problem, card)
+    return [one for one in dict.fromkeys(found) if one != ran]
 
 
 class _Guarded:
@@ -170,20 +219,9 @@ class _Bench:
         if self.options.ours is not Ours.VARIANTS:
             return
         ran = told.variant if told.route == KERNEL else None
-        for number, variant in enumerate(self._variants(told, ran), start=1):
+        for number, variant in enumerate(_variants(told, ran, self.card), start=1):
             facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=variant)
             yield _Guarded(facts, _Kernel(case, variant))
-
-    def _variants(self, told: dispatch.Explanation, ran: Variant | None) -> list[Variant]:
-        """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
-        problem, found = told.problem, []
-        if told.entry is not None:
-            params = [told.entry.params, *(one.params for one in told.entry.candidates)]
-            found = [Variant.of(told.entry.template, one) for one in params]
-        if problem is not None and self.card is not None:
-            for template in resources.template_names(problem.op):
-                found += space.load(template).seeds_for(problem, self.card)
-        return [one for one in dict.fromkeys(found) if one != ran]
 
     def _peers(self, case: Case) -> Iterator[_Guarded]:
         for peer in self.peers:
@@ -198,7 +236,11 @@ class _Bench:
         if entrant.contestant.state is not State.OK:
             return
         begin = time.perf_counter()
-        output = entrant()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            output = entrant()
+        if entrant.failed and (why := _why(said)):
+            entrant.mark(detail=f"{entrant.contestant.detail} ({why})")
         try:
             self._settle(entrant, case.problem)
             entrant.mark(first_s=time.perf_counter() - begin)
@@ -254,6 +296,12 @@ class _Bench:
             if host is not None and host > measure.HIDDEN_US:
                 one.mark(detail=f"its host takes {host:.0f} us a call, of which its time holds a part")
         return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
+
+
+def _why(said: Iterable[warnings.WarningMessage]) -> str:
+    """What PyTorch warns of when a backend does not take the inputs, without what it says of the other backends."""
+    texts = [" ".join(str(one.message).split()).split(" (Triggered internally")[0] for one in said]
+    return "; ".join(text for text in texts if not re.search(r"not used because|runtime disabled", text))[:300]
 
 
 def _device() -> torch.device:

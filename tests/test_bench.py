@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,15 +18,16 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import bench, gpu, peers, rivals
+from autoattn import bench, cache, gpu, peers, resources, rivals
 from autoattn.cli.app import run
 from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, Run, State, Timing
+from autoattn.entry import KERNEL
 from autoattn.errors import StateError
 from autoattn.gpu import Pulse
 from autoattn.measure import Rounds
 from autoattn.operands import Operands
 from autoattn.peers import Peer
-from autoattn.problem import Problem
+from autoattn.problem import DType, Op, Problem
 from autoattn.report import chart, comparison
 
 CPU = torch.device("cpu")
@@ -77,6 +79,7 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     monkeypatch.setattr(bench, "Stopwatch", lambda device: found)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(bench, "_compile_ahead", lambda kernels, arch: None)
     return found
 
 
@@ -250,6 +253,38 @@ def test_variants_are_what_the_seeds_name_without_the_one_that_ran(monkeypatch: 
     assert others
     assert {one.state for one in others} == {State.FAILED}, "no kernel runs here"
     assert len({one.variant for one in row.contestants}) == len(row.contestants)
+
+
+def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
+    entry = samples.current(
+        samples.measured(kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal"), choice=KERNEL)
+    )
+    cache.merge(resources.user_cache(), samples.H200, Op.FORWARD, [entry])
+    others = [entry.problem, kernels.problem(head_dim=64), kernels.problem(head_dim=64, batch=3)]
+    found = bench.sources(others, samples.H200, Ours.DISPATCH)
+    assert len(found) == 2, "one is tuned, the others share the default"
+    assert found[0].variant == entry.variant
+    assert set(found) < set(bench.sources(others, samples.H200, Ours.VARIANTS))
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = bench.sources([kernels.problem(head_dim=64)], samples.H200, Ours.VARIANTS)[:3]
+    bench._compile_ahead(found, samples.H200.arch)
+    assert len(list(tmp_path.glob("*/*.cubin"))) == 3
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_why_a_backend_does_not_take_the_inputs_is_told_and_nothing_else() -> None:
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        warnings.warn("Flash attention kernel not used because: (Triggered internally at /a/b.cpp:1)", stacklevel=1)
+        warnings.warn("CuDNN attention has been runtime disabled.", stacklevel=1)
+        warnings.warn("Expected head dims below 256. (Triggered internally at /a/b.cpp:2)", stacklevel=1)
+        raise RuntimeError("No available kernel.")
+
+    row = benched(planted("picky", call))
+    assert named(row, "picky").detail == "RuntimeError: No available kernel. (Expected head dims below 256.)"
 
 
 # --- ratios -----------------------------------------------------------------------------------------------------------
