@@ -109,10 +109,17 @@ def pulse(index: int) -> Pulse | None:
         return Pulse(
             clock_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             slowed=any(reasons & getattr(nvml, name) for name in _SLOWDOWN),
-            temperature_c=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=_temperature(nvml, handle),
             reasons=tuple(words for words, name in _REASONS.items() if reasons & getattr(nvml, name)),
         )
     except nvml.NVMLError:
+        return None
+
+
+def _temperature(nvml: ModuleType, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    except nvml.NVMLError:  # parts of a card may tell their clock alone
         return None
 
 

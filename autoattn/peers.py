@@ -73,6 +73,8 @@ def _why_missing(peer: Peer) -> str | None:
         peer.load()
     except ModuleNotFoundError as error:
         return f"not installed (no module {error.name})"
+    except ImportError as error:
+        return f"not installed ({error.name or 'its package'} is there without it, or cannot be loaded)"
     except Exception as error:  # a package that was built for another PyTorch raises what it likes
         return f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None

@@ -18,7 +18,7 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import bench, cache, gpu, peers, resources, rivals
+from autoattn import bench, cache, dispatch, gpu, peers, resources, rivals
 from autoattn.cli.app import run
 from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, Run, State, Timing
 from autoattn.entry import KERNEL
@@ -174,7 +174,7 @@ def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepar
     refusing = planted("coy", rivals.sdpa, prepare=prepare, refuses=lambda problem: "it has no such mask")
     row = benched(missing, refusing)
     assert [one.state for one in row.contestants] == [State.OK, State.ABSENT, State.ABSENT]
-    assert "no module no_such_package" in named(row, "away").detail
+    assert "not installed (no module no_such_package" in named(row, "away").detail
     assert named(row, "coy").detail == "it has no such mask"
     assert row.ours is not None, "without any peer ours runs"
     assert (row.best_peer, row.ratio) == (None, None)
@@ -265,6 +265,12 @@ def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
     assert len(found) == 2, "one is tuned, the others share the default"
     assert found[0].variant == entry.variant
     assert set(found) < set(bench.sources(others, samples.H200, Ours.VARIANTS))
+
+
+def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
+    told = dispatch.explain(kernels.problem(head_dim=64), samples.H200)
+    assert told.variant in bench._variants(told, None, samples.H200)
+    assert told.variant not in bench._variants(told, told.variant, samples.H200)
 
 
 @pytest.mark.slow
@@ -539,6 +545,20 @@ def test_ctrl_c_keeps_what_was_done(
 
     monkeypatch.setattr(bench, "rows", rows)
     assert run(["bench", str(shapes), "--out", str(tmp_path)]) == 130
+    assert "Not finished: 1 of 3 problems are here" in (tmp_path / "bench.md").read_text()
+
+
+def test_what_was_done_is_kept_when_the_card_breaks(
+    pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bench.rows
+
+    def rows(*arguments: Any) -> Iterator[Row]:
+        yield next(whole(*arguments))
+        raise StateError("the GPU must go on, but it did not; try again")
+
+    monkeypatch.setattr(bench, "rows", rows)
+    assert run(["bench", str(shapes), "--out", str(tmp_path)]) == 1
     assert "Not finished: 1 of 3 problems are here" in (tmp_path / "bench.md").read_text()
 
 

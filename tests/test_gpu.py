@@ -50,7 +50,9 @@ class PretendedNvml(SimpleNamespace):
         return int(self.clock)
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
-        return 61
+        if self.heat is None:
+            raise NVMLError
+        return int(self.heat)
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.159.04"
@@ -158,7 +160,7 @@ def test_a_name_that_nobody_knows_is_refused() -> None:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
     plug_in(monkeypatch)
-    pretended = PretendedNvml(reasons=0, clock=1755)
+    pretended = PretendedNvml(reasons=0, clock=1755, heat=61)
     monkeypatch.setattr(gpu, "_nvml", lambda: pretended)
     return pretended
 
@@ -183,6 +185,11 @@ def test_the_card_is_the_one_that_cuda_means(nvml: PretendedNvml, monkeypatch: p
     plug_in(monkeypatch, uuid=uuid)
     gpu.pulse(0)
     assert nvml.asked == "GPU-1234"
+
+
+def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: PretendedNvml) -> None:
+    nvml.heat = None
+    assert gpu.pulse(0) == gpu.Pulse(clock_mhz=1755, slowed=False)
 
 
 def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,8 @@ from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 
 CPU = torch.device("cpu")
 LENGTHS = ((33, 50), (50, 33), (130, 300), (300, 130), (256, 256), (1, 200))
-MASKS = ("causal", "causal:top-left", "window:40,9", "window:0,0", "window:-1,20", "window:20,-1", "window:200,0")
+MASKS = ("causal", "causal:top-left", "window:40,9", "window:0,0", "window:-1,20", "window:20,-1", "window:200,0",
+         "window:126,200", "window:200,126", "window:127,200")  # fmt: skip
 
 
 def operands_of(one: Problem) -> Operands:
@@ -68,7 +70,15 @@ def test_what_is_not_installed_says_so_whatever_the_problem(name: str) -> None:
 def test_a_package_of_which_another_part_is_installed_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 alone brings a package flash_attn without FlashAttention-2's functions."""
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    assert "cannot be imported (ImportError" in (PEERS["fa2"].why_not(kernels.problem()) or "")
+    assert "not installed (flash_attn is there without it" in (PEERS["fa2"].why_not(kernels.problem()) or "")
+
+
+def test_a_package_that_breaks_at_import_is_missing_with_its_own_words() -> None:
+    def load() -> object:
+        raise OSError("undefined symbol:\n_ZN3c10")
+
+    broken = replace(PEERS["fa3"], load=load)
+    assert broken.why_not(kernels.problem()) == "cannot be imported (OSError: undefined symbol: _ZN3c10)"
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
