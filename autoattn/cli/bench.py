@@ -108,7 +108,10 @@ def _go(run: Run, rows: Iterator[Row], out: Path) -> None:
     from autoattn.report import comparison
 
     console = terminal.console()
-    console.print(f"{run.machine['card']}: {run.planned} problems, {run.options.inputs.value} inputs", soft_wrap=True)
+    console.print(
+        f"{run.machine['card']}: {run.planned} problems, {run.options.inputs.value} inputs; kernels are compiled first",
+        soft_wrap=True,
+    )
     for name, why in run.missing.items():
         console.print(f"{name} is missing: {why}", soft_wrap=True)
     interrupted = False
