@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, compile, dispatch, gpu, measure, render, resources, space, validate
+from autoattn import answer, compile, dispatch, gpu, measure, render, space, validate
 from autoattn.arguments import Call
 from autoattn.comparison import LOOSE, Contestant, Inputs, Options, Ours, Row, State, Timing
 from autoattn.device import Device
@@ -115,9 +115,9 @@ def _variants(told: dispatch.Explanation, ran: Variant | None, card: Device | No
         params = [told.entry.params, *(one.params for one in told.entry.candidates)]
         found = [Variant.of(told.entry.template, one) for one in params]
     if problem is not None and card is not None:
-        for template in resources.template_names(problem.op):
-            found += space.load(template).seeds_for(problem, card)
-    return [one for one in dict.fromkeys(found) if one != ran]
+        for one in space.of(problem.op):
+            found += one.seeds_for(problem, card)
+    return [variant for variant in dict.fromkeys(found) if variant != ran]
 
 
 class _Guarded:

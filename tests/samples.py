@@ -105,11 +105,24 @@ def _common(one: Problem, time_us: float) -> dict[str, Any]:
             loop=loop,
         ),
         "candidates": (
-            Candidate(template="triton/forward", params={**params, "BLOCK_N": 16}, source_digest="aa" * 8, time_us=time_us * 1.01),
-            Candidate(template="triton/forward", params={**params, "num_warps": 2}, source_digest="bb" * 8, time_us=time_us * 1.05),
+            Candidate(
+                template="triton/forward",
+                params={**params, "BLOCK_N": 16},
+                source_digest="aa" * 8,
+                time_us=time_us * 1.01,
+            ),
+            Candidate(
+                template="triton/forward",
+                params={**params, "num_warps": 2},
+                source_digest="bb" * 8,
+                time_us=time_us * 1.05,
+            ),
         ),
         "search": SearchRecord(
-            effort="standard", seed=0, trials=96, outcomes={"ok": 71, "infeasible": 20, "compile error": 5},
+            effort="standard",
+            seed=0,
+            trials=96,
+            outcomes={"ok": 71, "infeasible": 20, "compile error": 5},
             spaces={"triton/forward": space.load("triton/forward").digest},
         ),
         "versions": {"autoattn": "0.1.0", "torch": "2.13.0", "triton": "3.6.0"},
