@@ -294,7 +294,9 @@ class _Bench:
             host = statistics.median(one.host_us) if one.host_us and not by_graph else None
             one.mark(times_us=times, calls=counts[name], host_us=host)
             if host is not None and host > measure.HIDDEN_US:
-                one.mark(detail=f"its host takes {host:.0f} us a call, of which its time holds a part")
+                one.mark(
+                    detail=f"its host takes more than the {measure.HIDDEN_US:.0f} us that are hidden; its time has a part"
+                )
         return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
 
 

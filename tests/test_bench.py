@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -195,6 +196,18 @@ def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(StateError, match=r"but rogue broke it on fp16 .*illegal memory access.*; bench without it"):
         benched(planted("rogue", call))
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        time.sleep(0.002)
+        return rivals.sdpa(problem, operands)
+
+    slow = named(benched(planted("slow", call)), "slow")
+    assert slow.state is State.OK
+    assert (slow.host_us or 0.0) > 2000.0
+    assert "more than the 220 us that are hidden" in slow.detail
 
 
 def test_small_problems_are_replayed_from_graphs_of_several_calls(stopwatch: Stopwatch) -> None:
