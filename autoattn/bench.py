@@ -295,7 +295,7 @@ class _Bench:
             one.mark(times_us=times, calls=counts[name], host_us=host)
             if host is not None and host > measure.HIDDEN_US:
                 one.mark(
-                    detail=f"its host takes more than the {measure.HIDDEN_US:.0f} us that are hidden; its time has a part"
+                    detail=f"its host takes more than the {measure.HIDDEN_US:.0f} us that are hidden; its time has some"
                 )
         return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
 
