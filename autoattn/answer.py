@@ -102,8 +102,9 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
             kernel = _loaded(render.render(problem, variant, traits), index)
         except CompileError as error:
             refused = str(error)
+            explanation = dispatch.without(explanation, variant, refused)
         else:
-            return Plan(replace(explanation, variant=variant), kernel)
+            return Plan(dispatch.by(explanation, variant), kernel)
     if refused:
         return _without_kernel(refused, problem, traits.lse, explanation.steps)
     return Plan(explanation)

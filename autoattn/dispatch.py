@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -75,14 +75,29 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
 def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
     """What to compile for an explanation, best first; nothing when a rival runs.
 
-    A default that does not fit the card, which only the compiler can tell, makes way for the template's next seed.
+    Whether a variant fits the card and how the tensors lie, only compiling tells; one that does not makes way for the
+    seeds of the operation's templates.
     """
     if explanation.route != KERNEL or explanation.variant is None:
         return []
-    if explanation.level is not Level.DEFAULT or explanation.problem is None or device is None:
+    if explanation.problem is None or device is None:
         return [explanation.variant]
     spaces = space.of(explanation.problem.op)
-    return [variant for one in spaces for variant in one.seeds_for(explanation.problem, device)]
+    seeds = [variant for one in spaces for variant in one.seeds_for(explanation.problem, device)]
+    return list(dict.fromkeys([explanation.variant, *seeds]))
+
+
+def without(explanation: Explanation, variant: Variant, reason: str) -> Explanation:
+    """The explanation, once `variant` was refused."""
+    return replace(explanation, steps=(*explanation.steps, f"{variant.template}: {reason}"))
+
+
+def by(explanation: Explanation, variant: Variant) -> Explanation:
+    """The explanation, once `variant` is what runs."""
+    if variant == explanation.variant or explanation.level is Level.DEFAULT:
+        return replace(explanation, variant=variant)
+    reason = f"{explanation.reason}, but its kernel cannot run here, so a default of {variant.template} does"
+    return replace(explanation, level=Level.DEFAULT, reason=reason, variant=variant)
 
 
 class _Search:

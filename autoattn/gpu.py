@@ -16,6 +16,15 @@ from autoattn.errors import DeviceError
 
 # Throttle reasons that make a round unfair: thermal and power slowdowns, not the power cap of normal load.
 _SLOWDOWN = ("nvmlClocksThrottleReasonHwSlowdown", "nvmlClocksThrottleReasonHwThermalSlowdown")
+# All that may hold clocks down while a kernel runs, in words.
+_REASONS = {
+    "power cap": "nvmlClocksThrottleReasonSwPowerCap",
+    "thermal limit": "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "hardware thermal slowdown": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+    "clocks set by a user": "nvmlClocksThrottleReasonApplicationsClocksSetting",
+}
 
 
 def present(index: int | None = None) -> Device | None:
@@ -85,10 +94,12 @@ class Pulse:
 
     clock_mhz: int  # SM clock
     slowed: bool  # the driver reports a hardware or thermal slowdown
+    temperature_c: int | None = None
+    reasons: tuple[str, ...] = ()  # what holds the clock down, in words
 
 
 def pulse(index: int) -> Pulse | None:
-    """Reads the clock through NVML; None where NVML is missing or refuses."""
+    """Reads clock and temperature through NVML; None where NVML is missing or refuses."""
     nvml = _nvml()
     if nvml is None:
         return None
@@ -98,8 +109,17 @@ def pulse(index: int) -> Pulse | None:
         return Pulse(
             clock_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             slowed=any(reasons & getattr(nvml, name) for name in _SLOWDOWN),
+            temperature_c=_temperature(nvml, handle),
+            reasons=tuple(words for words, name in _REASONS.items() if reasons & getattr(nvml, name)),
         )
     except nvml.NVMLError:
+        return None
+
+
+def _temperature(nvml: ModuleType, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    except nvml.NVMLError:  # parts of a card may tell their clock alone
         return None
 
 

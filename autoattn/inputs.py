@@ -22,6 +22,8 @@ STEEP_QUERY = 16.0  # one element of each query
 STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
 SOFTCAP = 2.0  # near the size of the scores, so that it shows
 DROPOUT = 0.25
+SINKS = 4  # keys at the begin of a sequence that trained-like queries look at
+SINK_SCORE = 12.0  # what they add to each query's score there
 CAPTURE_ELEMENTS = 2**28  # of one tensor that an expression reads
 
 
@@ -31,6 +33,7 @@ class Scores(str, Enum):
     PLAIN = "plain"  # random normal queries and keys
     LOUD = "loud"  # row maxima move by more than 2**8 from block to block
     STEEP = "steep"  # they rise so far that weights around the first block's maximum overflow, even in float32
+    TRAINED = "trained"  # as trained models have them: every query looks at the first keys, values have heavy tails
     WILD = "wild"  # the last key and its value are NaN, and two more values inf and -inf
 
 
@@ -59,6 +62,8 @@ def make(
         problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v, guard, device, generator
     )
     _spread(scores, query, key, value)
+    if scores is Scores.TRAINED:
+        _train(problem, query, key, value, lengths, generator)
     modifiers, heads = problem.modifiers, problem.heads_q
     queries, keys = (_cumulative(problem, lengths, place, device) for place in (0, 1))
 
@@ -138,6 +143,34 @@ def _spread(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> None:
         for place, number in ((keys // 3, math.inf), (keys // 2, -math.inf), (keys - 1, math.nan)):
             value[:, :, place, ::3] = number
         key[:, :, -1] = math.nan
+
+
+def _train(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[tuple[int, int]] | None,
+    generator: torch.Generator,
+) -> None:
+    """Gives every query a common part, the first keys of each sequence its image, and the values a heavy tail.
+
+    The sinks of trained models do the same to a softmax: a few keys hold most of the weight, and a maximum that is
+    found in the first block rarely grows.
+    """
+    pull = SINK_SCORE**0.5 * problem.head_dim**0.25  # of both sides, so that scaled products have SINK_SCORE
+    common = torch.randn(problem.head_dim, generator=generator).to(query.device)
+    common *= pull / common.norm()
+    query.copy_((query.float() + common).to(query.dtype))
+    first = 0
+    for _, keys in (lengths or problem.lengths()) if problem.packed else ((0, key.shape[2]),):
+        sinks = key[:, :, first : first + min(SINKS, keys)]
+        sinks.copy_((sinks.float() + common).to(key.dtype))
+        first += keys
+    seed = int(torch.randint(2**31, (1,), generator=generator))
+    loud = torch.empty_like(value, dtype=torch.float32)
+    loud.normal_(generator=torch.Generator(device=value.device).manual_seed(seed)).clamp_(-3.0, 3.0).exp_()
+    value.copy_((value.float() * loud).to(value.dtype))
 
 
 def _cumulative(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from autoattn.trial import Measurement
 Call = Callable[[], object]
 WARM_SECONDS = 0.15  # less leaves the first contestants slower: triton issue 2306
 SPIN_CYCLES = 450_000  # about 250 us at 1.8 GHz: the host needs up to 80 us to enqueue one call of SDPA's backends
+HIDDEN_US = 220.0  # of the host's time that the spin hides at any clock up to 1980 MHz, less what enqueuing it takes
 HOST_BOUND_US = 2_000.0  # calls longer than this hide the host's work by themselves
 LOSER = 1.5  # a call this many times slower than the best is not measured further
 SCREEN_SECONDS = 0.03  # of GPU time for one variant of the search
@@ -35,6 +36,14 @@ class Screening:
 
     median_us: float
     samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What a contest took, raw."""
+
+    times_us: dict[str, list[float]]  # of each call, one sample a round
+    pulses: list[gpu.Pulse]  # of the card, one a round; empty without NVML
 
 
 class Stopwatch:
@@ -99,30 +108,44 @@ class Stopwatch:
 
         Ends after `seconds`, but not before MIN_ROUNDS. `flops` are those of one call.
         """
+        taken = self.rounds(calls, seconds=seconds, seed=seed)
+        clock = int(statistics.median(pulse.clock_mhz for pulse in taken.pulses)) if taken.pulses else None
+        slowed = any(pulse.slowed for pulse in taken.pulses)
+        return {name: summary(values, flops, clock, slowed) for name, values in taken.times_us.items()}
+
+    def rounds(self, calls: Mapping[str, Call], *, seconds: float, seed: int, count: int | None = None) -> Rounds:
+        """The rounds of a contest: `count` of them, or as many as begin within `seconds` and at least MIN_ROUNDS."""
         rng = random.Random(seed)
         order = list(calls)
         times: dict[str, list[float]] = {name: [] for name in order}
-        clocks: list[int] = []
-        slowed = False
+        pulses: list[gpu.Pulse] = []
         self.warm()
         for call in calls.values():
             call()
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
-        rounds = 0
-        while rounds < MIN_ROUNDS or time.perf_counter() - begin < seconds:
+        done = 0
+        while (done < MIN_ROUNDS or time.perf_counter() - begin < seconds) if count is None else done < count:
             rng.shuffle(order)
             for name in order:
                 times[name] += self.samples(calls[name], 1)
-            rounds += 1
+            done += 1
             pulse = gpu.pulse(self.index)
-            if pulse is not None:
-                clocks.append(pulse.clock_mhz)
-                slowed = slowed or pulse.slowed
-        return {
-            name: summary(values, flops, int(statistics.median(clocks)) if clocks else None, slowed)
-            for name, values in times.items()
-        }
+            pulses += [] if pulse is None else [pulse]
+        return Rounds(times_us=times, pulses=pulses)
+
+    def graph(self, call: Call, count: int) -> Call:
+        """A call that replays a CUDA graph of `count` calls, one behind the other.
+
+        Raises:
+            RuntimeError: the call does something that a graph cannot hold.
+        """
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(recorded):
+            for _ in range(count):
+                call()
+        replay: Call = recorded.replay
+        return replay
 
 
 def summary(times_us: list[float], flops: int, clock_mhz: int | None, throttled: bool) -> Measurement:

@@ -62,6 +62,13 @@ def eager(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     return output.to(reference.TORCH_DTYPE[problem.dtype.output]), lse.float()
 
 
+def call_of(name: str, problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+    """One rival, ready to be timed: what it needs as a mask is written out before."""
+    if name == VARLEN:
+        return partial(_varlen, problem, operands)
+    return partial(_by_backend, problem, operands, name, _dense_mask(problem, operands))
+
+
 def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor]]:
     """The rivals that take these operands, ready to be timed: each was run once."""
     candidates: dict[str, Callable[[], Tensor]] = {}

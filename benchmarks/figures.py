@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autoattn.entry import CacheEntry
 
 ROOT = Path(__file__).parent.parent
-RIVALS = ("sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "template default")
 IMPORTS = "import torch, time; t = time.perf_counter(); import autoattn; {use}; print(time.perf_counter() - t)"
 
 
@@ -119,7 +118,9 @@ def measured(folder: Path) -> None:
 
 def print_means(rows: list[CacheEntry]) -> None:
     """A line for each rival: geometric mean of its time over the kernel's, and the range."""
-    for rival in RIVALS:
+    from autoattn import rivals
+
+    for rival in (rivals.SDPA, *rivals.BACKENDS, "template default"):
         ratios = [
             one.measurement.median_us / entry.time_us for entry in rows for one in entry.rivals if one.name == rival
         ]

@@ -4,8 +4,8 @@ python benchmarks/kinds.py [FIGURE ...] [--write FILE]
 
 Each figure is one contest: all calls are checked against the reference, then run in turn in one process, in random
 order in each round. Our kernel is the fastest of the search space's seeds for the problem, which a short look picks.
-Beside PyTorch's own attention the rivals are FlexAttention, compiled, and FlashAttention-4 (`flash_attn.cute`) where it
-can be imported.
+Beside PyTorch's own attention the rivals are FlexAttention, compiled, and FlashAttention-4 where it can be imported, as
+`autoattn bench` runs them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ import triton
 
 import autoattn
 from autoattn import compile, gpu, inputs, render, rivals, space, validate
+from autoattn.comparison import LOOSE
 from autoattn.mask import Mask
 from autoattn.measure import Stopwatch
 from autoattn.operands import Operands
 from autoattn.ops import forward
+from autoattn.peers import PEERS
 from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.trial import Measurement
 from autoattn.variant import Variant
@@ -143,66 +145,33 @@ def described(ours: Ours) -> str:
 
 
 def agrees(found: torch.Tensor, ours: Ours) -> bool:
-    """Whether a rival computes the same: a wrong mask would be no rival."""
+    """Whether a peer computes the same: a wrong mask would be no peer."""
     ours.call()
     case = validate.case_of(ours.problem, ours.operands, torch.Generator().manual_seed(2), rows=ROWS)
-    return validate.errors(found, case)[0] <= 4.0 * case.allowed
+    return validate.errors(found, case)[0] <= LOOSE * case.allowed
 
 
-def flex(ours: Ours) -> Call | None:
-    """FlexAttention, compiled, with the same mask."""
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-    one, operands = ours.problem, ours.operands
-    seq = (one.seq_q, one.seq_kv)
-    if one.mask.sparse:
-        table = operands.table
-        assert table is not None
-        kept = BlockMask.from_kv_blocks(
-            table.partial_counts, table.partial_blocks, table.full_counts, table.full_blocks,
-            BLOCK_SIZE=(one.mask.block_q, one.mask.block_kv), seq_lengths=seq,
-        )  # fmt: skip
-    else:
-        first, last = one.band(*seq)
-        low, high = (-one.seq_q if first is None else first), (one.seq_kv if last is None else last)
-        kept = create_block_mask(
-            lambda b, h, q, k: (k >= q + low) & (k <= q + high), None, None, *seq, device="cuda", _compile=True
-        )
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call() -> torch.Tensor:
-        return compiled(operands.query, operands.key, operands.value, block_mask=kept, scale=operands.scale)
-
-    return call if agrees(call(), ours) else None
-
-
-def flash_attention_4(ours: Ours) -> Call | None:
-    """FlashAttention-4 with the same window; None where it is not installed or not right."""
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        return None
-    one, operands = ours.problem, ours.operands
-    query, key, value = (
-        tensor.transpose(1, 2).contiguous() for tensor in (operands.query, operands.key, operands.value)
-    )
-    facts = {"softmax_scale": operands.scale, "causal": one.mask.causal, "window_size": (one.mask.left, one.mask.right)}
-
-    def call() -> torch.Tensor:
-        return flash_attn_func(query, key, value, **facts)[0].transpose(1, 2)
-
-    return call if agrees(call(), ours) else None
-
-
-def with_rivals(ours: Ours, *, others: Iterable[tuple[str, Callable[[Ours], Call | None]]] = ()) -> dict[str, Call]:
-    """Our call, PyTorch's, and the others that work."""
-    calls: dict[str, Call] = {f"ours {described(ours)}": ours.call, **rivals.calls(ours.problem, ours.operands)}
-    for name, make in others:
+def peer_call(name: str, ours: Ours) -> Call | None:
+    """A peer on the same operands; None where it is missing, fails or is not right."""
+    peer = PEERS[name]
+    reason = peer.why_not(ours.problem)
+    if reason is None:
         try:
-            call = make(ours)
-        except Exception as error:  # a rival that fails is none
-            print(f"{name}: {type(error).__name__} {str(error)[:200]}")
-            continue
+            call = peer.prepare(ours.problem, ours.operands)
+            if agrees(call(), ours):
+                return call
+            reason = "its answer is wrong"
+        except Exception as error:  # a peer that fails is none
+            reason = f"{type(error).__name__} {str(error)[:200]}"
+    print(f"{name}: {reason}")
+    return None
+
+
+def with_rivals(ours: Ours, *, others: Iterable[str] = ()) -> dict[str, Call]:
+    """Our call, PyTorch's, and those of the other peers that work."""
+    calls: dict[str, Call] = {f"ours {described(ours)}": ours.call, **rivals.calls(ours.problem, ours.operands)}
+    for name in others:
+        call = peer_call(name, ours)
         if call is not None:
             calls[name] = call
     return calls
@@ -223,7 +192,7 @@ def windows(bench: Bench) -> None:
     for layout, asked in ((Layout.BHSD, ("at least 1.35", "at least 0.97")), (Layout.BSHD, ("nothing", "nothing"))):
         for left, wanted in zip((128, 1024), asked, strict=True):
             ours = bench.ours(problem(65536, 56, heads=128, mask=f"window:{left},0", layout=layout))
-            calls = with_rivals(ours, others=(("FlexAttention", flex), ("FlashAttention-4", flash_attention_4)))
+            calls = with_rivals(ours, others=("flex", "fa4"))
             flops = dict.fromkeys(calls, ours.problem.flops())
             title = f"Window ({left}, 0), 65536 tokens, 128 heads, D 56, bfloat16, {layout.value}"
             times = bench.contest(title, calls, flops)
@@ -261,9 +230,9 @@ def sparse(bench: Bench) -> None:
         name = f"{density:.0%} ({share:.3f} kept)"
         calls[f"{name} {described(ours)}"] = ours.call
         tables.append((density, len(calls) - 1))
-        other = flex(ours)
+        other = peer_call("flex", ours)
         if other is not None:
-            calls[f"{name} FlexAttention"] = other
+            calls[f"{name} flex"] = other
     flops = dict.fromkeys(calls, dense.problem.flops())
     times = list(bench.contest("Block tables, B4 H16 S8192 D128 bfloat16; dense TFLOP/s", calls, flops).values())
     for (density, place), wanted in zip(tables, ("at least 1.7", "at least 5"), strict=True):

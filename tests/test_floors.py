@@ -26,6 +26,7 @@ FLOORS = (
         "waves",
         "gpu",
         "rivals",
+        "peers",
         "operands",
         "inputs",
         "blocks",
@@ -47,7 +48,7 @@ FLOORS = (
         "dilated",
         "multihead",
     },
-    {"verify", "report", "cli", "__main__"},
+    {"verify", "bench", "comparison", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
 
@@ -55,7 +56,7 @@ FACE = "__init__"  # autoattn itself: the public names of floor 4
 PACKAGES = (
     set(),
     {"jinja2", "yaml", "msgspec", "platformdirs", "filelock"},
-    {"torch", "triton", "numpy", "pynvml"},
+    {"torch", "triton", "numpy", "pynvml", "flash_attn", "flash_attn_interface"},
     {"optuna"},
     set(),
     {"typer", "rich"},
@@ -65,6 +66,8 @@ DOORS = {
     "yaml": {"resources"},
     "platformdirs": {"resources"},
     "optuna": {"study"},
+    "flash_attn": {"peers"},
+    "flash_attn_interface": {"peers"},
     "triton.compiler": {"compile"},
     "triton.backends": {"compile"},
     "typer": {"cli"},

@@ -30,6 +30,11 @@ class PretendedNvml(SimpleNamespace):
     NVML_CLOCK_SM = 1
     nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815 - NVML's own names
     nvmlClocksThrottleReasonHwThermalSlowdown = 64  # noqa: N815
+    nvmlClocksThrottleReasonSwPowerCap = 4  # noqa: N815
+    nvmlClocksThrottleReasonSwThermalSlowdown = 32  # noqa: N815
+    nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 128  # noqa: N815
+    nvmlClocksThrottleReasonApplicationsClocksSetting = 2  # noqa: N815
+    NVML_TEMPERATURE_GPU = 0
     NVMLError = NVMLError
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
@@ -43,6 +48,11 @@ class PretendedNvml(SimpleNamespace):
         if self.clock is None:
             raise NVMLError
         return int(self.clock)
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
+        if self.heat is None:
+            raise NVMLError
+        return int(self.heat)
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "580.159.04"
@@ -150,7 +160,7 @@ def test_a_name_that_nobody_knows_is_refused() -> None:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
     plug_in(monkeypatch)
-    pretended = PretendedNvml(reasons=0, clock=1755)
+    pretended = PretendedNvml(reasons=0, clock=1755, heat=61)
     monkeypatch.setattr(gpu, "_nvml", lambda: pretended)
     return pretended
 
@@ -158,7 +168,16 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (4, False), (8, True), (64, True), (4 | 64, True)])
 def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: PretendedNvml, reasons: int, slowed: bool) -> None:
     nvml.reasons = reasons
-    assert gpu.pulse(0) == gpu.Pulse(clock_mhz=1755, slowed=slowed)
+    found = gpu.pulse(0)
+    assert found is not None
+    assert (found.clock_mhz, found.slowed, found.temperature_c) == (1755, slowed, 61)
+
+
+def test_what_holds_the_clock_down_is_told_in_words(nvml: PretendedNvml) -> None:
+    nvml.reasons = 4 | 64 | 1  # 1 is idleness, which holds nothing down
+    found = gpu.pulse(0)
+    assert found is not None
+    assert found.reasons == ("power cap", "hardware thermal slowdown")
 
 
 @pytest.mark.parametrize("uuid", ["1234", "GPU-1234"])
@@ -166,6 +185,11 @@ def test_the_card_is_the_one_that_cuda_means(nvml: PretendedNvml, monkeypatch: p
     plug_in(monkeypatch, uuid=uuid)
     gpu.pulse(0)
     assert nvml.asked == "GPU-1234"
+
+
+def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: PretendedNvml) -> None:
+    nvml.heat = None
+    assert gpu.pulse(0) == gpu.Pulse(clock_mhz=1755, slowed=False)
 
 
 def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import drawn
 import interpreted
@@ -54,6 +55,29 @@ def test_steep_scores_overflow_in_float32_around_the_first_keys() -> None:
     scores = operands.query[:, :2] @ operands.key.mT * operands.scale
     rise = scores[..., -1] - scores[..., :16].amax(-1)
     assert float(rise.max()) > 89.0
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"layout": Layout.PACKED, "batch": 3, "tokens_q": 150, "tokens_kv": 170}], ids=["dense", "packed"]
+)
+def test_trained_inputs_have_sinks_at_the_begin_of_each_sequence_and_loud_values(facts: dict[str, Any]) -> None:
+    one = kernels.problem(dtype=DType.FLOAT32, head_dim=128, seq_q=90, seq_kv=100, **facts)
+    operands = made(one, scores=Scores.TRAINED)
+    keys = operands.key.repeat_interleave(one.group_size, dim=1)
+    for place, (first_q, queries, first_kv, length) in enumerate(operands.spans()):
+        entry = 0 if one.packed else place
+        rows, columns = slice(first_q, first_q + queries), slice(first_kv, first_kv + length)
+        scores = operands.query[entry, :, rows] @ keys[entry, :, columns].mT * operands.scale
+        assert float(scores[..., :4].mean()) == pytest.approx(12.0, abs=1.5)
+        assert float(scores[..., 4:].mean().abs() if length > 4 else 0.0) < 1.0
+    values = operands.value.flatten()
+    assert float((values**4).mean() / (values**2).mean() ** 2) > 6.0, "3 is that of normal numbers"
+
+
+def test_trained_inputs_of_float8_are_numbers() -> None:
+    operands = made(kernels.problem(dtype=DType.FLOAT8, head_dim=128), scores=Scores.TRAINED)
+    for tensor in (operands.query, operands.key, operands.value):
+        assert bool(tensor.float().isfinite().all())
 
 
 @pytest.mark.parametrize("bias", list(Bias)[1:])

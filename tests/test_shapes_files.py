@@ -17,7 +17,7 @@ from autoattn.problem import DType, Layout, Precision, Problem
 
 CHECKOUT = Path(__file__).parent.parent
 SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
-OTHERS = ("float32", "head_dims", "modifiers", "packed", "sparse")
+OTHERS = ("float32", "h200_dense", "head_dims", "modifiers", "packed", "sparse")
 
 
 def in_group(group: str) -> list[Problem]:
@@ -95,6 +95,24 @@ def test_the_other_files_hold_what_their_names_say() -> None:
     alone = [one.modifiers.names for one in found["modifiers"] if one.dtype is DType.BFLOAT16]
     assert {len(names) for names in alone} == {0, 1}
     assert len(alone) == len(set(alone)) == 9
+
+
+def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on() -> None:
+    found = [named.problem for named in shapes.load(CHECKOUT / "benchmarks/shapes/h200_dense.yaml")]
+    facts = {(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, str(p.mask)) for p in found}
+    training = [
+        (batch, heads, heads, seq, seq, head_dim)
+        for heads, head_dim in ((16, 128), (32, 64))
+        for batch, seq in ((16, 1024), (4, 4096), (1, 16384))
+    ] + [(4, 8, 8, 4096, 4096, 256)]
+    seed_003 = [
+        (batch, 32, heads_kv, seq_q, seq_kv, 128)
+        for batch, seq_q, seq_kv in ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))
+        for heads_kv in (32, 8)
+    ]
+    assert facts == {(*sizes, mask) for sizes in training + seed_003 for mask in ("full", "causal:bottom-right")}
+    assert len(found) == 26
+    assert {p.dtype for p in found} == {DType.BFLOAT16}
 
 
 # Table -> rows, and one cell that was looked up by hand: (row, column, value).

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from autoattn import __version__
-from autoattn.cli import devices, explain, render, report, show, tune, verify
+from autoattn.cli import bench, devices, explain, render, report, show, tune, verify
 from autoattn.errors import AutoattnError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -40,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (tune, show, explain, render, verify, report, devices):
+for module in (tune, show, explain, render, verify, report, bench, devices):
     # Paragraphs on one line each: the terminal's width breaks them, not ours.
     paragraphs = [" ".join(text.split()) for text in (module.command.__doc__ or "").split("\n\n")]
     name = module.__name__.rpartition(".")[2]

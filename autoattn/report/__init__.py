@@ -42,12 +42,12 @@ def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
 
 def html_text(sections: list[contents.Section]) -> str:
     """The report as one HTML document without scripts, links to other hosts or files beside it."""
-    return _environment(autoescape=True).get_template("report.html.j2").render(_facts(sections))
+    return environment(autoescape=True).get_template("report.html.j2").render(_facts(sections))
 
 
 def markdown_text(sections: list[contents.Section]) -> str:
     """The same rows in Markdown."""
-    return _environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections))
+    return environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections))
 
 
 class Verbatim(str):
@@ -72,8 +72,9 @@ def _facts(sections: list[contents.Section]) -> dict[str, object]:
     return {"sections": sections, "versions": contents.versions}
 
 
-def _environment(*, autoescape: bool = False, finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
-    environment = jinja2.Environment(
+def environment(*, autoescape: bool = False, finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
+    """Where templates find their files and the words for figures."""
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -82,7 +83,7 @@ def _environment(*, autoescape: bool = False, finalize: Callable[[object], objec
         autoescape=autoescape,
         finalize=finalize,
     )
-    environment.filters.update(
+    made.filters.update(
         us=figures.microseconds,
         rate=figures.tflops,
         times=figures.times,
@@ -94,4 +95,4 @@ def _environment(*, autoescape: bool = False, finalize: Callable[[object], objec
         settings=figures.settings,
         fenced=fenced,
     )
-    return environment
+    return made

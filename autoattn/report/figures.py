@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from autoattn.entry import KERNEL, CacheEntry, Rival
 from autoattn.trial import Evidence
-from autoattn.variant import Value
+from autoattn.variant import Value, Variant
 
 OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 
@@ -83,9 +83,14 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 def tile(entry: CacheEntry) -> str:
     """The parameters of the winner that say most: its tile, its warps and stages; all of them where it has no tile."""
-    params = entry.params
+    return tile_of(entry.variant)
+
+
+def tile_of(variant: Variant) -> str:
+    """The same of a variant."""
+    params = variant.as_dict()
     if not {"BLOCK_M", "BLOCK_N"} <= params.keys():
-        return str(entry.variant)
+        return str(variant)
     more = "".join(
         f" {params[name]}{unit}" for name, unit in (("num_warps", "w"), ("num_stages", "s")) if name in params
     )

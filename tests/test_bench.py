@@ -1,0 +1,291 @@
+"""Side by side: what becomes of each contestant of a row."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import samples
+import torch
+from torch import Tensor
+
+from autoattn import bench, cache, dispatch, gpu, resources, rivals
+from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, State, Timing
+from autoattn.entry import KERNEL
+from autoattn.errors import StateError
+from autoattn.gpu import Pulse
+from autoattn.measure import Rounds
+from autoattn.operands import Operands
+from autoattn.peers import Peer
+from autoattn.problem import DType, Op, Problem
+
+CPU = torch.device("cpu")
+
+
+class Stopwatch:
+    """Runs what it is to time, and makes up the times."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.guess = 1000.0
+        self.breaks = False
+
+    def warm(self) -> None:
+        pass
+
+    def samples(self, call: Callable[[], object], count: int) -> list[float]:
+        for _ in range(count):
+            call()
+        return [self.guess] * count
+
+    def graph(self, call: Callable[[], object], count: int) -> Callable[[], object]:
+        if self.breaks:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        call()
+        return lambda: None
+
+    def rounds(
+        self, calls: Mapping[str, Callable[[], object]], *, seconds: float, seed: int, count: int | None = None
+    ) -> Rounds:
+        self.seconds = seconds
+        for call in calls.values():
+            call()
+        times = {name: [100.0 * place] * (count or 3) for place, name in enumerate(calls, start=1)}
+        return Rounds(times_us=times, pulses=[Pulse(clock_mhz=1700, slowed=False)] * 3)
+
+
+@pytest.fixture
+def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
+    """A bench on the CPU."""
+    found = Stopwatch(CPU)
+    monkeypatch.setattr(bench, "Stopwatch", lambda device: found)
+    monkeypatch.setattr(bench, "_device", lambda: CPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(bench, "_compile_ahead", lambda kernels, arch: None)
+    return found
+
+
+def planted(name: str, call: Callable[[Problem, Operands], Tensor], **changes: Any) -> Peer:
+    """A peer that computes as it is told."""
+    facts: dict[str, Any] = {
+        "name": name,
+        "about": name,
+        "package": name,
+        "load": lambda: None,
+        "refuses": lambda problem: None,
+        "prepare": lambda problem, operands: lambda: call(problem, operands),
+    }
+    return Peer(**facts | changes)
+
+
+def raising(error: Exception, after: int = 0) -> Callable[[Problem, Operands], Tensor]:
+    """Right `after` times, then raises."""
+    left = [after]
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return rivals.sdpa(problem, operands)
+
+    return call
+
+
+def benched(*others: Peer, problem: Problem | None = None, **options: Any) -> Row:
+    return next(bench.rows([problem or kernels.problem()], list(others), Options(**options)))
+
+
+def named(row: Row, name: str) -> Contestant:
+    return next(one for one in row.contestants if one.name == name)
+
+
+# --- what becomes of a contestant -------------------------------------------------------------------------------------
+
+
+def test_ours_and_a_right_peer_are_checked_and_timed(stopwatch: Stopwatch) -> None:
+    row = benched(planted("right", rivals.sdpa), seconds=0.5)
+    assert [one.state for one in row.contestants] == [State.OK, State.OK]
+    ours, right = row.contestants
+    assert (ours.name, ours.ours, ours.route, ours.level) == ("autoattn", True, "sdpa", "sdpa")
+    assert ours.times_us == (100.0,) * 3
+    assert right.times_us == (200.0,) * 3
+    assert row.ratio == 2.0
+    assert right.max_error is not None
+    assert right.allowed is not None
+    assert right.max_error < right.allowed
+    assert right.host_us is not None
+    assert right.first_s is not None
+    assert stopwatch.seconds == 1.0, "seconds are those of each contestant"
+    assert len(row.pulses) == 3
+
+
+WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
+    (lambda problem, operands: rivals.sdpa(problem, operands) + 0.5, State.WRONG, "error 0.5"),
+    (lambda problem, operands: rivals.sdpa(problem, operands) * torch.nan, State.WRONG, "error nan"),
+    (raising(ValueError("no such\nkernel")), State.FAILED, "ValueError: no such kernel"),
+    (raising(torch.cuda.OutOfMemoryError("CUDA out of memory.")), State.MEMORY, "out of memory"),
+]
+
+
+@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.parametrize(("call", "state", "words"), WRONG)
+def test_what_goes_wrong_with_a_peer_is_a_value_and_the_others_go_on(
+    call: Callable[[Problem, Operands], Tensor], state: State, words: str
+) -> None:
+    row = benched(planted("bad", call), planted("right", rivals.sdpa))
+    bad = named(row, "bad")
+    assert bad.state is state
+    assert words in bad.detail
+    assert bad.times_us == ()
+    assert row.best_peer is named(row, "right")
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_peer_that_fails_while_it_is_timed_keeps_no_time() -> None:
+    row = benched(planted("late", raising(ValueError("late"), after=4)), planted("right", rivals.sdpa))
+    assert (named(row, "late").state, named(row, "late").times_us) == (State.FAILED, ())
+    assert named(row, "right").times_us
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepared() -> None:
+    def prepare(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+        raise AssertionError
+
+    missing = planted("away", rivals.sdpa, prepare=prepare, load=lambda: __import__("no_such_package"))
+    refusing = planted("coy", rivals.sdpa, prepare=prepare, refuses=lambda problem: "it has no such mask")
+    row = benched(missing, refusing)
+    assert [one.state for one in row.contestants] == [State.OK, State.ABSENT, State.ABSENT]
+    assert "not installed (no module no_such_package" in named(row, "away").detail
+    assert named(row, "coy").detail == "it has no such mask"
+    assert row.ours is not None, "without any peer ours runs"
+    assert (row.best_peer, row.ratio) == (None, None)
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_peer_may_err_a_little_more_than_ours() -> None:
+    def off(times: float) -> Callable[[Problem, Operands], Tensor]:
+        def call(problem: Problem, operands: Operands) -> Tensor:
+            return rivals.sdpa(problem, operands) + times * (named(known, "exact").allowed or 0.0)
+
+        return call
+
+    known = benched(planted("exact", rivals.sdpa))
+    row = benched(planted("rough", off(2.0)), planted("wrong", off(6.0)))
+    assert named(row, "rough").state is State.OK
+    assert named(row, "wrong").state is State.WRONG
+
+
+def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
+    stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[bool] = []
+
+    def synchronize(device: object = None) -> None:
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        broken.append(True)
+        return rivals.sdpa(problem, operands)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(StateError, match=r"but rogue broke it on fp16 .*illegal memory access.*; bench without it"):
+        benched(planted("rogue", call))
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        time.sleep(0.002)
+        return rivals.sdpa(problem, operands)
+
+    slow = named(benched(planted("slow", call)), "slow")
+    assert slow.state is State.OK
+    assert (slow.host_us or 0.0) > 2000.0
+    assert "more than the 220 us that are hidden" in slow.detail
+
+
+def test_small_problems_are_replayed_from_graphs_of_several_calls(stopwatch: Stopwatch) -> None:
+    stopwatch.guess = 10.0
+    row = benched(planted("right", rivals.sdpa))
+    assert row.timing is Timing.GRAPH
+    assert named(row, "right").calls == bench.GRAPH_CALLS
+    assert named(row, "right").times_us[0] == 200.0 / bench.GRAPH_CALLS
+    assert named(row, "right").host_us is None
+    stopwatch.guess = 1000.0
+    assert benched(planted("right", rivals.sdpa)).timing is Timing.EVENTS
+
+
+def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(stopwatch: Stopwatch) -> None:
+    stopwatch.guess, stopwatch.breaks = 10.0, True
+    row = benched(planted("right", rivals.sdpa))
+    assert row.timing is Timing.EVENTS
+    assert {one.calls for one in row.contestants} == {1}
+    assert "not permitted when stream is capturing" in row.note
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_trained_inputs_reach_every_contestant() -> None:
+    seen: list[float] = []
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        scores = operands.query.float() @ operands.key.float().repeat_interleave(problem.group_size, 1).mT
+        seen.append(float(scores[..., :4].mean() * operands.scale))
+        return rivals.sdpa(problem, operands)
+
+    one = kernels.problem(head_dim=64, seq_q=64)
+    benched(planted("looker", call), problem=one, inputs=Inputs.TRAINED)
+    assert 10.0 < seen[0] < 14.0
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_variants_are_what_the_seeds_name_without_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
+    row = benched(problem=kernels.problem(head_dim=64), ours=Ours.VARIANTS)
+    others = [one for one in row.contestants if one.name.startswith("variant ")]
+    assert others
+    assert {one.state for one in others} == {State.FAILED}, "no kernel runs here"
+    assert len({one.variant for one in row.contestants}) == len(row.contestants)
+
+
+def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
+    entry = samples.current(
+        samples.measured(kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal"), choice=KERNEL)
+    )
+    cache.merge(resources.user_cache(), samples.H200, Op.FORWARD, [entry])
+    others = [entry.problem, kernels.problem(head_dim=64), kernels.problem(head_dim=64, batch=3)]
+    found = bench.sources(others, samples.H200, Ours.DISPATCH)
+    assert len(found) == 2, "one is tuned, the others share the default"
+    assert found[0].variant == entry.variant
+    assert set(found) < set(bench.sources(others, samples.H200, Ours.VARIANTS))
+
+
+def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
+    told = dispatch.explain(kernels.problem(head_dim=64), samples.H200)
+    assert told.variant in bench._variants(told, None, samples.H200)
+    assert told.variant not in bench._variants(told, told.variant, samples.H200)
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = bench.sources([kernels.problem(head_dim=64)], samples.H200, Ours.VARIANTS)[:3]
+    bench._compile_ahead(found, samples.H200.arch)
+    assert len(list(tmp_path.glob("*/*.cubin"))) == 3
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_why_a_backend_does_not_take_the_inputs_is_told_and_nothing_else() -> None:
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        warnings.warn("Flash attention kernel not used because: (Triggered internally at /a/b.cpp:1)", stacklevel=1)
+        warnings.warn("CuDNN attention has been runtime disabled.", stacklevel=1)
+        warnings.warn("Expected head dims below 256. (Triggered internally at /a/b.cpp:2)", stacklevel=1)
+        raise RuntimeError("No available kernel.")
+
+    row = benched(planted("picky", call))
+    assert named(row, "picky").detail == "RuntimeError: No available kernel. (Expected head dims below 256.)"

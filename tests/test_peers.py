@@ -1,0 +1,244 @@
+"""Peers: they are named, they mean the same as we do, and say in words what they do not do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import kernels
+import pytest
+import torch
+from torch import Tensor
+
+from autoattn import inputs, peers, reference
+from autoattn.errors import UsageError
+from autoattn.operands import Operands
+from autoattn.peers import PEERS
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+
+CPU = torch.device("cpu")
+LENGTHS = ((33, 50), (50, 33), (130, 300), (300, 130), (256, 256), (1, 200))
+MASKS = ("causal", "causal:top-left", "window:40,9", "window:0,0", "window:-1,20", "window:20,-1", "window:200,0",
+         "window:126,200", "window:200,126", "window:127,200")  # fmt: skip
+
+
+def operands_of(one: Problem) -> Operands:
+    return inputs.make(one, CPU, torch.Generator().manual_seed(0))
+
+
+def assert_right(one: Problem, operands: Operands, output: Tensor) -> None:
+    expected, _ = reference.attention(one, operands)
+    torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_found_by_name_each_once_in_the_order_given() -> None:
+    assert [peer.name for peer in peers.named("fa4, sdpa-flash,fa4")] == ["fa4", "sdpa-flash"]
+
+
+@pytest.mark.parametrize("names", ["", "fa5", "fa4,,flex", "SDPA"])
+def test_an_unknown_name_is_answered_with_all_names(names: str) -> None:
+    with pytest.raises(UsageError, match=r"sdpa, sdpa-flash, .*fa4, got"):
+        peers.named(names)
+
+
+# --- what is missing, and what they do not do -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    peers._why_missing.cache_clear()
+    yield
+    peers._why_missing.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_what_is_not_installed_says_so_whatever_the_problem(name: str) -> None:
+    assert (PEERS[name].why_not(kernels.problem()) or "").startswith("not installed (no module flash_attn")
+    assert PEERS[name].version() == "of unknown version"
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_package_of_which_another_part_is_installed_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 alone brings a package flash_attn without FlashAttention-2's functions."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert "not installed (flash_attn is there without it" in (PEERS["fa2"].why_not(kernels.problem()) or "")
+
+
+def test_a_package_that_breaks_at_import_is_missing_with_its_own_words() -> None:
+    def load() -> object:
+        raise OSError("undefined symbol:\n_ZN3c10")
+
+    broken = replace(PEERS["fa3"], load=load)
+    assert broken.why_not(kernels.problem()) == "cannot be imported (OSError: undefined symbol: _ZN3c10)"
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("flex", {"layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90}, "packed"),
+    ("flex", {"dtype": DType.FLOAT8}, "float8"),
+    ("flex", {"dtype": DType.FLOAT32, "precision": Precision.TF32X3}, "tf32x3"),
+    ("flex", {"modifiers": Modifiers(sinks=True)}, "sinks"),
+    ("flex", {"modifiers": Modifiers(bias=Bias.KEYS)}, "biases"),
+    ("fa2", {"dtype": DType.FLOAT32}, "16-bit"),
+    ("fa3", {"dtype": DType.FLOAT8}, "16-bit"),
+    ("fa2", {"mask": "causal:top-left"}, "bottom-right"),
+    ("fa4", {"mask": "blocks:16x16,0.5"}, "block tables"),
+    ("fa4", {"modifiers": Modifiers(alibi=True)}, "alibi"),
+    ("fa2", {"modifiers": Modifiers(dropout=True)}, "dropout"),
+    ("fa2", {"head_dim_v": 32}, "head dim"),
+    ("fa4", {"head_dim": 20}, "multiples of 8"),
+    ("sdpa-cudnn", {"modifiers": Modifiers(softcap=True)}, "softcap"),
+    ("varlen-flash", {}, "packed"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "word"), REFUSALS)
+def test_what_a_peer_does_not_do_is_said_in_words(name: str, changes: dict[str, Any], word: str) -> None:
+    assert word in (PEERS[name].refuses(kernels.problem(**changes)) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("flex", {"mask": "window:40,9", "modifiers": Modifiers(softcap=True, alibi=True)}),
+        ("flex", {"dtype": DType.FLOAT32, "precision": Precision.TF32, "head_dim_v": 32}),
+        ("fa2", {"mask": "window:40,9", "modifiers": Modifiers(softcap=True, alibi=True)}),
+        ("fa4", {"mask": "causal", "head_dim": 192, "head_dim_v": 128}),
+        ("fa3", {"mask": "causal:top-left", "seq_q": 50}),
+        ("fa4", {"layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90}),
+        ("varlen-flash", {"layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90}),
+    ],
+)
+def test_what_a_peer_may_do_is_not_refused(name: str, changes: dict[str, Any]) -> None:
+    assert PEERS[name].refuses(kernels.problem(**changes)) is None
+
+
+# --- they mean the same -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_flex_gets_the_mask_that_trying_out_all_pairs_gives(mask: str, lengths: tuple[int, int]) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    one = kernels.problem(mask=mask, seq_q=lengths[0], seq_kv=lengths[1])
+    first, last = one.band(*lengths)
+
+    def kept(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        low = q >= -1 if first is None else k >= q + first
+        return low & (q >= -1 if last is None else k <= q + last)
+
+    found = peers.block_mask(one, operands_of(one))
+    tried = create_block_mask(kept, None, None, *lengths, device="cpu")
+    assert torch.equal(found.to_dense(), tried.to_dense())
+    rows, keys = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None, :]
+    zero = torch.zeros((), dtype=torch.int64)
+    pairs = kept(zero, zero, rows, keys)
+    assert torch.equal(found.mask_mod(zero, zero, rows, keys), pairs)
+    for block, count in enumerate(found.full_kv_num_blocks[0, 0].tolist()):
+        for key in found.full_kv_indices[0, 0, block, :count].tolist():
+            whole = pairs[128 * block : 128 * (block + 1), 128 * key : 128 * (key + 1)]
+            assert whole.all()
+            assert whole.shape[1] == 128, "mask_mod must cut a block that the sequence does not fill"
+
+
+def test_flex_gets_no_mask_where_there_is_none() -> None:
+    one = kernels.problem()
+    assert peers.block_mask(one, operands_of(one)) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": "causal", "layout": Layout.BSHD},
+        {"mask": "window:20,3"},
+        {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
+    ],
+)
+def test_flex_means_what_we_mean(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    one = kernels.problem(**changes)
+    operands = operands_of(one)
+    assert_right(one, operands, PEERS["flex"].prepare(one, operands)())
+
+
+def pretended(window: list[object], *, pair: bool) -> ModuleType:
+    """A FlashAttention that computes with the reference, from what it is given."""
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Any:
+        window.append(facts["window_size"])
+        assert all(tensor.is_contiguous() for tensor in (q, k, v))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        left, right = ((-1 if side is None else side) for side in facts["window_size"])
+        mask = kernels.Mask.window(left, right, causal=facts["causal"])
+        one = Problem(
+            dtype=DType.FLOAT16, batch=q.shape[0], heads_q=q.shape[2], heads_kv=k.shape[2], seq_q=q.shape[1],
+            seq_kv=k.shape[1], head_dim=q.shape[3], head_dim_v=v.shape[3], mask=mask,
+            modifiers=Modifiers(softcap="softcap" in facts, alibi="alibi_slopes" in facts),
+        )  # fmt: skip
+        operands = Operands(
+            query=query, key=key, value=value, scale=facts["softmax_scale"], softcap=facts.get("softcap", 0.0),
+            slopes=facts.get("alibi_slopes"),
+        )  # fmt: skip
+        output = reference.attention(one, operands)[0].half().transpose(1, 2)
+        return (output, None) if pair else output
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Any:
+        starts = facts.pop("cu_seqlens_q").tolist(), facts.pop("cu_seqlens_k").tolist()
+        del facts["max_seqlen_q"], facts["max_seqlen_k"]
+        output = v.new_zeros(*q.shape[:2], v.shape[2])
+        for place in range(len(starts[0]) - 1):
+            rows, keys = (slice(*start[place : place + 2]) for start in starts)
+            part = dense(q[None, rows], k[None, keys], v[None, keys], **facts)
+            output[rows] = (part[0] if pair else part)[0]
+        return (output, None) if pair else output
+
+    module = ModuleType("pretended")
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(("name", "place"), [("fa2", "flash_attn"), ("fa3", "flash_attn_interface"), ("fa4", "cute")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": "causal", "layout": Layout.BSHD},
+        {"mask": "window:20,3"},
+        {"mask": "window:-1,3", "modifiers": Modifiers(softcap=True)},
+        {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
+    ],
+)
+def test_flash_attention_is_asked_for_what_we_mean(
+    name: str, place: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    module = pretended(asked, pair=name == "fa4")
+    monkeypatch.setitem(sys.modules, "flash_attn", module if place == "flash_attn" else ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute" if place == "cute" else place, module)
+    peers._why_missing.cache_clear()
+    one = kernels.problem(**changes)
+    operands = operands_of(one)
+    assert PEERS[name].why_not(one) is None
+    assert_right(one, operands, PEERS[name].prepare(one, operands)())
+    unbounded = None if name == "fa4" else -1
+    sides = tuple(unbounded if side is None else side for side in (one.mask.left, one.mask.right))
+    assert set(asked) == {sides}
+    peers._why_missing.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa-flash"])
+def test_pytorchs_backends_are_called_one_by_one(name: str) -> None:
+    one = kernels.problem(mask="causal")
+    operands = operands_of(one)
+    assert_right(one, operands, PEERS[name].prepare(one, operands)())
