@@ -207,15 +207,16 @@ class _Bench:
         """What a call runs, and on demand the kernels that it could have run."""
         call = Call(problem=case.problem, operands=case.operands)
         try:
-            told = answer.explain(call, lse=False)
+            planned = answer.plan(call, lse=False)
         except AutoattnError as error:
             yield _Guarded(Contestant(name=OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
             return
+        told = planned.explanation
         route = told.variant.template if told.route == KERNEL and told.variant is not None else told.route
         first = Contestant(name=OURS, ours=True, route=route, level=told.level.value)
         if told.route == KERNEL and told.variant is not None:
             first = replace(first, variant=told.variant)
-        yield _Guarded(first, lambda: answer.run(call, lse=False)[0])
+        yield _Guarded(first, lambda: answer.run(call, planned, lse=False)[0])
         if self.options.ours is not Ours.VARIANTS:
             return
         ran = told.variant if told.route == KERNEL else None

@@ -94,10 +94,17 @@ def without(explanation: Explanation, variant: Variant, reason: str) -> Explanat
 
 def by(explanation: Explanation, variant: Variant) -> Explanation:
     """The explanation, once `variant` is what runs."""
-    if variant == explanation.variant or explanation.level is Level.DEFAULT:
-        return replace(explanation, variant=variant)
-    reason = f"{explanation.reason}, but its kernel cannot run here, so a default of {variant.template} does"
-    return replace(explanation, level=Level.DEFAULT, reason=reason, variant=variant)
+    planned = explanation.variant
+    if planned is None or variant == planned:
+        return explanation
+    if explanation.level is not Level.DEFAULT:
+        reason = f"{explanation.reason}, but its kernel cannot run here, so a default of {variant.template} does"
+        return replace(explanation, level=Level.DEFAULT, reason=reason, variant=variant)
+    return replace(explanation, reason=_default_reason(variant.template), variant=variant)
+
+
+def _default_reason(template: str) -> str:
+    return f"no tuned entry can serve it, so a default of {template} runs; autoattn tune finds a better one"
 
 
 class _Search:
@@ -177,7 +184,7 @@ class _Search:
             problem=self.problem,
             route=KERNEL,
             level=Level.DEFAULT,
-            reason=f"no tuned entry can serve it, so the default of {template} runs; autoattn tune finds a better one",
+            reason=_default_reason(template),
             steps=tuple(self.steps),
             variant=variant,
         )
