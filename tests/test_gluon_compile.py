@@ -109,9 +109,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
     "packed": ({"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 9000}, {}),
     "block tables": ({"mask": "blocks:128x128,0.5"}, {}),
     "changes no scores": ({"modifiers": Modifiers(softcap=True)}, {}),
-    "registers": ({}, {"consumers": 3, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
+    "registers": ({}, {"BLOCK_M": 192, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
     "shared memory": ({"head_dim": 256}, {"BLOCK_N": 64, "query_stages": 2}),
-    "named barriers": ({}, {"num_stages": 4, "query_stages": 1, "BLOCK_N": 32, "consumers": 3}),
+    "named barriers": ({}, {"num_stages": 4, "query_stages": 1, "BLOCK_N": 32, "BLOCK_M": 192}),
     "in a loop of their own": ({"mask": "causal"}, {"mask_loop": "branch"}),
     "with one slot": ({}, {"num_stages": 1, "v_wait": "early"}),
     "in whose shadow": ({}, {"softmax": "vote", "overlap": 0}),
@@ -141,7 +141,7 @@ def test_rows_that_are_not_aligned_are_refused_before_they_are_rendered() -> Non
 
 def test_serialised_products_are_a_compile_error() -> None:
     crowded = source(
-        problem(head_dim=128), consumers=3, query_stages=1, output_buffer="shared", num_stages=1, softmax="online"
+        problem(head_dim=128), BLOCK_M=192, query_stages=1, output_buffer="shared", num_stages=1, softmax="online"
     )
     with pytest.raises(CompileError, match="ptxas serialised its 16 warpgroup products a block"):
         inspect(crowded, 90)
@@ -149,7 +149,7 @@ def test_serialised_products_are_a_compile_error() -> None:
 
 def test_what_ptxas_refuses_is_quoted_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CompileError, match="Insufficient registers"):
-        build(source(problem(head_dim=64), consumers=3, BLOCK_N=256, num_stages=1, query_stages=1), 90)
+        build(source(problem(head_dim=64), BLOCK_M=192, BLOCK_N=256, num_stages=1, query_stages=1), 90)
     assert capsys.readouterr().out == ""
 
 
@@ -189,7 +189,7 @@ SMALL: dict[str, Any] = {"dtype": DType.FLOAT16, "batch": 1, "heads_q": 4, "head
 
 def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     one = kernels.problem(**SMALL, head_dim=72, mask=Mask.parse("causal"), layout=Layout.BSHD)
-    rendered = source(problem(head_dim=72, mask="causal"), consumers=2, schedule="dynamic")
+    rendered = source(problem(head_dim=72, mask="causal"), BLOCK_M=128, schedule="dynamic")
     first, again = launched(one, rendered, monkeypatch)
     assert [first[:2], again[:2]] == [("first", (2, 1, 1)), ("again", (2, 1, 1))]
     described = first[2]["query"]
