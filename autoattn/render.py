@@ -11,11 +11,13 @@ from autoattn.errors import CompileError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
 from autoattn.mask import Alignment, MaskKind
 from autoattn.problem import Bias, DType, Layout, Problem, padded, pieces
-from autoattn.variant import Source, Traits, Variant, digest_of
+from autoattn.variant import Source, Traits, Value, Variant, digest_of
 
 # Triton's names
 ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
 
+# What templates have that do not search it.
+NOT_SEARCHED: dict[str, dict[str, Value]] = {"gluon/forward": {"HEAD_SPLIT": 0, "products": "as_asked"}}
 MAX_LINE = 120  # characters of a rendered line
 
 TMA_BYTES = 16  # divide the addresses of a TMA descriptor
@@ -67,8 +69,8 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
     hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
-    params = variant.as_dict()
-    split, products = bool(params.get("HEAD_SPLIT", 0)), params.get("products", AS_ASKED)
+    params = {**NOT_SEARCHED.get(variant.template, {}), **variant.as_dict()}
+    split, products = bool(params["HEAD_SPLIT"]), params["products"]
     least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
         "dtype": problem.dtype.value,
