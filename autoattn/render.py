@@ -33,16 +33,24 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
         CompileError: the tensors do not lie as the template's loads need them.
     """
     traits = traits if traits is not None else natural_traits(problem)
-    if variant.template.startswith("gluon/") and traits.alignment * problem.dtype.bytes < TMA_BYTES:
-        raise CompileError(
-            f"the TMA unit reads rows that begin at multiples of {TMA_BYTES} bytes, got tensors where only "
-            f"{traits.alignment * problem.dtype.bytes} divide every step; make them contiguous, or use triton/forward"
-        )
+    if (reason := why_not(variant, problem, traits)) is not None:
+        raise CompileError(reason)
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
         _facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict()
     )
     return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)
+
+
+def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
+    """Why a template cannot read tensors that lie as `traits` say, in one sentence; None when it can."""
+    step = traits.alignment * problem.dtype.bytes
+    if not variant.template.startswith("gluon/") or step >= TMA_BYTES:
+        return None
+    return (
+        f"the TMA unit reads rows that begin at multiples of {TMA_BYTES} bytes, got tensors where only {step} divide "
+        "every step; make them contiguous, or use triton/forward"
+    )
 
 
 def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from drawn import Call, Compare, Drawn  # noqa: E402
 
-from autoattn import gpu, space  # noqa: E402
+from autoattn import gpu, render, space  # noqa: E402
 from autoattn.device import Device  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
 from autoattn.trial import Outcome  # noqa: E402
@@ -70,11 +70,13 @@ def _more_calls(rng: random.Random, one: Drawn) -> tuple[Call, ...]:
 
 def _on_the_card(rng: random.Random, one: Drawn, device: Device) -> Drawn:
     """The same call with a variant that the search could try on the card."""
-    points = space.load(drawn.kernels.TEMPLATE)
-    variant = next(points.feasible(one.call.problem, device, rng), None)
-    if variant is None:
-        raise SpaceError(f"the search space must have a variant for every problem, got none for {one.call.problem}")
-    return replace(one, params=variant.as_dict())
+    spaces = list(space.of(one.call.problem.op))
+    rng.shuffle(spaces)
+    for points in spaces:
+        variant = next(points.feasible(one.call.problem, device, rng), None)
+        if variant is not None and render.why_not(variant, one.call.problem, one.traits) is None:
+            return replace(one, template=variant.template, params=variant.as_dict())
+    raise SpaceError(f"a search space must have a variant for every problem, got none for {one.call.problem}")
 
 
 def axes(call: Call) -> Iterator[str]:

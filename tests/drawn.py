@@ -21,7 +21,7 @@ from autoattn.mask import Alignment, Mask, MaskKind
 from autoattn.operands import Operands
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.trial import Outcome
-from autoattn.variant import Source, Traits, Value
+from autoattn.variant import Source, Traits, Value, Variant
 from autoattn.workers import Failure
 
 FEW = 256  # numbers of an answer
@@ -104,10 +104,13 @@ class Drawn:
     call: Call
     params: Mapping[str, Value]
     traits: Traits
+    template: str = kernels.TEMPLATE
 
     @property
     def source(self) -> Source:
-        return kernels.source(self.call.problem, self.traits, **self.params)
+        if self.template == kernels.TEMPLATE:
+            return kernels.source(self.call.problem, self.traits, **self.params)
+        return render.render(self.call.problem, Variant.of(self.template, dict(self.params)), self.traits)
 
 
 def spread(problem: Problem, operands: Operands, generator: torch.Generator) -> Operands:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from autoattn import compile, gpu, render, space
+from autoattn.device import Device
+from autoattn.errors import CompileError
 from autoattn.inputs import Scores
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.validate import Gate
@@ -18,13 +20,14 @@ from autoattn.validate import Gate
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+HOPPER = "gluon/forward"
 
 
-def judged(one: Problem, *, seed: int | None = None) -> Any:
+def judged(one: Problem, *, seed: int | None = None, template: str = kernels.TEMPLATE) -> Any:
     """The gate's verdict on the template's default for this kind of problem, or on a random feasible variant."""
     device = gpu.present()
     assert device is not None
-    points = space.load(kernels.TEMPLATE)
+    points = space.load(template)
     rng = random.Random(seed)
     variant = points.default(one, device) if seed is None else next(points.feasible(one, device, rng))
     source = render.render(one, variant, render.natural_traits(one, lse=True))
@@ -84,6 +87,51 @@ def test_random_variants_of_random_kinds_pass(seed: int) -> None:
     rng = random.Random(seed)
     verdict = judged(drawn.call_of(rng, drawn.LARGE).problem, seed=seed)
     assert verdict.ok, verdict.reason
+
+
+HOPPER_MASKS = ("full", "causal", "causal:top-left", "window:128,0", "window:100,30", "window:-1,64", "window:128,-1")
+HOPPER_DIMS = ((64, 64), (128, 128), (256, 256), (56, 56), (80, 80), (96, 96), (16, 16), (192, 128), (64, 128))
+
+
+@pytest.mark.parametrize("dims", HOPPER_DIMS)
+@pytest.mark.parametrize("mask", HOPPER_MASKS)
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_every_hopper_seed_passes(mask: str, dims: tuple[int, int], dtype: DType) -> None:
+    one = sized(dtype=dtype, mask=mask, head_dim=dims[0], head_dim_v=dims[1], batch=2, heads_q=64, heads_kv=64)
+    device = hopper()
+    seeds = space.load(HOPPER).seeds_for(one, device)
+    assert seeds
+    gate = Gate(one, CUDA)
+    for variant in seeds:
+        source = render.render(one, variant, render.natural_traits(one, lse=True))
+        verdict = gate.judge(compile.load(source, CUDA))
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -> None:
+    rng = random.Random(seed)
+    head_dim, head_dim_v = rng.choice(HOPPER_DIMS)
+    one = sized(
+        dtype=rng.choice((DType.BFLOAT16, DType.FLOAT16)), mask=rng.choice(HOPPER_MASKS), batch=2, heads_q=64,
+        heads_kv=64, head_dim=head_dim, head_dim_v=head_dim_v,
+    )  # fmt: skip
+    variant = next(space.load(HOPPER).feasible(one, hopper(), rng))
+    source = render.render(one, variant, render.natural_traits(one, lse=rng.random() < 0.5))
+    try:
+        kernel = compile.load(source, CUDA)
+    except CompileError:
+        return
+    verdict = Gate(one, CUDA, seed=seed).judge(kernel)
+    assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
+def hopper() -> Device:
+    device = gpu.present()
+    assert device is not None
+    if device.arch != 90:
+        pytest.skip("the template's instructions are Hopper's")
+    return device
 
 
 def test_dropout_draws_the_references_numbers() -> None:
