@@ -95,9 +95,8 @@ HOPPER_DIMS = ((64, 64), (128, 128), (256, 256), (56, 56), (80, 80), (96, 96), (
 
 @pytest.mark.parametrize("dims", HOPPER_DIMS)
 @pytest.mark.parametrize("mask", HOPPER_MASKS)
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-def test_every_hopper_seed_passes(mask: str, dims: tuple[int, int], dtype: DType) -> None:
-    one = sized(dtype=dtype, mask=mask, head_dim=dims[0], head_dim_v=dims[1], batch=2, heads_q=64, heads_kv=64)
+def test_every_hopper_seed_passes(mask: str, dims: tuple[int, int]) -> None:
+    one = sized(mask=mask, head_dim=dims[0], head_dim_v=dims[1], batch=2, heads_q=64, heads_kv=64)
     device = hopper()
     seeds = space.load(HOPPER).seeds_for(one, device)
     assert seeds
