@@ -246,6 +246,8 @@ def inspect(source: Source, arch: int) -> StaticReport:
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
     )
+    if hasattr(load_module(source), source.name + AGAIN):
+        build(source, arch, again=True)  # into Triton's cache, while the card is busy with another variant
     if hasattr(load_module(source), "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     return report
