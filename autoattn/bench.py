@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, compile, dispatch, gpu, measure, render, space, validate
+from autoattn import answer, compile, dispatch, functional, gpu, measure, render, space, validate
 from autoattn.arguments import Call
 from autoattn.comparison import LOOSE, Contestant, Inputs, Options, Ours, Row, State, Timing
 from autoattn.device import Device
@@ -30,9 +30,10 @@ from autoattn.gpu import Pulse
 from autoattn.inputs import Scores
 from autoattn.jobs import Inspect
 from autoattn.measure import Stopwatch
+from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.peers import Peer
-from autoattn.problem import Precision, Problem
+from autoattn.problem import DType, Layout, Precision, Problem
 from autoattn.validate import Case
 from autoattn.variant import Source, Variant
 from autoattn.workers import Pool
@@ -205,18 +206,16 @@ class _Bench:
 
     def _ours(self, case: Case) -> Iterator[_Guarded]:
         """What a call runs, and on demand the kernels that it could have run."""
-        call = Call(problem=case.problem, operands=case.operands)
         try:
-            planned = answer.plan(call, lse=False)
+            told = answer.plan(Call(problem=case.problem, operands=case.operands), lse=False).explanation
         except AutoattnError as error:
             yield _Guarded(Contestant(name=OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
             return
-        told = planned.explanation
         route = told.variant.template if told.route == KERNEL and told.variant is not None else told.route
         first = Contestant(name=OURS, ours=True, route=route, level=told.level.value)
         if told.route == KERNEL and told.variant is not None:
             first = replace(first, variant=told.variant)
-        yield _Guarded(first, lambda: answer.run(call, planned, lse=False)[0])
+        yield _Guarded(first, front_door(case.problem, case.operands))
         if self.options.ours is not Ours.VARIANTS:
             return
         ran = told.variant if told.route == KERNEL else None
@@ -316,6 +315,28 @@ def _broken(who: str, problem: Problem, error: Exception) -> StateError:
         f"the GPU must go on after each contestant, but {who} broke it on {problem} ({reason_of(error)}); bench "
         "without it, or the other rows with --only"
     )
+
+
+def front_door(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+    """A call of `autoattn.attention`; from its plan on where other tensors than query, key and value take part."""
+    special = problem.packed or problem.mask.sparse or problem.modifiers.names or problem.dtype is DType.FLOAT8
+    if special:
+        call = Call(problem=problem, operands=operands)
+        plan = answer.plan(call, lse=False)
+        return lambda: answer.run(call, plan, lse=False)[0]
+    swapped = problem.layout is Layout.BSHD
+    tensors = (operands.query, operands.key, operands.value)
+    query, key, value = (tensor.transpose(1, 2) if swapped else tensor for tensor in tensors)
+    precision = problem.precision.value if problem.dtype is DType.FLOAT32 else None
+
+    def attend() -> Tensor:
+        output = functional.attention(
+            query, key, value, mask=problem.mask, layout=problem.layout.value, precision=precision
+        )
+        assert isinstance(output, Tensor)
+        return output.transpose(1, 2) if swapped else output
+
+    return attend
 
 
 class _Prepared:

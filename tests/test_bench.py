@@ -14,7 +14,8 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import bench, cache, dispatch, gpu, resources, rivals
+from autoattn import answer, bench, cache, dispatch, gpu, inputs, reference, resources, rivals
+from autoattn.arguments import Call
 from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, State, Timing
 from autoattn.entry import KERNEL
 from autoattn.errors import StateError
@@ -22,7 +23,7 @@ from autoattn.gpu import Pulse
 from autoattn.measure import Rounds
 from autoattn.operands import Operands
 from autoattn.peers import Peer
-from autoattn.problem import DType, Op, Problem
+from autoattn.problem import DType, Layout, Modifiers, Op, Precision, Problem
 
 CPU = torch.device("cpu")
 
@@ -121,6 +122,35 @@ def test_ours_and_a_right_peer_are_checked_and_timed(stopwatch: Stopwatch) -> No
     assert right.first_s is not None
     assert stopwatch.seconds == 1.0, "seconds are those of each contestant"
     assert len(row.pulses) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "window:20,3", "layout": Layout.BSHD},
+        {"mask": "causal:top-left"},
+        {"dtype": DType.FLOAT32, "precision": Precision.TF32},
+        {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
+        {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
+    ],
+)
+def test_ours_is_a_call_of_the_front_door_for_the_problem_itself(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+    whole = answer.plan
+
+    def plan(call: Call, *, lse: bool) -> answer.Plan:
+        asked.append(call.problem)
+        return whole(call, lse=lse)
+
+    monkeypatch.setattr(answer, "plan", plan)
+    one = kernels.problem(**changes)
+    operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
+    output = bench.front_door(one, operands)()
+    expected, _ = reference.attention(one, operands)
+    torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
+    assert set(asked) == {one}
 
 
 WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
