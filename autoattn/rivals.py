@@ -52,7 +52,8 @@ def sdpa(problem: Problem, operands: Operands, *, backend: str = SDPA) -> Tensor
     Raises:
         RuntimeError: the named backend does not take these inputs.
     """
-    return _by_backend(problem, operands, backend, _dense_mask(problem, operands))
+    mask = _dense_mask(problem, operands)
+    return _by_backend(problem, operands, backend, mask, _blind(mask))
 
 
 def eager(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,7 @@ def call_of(name: str, problem: Problem, operands: Operands) -> Callable[[], Ten
     """One rival, ready to be timed: what it needs as a mask is written out before."""
     if name == VARLEN:
         return partial(_varlen, problem, operands)
-    return partial(_by_backend, problem, operands, name, _dense_mask(problem, operands))
+    return partial(_by_backend, problem, operands, name, *_prepared(problem, operands))
 
 
 def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor]]:
@@ -75,9 +76,9 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
     if problem.packed:
         candidates[VARLEN] = lambda: _varlen(problem, operands)
     elif why_not_sdpa(problem) is None:
-        mask = _dense_mask(problem, operands)
+        masks = _prepared(problem, operands)
         for name in (SDPA, *BACKENDS):
-            candidates[name] = partial(_by_backend, problem, operands, name, mask)
+            candidates[name] = partial(_by_backend, problem, operands, name, *masks)
     found: dict[str, Callable[[], Tensor]] = {}
     for name, call in candidates.items():
         try:
@@ -140,12 +141,29 @@ class _only:  # noqa: N801 - a context, as torch.no_grad
         self._turn.release()
 
 
-def _by_backend(problem: Problem, operands: Operands, backend: str, mask: Tensor | None) -> Tensor:
-    """PyTorch's attention with what `_dense_mask` gave, which is made once where a call is timed."""
+def _by_backend(
+    problem: Problem, operands: Operands, backend: str, mask: Tensor | None, blind: Tensor | None
+) -> Tensor:
+    """PyTorch's attention with what `_dense_mask` and `_blind` gave, which is made once where a call is timed."""
     if backend != SDPA:
         with _only(backend):
-            return _sdpa(problem, operands, mask)
-    return _sdpa(problem, operands, mask)
+            return _sdpa(problem, operands, mask, blind)
+    return _sdpa(problem, operands, mask, blind)
+
+
+def _prepared(problem: Problem, operands: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """What a timed call need not do: the mask, and the rows that see no key, where there are any."""
+    mask = _dense_mask(problem, operands)
+    blind = _blind(mask)
+    return mask, blind if blind is not None and bool(blind.any()) else None
+
+
+def _blind(mask: Tensor | None) -> Tensor | None:
+    """Which rows of a mask see no key; its last axis is 1."""
+    if mask is None:
+        return None
+    seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+    return ~seen.any(-1, keepdim=True)
 
 
 def _attend(heads_q: int, heads_kv: int) -> Callable[..., Tensor]:
@@ -176,7 +194,7 @@ def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
     return seen & bias if bias.dtype is torch.bool else torch.where(seen, bias, -torch.inf)
 
 
-def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None) -> Tensor:
+def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None, blind: Tensor | None) -> Tensor:
     query, key, value, scale = operands.query, operands.key, operands.value, operands.scale
     # Decided by us: traced with symbolic sizes, PyTorch's own comparison is no bool.
     attend = _attend(query.shape[1], key.shape[1])
@@ -186,10 +204,9 @@ def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None) -> Tensor:
     if scale < _TINY:
         query, scale = query * 0.0, 1.0
     if mask is not None:
-        seen = mask if mask.dtype is torch.bool else mask != -torch.inf
         mask = mask.to(query.dtype) if mask.is_floating_point() else mask
         output = attend(query, key, value, attn_mask=mask, scale=scale)
-        return output.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        return output if blind is None else output.masked_fill(blind, 0.0)
     return _plain(problem.mask, attend, query, key, value, scale)
 
 
