@@ -193,10 +193,9 @@ def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.Mon
     first, again = launched(one, rendered, monkeypatch)
     assert [first[:2], again[:2]] == [("first", (2, 1, 1)), ("again", (2, 1, 1))]
     described = first[2]["query"]
-    assert described.shape == [1, 4, 200, 72]
-    assert described.strides[1:] == [72, 4 * 72, 1]
+    assert described.shape == (1, 4, 200, 72)
+    assert described.strides[1:] == (72, 4 * 72, 1)
     assert all(step % 8 == 0 for step in described.strides[:-1])
-    assert described.block_shape == [1, 1, 64, 128]
     scratch = first[2]["scratch_ptr"]
     assert scratch.dtype == torch.int32
     assert scratch.tolist() == [0] * (2 + 4 * 2)
