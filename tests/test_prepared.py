@@ -1,6 +1,7 @@
 """Answers that were prepared: found by all that decides them and by nothing less, and the same as the ordinary way's.
 
-There is no card here. Kernels are rendered for an H200 and launched at a compiled kernel that only notes what it gets.
+There is no card here. Kernels are rendered for an A30 or an H200, and launched at a compiled kernel that only notes
+what it gets.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor
 
 import autoattn
 from autoattn import answer, arguments, compile, dispatch, functional, gpu, prepared, render, rivals
-from autoattn.compile import Kernel, load_module
+from autoattn.compile import Descriptor, Kernel, load_module
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, TensorError
 from autoattn.mask import Mask
@@ -71,7 +73,7 @@ class Current:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
-    """As if the CPU's tensors were on an H200 for which nothing was tuned."""
+    """As if the CPU's tensors were on an A30 for which nothing was tuned."""
     noted = Noted()
 
     def load(source: Source, device: torch.device) -> Kernel:
@@ -82,7 +84,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
     monkeypatch.setattr(answer, "_why_not_on", lambda device: None)
     monkeypatch.setattr(answer.compile, "load", load)
     monkeypatch.setattr(compile, "driver", driver)
-    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)
     monkeypatch.setattr(torch.cuda, "device", Current)
@@ -134,8 +136,11 @@ def same(ordinary: tuple[Any, ...], by_run: tuple[tuple[Any, ...], tuple[Any, ..
     assert facts == (*grid, ("stream of", 0), Noted.function, Noted.packed_metadata, None, None, None)
     assert len(given) == len(arguments_)
     for one, other in zip(given, arguments_, strict=True):
-        assert isinstance(other, int | float)
-        assert isinstance(one, Tensor) or one == other
+        if isinstance(one, Descriptor):
+            assert replace(one, address=0) == replace(other, address=0)
+        else:
+            assert isinstance(other, int | float)
+            assert isinstance(one, Tensor) or one == other
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -148,8 +153,17 @@ def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: No
     made, found = (one if isinstance(one, tuple) else (one,) for one in (made, found))
     for one, other in zip(made, found, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    passed = card.prepared[0][1]
-    assert [*passed[:4], *passed[4 : 3 + len(found)]] == [one.data_ptr() for one in (*second, *found)]
+    passed = [one.address if isinstance(one, Descriptor) else one for one in card.prepared[0][1]]
+    assert {one.data_ptr() for one in (*second, *found)} <= {*passed}
+    assert {one.data_ptr() for one in (*first, *made)}.isdisjoint(passed)
+    assert passed[:3] == [one.data_ptr() for one in second]
+
+
+@pytest.mark.parametrize("name", ["plain", "lse", "causal", "bshd"])
+def test_so_does_one_that_takes_descriptors(name: str, card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    test_a_prepared_call_launches_what_the_ordinary_one_does(name, card)
+    assert isinstance(card.prepared[0][1][0], Descriptor)
 
 
 def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted) -> None:
@@ -214,18 +228,32 @@ def test_launch_hooks_are_called_where_somebody_set_one(card: Noted, monkeypatch
     ]  # fmt: skip
 
 
-def test_an_argument_may_be_made_of_the_addresses_as_a_descriptor_is(card: Noted) -> None:
-    autoattn.attention(*three())
-    kernel = answer._prepare.__wrapped__ and next(iter(prepared._known.values()))
-    (bound,) = kernel.passes
-    module = SimpleNamespace(SIGNATURE={"query_desc": "", "scale": "", "output_ptr": ""})
-    made = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1).bind(
-        (5,), {"scale": 0.5}, {"query_desc": lambda at: ("descriptor", at[0]), "output_ptr": lambda at: at[3]}
-    )  # type: ignore[arg-type]
-    made((16, 32, 48, 64))
-    assert card.prepared[-1][0][:3] == (5, 1, 1)
-    assert card.prepared[-1][1] == (("descriptor", 16), 0.5, 64)
-    assert bound.compiled is card
+def test_a_kernel_with_descriptors_scratch_and_a_second_pass_is_prepared(
+    card: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(
+        SIGNATURE={"query": "tensordesc", "output": "tensordesc", "value_ptr": "*fp16", "scratch_ptr": "*i32"},
+        DESCRIPTORS={"query": ([1, 1, 64, 16], "layout"), "output": ([1, 1, 64, 16], "layout")},
+        grid=lambda batch, heads, seq, sm_count: (11,),
+        grid_again=lambda batch, heads, seq, sm_count: (22,),
+        scratch=lambda batch, heads, seq: 5,
+    )
+    first = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(answer.compile, "load", lambda source, device: replace(first, again=first))
+    tensors = [three(), three()]
+    for _ in range(2):
+        for query, key, value in tensors:
+            output = autoattn.attention(query, key, value)
+    assert [grid for grid, _ in card.ordinary] == [(11, 1, 1), (22, 1, 1)]
+    assert [facts[0] for facts, _ in card.prepared] == [11, 22] * 3
+    passed = card.prepared[-1][1]
+    assert passed == card.prepared[-2][1], "both passes get the same"
+    assert passed[:2] == (Descriptor.of(query), Descriptor.of(output))
+    assert passed[2] == value.data_ptr()
+    assert passed[3] > 0
+    assert card.prepared[0][1][0] is passed[0], "a descriptor is made once for an address"
+    (known,) = prepared._known.values()
+    assert not any(isinstance(one, Tensor) for bound in known.passes for one in bound.arguments)
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------
@@ -447,7 +475,10 @@ def test_what_a_key_cannot_hold_takes_the_ordinary_way_each_time(name: str, card
     assert (len(card.ordinary), len(card.prepared)) == (3, 0)
 
 
-def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(card: Noted) -> None:
+def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(
+    card: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
     eighths = [tensor.to(torch.float8_e4m3fn) for tensor in three()]
     for _ in range(2):
         autoattn.attention(*eighths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from operator import itemgetter
 
 import torch
@@ -94,8 +95,13 @@ def scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Tensor | None:
 
 
 def _at(place: int, descriptor: Descriptor) -> Callable[[Addresses], Descriptor]:
-    """The same descriptor elsewhere."""
-    return lambda addresses: replace(descriptor, address=addresses[place])
+    """The same descriptor elsewhere; those of the latest addresses are kept."""
+
+    @lru_cache(maxsize=64)
+    def elsewhere(address: int) -> Descriptor:
+        return replace(descriptor, address=address)
+
+    return lambda addresses: elsewhere(addresses[place])
 
 
 def _passes(kernel: Kernel, problem: Problem, operands: Operands) -> Iterator[tuple[Kernel, tuple[int]]]:
