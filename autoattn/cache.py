@@ -254,7 +254,7 @@ def _check(key: str, entry: CacheEntry) -> None:
     """
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
-    spaces = {entry.template: entry.space_digest, **entry.search.spaces}
+    spaces = {**entry.search.spaces, entry.template: entry.space_digest}
     points = [(entry.template, entry.params), *((one.template, one.params) for one in entry.candidates)]
     for template, params in points:
         if spaces.get(template) == space.load(template).digest:

@@ -143,7 +143,7 @@ def within(entry: dict[str, Any], path: tuple[str | int, ...], value: Any) -> No
     ("path", "value", "words"),
     [
         (("template",), "../../etc/passwd", "a template is named family/operation"),
-        (("template",), "gluon/forward", "there is none"),
+        (("template",), "cutlass/forward", "there is none"),
         (("template",), "x" * 10**6, "a template is named family/operation"),
         (("params", "BLOCK_M"), 48, "BLOCK_M of triton/forward must be one of"),
         (("params", "BLOCK_M"), "64", "BLOCK_M of triton/forward must be one of"),
@@ -211,7 +211,7 @@ def test_a_problem_that_stands_twice_is_refused(folder: Path) -> None:
         {"rivals": (dataclasses.replace(measured().rivals[0], max_error=math.nan),), "choice": "kernel"},
         {"choice": "nobody"},
         {"params": {"BLOCK_M": 48}},
-        {"template": "gluon/forward"},
+        {"template": "cutlass/forward"},
         {"versions": {"driver": "\ud800"}},
     ],
     ids=lambda changes: next(iter(changes)),

@@ -103,7 +103,7 @@ def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
 def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
     found = explained(tmp_path)
     assert (found.level, found.route, found.entry) == (Level.DEFAULT, "kernel", None)
-    assert found.variant == space.load(TEMPLATE).default(ASKED, H200)
+    assert found.variant == space.load("gluon/forward").default(ASKED, H200)
     assert "autoattn tune" in found.reason
     assert [step.partition(":")[0] for step in found.steps] == ["exact", "bucket, nearest", "predicted"]
 
@@ -256,13 +256,16 @@ def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
     assert explained(written(tmp_path, measured(ASKED)), device=A30).level is Level.DEFAULT
 
 
-def test_only_a_default_has_others_to_fall_back_on(tmp_path: Path) -> None:
+def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(tmp_path: Path) -> None:
     default = explained(tmp_path / "empty")
-    seeds = space.load(TEMPLATE).seeds_for(ASKED, H200)
+    seeds = [seed for one in space.of(ASKED.op) for seed in one.seeds_for(ASKED, H200)]
     assert dispatch.variants(default, H200) == seeds
     assert seeds[0] == default.variant
-    exact = explained(written(tmp_path / "exact", measured(ASKED)))
-    assert dispatch.variants(exact, H200) == [exact.variant]
+    assert {seed.template for seed in seeds} == {TEMPLATE, "gluon/forward"}
+    params = {**samples.measured(ASKED).params, "PERSISTENT": 2}
+    exact = explained(written(tmp_path / "exact", measured(ASKED, params=params)))
+    assert exact.variant is not None
+    assert dispatch.variants(exact, H200) == [exact.variant, *(seed for seed in seeds if seed != exact.variant)]
     rival = explained(written(tmp_path / "rival", measured(ASKED, choice="sdpa-cudnn")))
     assert dispatch.variants(rival, H200) == dispatch.variants(explained(tmp_path, device=None), None) == []
 
@@ -373,4 +376,4 @@ def test_on_a_card_older_than_ampere_pytorch_answers(tmp_path: Path) -> None:
 
 
 def test_an_explanation_reads_as_one_line(tmp_path: Path) -> None:
-    assert str(explained(tmp_path)).startswith("kernel (default): no tuned entry can serve it, so the default of")
+    assert str(explained(tmp_path)).startswith("kernel (default): no tuned entry can serve it, so a default of")
