@@ -28,6 +28,9 @@ from autoattn.trial import StaticReport
 from autoattn.variant import Source
 
 WARP_SIZE = 32
+# Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
+# wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
+MAX_SPILLED = 2048
 AGAIN = "_again"  # behind the name of a kernel: the one that is launched after it
 
 
@@ -200,6 +203,7 @@ def _ready(source: Source, module: ModuleType, device: torch.device, *, again: b
             compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
     except OutOfResources as error:
         raise CompileError(f"this variant does not fit {properties.name}: {error}") from None
+    _check_spills(compiled, compiled.n_spills * 4)
     return Kernel(
         source=source, module=module, compiled=compiled, device=device, sm_count=properties.multi_processor_count
     )
@@ -246,11 +250,20 @@ def inspect(source: Source, arch: int) -> StaticReport:
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
     )
+    _check_spills(compiled, report.spilled_bytes)
     if hasattr(load_module(source), source.name + AGAIN):
         build(source, arch, again=True)  # into Triton's cache, while the card is busy with another variant
     if hasattr(load_module(source), "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     return report
+
+
+def _check_spills(compiled: Any, spilled_bytes: int) -> None:
+    if spilled_bytes > MAX_SPILLED and "wgmma" in compiled.asm["ptx"]:
+        raise CompileError(
+            f"kernels with warpgroup products must spill at most {MAX_SPILLED} bytes a thread to be trusted, got "
+            f"{spilled_bytes}; choose smaller tiles or more warps"
+        )
 
 
 def _kept_file(source: Source) -> Path:

@@ -307,18 +307,18 @@ def fault(kernel: compile.Kernel, call: Call) -> str:
     wild = with_wild_values(operands, call.wild, call.seed)
     expected, _ = reference.attention(call.problem, wild)
     output, _ = validate.run(kernel, replace(case, operands=wild))
-    return wild_fault(output.double(), expected, case.allowed, exact="walk_again" in kernel.source.text)
+    return wild_fault(output.double(), expected, case.allowed)
 
 
-def wild_fault(output: torch.Tensor, expected: torch.Tensor, allowed: float, *, exact: bool) -> str:
-    """What is wrong with an answer that holds numbers that are not finite, in words."""
+def wild_fault(output: torch.Tensor, expected: torch.Tensor, allowed: float) -> str:
+    """What is wrong with an answer that holds numbers that are not finite, in words.
+
+    Whether such a number is NaN or inf is left open: a weight that underflows makes NaN of inf, in PyTorch too.
+    """
     finite = expected.isfinite()
     if not torch.equal(output.isfinite(), finite):
         leaked = int((finite & ~output.isfinite()).sum())
         missed = int((~finite & output.isfinite()).sum())
         return f"NaN or inf reached {leaked} outputs that do not see it, and missed {missed} that do"
-    # A weight of 0 times inf is NaN in a kernel that hides nothing and so never looks again.
-    if exact and not torch.equal(output.nan_to_num(0.0)[~finite], expected.nan_to_num(0.0)[~finite]):
-        return "inf and NaN changed places"
     error = float((output - expected)[finite].abs().max()) if bool(finite.any()) else 0.0
     return "" if error <= allowed else f"beside inf and NaN, error {error:.3g} where {allowed:.3g} is allowed"

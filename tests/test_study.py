@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ TEMPLATE = "triton/forward"
 # 6 x 5 x 4 = 120 points, 60 of which are feasible.
 SPACE = SearchSpace(
     template=TEMPLATE,
+    interpreted=True,
     digest="0" * 16,
     choices={"a": (1, 2, 3, 4, 5, 6), "b": (0, 1, 2, 3, 4), "c": ("w", "x", "y", "z")},
     about={},
@@ -184,9 +186,7 @@ def test_a_small_space_is_searched_whole_in_the_files_order(open_study: Callable
 
 def test_a_space_without_feasible_variants_proposes_nothing(open_study: Callable[..., Study]) -> None:
     never = Requirement(rule=Rule("1 == 2"), because="never")
-    empty = SearchSpace(
-        template=TEMPLATE, digest="", choices=SPACE.choices, about={}, let=(), require=(never,), seeds=()
-    )
+    empty = replace(SPACE, require=(never,))
     one = open_study(space=empty)
     one.enqueue([variant(2, 2)])
     assert one.propose() is None
