@@ -23,7 +23,7 @@ from autoattn.gpu import Pulse
 from autoattn.measure import Rounds
 from autoattn.operands import Operands
 from autoattn.peers import Peer
-from autoattn.problem import DType, Layout, Modifiers, Op, Numerics, Precision, Problem
+from autoattn.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 
 CPU = torch.device("cpu")
 

@@ -198,6 +198,32 @@ def test_every_door_goes_through_what_was_prepared(card: Noted) -> None:
         assert (len(card.ordinary), len(card.prepared)) == (number, number)
 
 
+def test_the_environments_numerics_make_another_answer_at_every_door(
+    card: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = three()
+    doors: list[Callable[[], object]] = [
+        lambda: autoattn.attention(*tensors),
+        lambda: functional.scaled_dot_product_attention(*tensors, is_causal=True),
+        lambda: functional.flash_attn_varlen_func(*packed()),
+    ]
+    asked: list[str] = []
+    decide = dispatch.explain
+    monkeypatch.setattr(
+        dispatch, "explain", lambda problem, card: (asked.append(problem.numerics.value), decide(problem, card))[1]
+    )
+    for environment in ("", "online", "", "online"):
+        monkeypatch.setenv("AUTOATTN_NUMERICS", environment)
+        for door in doors:
+            door()
+    assert asked == ["any"] * 3 + ["online"] * 3
+    assert (len(card.ordinary), len(card.prepared)) == (6, 6)
+    monkeypatch.setenv("AUTOATTN_NUMERICS", "nonsense")
+    for door in doors:
+        with pytest.raises(TensorError, match="AUTOATTN_NUMERICS must be any or online"):
+            door()
+
+
 def test_a_launch_has_its_tensors_device_current_and_then_the_callers_again(
     card: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +340,8 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
     """A call's key, and all that the ordinary way decides of it; an error is a decision too."""
     facts, asked = call
     asked = {"window": None, "mask": None, "causal": False, "softcap": 0.0, "score_mod": None, "dropout": 0.0,
-             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False, **asked}  # fmt: skip
+             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False,
+             **asked}  # fmt: skip
     tensors = [torch.zeros(shape, dtype=facts["dtype"]) for shape in (facts["shapes"][0], *facts["shapes"][1:] * 2)]
     changed = facts["place"]
     moved = shifted(tensors[changed], facts["by"])
@@ -328,7 +355,11 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
     kind = facts["autocast"]
     environment = mock.patch.dict(os.environ, AUTOATTN_NUMERICS=facts["environment"])
     try:
-        with environment, torch.set_grad_enabled(facts["grad"]), torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+        with (
+            environment,
+            torch.set_grad_enabled(facts["grad"]),
+            torch.autocast("cpu", dtype=kind, enabled=kind is not None),
+        ):
             return prepared.key(tuple(tensors), *asked.values()), decided(tensors, asked)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -401,7 +432,8 @@ EACH: dict[str, dict[str, Any]] = {
 
 def key_of(*tensors: Any, **asked: Any) -> Any:
     asked = {"window": None, "mask": None, "causal": False, "softcap": 0.0, "score_mod": None, "dropout": 0.0,
-             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False} | asked  # fmt: skip
+             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False,
+             **asked}  # fmt: skip
     return prepared.key(tensors, *asked.values())
 
 

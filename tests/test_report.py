@@ -15,7 +15,7 @@ from autoattn import cache, profiles, render, report
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
 from autoattn.mask import Mask
-from autoattn.problem import Op
+from autoattn.problem import Numerics, Op
 from autoattn.report import contents, figures, files
 from autoattn.trial import Evidence
 
