@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import arguments, rivals
+from autoattn import arguments, redone, rivals
 from autoattn.arguments import Call
 from autoattn.compile import Bound, Kernel
 from autoattn.mask import Mask
@@ -147,6 +147,8 @@ class _Kernel:
         )
         for launch in self.passes:
             launch(addresses)
+        if redone.counting and scratch is not None:
+            redone.note(scratch)
         return output if lse is None else (output, lse)
 
 
