@@ -13,7 +13,7 @@ import samples
 
 from autoattn import render, space, workshop
 from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 from autoattn.study import Study
 from autoattn.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Variant
@@ -267,6 +267,7 @@ def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> Non
         LARGE,
         replace(LARGE, batch=1, seq_q=17, head_dim=128, head_dim_v=128),
         replace(LARGE, dtype=DType.BFLOAT16),
+        replace(LARGE, numerics=Numerics.ONLINE),
     ):
         for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
             assert shop.rehearse(one, variant) == GOOD
