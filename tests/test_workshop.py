@@ -12,7 +12,7 @@ import pytest
 import samples
 
 from autoattn import render, space, workshop
-from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened
+from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened, kind_of
 from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 from autoattn.study import Study
 from autoattn.trial import Outcome, StaticReport, Trial, Verdict
@@ -259,6 +259,10 @@ def test_a_kernel_that_fails_on_the_card_is_a_trial_and_the_search_goes_on(bench
 
 
 # --- rehearsals -------------------------------------------------------------------------------------------------------
+
+
+def test_numerics_share_a_gate() -> None:
+    assert kind_of(replace(LARGE, numerics=Numerics.ONLINE)) == kind_of(LARGE)
 
 
 def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> None:
