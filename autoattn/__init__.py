@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autoattn.mask import Mask
     from autoattn.module import Attention
     from autoattn.multihead import MultiheadAttention
+    from autoattn.redone import counting_redone
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Mask",
     "MultiheadAttention",
     "attention",
+    "counting_redone",
     "dilated_attention",
     "explain",
     "explain_packed",
@@ -37,6 +39,7 @@ _HOMES = {
     "Mask": "autoattn.mask",
     "MultiheadAttention": "autoattn.multihead",
     "attention": "autoattn.functional",
+    "counting_redone": "autoattn.redone",
     "dilated_attention": "autoattn.dilated",
     "explain": "autoattn.functional",
     "explain_packed": "autoattn.functional",

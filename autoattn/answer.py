@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from autoattn import compile, dispatch, gpu, prepared, render, rivals
+from autoattn import compile, dispatch, gpu, prepared, redone, render, rivals
 from autoattn.arguments import Call
 from autoattn.device import Device
 from autoattn.dispatch import Explanation
@@ -69,7 +69,9 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
         return _by_pytorch(planned, problem, operands, lse)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
-    forward.launch(planned.kernel, problem, operands, output, sums)
+    scratch = forward.launch(planned.kernel, problem, operands, output, sums)
+    if redone.counting and scratch is not None:
+        redone.note(scratch)
     return output, sums
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ from autoattn import modifying, packing, seeing
 from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops.forward import DTYPE
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 
 if TYPE_CHECKING:
     from autoattn.mask import Mask
@@ -28,6 +29,7 @@ AXES = {
     Layout.PACKED: ("tokens", "heads", "head_dim"),
 }
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
+NUMERICS = "AUTOATTN_NUMERICS"  # the environment's variable
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
 
 
@@ -58,6 +60,7 @@ def read(
     scale: float | None = None,
     layout: str = "bhsd",
     precision: str | None = None,
+    numerics: str | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -83,7 +86,7 @@ def read(
         query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind
     )
     float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
-    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers}
+    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers, "numerics": _numerics(numerics)}
     tensors = {"bias": seen.bias, "table": seen.table, "mask_captures": seen.captures, **changed.operands}
     return _call(
         (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
@@ -109,6 +112,7 @@ def read_packed(
     seed: int | None = None,
     scale: float | None = None,
     precision: str | None = None,
+    numerics: str | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -133,7 +137,13 @@ def read_packed(
     changed = modifying.read(query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
     float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
     tokens = {"tokens_q": query.shape[2] or 1, "tokens_kv": key.shape[2] or 1}
-    facts = {"layout": Layout.PACKED, "mask": seeing.band(causal, window), "modifiers": changed.modifiers, **tokens}
+    facts = {
+        "layout": Layout.PACKED,
+        "mask": seeing.band(causal, window),
+        "modifiers": changed.modifiers,
+        "numerics": _numerics(numerics),
+        **tokens,
+    }
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **changed.operands}
     return _call(
         (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
@@ -296,6 +306,23 @@ def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) 
     # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
     exact = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
     return Precision.IEEE if exact else Precision.TF32
+
+
+def asked_numerics() -> str:
+    """What the environment asks of calls that ask nothing themselves; empty where it does not."""
+    return os.environ.get(NUMERICS, "")
+
+
+def _numerics(numerics: str | None) -> Numerics:
+    """Which ways of keeping the maximum may answer."""
+    name, none, way_out = "numerics", ", online or None", "correct it"
+    if numerics is None:
+        # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
+        numerics = Numerics.ANY.value if torch.compiler.is_compiling() else asked_numerics() or Numerics.ANY.value
+        name, none, way_out = NUMERICS, " or online", "correct or unset it"
+    if not isinstance(numerics, str) or numerics not in tuple(Numerics):
+        raise TensorError(f"{name} must be any{none}, got {numerics!r:.60}; {way_out}")
+    return Numerics(numerics)
 
 
 def _float8_scales(query: Tensor, batch: int, problem: Problem, given: dict[str, Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -327,12 +328,15 @@ def front_door(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
     swapped = problem.layout is Layout.BSHD
     tensors = (operands.query, operands.key, operands.value)
     query, key, value = (tensor.transpose(1, 2) if swapped else tensor for tensor in tensors)
-    precision = problem.precision.value if problem.dtype is DType.FLOAT32 else None
+    facts: dict[str, Any] = {
+        "mask": problem.mask,
+        "layout": problem.layout.value,
+        "precision": problem.precision.value if problem.dtype is DType.FLOAT32 else None,
+        "numerics": problem.numerics.value,
+    }
 
     def attend() -> Tensor:
-        output = functional.attention(
-            query, key, value, mask=problem.mask, layout=problem.layout.value, precision=precision
-        )
+        output = functional.attention(query, key, value, **facts)
         assert isinstance(output, Tensor)
         return output.transpose(1, 2) if swapped else output
 

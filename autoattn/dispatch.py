@@ -15,7 +15,7 @@ from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import SpaceError, UsageError
 from autoattn.mask import MaskKind
-from autoattn.problem import Problem
+from autoattn.problem import Numerics, Problem
 from autoattn.rivals import BACKENDS, SDPA
 from autoattn.trial import Evidence
 from autoattn.variant import Variant
@@ -112,6 +112,8 @@ class _Search:
 
     def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
         self.problem, self.device = problem, device
+        # What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude.
+        self.keys = dict.fromkeys((problem.key, replace(problem, numerics=Numerics.ANY).key))
         self.steps: list[str] = []
         self.measured: dict[str, CacheEntry] = {}
         self.predicted: dict[str, CacheEntry] = {}
@@ -139,18 +141,17 @@ class _Search:
                 known[key] = entry
 
     def _exact(self) -> Explanation | None:
-        entry = self.measured.get(self.problem.key)
-        if entry is None:
+        entries = [self.measured[key] for key in self.keys if key in self.measured]
+        if not entries:
             self.steps.append("exact: this problem was not measured on this card")
-            return None
-        return self._use(entry, Level.EXACT, "this problem was measured on this card")
+        return self._first(entries, Level.EXACT, "this problem was measured on this card")
 
     def _neighbour(self) -> Explanation | None:
         """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
         related = [
             (distance(entry.problem, self.problem), key, entry)
             for key, entry in self.measured.items()
-            if key != self.problem.key and self.problem.shares_kernels(entry.problem)
+            if key not in self.keys and self.problem.shares_kernels(entry.problem)
         ]
         for far, _, entry in sorted(related, key=lambda item: item[:2]):
             if far > FARTHEST:
@@ -163,11 +164,10 @@ class _Search:
         return None
 
     def _predicted(self) -> Explanation | None:
-        entry = self.predicted.get(self.problem.key)
-        if entry is None:
+        entries = [self.predicted[key] for key in self.keys if key in self.predicted]
+        if not entries:
             self.steps.append("predicted: nobody predicted this problem for this kind of card")
-            return None
-        return self._use(entry, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
+        return self._first(entries, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
 
     def _default(self) -> Explanation:
         for one in space.of(self.problem.op):
@@ -188,6 +188,10 @@ class _Search:
             steps=tuple(self.steps),
             variant=variant,
         )
+
+    def _first(self, entries: list[CacheEntry], level: Level, reason: str) -> Explanation | None:
+        """The first that can serve."""
+        return next((found for entry in entries if (found := self._use(entry, level, reason)) is not None), None)
 
     def _use(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
         """The entry as an answer, or a step that says why it is none."""

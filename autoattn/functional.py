@@ -38,6 +38,7 @@ def attention(
     scale: float | None = None,
     layout: str = "bhsd",
     precision: str | None = None,
+    numerics: str | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -71,6 +72,8 @@ def attention(
         scale: what products of query and key are multiplied by; 1 / sqrt(head_dim) when None.
         layout: "bhsd" or "bshd", of query, key, value and output.
         precision: of float32 products, "ieee", "tf32" or "tf32x3"; torch.get_float32_matmul_precision() when None.
+        numerics: "any", or "online" for a kernel whose time no growth of the scores changes; the environment's
+            AUTOATTN_NUMERICS, or else "any", when None. The answer is right with both.
         query_scale, key_scale, value_scale: [batch, heads_kv] float32, what float8 numbers stand for; 1 when None.
         return_lse: whether the log-sum-exp is returned too.
 
@@ -86,14 +89,15 @@ def attention(
     """
     asked = prepared.key(
         (query, key, value), window, mask, causal, bias, softcap, alibi_slopes, sinks, score_mod, dropout, scale,
-        layout, precision, query_scale, key_scale, value_scale, return_lse,
+        layout, precision, numerics, query_scale, key_scale, value_scale, return_lse,
     )  # fmt: skip
     if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
         return found
     call = arguments.read(
         query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-        layout=layout, precision=precision, query_scale=query_scale, key_scale=key_scale, value_scale=value_scale,
+        layout=layout, precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
+        value_scale=value_scale,
     )  # fmt: skip
     plan = answer.plan(call, lse=return_lse)
     made = answer.run(call, plan, lse=return_lse)
@@ -122,6 +126,7 @@ def packed_attention(
     seed: int | None = None,
     scale: float | None = None,
     precision: str | None = None,
+    numerics: str | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -152,8 +157,8 @@ def packed_attention(
     """
     tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
     asked = prepared.key(
-        tensors, window, causal, softcap, alibi_slopes, sinks, score_mod, dropout, scale, precision, query_scale,
-        key_scale, value_scale, return_lse, max_seqlen_q, max_seqlen_kv,
+        tensors, window, causal, softcap, alibi_slopes, sinks, score_mod, dropout, scale, precision, numerics,
+        query_scale, key_scale, value_scale, return_lse, max_seqlen_q, max_seqlen_kv,
     )  # fmt: skip
     if (known := prepared.find(asked)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
@@ -163,7 +168,8 @@ def packed_attention(
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
-        scale=scale, precision=precision, query_scale=query_scale, key_scale=key_scale, value_scale=value_scale,
+        scale=scale, precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
+        value_scale=value_scale,
     )  # fmt: skip
     plan = answer.plan(call, lse=return_lse)
     made = answer.run(call, plan, lse=return_lse)

@@ -16,7 +16,7 @@ from autoattn.errors import CompileError
 from autoattn.mask import MaskKind
 from autoattn.measure import Stopwatch
 from autoattn.ops import forward
-from autoattn.problem import Layout, Problem
+from autoattn.problem import Layout, Numerics, Problem
 from autoattn.trial import Measurement, Outcome, StaticReport, Verdict
 from autoattn.validate import Case, Gate
 from autoattn.variant import Source
@@ -156,6 +156,7 @@ def kind_of(problem: Problem) -> Problem:
         tokens_kv=3 if problem.packed else 0,
         mask=mask,
         layout=problem.layout if problem.packed else Layout.BHSD,
+        numerics=Numerics.ANY,
     )
 
 

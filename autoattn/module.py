@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autoattn.masks import BlockSparse
 
-ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision")
+ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision", "numerics")
 
 
 class Attention(torch.nn.Module):
@@ -40,6 +40,7 @@ class Attention(torch.nn.Module):
         scale: float | None = None,
         layout: str = "bhsd",
         precision: str | None = None,
+        numerics: str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(mask, Tensor):
@@ -48,7 +49,7 @@ class Attention(torch.nn.Module):
             self.mask = mask
         self.causal, self.window = causal, window
         self.softcap, self.score_mod, self.dropout = softcap, score_mod, dropout
-        self.scale, self.layout, self.precision = scale, layout, precision
+        self.scale, self.layout, self.precision, self.numerics = scale, layout, precision, numerics
 
     def forward(
         self,

@@ -34,6 +34,7 @@ class MultiheadAttention(torch.nn.Module):
         causal: True or "bottom-right", "top-left" or False, in every call; see `autoattn.attention`.
         mask: words, a Mask, a BlockSparse or a BlockMask, in every call.
         window: (left, right), in every call.
+        numerics: "any", "online" or None, in every call; see `autoattn.attention`.
         device, dtype: of the weights.
 
     Raises:
@@ -54,6 +55,7 @@ class MultiheadAttention(torch.nn.Module):
         causal: bool | str = False,
         mask: str | Mask | BlockSparse | BlockMask | None = None,
         window: tuple[int, int] | None = None,
+        numerics: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class MultiheadAttention(torch.nn.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_kv_heads, head_dim)
         self.dropout, self.causal, self.mask, self.window = dropout, causal, mask, window
+        self.numerics = numerics
         width, width_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = torch.nn.Linear(embed_dim, width, bias=bias, device=device, dtype=dtype)
         self.k_proj = torch.nn.Linear(kdim or embed_dim, width_kv, bias=bias, device=device, dtype=dtype)
@@ -143,6 +146,7 @@ class MultiheadAttention(torch.nn.Module):
             bias=bias,
             dropout=self.dropout if self.training else 0.0,
             layout="bshd",
+            numerics=self.numerics,
         )
         assert isinstance(output, Tensor)
         projected: Tensor = self.out_proj(output.flatten(2))
@@ -151,7 +155,8 @@ class MultiheadAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """The facts that the projections do not show."""
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-        return f"{heads}, dropout={self.dropout}, causal={self.causal!r}, window={self.window!r}"
+        numerics = "" if self.numerics is None else f", numerics={self.numerics!r}"
+        return f"{heads}, dropout={self.dropout}, causal={self.causal!r}, window={self.window!r}{numerics}"
 
     def _check(self, tensors: tuple[Tensor, Tensor, Tensor], is_causal: bool, need_weights: bool) -> None:
         if need_weights:

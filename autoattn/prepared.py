@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import rivals
+from autoattn import arguments, redone, rivals
 from autoattn.arguments import Call
 from autoattn.compile import Bound, Kernel
 from autoattn.mask import Mask
@@ -70,6 +70,7 @@ def key(tensors: tuple[Any, ...], window: Any, *words: Any) -> Key | None:
         learns and torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         tensors[0].dtype is torch.float32 and torch.get_float32_matmul_precision(),
+        arguments.asked_numerics(),
     )
     return facts, state, kinds, words
 
@@ -146,6 +147,8 @@ class _Kernel:
         )
         for launch in self.passes:
             launch(addresses)
+        if redone.counting and scratch is not None:
+            redone.note(scratch)
         return output if lse is None else (output, lse)
 
 

@@ -48,6 +48,13 @@ class Precision(str, Enum):
     TF32X3 = "tf32x3"  # three tf32 products a product, which keep about 21 bits
 
 
+class Numerics(str, Enum):
+    """Which ways of keeping the softmax's maximum may compute the answer; each is right for every input."""
+
+    ANY = "any"
+    ONLINE = "online"  # those whose time no growth of the scores changes
+
+
 class Layout(str, Enum):
     """Order of the axes in memory: batch, heads, sequence, head dim."""
 
@@ -119,6 +126,7 @@ class Problem:
     tokens_q: int = 0  # of all sequences together, when packed; else 0
     tokens_kv: int = 0
     precision: Precision = Precision.IEEE
+    numerics: Numerics = Numerics.ANY
     op: Op = Op.FORWARD
 
     def __post_init__(self) -> None:
@@ -206,13 +214,14 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """A sortable name that holds every fact and can stand in a file name."""
+        """A sortable name that holds every fact and can stand in a file name; online numerics come right after any."""
         mask = str(self.mask).replace(":", "-").replace(",", "-").replace("--1", "-all")
         mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
         tokens = f"_t{self.tokens_q}-{self.tokens_kv}" if self.packed else ""
+        numerics = f"_{self.numerics.value}" if self.numerics is not Numerics.ANY else ""
         return (
             f"{self.op.value}_{self.family}_b{self.batch}_h{self.heads_q}-{self.heads_kv}"
-            f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}"
+            f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}"
         )
 
     @property
@@ -231,7 +240,7 @@ class Problem:
         return "_".join([f"{self.dtype.value}{precision}_d{self.head_dim}{value}", *self.modifiers.names])
 
     def shares_kernels(self, other: Problem) -> bool:
-        """Whether the two differ only in the numbers of a launch, so that one kernel's text serves both."""
+        """Whether one kernel's text serves both: they differ only in the numbers of a launch, or in their numerics."""
         return (self.family, self.mask.structure, self.packed) == (other.family, other.mask.structure, other.packed)
 
     def lengths(self) -> tuple[tuple[int, int], ...]:
@@ -286,9 +295,9 @@ class Problem:
         mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
         layout = "" if self.layout is Layout.BHSD else f" {self.layout.value}"
         layout += f" {self.tokens_q}x{self.tokens_kv} tokens" if self.packed else ""
-        return " ".join(
-            [f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}", *self.modifiers.names]
-        )
+        numerics = [self.numerics.value] if self.numerics is not Numerics.ANY else []
+        name = f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
+        return " ".join([name, *self.modifiers.names, *numerics])
 
 
 def padded(head_dim: int) -> int:

@@ -15,7 +15,7 @@ from autoattn import expression
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expression import SCORE_NAMES
 from autoattn.mask import Mask
-from autoattn.problem import MAX_SIZE, Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.problem import MAX_SIZE, Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
 from autoattn.resources import read_yaml
 
 VERSION = 1
@@ -186,6 +186,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             tokens_q=point.get("tokens_q", 0),
             tokens_kv=point.get("tokens_kv", 0),
             precision=precision,
+            numerics=point.get("numerics", Numerics.ANY),
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
@@ -246,6 +247,10 @@ def _bias(key: str, value: object) -> Bias:
     return Bias(_choice(key, value, [bias.value for bias in Bias]))
 
 
+def _numerics(key: str, value: object) -> Numerics:
+    return Numerics(_choice(key, value, [numerics.value for numerics in Numerics]))
+
+
 def _choice(key: str, value: object, known: list[str]) -> str:
     if not isinstance(value, str) or value not in known:
         listed = f"{', '.join(known[:-1])} or {known[-1]}"
@@ -283,6 +288,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "tokens": _lengths,
     "tokens_q": _size,
     "tokens_kv": _size,
+    "numerics": _numerics,
     "score_mod": _score_mod,
     "softcap": _switch,
     "alibi": _switch,

@@ -23,7 +23,7 @@ VERSION = 1
 _SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
-    *("dtype", "precision", "element_bytes", "float8", "packed", "queries", "keys_per_row"),
+    *("dtype", "precision", "numerics", "element_bytes", "float8", "packed", "queries", "keys_per_row"),
     *("split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "sinks", "dropout"),
@@ -196,6 +196,7 @@ def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
         **{name: getattr(problem, name) for name in (*_SIZES, *_DIMS)},
         "dtype": problem.dtype.value,
         "precision": problem.precision.value,
+        "numerics": problem.numerics.value,
         "element_bytes": problem.dtype.bytes,
         "float8": int(problem.dtype is DType.FLOAT8),
         "packed": int(problem.packed),

@@ -15,7 +15,7 @@ from autoattn import arguments, masks, packing
 from autoattn.arguments import Call
 from autoattn.errors import AutoattnError, ProblemError, TensorError
 from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
 
 HALF = torch.float16
 
@@ -450,11 +450,45 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"precision": "fp32"},
         "precision must be ieee, tf32, tf32x3 or None, got 'fp32'; correct it",
     ),
+    "numerics": ({"numerics": "lazy"}, "numerics must be any, online or None, got 'lazy'; correct it"),
+    "numerics as a switch": ({"numerics": True}, "numerics must be any, online or None, got True; correct it"),
     "scale of float8": (
         {"key_scale": torch.ones(2, 3)},
         "key_scale belongs to float8_e4m3fn tensors, got torch.float16; multiply by it instead",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "kept"),
+    [
+        (None, None, Numerics.ANY),
+        (None, "", Numerics.ANY),
+        (None, "any", Numerics.ANY),
+        (None, "online", Numerics.ONLINE),
+        ("online", None, Numerics.ONLINE),
+        ("any", "online", Numerics.ANY),
+        ("online", "nonsense", Numerics.ONLINE),
+    ],
+)
+def test_numerics_are_the_calls_or_else_the_environments(
+    given: str | None, environment: str | None, kept: Numerics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AUTOATTN_NUMERICS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("AUTOATTN_NUMERICS", environment)
+    assert read(numerics=given).problem.numerics is kept
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    tokens = zeros(4, 2, 8)
+    packed = arguments.read_packed(tokens, tokens, tokens, offsets, offsets, 4, 4, numerics=given)
+    assert packed.problem.numerics is kept
+
+
+def test_an_environment_that_asks_for_unknown_numerics_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOATTN_NUMERICS", "Online")
+    with pytest.raises(TensorError) as caught:
+        read()
+    assert str(caught.value) == "AUTOATTN_NUMERICS must be any or online, got 'Online'; correct or unset it"
 
 
 @pytest.mark.parametrize("name", MISTAKES)

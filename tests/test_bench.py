@@ -23,7 +23,7 @@ from autoattn.gpu import Pulse
 from autoattn.measure import Rounds
 from autoattn.operands import Operands
 from autoattn.peers import Peer
-from autoattn.problem import DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 
 CPU = torch.device("cpu")
 
@@ -130,6 +130,7 @@ def test_ours_and_a_right_peer_are_checked_and_timed(stopwatch: Stopwatch) -> No
         {"mask": "window:20,3", "layout": Layout.BSHD},
         {"mask": "causal:top-left"},
         {"dtype": DType.FLOAT32, "precision": Precision.TF32},
+        {"numerics": Numerics.ONLINE},
         {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
         {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
     ],

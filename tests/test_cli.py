@@ -91,6 +91,8 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
         (["explain", *ONE, "--mask", "diagonal"], "got 'diagonal'"),
         (["explain", *ONE, "--layout", "sbhd"], "got 'sbhd'"),
         (["explain", *ONE, "--precision", "tf32"], "got 'bf16:tf32'"),
+        (["explain", *ONE, "--numerics", "fast"], "numerics must be any or online, got 'fast'; correct it"),
+        (["tune", "--device", "a30", "--shapes", "{shapes}", "--numerics", "online"], "give no part of a problem"),
         (["explain", *ONE, "--device", "a99"], "got 'a99'"),
         (["render"], "render needs a problem"),
         (["render", "--device", "a30", *ONE, "--param", "BLOCK_M"], "--param must be NAME=VALUE, got 'BLOCK_M'"),

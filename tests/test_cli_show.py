@@ -98,6 +98,16 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
 # Render
 
 
+def test_numerics_of_the_command_line_are_the_problems(autoattn: Run) -> None:
+    code, out, _ = autoattn("explain", "--device", "h200", *ONE, "--numerics", "online")
+    assert code == 0
+    assert out.splitlines()[0].endswith(" online")
+    answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--numerics", "any", "--json")[1])
+    assert answer["problem"]["numerics"] == "any"
+    _, text, _ = autoattn("render", "--device", "h200", *ONE, "--numerics", "online", "--param", "softmax=first_max")
+    assert "# cannot run on that device: numerics online asks for" in text
+
+
 def test_render_writes_the_templates_default_as_python(autoattn: Run) -> None:
     code, out, _ = autoattn("render", "--device", "a30", *ONE)
     assert code == 0

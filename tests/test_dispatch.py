@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from autoattn.dispatch import Level
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Op, Precision, Problem
+from autoattn.problem import DType, Layout, Numerics, Op, Precision, Problem
+from autoattn.variant import Variant
 
 H200, A30 = samples.H200, samples.A30
 TEMPLATE = "triton/forward"
@@ -145,6 +147,65 @@ def test_of_equally_near_neighbours_always_the_same_is_taken(tmp_path: Path) -> 
     taken = [explained(written(tmp_path / str(turn), *entries[:: (-1) ** turn])).entry for turn in range(2)]
     assert taken[0] is not None
     assert taken[0] == taken[1]
+
+
+# --- numerics ---------------------------------------------------------------------------------------------------------
+
+ONLINE = samples.problem(numerics=Numerics.ONLINE)
+KEPT = {**samples.measured().params, "softmax": "first_max"}
+
+
+def of_numerics(one: Problem, make: Callable[..., CacheEntry]) -> CacheEntry:
+    """An entry of a problem whose winner keeps the maximum where it may."""
+    online = one.numerics is Numerics.ONLINE
+    return make(one) if online else make(one, params=KEPT)
+
+
+@pytest.mark.parametrize("make", [measured, predicted])
+def test_online_numerics_take_what_was_tuned_for_any_when_no_maximum_is_kept(
+    make: Callable[..., CacheEntry], tmp_path: Path
+) -> None:
+    entry = make(ASKED)
+    assert entry.params["softmax"] != "first_max"
+    found = explained(written(tmp_path, entry), ONLINE)
+    assert (found.problem, found.variant, found.route) == (ONLINE, entry.variant, "kernel")
+    assert found.level is (Level.EXACT if make is measured else Level.PREDICTED)
+
+
+@pytest.mark.parametrize("make", [measured, predicted])
+def test_online_numerics_refuse_a_kept_maximum_with_the_spaces_words(
+    make: Callable[..., CacheEntry], tmp_path: Path
+) -> None:
+    folder = written(tmp_path, of_numerics(ASKED, make), of_numerics(NEAR, make))
+    assert explained(folder).variant == Variant.of(TEMPLATE, KEPT)
+    found = explained(folder, ONLINE)
+    assert found.level is Level.DEFAULT
+    assert found.variant is not None
+    assert found.variant["softmax"] != "first_max"
+    reasons = [step for step in found.steps if "cannot serve, numerics online asks for" in step]
+    assert len(reasons) == (2 if make is measured else 1)
+    assert f"{ASKED} cannot serve" in reasons[0]
+
+
+def test_entries_of_both_numerics_serve_their_own(tmp_path: Path) -> None:
+    for asked, online in ((ASKED, ONLINE), (samples.problem(seq_q=1000), replace(ONLINE, seq_q=1000))):
+        folder = written(tmp_path, of_numerics(ASKED, measured), of_numerics(ONLINE, measured))
+        for one, tuned in ((asked, ASKED), (online, ONLINE)):
+            found = explained(folder, one)
+            assert found.entry is not None
+            assert found.entry.problem == tuned
+
+
+def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path) -> None:
+    path = cache.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
+    document = json.loads(path.read_text())
+    for entry in document["entries"].values():
+        assert entry["problem"].pop("numerics") == "any"
+    path.write_text(json.dumps(document))
+    found = explained(tmp_path)
+    assert found.level is Level.EXACT
+    assert found.entry is not None
+    assert found.entry.problem.numerics is Numerics.ANY
 
 
 # --- distance ---------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ FLOORS = (
         "modifying",
         "packing",
         "prepared",
+        "redone",
         "seeing",
         "module",
         "functional",

@@ -25,7 +25,7 @@ from functional_calls import (
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, dispatch, functional, gpu, rivals, space
+from autoattn import answer, arguments, dispatch, functional, gpu, rivals, space
 from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, CompileError, ProblemError, TensorError
@@ -113,6 +113,33 @@ def test_a_module_does_what_the_function_does() -> None:
     assert module.explain(*tensors, **extra) == autoattn.explain(*tensors, **given, **extra)
     assert list(module.parameters()) == []
     assert repr(module) == "Attention(causal=True, window=(3, 0), softcap=2.0, scale=0.2, layout='bshd')"
+
+
+def test_numerics_of_a_module_are_those_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def read(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> arguments.Call:
+        call = whole(query, key, value, **given)
+        asked.append(call.problem.numerics.value)
+        return call
+
+    whole = arguments.read
+    monkeypatch.setattr(arguments, "read", read)
+    query, key, value = inputs()
+    tokens = torch.zeros(1, 3, 8)
+    module, multihead = autoattn.Attention(numerics="online"), autoattn.MultiheadAttention(8, 2, numerics="online")
+    module(query, key, value)
+    multihead(tokens)
+    assert asked == ["online"] * 2
+    assert repr(module) == "Attention(numerics='online')"
+    assert "numerics='online'" in repr(multihead)
+    monkeypatch.setenv("AUTOATTN_NUMERICS", "online")
+    functional.scaled_dot_product_attention(query, query, query)
+    functional.flash_attn_func(query, query, query)
+    autoattn.Attention()(query, key, value)
+    autoattn.MultiheadAttention(8, 2)(tokens)
+    autoattn.Attention(numerics="any")(query, key, value)
+    assert asked[2:] == ["online"] * 4 + ["any"]
 
 
 def test_a_module_drops_only_while_it_trains() -> None:

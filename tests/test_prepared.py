@@ -7,12 +7,14 @@ what it gets.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import samples
@@ -196,6 +198,32 @@ def test_every_door_goes_through_what_was_prepared(card: Noted) -> None:
         assert (len(card.ordinary), len(card.prepared)) == (number, number)
 
 
+def test_the_environments_numerics_make_another_answer_at_every_door(
+    card: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = three()
+    doors: list[Callable[[], object]] = [
+        lambda: autoattn.attention(*tensors),
+        lambda: functional.scaled_dot_product_attention(*tensors, is_causal=True),
+        lambda: functional.flash_attn_varlen_func(*packed()),
+    ]
+    asked: list[str] = []
+    decide = dispatch.explain
+    monkeypatch.setattr(
+        dispatch, "explain", lambda problem, card: (asked.append(problem.numerics.value), decide(problem, card))[1]
+    )
+    for environment in ("", "online", "", "online"):
+        monkeypatch.setenv("AUTOATTN_NUMERICS", environment)
+        for door in doors:
+            door()
+    assert asked == ["any"] * 3 + ["online"] * 3
+    assert (len(card.ordinary), len(card.prepared)) == (6, 6)
+    monkeypatch.setenv("AUTOATTN_NUMERICS", "nonsense")
+    for door in doors:
+        with pytest.raises(TensorError, match="AUTOATTN_NUMERICS must be any or online"):
+            door()
+
+
 def test_a_launch_has_its_tensors_device_current_and_then_the_callers_again(
     card: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +312,7 @@ words = {
     "scale": st.sampled_from([None, 1.0, 1, True, 0.0, -1.0, float("nan"), "1"]),
     "layout": st.sampled_from(["bhsd", "bshd", "sbhd", None]),
     "precision": st.sampled_from([None, "ieee", "tf32", "tf32x3", "exact"]),
+    "numerics": st.sampled_from([None, "any", "online", "lazy", ""]),
     "return_lse": st.sampled_from([False, True, 0, 1]),
 }
 tensor_facts = st.fixed_dictionaries(
@@ -298,6 +327,7 @@ tensor_facts = st.fixed_dictionaries(
         "grad": st.booleans(),
         "autocast": st.sampled_from([None, HALF, torch.bfloat16]),
         "matmul": st.sampled_from(["highest", "high"]),
+        "environment": st.sampled_from(["", "any", "online", "lazy"]),
     }
 )
 few_words = st.lists(st.sampled_from([*words]), max_size=2, unique=True).flatmap(
@@ -310,7 +340,8 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
     """A call's key, and all that the ordinary way decides of it; an error is a decision too."""
     facts, asked = call
     asked = {"window": None, "mask": None, "causal": False, "softcap": 0.0, "score_mod": None, "dropout": 0.0,
-             "scale": None, "layout": "bhsd", "precision": None, "return_lse": False, **asked}  # fmt: skip
+             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False,
+             **asked}  # fmt: skip
     tensors = [torch.zeros(shape, dtype=facts["dtype"]) for shape in (facts["shapes"][0], *facts["shapes"][1:] * 2)]
     changed = facts["place"]
     moved = shifted(tensors[changed], facts["by"])
@@ -322,8 +353,13 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(facts["matmul"])
     kind = facts["autocast"]
+    environment = mock.patch.dict(os.environ, AUTOATTN_NUMERICS=facts["environment"])
     try:
-        with torch.set_grad_enabled(facts["grad"]), torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+        with (
+            environment,
+            torch.set_grad_enabled(facts["grad"]),
+            torch.autocast("cpu", dtype=kind, enabled=kind is not None),
+        ):
             return prepared.key(tuple(tensors), *asked.values()), decided(tensors, asked)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -343,7 +379,7 @@ def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
     return call.problem, numbers, strides, traits, plan.explanation.route, call.empty, call.operands.query.dtype
 
 
-FACTS = ["shapes", "dtype", "by", "pad", "gradient", "grad", "autocast", "matmul", *words]
+FACTS = ["shapes", "dtype", "by", "pad", "gradient", "grad", "autocast", "matmul", "environment", *words]
 
 
 @settings(max_examples=600)
@@ -384,6 +420,8 @@ EACH: dict[str, dict[str, Any]] = {
     "window, as other numbers": {"window": (3.0, 3)},
     "softcap": {"softcap": 1.0},
     "score_mod": {"score_mod": "score + 1.0"},
+    "numerics": {"numerics": "online"},
+    "numerics, said": {"numerics": "any"},
     "dropout": {"dropout": 0.5},
     "scale": {"scale": 1.0},
     "layout": {"layout": "bshd"},
@@ -394,7 +432,8 @@ EACH: dict[str, dict[str, Any]] = {
 
 def key_of(*tensors: Any, **asked: Any) -> Any:
     asked = {"window": None, "mask": None, "causal": False, "softcap": 0.0, "score_mod": None, "dropout": 0.0,
-             "scale": None, "layout": "bhsd", "precision": None, "return_lse": False} | asked  # fmt: skip
+             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False,
+             **asked}  # fmt: skip
     return prepared.key(tensors, *asked.values())
 
 

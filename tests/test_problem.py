@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoattn.errors import ProblemError
 from autoattn.mask import Alignment, Mask, MaskKind
-from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem, pieces
+from autoattn.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem, pieces
 
 MASKS = [Mask(), *(Mask(kind=MaskKind.CAUSAL, alignment=alignment) for alignment in Alignment)]
 PACKED = {"layout": Layout.PACKED, "tokens_q": 999, "tokens_kv": 999}
@@ -148,6 +148,7 @@ problems = st.builds(
     mask=st.sampled_from(MASKS),
     layout=st.sampled_from((Layout.BHSD, Layout.BSHD)),
     precision=st.sampled_from(Precision),
+    numerics=st.sampled_from(Numerics),
     op=st.sampled_from(Op),
 )
 
@@ -161,6 +162,15 @@ def test_the_key_tells_problems_apart(one: Problem, other: Problem) -> None:
 @given(problems)
 def test_the_key_can_stand_in_a_file_name(one: Problem) -> None:
     assert set(one.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+def test_numerics_stand_in_names_only_when_they_are_online_and_change_no_kernel() -> None:
+    one, online = problem(), problem(numerics=Numerics.ONLINE)
+    assert one == problem(numerics=Numerics.ANY)
+    assert "any" not in one.key + str(one)
+    assert (online.key, str(online)) == (f"{one.key}_online", f"{one} online")
+    assert one.shares_kernels(online)
+    assert one.family == online.family
 
 
 @given(st.randoms(use_true_random=False))

@@ -15,7 +15,7 @@ from autoattn import cache, profiles, render, report
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
 from autoattn.mask import Mask
-from autoattn.problem import Op
+from autoattn.problem import Numerics, Op
 from autoattn.report import contents, figures, files
 from autoattn.trial import Evidence
 
@@ -264,3 +264,13 @@ def test_the_commands_name_every_part_of_the_problem() -> None:
         "autoattn render --device h200 --dtype bfloat16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1024 --seq-kv 4096 "
         "--head-dim 128 --mask causal:bottom-right --layout bhsd --out kernel.py"
     )
+
+
+def test_the_commands_and_names_of_online_numerics_say_so() -> None:
+    online = samples.problem(numerics=Numerics.ONLINE)
+    sections = sections_of(samples.measured(online))
+    card = sections[0].measured[0]
+    assert "--layout bhsd --numerics online" in card.render
+    assert "--layout bhsd --numerics online" in card.reproduce
+    for text in (report.html_text(sections), report.markdown_text(sections)):
+        assert str(online) in Page(text).text

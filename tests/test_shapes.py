@@ -12,7 +12,7 @@ import yaml
 from autoattn import shapes
 from autoattn.errors import ShapesError
 from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
 
 ONE: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
 
@@ -105,6 +105,16 @@ def test_packed_sequences_say_how_many_tokens_they_have() -> None:
     assert (one.tokens_q, one.tokens_kv) == (200, 300)
     assert the_problem(**packed, seq="100x128", tokens_q=200, tokens_kv=300) == one
     assert the_problem(**packed, tokens=200).tokens_kv == 200
+
+
+def test_numerics_may_be_a_list_and_are_any_where_nothing_is_said() -> None:
+    assert the_problem().numerics is Numerics.ANY
+    assert the_problem(numerics="online").numerics is Numerics.ONLINE
+    both = problems_of({**ONE, "numerics": ["any", "online"]})
+    assert both == [the_problem(), the_problem(numerics="online")]
+    for wrong in ("first_max", True, 1):
+        document = {"version": 1, "groups": {"g": {"problems": [{**ONE, "numerics": wrong}]}}}
+        assert f"numerics must be any or online, got {wrong!r}; correct it" in refusal(document)
 
 
 def test_modifiers_are_switches_words_and_expressions() -> None:

@@ -17,7 +17,7 @@ from samples import A30, H200, problem
 from autoattn import profiles, resources, shapes, space
 from autoattn.errors import SpaceError
 from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Modifiers, Precision, Problem
+from autoattn.problem import Bias, DType, Modifiers, Numerics, Precision, Problem
 from autoattn.space import SearchSpace, facts_of
 from autoattn.variant import Variant
 
@@ -124,6 +124,26 @@ def test_a_shipped_seed_repeats_none_before_it() -> None:
     assert all(one not in seen[:place] for place, one in enumerate(seen))
 
 
+@pytest.mark.parametrize("name", ["triton/forward", "gluon/forward"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:1000,0"])
+@pytest.mark.parametrize("head_dim", [56, 64, 128, 256])
+def test_online_numerics_have_the_seeds_that_keep_no_maximum(name: str, mask: str, head_dim: int) -> None:
+    one = space.load(name)
+    asked = problem(head_dim=head_dim, mask=Mask.parse(mask), seq_q=8192, seq_kv=8192)
+    online = dataclasses.replace(asked, numerics=Numerics.ONLINE)
+    seeds = one.seeds_for(asked, H200)
+    assert one.seeds_for(online, H200) == [seed for seed in seeds if seed["softmax"] != "first_max"]
+    assert one.default(online, H200)["softmax"] != "first_max"
+    for refused in (seed for seed in seeds if seed["softmax"] == "first_max"):
+        assert "numerics online asks for" in (one.why_infeasible(refused, online, H200) or "")
+
+
+def test_both_families_have_seeds_that_online_numerics_refuse() -> None:
+    asked = problem(mask=Mask(), seq_q=8192, seq_kv=8192, dtype=DType.FLOAT16)
+    for name in ("triton/forward", "gluon/forward"):
+        assert "first_max" in [seed["softmax"] for seed in space.load(name).seeds_for(asked, H200)]
+
+
 def small_part() -> SearchSpace:
     """The shipped space with a few choices of each parameter."""
     keep = {"BLOCK_M": (16, 128, 256), "BLOCK_N": (16, 128), "num_warps": (1, 8), "num_stages": (1, 5)}
@@ -163,6 +183,7 @@ OTHER_KINDS = [
     problem(modifiers=Modifiers(bias=Bias.ADDITIVE)),
     problem(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=64),
     problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=80),
+    problem(numerics=Numerics.ONLINE),
 ]
 
 

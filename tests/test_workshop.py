@@ -12,8 +12,8 @@ import pytest
 import samples
 
 from autoattn import render, space, workshop
-from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened, kind_of
+from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 from autoattn.study import Study
 from autoattn.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Variant
@@ -261,12 +261,17 @@ def test_a_kernel_that_fails_on_the_card_is_a_trial_and_the_search_goes_on(bench
 # --- rehearsals -------------------------------------------------------------------------------------------------------
 
 
+def test_numerics_share_a_gate() -> None:
+    assert kind_of(replace(LARGE, numerics=Numerics.ONLINE)) == kind_of(LARGE)
+
+
 def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=2)
     for one in (
         LARGE,
         replace(LARGE, batch=1, seq_q=17, head_dim=128, head_dim_v=128),
         replace(LARGE, dtype=DType.BFLOAT16),
+        replace(LARGE, numerics=Numerics.ONLINE),
     ):
         for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
             assert shop.rehearse(one, variant) == GOOD

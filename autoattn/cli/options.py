@@ -81,6 +81,15 @@ Precision = Annotated[
         rich_help_panel=ONE,
     ),
 ]
+Numerics = Annotated[
+    str | None,
+    typer.Option(
+        "--numerics",
+        metavar="KIND",
+        help="any, or online for kernels whose time no growth of the scores changes; any if left out.",
+        rich_help_panel=ONE,
+    ),
+]
 Modifiers = Annotated[
     list[str] | None,
     typer.Option(
@@ -106,6 +115,7 @@ def problem_of(
     layout: str | None,
     tokens: str | None,
     precision: str | None,
+    numerics: str | None,
     modifiers: list[str] | None,
 ) -> Problem | None:
     """The problem that the options describe; None when they describe none.
@@ -116,7 +126,7 @@ def problem_of(
     """
     needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
     missing = [name for name, value in needed.items() if value is None]
-    others = (batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, modifiers or None)
+    others = (batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, modifiers or None)
     if len(missing) == len(needed) and all(value is None for value in others):
         return None
     if missing:
@@ -134,6 +144,7 @@ def problem_of(
         "head_dim": head_dim,
         "mask": mask if mask is not None else "full",
         "layout": layout if layout is not None else "bhsd",
+        **({"numerics": numerics} if numerics is not None else {}),
         **({"head_dim_v": head_dim_v} if head_dim_v is not None else {}),
         **({"tokens": int(tokens) if tokens.isdecimal() else tokens} if tokens is not None else {}),
     }

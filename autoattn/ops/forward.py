@@ -59,17 +59,22 @@ def empty_output(problem: Problem, query: Tensor) -> Tensor:
     return query.new_empty(batch, seq, heads, problem.head_dim_v, dtype=dtype).transpose(1, 2)
 
 
-def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> None:
+def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Tensor | None:
     """Runs the kernel on the current stream of the tensors' device.
 
     Args:
         output: [batch, heads_q, seq_q, head_dim_v] view
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
+
+    Returns:
+        The launch's scratch; None where a kernel needs none.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
-    arguments["scratch_ptr"] = scratch(kernel, problem, operands.query)
+    room = scratch(kernel, problem, operands.query)
+    arguments["scratch_ptr"] = room
     for one, grid in _passes(kernel, problem, operands):
         one.launch(grid, arguments)
+    return room
 
 
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> tuple[Bound, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autoattn import render, space
 from autoattn.entry import CacheEntry
 from autoattn.errors import AutoattnError
-from autoattn.problem import Bias, DType, Modifiers, Problem
+from autoattn.problem import Bias, DType, Modifiers, Numerics, Problem
 from autoattn.report import figures
 from autoattn.trial import Evidence
 
@@ -170,6 +170,8 @@ def arguments(problem: Problem) -> str:
         words.append(f"--tokens {problem.tokens_q}x{problem.tokens_kv}")
     if problem.dtype is DType.FLOAT32:
         words.append(f"--precision {problem.precision.value}")
+    if problem.numerics is not Numerics.ANY:
+        words.append(f"--numerics {problem.numerics.value}")
     words += [f"--modifier {shlex.quote(modifier)}" for modifier in _modifiers(problem.modifiers)]
     return " ".join(words)
 
