@@ -183,6 +183,7 @@ OTHER_KINDS = [
     problem(modifiers=Modifiers(bias=Bias.ADDITIVE)),
     problem(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=64),
     problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=80),
+    problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=64, head_dim_v=192),
     problem(numerics=Numerics.ONLINE),
 ]
 
