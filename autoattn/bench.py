@@ -114,8 +114,7 @@ def _variants(told: dispatch.Explanation, ran: Variant | None, card: Device | No
     """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
     problem, found = told.problem, []
     if told.entry is not None:
-        params = [told.entry.params, *(one.params for one in told.entry.candidates)]
-        found = [Variant.of(told.entry.template, one) for one in params]
+        found = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
     if problem is not None and card is not None:
         for one in space.of(problem.op):
             found += one.seeds_for(problem, card)

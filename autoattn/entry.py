@@ -29,6 +29,11 @@ class Candidate:
     source_digest: str
     time_us: float  # measured where the entry is measured, else predicted
 
+    @property
+    def variant(self) -> Variant:
+        """Its point of its template's search space."""
+        return Variant.of(self.template, self.params)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:

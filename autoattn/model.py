@@ -40,8 +40,6 @@ L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0}
 SYNCHRONOUS_PRODUCT = 0.63
 BFLOAT16_PARTS = {"bf16x3": 3, "bf16x6": 6}  # products of bfloat16 that stand for one of float32
 DRAM_EFFICIENCY = 0.9  # of the peak: 4.30 of 4.8 TB/s copied on an H200
-# What a template that does not search it has.
-NOT_SEARCHED: dict[str, Value] = {"HEAD_SPLIT": 0, "products": "as_asked", "barrier": "none"}
 LAUNCH_US = 4.0  # an empty kernel between two events
 
 
@@ -308,7 +306,6 @@ def predict(
     """
     if reason := why_unlaunchable(device, report):
         raise ValueError(f"a prediction needs a kernel that can run; {reason}")
-    params = {**NOT_SEARCHED, "PERSISTENT": int(params.get("schedule", "one_tile") != "one_tile"), **params}
     work = _work(problem, device, params, report, constants)
     fitting = occupancy(device, report.registers, report.shared_bytes, report.num_warps)
     resident = min(fitting, int(params["PERSISTENT"]) or fitting)

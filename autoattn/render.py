@@ -6,18 +6,16 @@ from functools import lru_cache
 
 import jinja2
 
-from autoattn import expression, resources
+from autoattn import expression, resources, space
 from autoattn.errors import CompileError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
 from autoattn.mask import Alignment, MaskKind
 from autoattn.problem import Bias, DType, Layout, Problem, padded, pieces
-from autoattn.variant import Source, Traits, Value, Variant, digest_of
+from autoattn.variant import Source, Traits, Variant, digest_of
 
 # Triton's names
 ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
 
-# What templates have that do not search it.
-NOT_SEARCHED: dict[str, dict[str, Value]] = {"gluon/forward": {"HEAD_SPLIT": 0, "products": "as_asked"}}
 MAX_LINE = 120  # characters of a rendered line
 
 TMA_BYTES = 16  # divide the addresses of a TMA descriptor
@@ -77,7 +75,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
     hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
-    params = {**NOT_SEARCHED.get(variant.template, {}), **variant.as_dict()}
+    params = {**space.load(variant.template).fixed, **variant.as_dict()}
     split, products = bool(params["HEAD_SPLIT"]), params["products"]
     least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {

@@ -51,6 +51,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     require: list[_Requirement]
     seeds: Annotated[list[dict[str, int | str]], msgspec.Meta(min_length=1)]
     base: dict[str, int | str]
+    fixed: dict[str, int | str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class SearchSpace:
     let: tuple[tuple[str, Rule], ...]
     require: tuple[Requirement, ...]
     seeds: tuple[tuple[Rule, dict[str, Value]], ...]
+    fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
 
     def why_infeasible(self, variant: Variant, problem: Problem, device: Device) -> str | None:
         """The first rule that the variant breaks, in words; None when it breaks none.
@@ -282,6 +284,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         about={name: parameter.about for name, parameter in file.parameters.items()},
         let=tuple(let),
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
+        fixed=dict(file.fixed),
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
     for _, params in space.seeds:

@@ -274,10 +274,9 @@ class _Run:
 
     def _known_variants(self, entry: CacheEntry) -> list[Variant]:
         """The winner and the runners-up, as far as the search space still holds them."""
-        runners_up = [Variant.of(candidate.template, candidate.params) for candidate in entry.candidates]
         return [
             variant
-            for variant in (entry.variant, *runners_up)
+            for variant in (entry.variant, *(candidate.variant for candidate in entry.candidates))
             if variant.template in self.spaces and self.spaces[variant.template].holds(variant.as_dict())
         ]
 

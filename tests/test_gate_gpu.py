@@ -83,9 +83,12 @@ def test_every_modifier_passes(modifiers: Modifiers, mask: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_variants_of_random_kinds_pass(seed: int) -> None:
+def test_random_variants_of_random_kinds_pass_or_are_refused_by_the_compiler(seed: int) -> None:
     rng = random.Random(seed)
-    verdict = judged(drawn.call_of(rng, drawn.LARGE).problem, seed=seed)
+    try:
+        verdict = judged(drawn.call_of(rng, drawn.LARGE).problem, seed=seed)
+    except CompileError:  # an outcome of a trial; test_templates_compile knows what must compile
+        return
     assert verdict.ok, verdict.reason
 
 
