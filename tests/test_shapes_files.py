@@ -17,7 +17,7 @@ from autoattn.problem import DType, Layout, Precision, Problem
 
 CHECKOUT = Path(__file__).parent.parent
 SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
-OTHERS = ("float32", "h200_dense", "head_dims", "modifiers", "packed", "sparse")
+OTHERS = ("float32", "h200_dense", "h200_dense_online", "head_dims", "modifiers", "packed", "sparse")
 
 
 def in_group(group: str) -> list[Problem]:
