@@ -73,6 +73,7 @@ class Planted:
     traits: Traits = field(default_factory=Traits)
     sm_count: int = 1
     launches: int = 0
+    again: None = None  # it has no second pass
 
     @property
     def source(self) -> Any:

@@ -185,8 +185,8 @@ def test_what_is_no_search_space_is_refused(refusal: Callable[[Any], str], text:
 
 def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "root", lambda: tmp_path)
-    with pytest.raises(SpaceError, match=r"search_spaces/gluon/forward\.yaml must be a YAML file, but there is none"):
-        space.load("gluon/forward")
+    with pytest.raises(SpaceError, match=r"search_spaces/absent/forward\.yaml must be a YAML file, but there is none"):
+        space.load("absent/forward")
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "triton", "", "triton/forward/x", "Triton/forward"])
