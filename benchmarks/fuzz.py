@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import random
@@ -48,19 +49,16 @@ class Task:
     job: Compare
 
 
-def tasks(seed: int, count: int, device: Device | None) -> Iterator[Task]:
-    """The calls that a seed names, by kernel."""
-    number = calls = 0
-    while calls < count:
+def tasks(seed: int, device: Device | None) -> Iterator[Task]:
+    """The calls that a seed names, by kernel; there is no end of them."""
+    for number in itertools.count():
         rng = random.Random(f"{seed} {number}")
         one = drawn.drawn(rng, drawn.TINY if device is None else drawn.LARGE)
         found = (one.call,) if device is None else _more_calls(rng, one)
         if device is not None:
             one = _on_the_card(rng, one, device)
-        calls += len(found)
         job = Compare(source=one.source, calls=found, device="cpu" if device is None else "cuda")
         yield Task(number=number, params=str(one.source.variant) + f" {one.traits}", job=job)
-        number += 1
 
 
 def _more_calls(rng: random.Random, one: Drawn) -> tuple[Call, ...]:
@@ -129,7 +127,7 @@ class Tally:
 
 
 def fuzz(seed: int, count: int, jobs: int, device: Device | None, only: int | None) -> Tally:
-    """Runs the calls in `jobs` processes."""
+    """Runs calls in `jobs` processes until `count` were judged; those of kernels that are refused do not count."""
     tally = Tally(calls=Counter(), wrong=Counter(), failures=[])
     paths = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -137,15 +135,17 @@ def fuzz(seed: int, count: int, jobs: int, device: Device | None, only: int | No
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     waiting: dict[int, Task] = {}
     with Pool(size=jobs, environment=environment, preload="drawn") as pool:
-        for task in tasks(seed, count, device):
-            if only is not None and task.number != only:
-                continue
-            waiting[pool.submit(task.job, SECONDS)] = task
-            while len(waiting) >= AHEAD * jobs:
+        drawn_tasks = tasks(seed, device)
+        if only is not None:
+            drawn_tasks = itertools.islice(drawn_tasks, only, only + 1)
+        while True:
+            begun = tally.calls["all"] + sum(len(task.job.calls) for task in waiting.values())
+            if begun < count and len(waiting) < AHEAD * jobs and (task := next(drawn_tasks, None)) is not None:
+                waiting[pool.submit(task.job, SECONDS)] = task
+            elif waiting:
                 _collect(pool, waiting, tally)
-        while waiting:
-            _collect(pool, waiting, tally)
-    return tally
+            else:
+                return tally
 
 
 def _collect(pool: Pool, waiting: dict[int, Task], tally: Tally) -> None:
@@ -171,7 +171,7 @@ def report(tally: Tally, seed: int, seconds: float, device: Device | None) -> st
 def main() -> int:
     """Draws, runs, prints and writes the result; 1 when a call was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="calls")
+    parser.add_argument("--count", type=int, default=1000, help="calls to judge")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument("--gpu", action="store_true", help="on the card in this machine")
