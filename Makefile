@@ -45,7 +45,7 @@ format: $(READY) ## Put the code into the project's style
 	$(BIN)/ruff format .
 
 newest-triton: $(READY) $(NEWEST)/.ready-$(NEWEST_TRITON) ## Compile every template with the newest Triton
-	PYTHONPATH=$(abspath $(NEWEST)) $(PYTEST) -m "not gpu" tests/test_templates_compile.py
+	PYTHONPATH=$(abspath $(NEWEST)) $(PYTEST) -m "not gpu" -n $(JOBS) --maxprocesses 8 tests/test_templates_compile.py
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV)
