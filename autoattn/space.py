@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from importlib import metadata
 from typing import Annotated
 
 import msgspec
@@ -52,6 +53,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     seeds: Annotated[list[dict[str, int | str]], msgspec.Meta(min_length=1)]
     base: dict[str, int | str]
     fixed: dict[str, int | str] = {}
+    triton: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class SearchSpace:
     let: tuple[tuple[str, Rule], ...]
     require: tuple[Requirement, ...]
     seeds: tuple[tuple[Rule, dict[str, Value]], ...]
+    triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
 
     def why_infeasible(self, variant: Variant, problem: Problem, device: Device) -> str | None:
@@ -84,11 +87,22 @@ class SearchSpace:
         """
         params = variant.as_dict()
         self.check(params)
+        if (reason := self.why_unavailable()) is not None:
+            return reason
         facts = self._with_names({**facts_of(problem, device), **params})
         for requirement in self.require:
             if not requirement.rule(facts):
                 return f"{requirement.because} (needs {requirement.rule.text})"
         return None
+
+    def why_unavailable(self) -> str | None:
+        """Why the Triton that is installed cannot compile the template; None when it can."""
+        if not self.triton or any(f"{installed_triton()}.".startswith(f"{release}.") for release in self.triton):
+            return None
+        releases = " or ".join(self.triton)
+        return (
+            f"{self.template} is written for Triton {releases}, whose language moves, and this is {installed_triton()}"
+        )
 
     def holds(self, params: Mapping[str, Value]) -> bool:
         """Whether `params` is a point of this space; one that was tuned in another may not be."""
@@ -116,6 +130,8 @@ class SearchSpace:
 
         A rule is tried as soon as all parameters that it speaks of are set, so whole branches fall early.
         """
+        if self.why_unavailable() is not None:
+            return iter(())
         order = list(self.choices)
         rules = self._rules_by_depth(order)
         facts = facts_of(problem, device)
@@ -237,6 +253,15 @@ def _mask_facts(mask: Mask) -> dict[str, Value | float]:
     }
 
 
+@lru_cache(maxsize=1)
+def installed_triton() -> str:
+    """The version of Triton; "none" where there is none."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def of(op: Op) -> tuple[SearchSpace, ...]:
     """The spaces of an operation's templates; the default is taken from the first that has one."""
     return tuple(load(template) for template in resources.template_names(op))
@@ -284,6 +309,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         about={name: parameter.about for name, parameter in file.parameters.items()},
         let=tuple(let),
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
+        triton=tuple(file.triton),
         fixed=dict(file.fixed),
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )

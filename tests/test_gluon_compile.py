@@ -10,7 +10,7 @@ import kernels
 import pytest
 import torch
 
-from autoattn import compile, inputs, profiles, render, space
+from autoattn import compile, dispatch, inputs, profiles, render, space
 from autoattn.compile import Kernel, build, inspect, load_module
 from autoattn.device import Device
 from autoattn.errors import CompileError
@@ -225,3 +225,22 @@ def test_files_stand_alone_and_have_short_lines() -> None:
         assert not [line for line in lines if line.startswith(("import autoattn", "from autoattn"))]
         assert [line for line in lines if line != line.rstrip()] == []
         assert max(map(len, lines)) <= render.MAX_LINE, kind
+
+
+@pytest.mark.parametrize(
+    ("installed", "serves"), [("3.6.0", True), ("3.6.1", True), ("3.60.0", False), ("3.9.0", False)]
+)
+def test_the_template_is_for_the_releases_of_triton_that_its_space_names(
+    installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "installed_triton", lambda: installed)
+    points, one = space.load(TEMPLATE), kernels.problem(head_dim=128, seq_q=4096, seq_kv=4096)
+    assert bool(points.seeds_for(one, H200)) is serves
+    assert (next(points.feasible(one, H200), None) is not None) is serves
+    found = dispatch.explain(one, H200, Path("nowhere"))
+    assert found.variant is not None
+    assert found.variant.template == (TEMPLATE if serves else "triton/forward")
+    said = [
+        step for step in found.steps if f"written for Triton 3.6, whose language moves, and this is {installed}" in step
+    ]
+    assert bool(said) is not serves

@@ -29,6 +29,7 @@ TEMPLATE = "triton/forward"
 SPACE = SearchSpace(
     template=TEMPLATE,
     interpreted=True,
+    triton=(),
     fixed={},
     digest="0" * 16,
     choices={"a": (1, 2, 3, 4, 5, 6), "b": (0, 1, 2, 3, 4), "c": ("w", "x", "y", "z")},
