@@ -10,8 +10,9 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,24 @@ class CacheFile:
     entries: dict[str, CacheEntry]  # problem key -> entry, sorted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What became of the entries of one file that was merged into a folder."""
+
+    path: Path
+    taken: tuple[Problem, ...] = ()
+    same: tuple[Problem, ...] = ()  # were there, alike
+    refused: dict[Problem, str] = field(default_factory=dict)  # problem -> why the entry that was there stays
+
+
 def path_of(folder: Path, device: Device, op: Op) -> Path:
     """Where the entries of a device and an operation stand in a cache folder."""
     return folder / device.name / f"{op.value}.json"
+
+
+def path_in(folder: Path, file: CacheFile) -> Path:
+    """Where a file stands in a cache folder."""
+    return folder / file.device / f"{file.op.value}.json"
 
 
 def read(path: Path) -> CacheFile:
@@ -94,15 +110,85 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
             cannot be written. The file is left as it is.
     """
     path = path_of(folder, device, op)
+    file = CacheFile(schema=SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
     entries = list(entries)
-    try:
+    with _locked(path):
         for entry in entries:
             _check(entry.problem.key, entry)
+        _write(path, encode(_merged(path, _now(path), file, entries)))
+    return path
+
+
+def combine(folder: Path, files: Iterable[CacheFile]) -> list[Merged]:
+    """Adds the entries of other cache files to those of a folder, in place of those of the same problem; others stay.
+
+    A predicted entry never replaces a measured one, nor a stale entry one that holds.
+
+    Raises:
+        CacheError: one of the folder's files cannot be read or written, or both are measured, on different cards; what
+            could not be merged was known before the first file was written.
+    """
+    files = list(files)
+    for file in files:
+        path = path_in(folder, file)
+        _merged(path, _found(path), file, file.entries.values())
+    return [_combined(path_in(folder, file), file) for file in files]
+
+
+def _combined(path: Path, file: CacheFile) -> Merged:
+    taken: dict[str, CacheEntry] = {}
+    same: list[Problem] = []
+    refused: dict[Problem, str] = {}
+    with _locked(path):
+        old = _now(path)
+        for key, entry in file.entries.items():
+            known = old.entries.get(key) if old is not None else None
+            if known == entry:
+                same.append(entry.problem)
+            elif known is not None and (reason := _why_kept(known, entry)) is not None:
+                refused[entry.problem] = reason
+            else:
+                taken[key] = entry
+        if taken:
+            _write(path, encode(_merged(path, old, file, taken.values())))
+    return Merged(path=path, taken=tuple(entry.problem for entry in taken.values()), same=tuple(same), refused=refused)
+
+
+def _why_kept(known: CacheEntry, entry: CacheEntry) -> str | None:
+    """Why an entry stays where another comes; None where it gives way."""
+    if _measured(known) and not _measured(entry):
+        return "a prediction never takes a measurement's place"
+    if why_stale(entry) is not None and why_stale(known) is None:
+        return "a stale entry never takes the place of one that holds"
+    return None
+
+
+def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
+    """Removes entries from a file, but for those that became others meanwhile; returns what was removed.
+
+    Raises:
+        CacheError: the file cannot be read or written. It is left as it is.
+    """
+    entries = list(entries)
+    with _locked(path):
+        old = _now(path)
+        known = dict(old.entries) if old is not None else {}
+        gone = tuple(entry for entry in entries if known.get(entry.problem.key) == entry)
+        for entry in gone:
+            del known[entry.problem.key]
+        if old is not None and gone:
+            _write(path, encode(replace(old, entries=known)))
+    return gone
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file, makes its folder, and turns what goes wrong into a CacheError."""
+    folder = path.parent.parent
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(str(path.with_suffix(".lock")), timeout=LOCK_SECONDS):
-            # Never from memory: another writer may have been here within a tick of the file system's clock.
-            old = _parse(path) if path.exists() else None
-            _write(path, _encode(_merged(path, old, device, op, entries)))
+            yield
     except filelock.Timeout:
         raise CacheError(
             f"the cache file {path} must be free within {LOCK_SECONDS:.0f} s, but another process holds its lock; "
@@ -118,7 +204,11 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
         raise CacheError(
             f"the cache file {path} must hold what can be read back, but {_clipped(error)}; tune that problem again"
         ) from None
-    return path
+
+
+def _now(path: Path) -> CacheFile | None:
+    # Never from memory: another writer may have been here within a tick of the file system's clock.
+    return _parse(path) if path.exists() else None
 
 
 def why_stale(entry: CacheEntry) -> str | None:
@@ -139,9 +229,11 @@ def _rendered(problem: Problem, variant: Variant) -> str:
     return render.render(problem, variant).digest
 
 
-def _merged(path: Path, old: CacheFile | None, device: Device, op: Op, entries: list[CacheEntry]) -> CacheFile:
+def _merged(path: Path, old: CacheFile | None, file: CacheFile, entries: Iterable[CacheEntry]) -> CacheFile:
+    """`old` with `entries`, which are of the card of `file`."""
+    entries = list(entries)
     known = dict(old.entries) if old is not None else {}
-    fingerprint = device.fingerprint
+    fingerprint = file.fingerprint
     if old is not None and old.fingerprint != fingerprint and any(map(_measured, known.values())):
         if any(map(_measured, entries)):
             raise CacheError(
@@ -152,16 +244,19 @@ def _merged(path: Path, old: CacheFile | None, device: Device, op: Op, entries: 
     for entry in entries:
         if _measured(entry) or entry.problem.key not in known or not _measured(known[entry.problem.key]):
             known[entry.problem.key] = entry
-    return CacheFile(
-        schema=SCHEMA, op=op, device=device.name, fingerprint=fingerprint, entries=dict(sorted(known.items()))
-    )
+    return replace(file, schema=SCHEMA, fingerprint=fingerprint, entries=dict(sorted(known.items())))
 
 
 def _measured(entry: CacheEntry) -> bool:
     return entry.evidence is Evidence.MEASURED
 
 
-def _encode(file: CacheFile) -> bytes:
+def encode(file: CacheFile) -> bytes:
+    """The text of a cache file.
+
+    Raises:
+        ValueError: it could not be read back.
+    """
     # JSON has no NaN and no infinity; such an entry would make the whole file unreadable.
     text = json.dumps(_tidy(msgspec.to_builtins(file)), indent=1, ensure_ascii=False, allow_nan=False)
     data = text.encode() + b"\n"
@@ -217,6 +312,15 @@ def _parse(path: Path) -> CacheFile:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise CacheError(f"the cache file {path} must be at most {MAX_BYTES} bytes, but it is larger; prune it")
+    return decode(data, path)
+
+
+def decode(data: bytes, path: Path) -> CacheFile:
+    """The cache file that `data` is; `path` names it and says which device and operation it must be of.
+
+    Raises:
+        CacheError: it is damaged, newer or foreign.
+    """
     try:
         raw = json.loads(data, object_pairs_hook=_once)
         if not isinstance(raw, dict) or "schema" not in raw or "entries" not in raw:

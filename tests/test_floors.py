@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "autoattn"
 
 FLOORS = (
     {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
-    {"resources", "shapes", "space", "render", "cache", "expression"},
+    {"resources", "shapes", "space", "render", "cache", "inventory", "expression"},
     {
         "reference",
         "compile",
@@ -49,7 +49,7 @@ FLOORS = (
         "dilated",
         "multihead",
     },
-    {"verify", "bench", "comparison", "report", "cli", "__main__"},
+    {"verify", "bundle", "bench", "comparison", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
 

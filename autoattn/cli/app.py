@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
 
 from autoattn import __version__
-from autoattn.cli import bench, devices, explain, render, report, show, tune, verify
+from autoattn.cli import bench, cache, devices, explain, render, report, show, tune, verify
 from autoattn.errors import AutoattnError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -40,11 +40,27 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (tune, show, explain, render, verify, report, bench, devices):
+
+
+def add(commands: typer.Typer, name: str, command: Callable[..., None], examples: str) -> None:
+    """Adds a command, whose docstring is its help."""
     # Paragraphs on one line each: the terminal's width breaks them, not ours.
-    paragraphs = [" ".join(text.split()) for text in (module.command.__doc__ or "").split("\n\n")]
-    name = module.__name__.rpartition(".")[2]
-    app.command(name, help="\n\n".join(paragraphs), epilog=module.EXAMPLES)(module.command)
+    paragraphs = [" ".join(text.split()) for text in (command.__doc__ or "").split("\n\n")]
+    commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
+
+
+for module in (tune, show, explain, render, verify, report, bench, devices):
+    add(app, module.__name__.rpartition(".")[2], module.command, module.EXAMPLES)
+
+tools = typer.Typer(
+    help="List, compare, merge, pack and prune caches.",
+    epilog=cache.EXAMPLES,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, (command, examples) in cache.COMMANDS.items():
+    add(tools, name, command, examples)
+app.add_typer(tools, name="cache")
 
 
 def print_version(wanted: bool) -> None:

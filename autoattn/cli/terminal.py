@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoattn.report.figures import printable
+from autoattn.report.figures import printable as printable
 
 FOLDED = 24  # characters that a column of words wants before it is folded
 PLAIN_WIDTH = 200  # characters; what is not a terminal has no width of its own

@@ -143,15 +143,25 @@ def _card(entry: CacheEntry, device: str, shown: dict[str, str]) -> Card:
         entry=entry,
         timings=_timings(entry),
         parts=_parts(entry),
-        reproduce=(
-            f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
-            f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
-        ),
-        render=f"autoattn render --device {shlex.quote(device)} {arguments(entry.problem)} --out kernel.py",
+        reproduce=reproduce(entry, device),
+        render=rendering(entry, device),
         source="" if same_as else source,
         source_note=note,
         same_as=same_as,
     )
+
+
+def reproduce(entry: CacheEntry, device: str) -> str:
+    """The command that searches an entry again."""
+    return (
+        f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
+        f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
+    )
+
+
+def rendering(entry: CacheEntry, device: str) -> str:
+    """The command that writes an entry's kernel."""
+    return f"autoattn render --device {shlex.quote(device)} {arguments(entry.problem)} --out kernel.py"
 
 
 def arguments(problem: Problem) -> str:

@@ -8,23 +8,24 @@ import tempfile
 from pathlib import Path
 
 
-def write(path: Path, text: str) -> None:
-    """Writes `text` to `path`; when that fails, what stood there before still stands there.
+def write(path: Path, text: str | bytes) -> None:
+    """Writes `text`, as UTF-8, to `path`; when that fails, what stood there before still stands there.
 
     Raises:
         OSError: the place cannot be written, or is full; the error names `path`.
     """
+    data = text.encode() if isinstance(text, str) else text
     path = path.resolve()
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a device or a pipe; a folder raises
+        path.write_bytes(data)  # a device or a pipe; a folder raises
         return
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(beside, 0o666 & ~_umask())
         os.replace(beside, path)
     except OSError as error:

@@ -1,0 +1,220 @@
+"""`autoattn cache`: list, compare, merge, pack and prune caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoattn.cli import options
+from autoattn.errors import StateError, UsageError
+
+if TYPE_CHECKING:
+    from autoattn.cache import CacheFile
+    from autoattn.inventory import Difference
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn cache list[/]\n\n[bold]autoattn cache merge bundle.zip cache[/]\n\n"
+    "[bold]autoattn cache diff cache other[/]"
+)
+ALL = "all"
+
+Source = Annotated[Path, typer.Argument(metavar="FROM", help="A cache folder, one of its files, or a bundle.")]
+
+
+def list_(
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """List cache files: the card of each, how many entries are measured, predicted and stale, and what made them."""
+    from autoattn import inventory
+    from autoattn.cli import show, terminal
+
+    held = [inventory.holding(folder, file) for folder, file in show.read(None, cache)]
+    if json:
+        terminal.print_json([{**asdict(one), "path": str(one.path)} for one in held])
+        return
+    console = terminal.console()
+    columns = ("=Device", ">Measured", ">Predicted", ">Stale", "=Changed", "Card", "Made with", "File")
+    rows = [
+        (one.device, one.measured, one.predicted, one.stale, one.modified, one.fingerprint, "; ".join(one.versions),
+         one.path)
+        for one in held
+    ]  # fmt: skip
+    if rows:
+        terminal.print_table(console, f"{len(rows)} cache file{'' if len(rows) == 1 else 's'}", columns, rows)
+    else:
+        console.print("There is no cache file; run autoattn tune, or name another --cache.")
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A cache folder, one of its files, or a bundle.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another.")],
+    json: options.Json = False,
+) -> None:
+    """Say in what two caches differ: for each problem what each of them runs, the ratio of times, and every other fact.
+
+    Exits with 1 when they differ. Times of two runs are compared as they stand: a few percent may be the day's.
+    """
+    from autoattn import bundle, inventory
+    from autoattn.cli import terminal
+
+    found = inventory.differences(bundle.load(first), bundle.load(second))
+    if json:
+        terminal.print_json([_document(one) for one in found])
+    elif not found:
+        terminal.console().print("They hold the same.")
+    else:
+        columns = ("=Problem", ">us first", ">us second", ">Ratio", "Differs in")
+        for device in dict.fromkeys(one.device for one in found):
+            rows = [_row(one) for one in found if one.device == device]
+            terminal.print_table(terminal.console(), f"{device}, {len(rows)} that differ", columns, rows)
+    if found:
+        raise typer.Exit(1)
+
+
+def merge(
+    source: Source, into: Annotated[Path, typer.Argument(metavar="INTO", help="The cache folder to add to.")]
+) -> None:
+    """Add the entries of another cache, of one of its files, or of a bundle, to a cache folder.
+
+    They take the place of those of the same problem, but a prediction never that of a measurement, nor a stale entry
+    that of one that holds. Measurements of two cards that share a name are never mixed: such a file is refused.
+    """
+    from autoattn import bundle, cache
+    from autoattn.cli import terminal
+
+    if into.exists() and not into.is_dir():
+        raise UsageError(f"INTO must be a cache folder, got the file {into}; name the folder that holds its device's")
+    files = bundle.load(source)
+    if not files:
+        raise StateError(f"{source} must hold cache files, found none; name another folder, a file or a bundle")
+    console = terminal.console()
+    for merged in cache.combine(into, files):
+        counts = f"{len(merged.taken)} taken, {len(merged.same)} there already, {len(merged.refused)} not taken"
+        console.print(terminal.printable(f"{merged.path}: {counts}"), soft_wrap=True)
+        for problem, reason in merged.refused.items():
+            console.print(terminal.printable(f"  not taken: {problem}: {reason}"), soft_wrap=True)
+
+
+def export(
+    problems: Annotated[
+        list[str],
+        typer.Argument(metavar="PROBLEM...", help="Names as autoattn show prints them, or keys of a file; or all."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The zip to write.")],
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", metavar="DIR", help="Cache to take from; yours, or the shipped if yours is empty."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Only this device; all if left out.")
+    ] = None,
+) -> None:
+    """Pack entries with their kernels, the commands that repeat them, and the SHA-256 of each file.
+
+    autoattn cache merge takes such a bundle after checking every digest. Stale entries have no kernel to pack: all
+    leaves them out, and a name of one is refused.
+    """
+    from autoattn import bundle, resources
+    from autoattn.cache import read_folder
+    from autoattn.cli import terminal
+    from autoattn.report import files as writing
+
+    if cache is None:
+        cache = resources.user_cache() if read_folder(resources.user_cache()) else resources.shipped_cache()
+    found = _picked(cache, problems, device)
+    data = bundle.pack(found)
+    writing.write(out, data)
+    count = sum(len(file.entries) for file in found)
+    console = terminal.console()
+    console.print(terminal.printable(f"{out}: {count} entr{'y' if count == 1 else 'ies'} of {cache}"), soft_wrap=True)
+    console.print(f"SHA-256 {bundle.digest(data)}", soft_wrap=True)
+
+
+def prune(
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Cache to prune; your own if left out.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove entries that are stale, and journals of searches whose problem has no entry.
+
+    A journal that was written to in the last hour stays, since a tuner may be at it. What an older one knows of a
+    search that was interrupted is lost.
+    """
+    from autoattn import inventory, resources
+    from autoattn.cli import terminal
+
+    cache = cache if cache is not None else resources.user_cache()
+    found = inventory.unneeded(cache)
+    gone = found if dry_run else inventory.prune(found)
+    verb = "would go" if dry_run else "removed"
+    console = terminal.console()
+    for path, entries in gone.stale.items():
+        for entry in entries:
+            console.print(terminal.printable(f"{verb}: {entry.problem} ({path})"), soft_wrap=True)
+    for path in gone.journals:
+        console.print(terminal.printable(f"{verb}: {path}"), soft_wrap=True)
+    for path in gone.resting:
+        console.print(terminal.printable(f"stays: {path}, written to in the last hour"), soft_wrap=True)
+    left = found.entries - gone.entries + len(found.journals) - len(gone.journals)
+    changed = f", {left} in use or changed meanwhile" if left else ""
+    console.print(
+        f"{verb}: {gone.entries} stale entr{'y' if gone.entries == 1 else 'ies'}, {len(gone.journals)} "
+        f"journal{'' if len(gone.journals) == 1 else 's'}{changed}"
+    )
+
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "list": (list_, "Example: [bold]autoattn cache list --cache cache[/]"),
+    "diff": (diff, "Example: [bold]autoattn cache diff cache bundle.zip --json[/]"),
+    "merge": (merge, "Example: [bold]autoattn cache merge bundle.zip cache[/]"),
+    "export": (export, "Example: [bold]autoattn cache export all --device h200 --out bundle.zip[/]"),
+    "prune": (prune, "Example: [bold]autoattn cache prune --cache cache --dry-run[/]"),
+}
+
+
+def _picked(folder: Path, wanted: list[str], device: str | None) -> list[CacheFile]:
+    """The files of a folder with the entries that are wanted; of all, those that hold."""
+    from autoattn import bundle, cache
+    from autoattn.cli import show
+
+    files = [file for _, file in show.read(device, folder)]
+    if wanted == [ALL]:
+        return [
+            bundle.only(file, [entry for entry in file.entries.values() if cache.why_stale(entry) is None])
+            for file in files
+        ]
+    entries = [entry for file in files for entry in file.entries.values()]
+    known = {name for entry in entries for name in (entry.problem.key, str(entry.problem))}
+    for name in wanted:
+        if name not in known:
+            raise UsageError(
+                f"PROBLEM must be all, or a problem of {folder} as autoattn show prints it, got {name!r:.200}; "
+                "correct it, or name another --cache"
+            )
+    return [
+        bundle.only(file, [one for one in file.entries.values() if {one.problem.key, str(one.problem)} & set(wanted)])
+        for file in files
+    ]
+
+
+def _row(one: Difference) -> tuple[object, ...]:
+    from autoattn.report import figures
+
+    times = [figures.microseconds(entry.time_us) if entry is not None else "-" for entry in (one.first, one.second)]
+    ratio = figures.times(one.ratio) if one.ratio is not None else "-"
+    return (one.problem if one.problem is not None else "(the file)", *times, ratio, "; ".join(one.words))
+
+
+def _document(one: Difference) -> dict[str, object]:
+    return {
+        "device": one.device, "op": one.op, "problem": one.problem, "first": one.first, "second": one.second,
+        "ratio": one.ratio, "words": one.words,
+    }  # fmt: skip

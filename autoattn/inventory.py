@@ -1,0 +1,219 @@
+"""What cache folders hold, in what two of them differ, and what one of them no longer needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+
+import filelock
+
+from autoattn import cache
+from autoattn.cache import CacheFile
+from autoattn.entry import KERNEL, CacheEntry
+from autoattn.errors import CacheError
+from autoattn.problem import Op, Problem
+from autoattn.trial import Evidence
+
+IDLE_SECONDS = 3600.0  # a journal that was written to since may have a tuner at it; a trial takes minutes at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What one cache file holds."""
+
+    path: Path
+    device: str
+    op: Op
+    fingerprint: str
+    measured: int
+    predicted: int
+    stale: int  # of both
+    versions: tuple[str, ...]  # of what made the entries, each "autoattn 0.1.0, torch 2.13.0, triton 3.6.0"
+    modified: str  # UTC, ISO 8601, to the second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """In what two caches differ about one problem, or about the card of a file, whose problem is None."""
+
+    device: str
+    op: Op
+    problem: Problem | None
+    first: CacheEntry | None  # None where only the second has it
+    second: CacheEntry | None
+    words: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """The second time over the first; None where there is one alone, or where one is predicted."""
+        if self.first is None or self.second is None or self.first.evidence is not self.second.evidence:
+            return None
+        return self.second.time_us / self.first.time_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unneeded:
+    """What a cache folder could do without."""
+
+    stale: dict[Path, tuple[CacheEntry, ...]]  # file -> entries that no longer speak of a kernel that there is
+    journals: tuple[Path, ...]  # of studies whose problem has no entry, or will have none
+    resting: tuple[Path, ...]  # such journals that were written to within IDLE_SECONDS: a tuner may be at them
+
+    @property
+    def entries(self) -> int:
+        """How many entries are stale."""
+        return sum(map(len, self.stale.values()))
+
+
+def holding(folder: Path, file: CacheFile) -> Holding:
+    """What a file of a cache folder holds.
+
+    Raises:
+        OSError: the file has gone meanwhile.
+    """
+    path, entries = cache.path_in(folder, file), file.entries.values()
+    modified = datetime.fromtimestamp(int(path.stat().st_mtime), tz=timezone.utc)
+    measured = sum(entry.evidence is Evidence.MEASURED for entry in entries)
+    return Holding(
+        path=path,
+        device=file.device,
+        op=file.op,
+        fingerprint=file.fingerprint,
+        measured=measured,
+        predicted=len(entries) - measured,
+        stale=sum(cache.why_stale(entry) is not None for entry in entries),
+        versions=tuple(sorted({_versions(entry) for entry in entries})),
+        modified=modified.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def differences(first: Iterable[CacheFile], second: Iterable[CacheFile]) -> list[Difference]:
+    """In what two caches differ, by device, operation and problem; none when they hold the same."""
+    left, right = ({(file.device, file.op): file for file in files} for files in (first, second))
+    found = []
+    for device, op in sorted({*left, *right}, key=lambda place: (place[0], place[1].value)):
+        one, other = left.get((device, op)), right.get((device, op))
+        if one is not None and other is not None and one.fingerprint != other.fingerprint:
+            words = (f"card {one.fingerprint} -> {other.fingerprint}",)
+            found.append(Difference(device=device, op=op, problem=None, first=None, second=None, words=words))
+        ours, theirs = (file.entries if file is not None else {} for file in (one, other))
+        pairs = [(ours.get(key), theirs.get(key)) for key in {*ours, *theirs}]
+        for was, now in sorted(pairs, key=_order):
+            if was != now:
+                known = was or now
+                assert known is not None
+                found.append(
+                    Difference(
+                        device=device, op=op, problem=known.problem, first=was, second=now, words=_words(was, now)
+                    )
+                )
+    return found
+
+
+def unneeded(folder: Path) -> Unneeded:
+    """The stale entries of a cache folder, and the journals of studies whose problem has no other entry.
+
+    Raises:
+        CacheError: the folder or one of its files cannot be read.
+    """
+    files = cache.read_folder(folder)
+    stale = {
+        cache.path_in(folder, file): tuple(
+            entry for entry in file.entries.values() if cache.why_stale(entry) is not None
+        )
+        for file in files
+    }
+    kept = {
+        (file.device, key)
+        for file in files
+        for key, entry in file.entries.items()
+        if entry not in stale[cache.path_in(folder, file)]
+    }
+    journals: list[Path] = []
+    resting: list[Path] = []
+    try:
+        for path in sorted(folder.glob("*/studies/*.journal")):
+            ours = path.stem.startswith(tuple(f"{op.value}_" for op in Op)) and path.is_file()
+            if ours and (path.parent.parent.name, path.stem) not in kept:
+                idle = time.time() - path.stat().st_mtime >= IDLE_SECONDS
+                (journals if idle else resting).append(path)
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    return Unneeded(
+        stale={path: entries for path, entries in stale.items() if entries},
+        journals=tuple(journals),
+        resting=tuple(resting),
+    )
+
+
+def prune(found: Unneeded) -> Unneeded:
+    """Removes what was found, but for what changed meanwhile; returns what was removed.
+
+    Raises:
+        CacheError: a file cannot be written, or a journal not be removed.
+    """
+    stale = {path: cache.drop(path, entries) for path, entries in found.stale.items()}
+    journals = tuple(path for path in found.journals if _removed(path))
+    return Unneeded(stale=stale, journals=journals, resting=found.resting)
+
+
+def _removed(journal: Path) -> bool:
+    """Removes a journal that nobody holds or wrote to meanwhile; its lock stays, since another may wait for it."""
+    try:
+        with filelock.FileLock(f"{journal}.lock", timeout=0):
+            if time.time() - journal.stat().st_mtime < IDLE_SECONDS:
+                return False
+            journal.unlink()
+    except (filelock.Timeout, FileNotFoundError):
+        return False
+    except (OSError, NotImplementedError) as error:
+        raise _unreadable(journal.parent, error) from None
+    return True
+
+
+def _unreadable(folder: Path, error: Exception) -> CacheError:
+    words = getattr(error, "strerror", None) or str(error)
+    return CacheError(f"the folder {folder} must let journals be read and removed, but {words}; correct that")
+
+
+def _order(pair: tuple[CacheEntry | None, CacheEntry | None]) -> tuple[str | int, ...]:
+    known = pair[0] or pair[1]
+    assert known is not None
+    return known.problem.order
+
+
+def _words(first: CacheEntry | None, second: CacheEntry | None) -> tuple[str, ...]:
+    """In what two entries of one problem differ: what people ask for first, then the names of other facts."""
+    if first is None or second is None:
+        return ("only in the second",) if first is None else ("only in the first",)
+    found = []
+    pairs = {
+        "evidence": (first.evidence.value, second.evidence.value),
+        "runs on": (_choice(first), _choice(second)),
+        "template": (first.template, second.template),
+        "kernel": (first.source_digest, second.source_digest),
+    }
+    found += [f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now]
+    if first.template == second.template:
+        names = sorted({*first.params, *second.params})
+        values = [(name, first.params.get(name, "-"), second.params.get(name, "-")) for name in names]
+        found += [f"{name} {was} -> {now}" for name, was, now in values if was != now]
+    if first.time_us != second.time_us:
+        found.append(f"time {first.time_us:.6g} -> {second.time_us:.6g} us")
+    if first.versions != second.versions:
+        found.append(f"versions {_versions(first)} -> {_versions(second)}")
+    named = {"evidence", "choice", "template", "source_digest", "params", "versions"}
+    others = [one.name for one in fields(CacheEntry) if one.name not in named]
+    changed = [name for name in others if getattr(first, name) != getattr(second, name)]
+    return (*found, *([f"other facts: {', '.join(changed)}"] if changed else []))
+
+
+def _choice(entry: CacheEntry) -> str:
+    return entry.template if entry.choice == KERNEL else entry.choice
+
+
+def _versions(entry: CacheEntry) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(entry.versions.items())) or "unknown"

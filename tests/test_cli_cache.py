@@ -1,0 +1,136 @@
+"""`autoattn cache`: what its commands print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import samples
+from command_line import Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
+from typer.testing import CliRunner
+
+from autoattn import cache
+from autoattn.cli.app import app
+from autoattn.cli.cache import COMMANDS
+from autoattn.problem import Op
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A cache that has another time for one problem, and a problem more."""
+    folder = tmp_path / "other"
+    entries = [samples.measured(time_us=300.0), samples.predicted(samples.problem(batch=9))]
+    cache.merge(folder, samples.H200, Op.FORWARD, map(samples.current, entries))
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_has_an_example_with_its_own_options(command: str) -> None:
+    text = CliRunner().invoke(app, ["cache", command, "--help"], env={"COLUMNS": "400"}).output
+    options, _, examples = text.partition("Example")
+    assert f"autoattn cache {command}" in examples
+    assert set(re.findall(r"--[a-z-]+", examples)) <= set(re.findall(r"--[a-z-]+", options))
+
+
+def test_list_counts_entries(autoattn: Run, user_cache: Path) -> None:
+    code, out, _ = autoattn("cache", "list")
+    assert code == 0
+    assert samples.H200.fingerprint in out
+    (held,) = json.loads(autoattn("cache", "list", "--json")[1])
+    assert (held["measured"], held["predicted"], held["stale"]) == (1, 1, 0)
+    assert "no cache file" in autoattn("cache", "list", "--cache", user_cache / "none")[1]
+
+
+def test_diff_exits_with_1_when_caches_differ_and_0_when_not(autoattn: Run, user_cache: Path, other: Path) -> None:
+    code, out, _ = autoattn("cache", "diff", user_cache, other)
+    assert code == 1
+    assert "0.75x" in out
+    assert "only in the first" in out
+    assert "only in the second" in out
+    assert autoattn("cache", "diff", other, other)[:2] == (0, "They hold the same.\n")
+    code, out, _ = autoattn("cache", "diff", user_cache, other, "--json")
+    assert code == 1
+    assert sorted(one["ratio"] or 0 for one in json.loads(out)) == [0, 0, 0.75]
+
+
+def test_merge_says_what_it_took_and_what_not(autoattn: Run, user_cache: Path, other: Path) -> None:
+    entry = samples.current(samples.predicted())
+    cache.merge(other.parent / "third", samples.H200, Op.FORWARD, [entry])
+    assert "2 taken, 0 there already, 0 not taken" in autoattn("cache", "merge", other, user_cache)[1]
+    assert "0 taken, 2 there already, 0 not taken" in autoattn("cache", "merge", other, user_cache)[1]
+    code, out, _ = autoattn("cache", "merge", other.parent / "third" / "h200" / "forward.json", user_cache)
+    assert code == 0
+    assert "1 not taken" in out
+    assert "a prediction never takes a measurement's place" in out
+
+
+def test_a_bundle_carries_entries_from_one_cache_to_another(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:
+    code, out, _ = autoattn("cache", "export", "all", "--out", tmp_path / "all.zip")
+    assert code == 0
+    assert "2 entries" in out
+    assert re.search(r"SHA-256 [0-9a-f]{64}\n", out)
+    assert "2 taken" in autoattn("cache", "merge", tmp_path / "all.zip", tmp_path / "new")[1]
+    assert autoattn("cache", "diff", user_cache, tmp_path / "new")[0] == 0
+    for name in (samples.problem(), samples.problem().key):
+        assert "1 entry" in autoattn("cache", "export", name, "--out", tmp_path / "one.zip")[1]
+
+
+def test_all_leaves_stale_entries_out_and_a_name_of_one_is_refused(autoattn: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    held, stale = samples.current(samples.measured()), samples.measured(samples.problem(batch=3))
+    cache.merge(folder, samples.H200, Op.FORWARD, [held, stale])
+    assert "1 entry" in autoattn("cache", "export", "all", "--cache", folder, "--out", tmp_path / "a.zip")[1]
+    code, _, error = autoattn("cache", "export", stale.problem, "--cache", folder, "--out", tmp_path / "b.zip")
+    assert code == 1
+    assert "is stale" in error
+    assert not (tmp_path / "b.zip").exists()
+
+
+def test_prune_says_first_what_would_go(autoattn: Run, tmp_path: Path) -> None:
+    path = cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.predicted()])
+    before = path.read_bytes()
+    code, out, _ = autoattn("cache", "prune", "--cache", tmp_path, "--dry-run")
+    assert code == 0
+    assert f"would go: {samples.problem()} ({path})" in out
+    assert "would go: 1 stale entry, 0 journals" in out
+    assert path.read_bytes() == before
+    assert "removed: 1 stale entry" in autoattn("cache", "prune", "--cache", tmp_path)[1]
+    assert cache.read(path).entries == {}
+    assert "removed: 0 stale entries" in autoattn("cache", "prune", "--cache", tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["diff", "{folder}", "{folder}/none"], 1, "there is none; correct the path"),
+        (["diff", "{folder}", "{folder}/text"], 1, "is damaged"),
+        (["merge", "{folder}", "{folder}/new"], 1, "must hold cache files, found none"),
+        (["merge", "{folder}/none", "{folder}/new"], 1, "there is none; correct the path"),
+        (["merge", "{other}", "{folder}/text"], 2, "INTO must be a cache folder"),
+        (["export", "all", "--cache", "{folder}", "--out", "{folder}/x.zip"], 1, "must hold an entry, got none"),
+        (["export", "mine", "--cache", "{other}", "--out", "{folder}/x.zip"], 2, "got 'mine'; correct it"),
+        (["export", "all", "--cache", "{other}", "--out", "{folder}/no/x.zip"], 1, "No such file or directory"),
+        (["export", "all", "--device", "a99", "--out", "x.zip"], 2, "got 'a99'"),
+        (["export", "all"], 2, "--out"),
+        (["bogus"], 2, "No such command 'bogus'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    autoattn: Run, other: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "text").write_text("text")
+    places = {"{folder}": str(folder), "{other}": str(other)}
+    given = []
+    for argument in arguments:
+        for name, place in places.items():
+            argument = argument.replace(name, place)
+        given.append(argument)
+    got, out, error = autoattn("cache", *given)
+    assert (got, out) == (code, "")
+    assert_one_sentence(error)
+    assert words in error
+    assert [path.name for path in folder.iterdir()] == ["text"]

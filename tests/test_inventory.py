@@ -1,0 +1,204 @@
+"""What caches hold, in what two differ, how they are merged, and what is pruned."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import filelock
+import pytest
+from cache_files import FORWARD, left_behind, refusal
+from samples import A30, H200, current, measured, predicted, problem
+
+from autoattn import cache, inventory
+from autoattn.cache import CacheFile
+from autoattn.device import Device
+from autoattn.entry import CacheEntry
+
+SISTER = dataclasses.replace(H200, sm_count=H200.sm_count - 4)  # a card of the same name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def file_of(*entries: CacheEntry, device: Device = H200) -> CacheFile:
+    return CacheFile(
+        schema=1,
+        op=FORWARD,
+        device=device.name,
+        fingerprint=device.fingerprint,
+        entries={entry.problem.key: entry for entry in entries},
+    )
+
+
+def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> CacheFile:
+    return cache.read(cache.merge(folder, device, FORWARD, entries))
+
+
+def test_a_holding_counts_evidence_and_stale_entries(folder: Path) -> None:
+    file = written(folder, current(measured()), predicted(problem(batch=1)), predicted(problem(batch=2)))
+    held = inventory.holding(folder, file)
+    assert (held.measured, held.predicted, held.stale) == (1, 2, 2)
+    assert (held.device, held.fingerprint) == ("h200", H200.fingerprint)
+    assert held.versions == ("autoattn 0.1.0, torch 2.13.0, triton 3.6.0",)
+    assert held.path == cache.path_of(folder, H200, FORWARD)
+    assert held.modified.endswith("Z")
+
+
+# Differences
+
+
+def test_a_cache_does_not_differ_from_itself() -> None:
+    file = file_of(measured(), predicted(problem(batch=1)))
+    assert inventory.differences([file], [file]) == []
+
+
+def test_any_fact_of_an_entry_that_differs_is_seen() -> None:
+    one = measured()
+    search = dataclasses.replace(one.search, seed=7)
+    changes = {
+        "evidence measured -> predicted": predicted(),
+        "runs on sdpa-cudnn -> triton/forward": dataclasses.replace(one, choice="kernel"),
+        "kernel 0123456789abcdef -> ffff": dataclasses.replace(one, source_digest="ffff"),
+        "num_warps": dataclasses.replace(one, params={**one.params, "num_warps": 2}),
+        "time 400 -> 200 us": measured(time_us=200.0),
+        "torch 2.13.0, triton 3.6.0 -> torch 9": dataclasses.replace(one, versions={"torch": "9"}),
+        "other facts: search": dataclasses.replace(one, search=search),
+    }
+    for words, other in changes.items():
+        (found,) = inventory.differences([file_of(one)], [file_of(other)])
+        assert any(words in part for part in found.words), words
+
+
+def test_a_ratio_compares_like_with_like_alone() -> None:
+    (found,) = inventory.differences([file_of(measured())], [file_of(measured(time_us=300.0))])
+    assert found.ratio == 0.75
+    (found,) = inventory.differences([file_of(measured())], [file_of(predicted())])
+    assert found.ratio is None
+
+
+def test_what_one_cache_alone_holds_differs() -> None:
+    both, first, second = (predicted(problem(batch=batch)) for batch in (1, 2, 3))
+    found = inventory.differences([file_of(both, first)], [file_of(both, second), file_of(both, device=A30)])
+    assert [(one.device, one.problem.batch if one.problem else 0, one.words) for one in found] == [
+        ("a30", 1, ("only in the second",)),
+        ("h200", 2, ("only in the first",)),
+        ("h200", 3, ("only in the second",)),
+    ]
+
+
+def test_another_card_of_the_same_name_differs() -> None:
+    (found,) = inventory.differences([file_of(measured())], [file_of(measured(), device=SISTER)])
+    assert found.problem is None
+    assert H200.fingerprint in found.words[0]
+    assert SISTER.fingerprint in found.words[0]
+
+
+# Merging
+
+
+def test_combining_takes_keeps_and_counts(folder: Path) -> None:
+    there = [measured(), predicted(problem(batch=1)), predicted(problem(batch=2))]
+    written(folder, *there)
+    new, alike, better, worse = predicted(problem(batch=3)), there[1], measured(problem(batch=2)), predicted()
+    (merged,) = cache.combine(folder, [file_of(new, alike, better, worse)])
+    assert merged.taken == (new.problem, better.problem)
+    assert merged.same == (alike.problem,)
+    assert merged.refused == {worse.problem: "a prediction never takes a measurement's place"}
+    found = cache.read(merged.path).entries
+    assert len(found) == 4
+    assert found[worse.problem.key].evidence.value == "measured"
+    assert found[better.problem.key].evidence.value == "measured"
+    assert left_behind(folder) == []
+
+
+def test_a_stale_entry_never_takes_the_place_of_one_that_holds(folder: Path) -> None:
+    held, stale = current(measured()), measured(time_us=1.0)
+    written(folder, held)
+    (merged,) = cache.combine(folder, [file_of(stale)])
+    assert (merged.taken, list(merged.refused)) == ((), [stale.problem])
+    (merged,) = cache.combine(folder, [file_of(dataclasses.replace(held, choice="kernel"))])
+    assert merged.taken == (held.problem,)
+
+
+def test_combining_what_is_there_writes_nothing(folder: Path) -> None:
+    file = written(folder, measured())
+    before = cache.path_in(folder, file).stat()
+    (merged,) = cache.combine(folder, [file])
+    assert (merged.taken, merged.same) == ((), (measured().problem,))
+    assert cache.path_in(folder, file).stat().st_ino == before.st_ino
+
+
+def test_of_several_files_none_is_written_when_one_is_of_another_card(folder: Path) -> None:
+    path = cache.path_in(folder, written(folder, measured()))
+    before = path.read_bytes()
+    files = [file_of(predicted(), device=A30), file_of(measured(problem(batch=9)), device=SISTER)]
+    assert SISTER.fingerprint in refusal(lambda: cache.combine(folder, files))
+    assert path.read_bytes() == before
+    assert not (folder / "a30").exists()
+
+
+def test_a_damaged_file_is_never_merged_into(folder: Path) -> None:
+    path = cache.path_in(folder, written(folder, measured()))
+    path.write_text("{")
+    assert "is damaged" in refusal(lambda: cache.combine(folder, [file_of(predicted())]))
+    assert path.read_text() == "{"
+
+
+# Pruning
+
+
+def journal(folder: Path, name: str, *, hours: float) -> Path:
+    path = folder / "h200" / "studies" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    then = time.time() - hours * 3600
+    os.utime(path, (then, then))
+    return path
+
+
+def test_pruning_removes_stale_entries_and_idle_journals_without_entry(folder: Path) -> None:
+    held, stale = current(measured()), predicted(problem(batch=1))
+    path = cache.path_in(folder, written(folder, held, stale))
+    kept = journal(folder, f"{held.problem.key}.journal", hours=2)
+    of_stale = journal(folder, f"{stale.problem.key}.journal", hours=2)
+    orphan = journal(folder, f"{problem(batch=77).key}.journal", hours=2)
+    busy = journal(folder, f"{problem(batch=78).key}.journal", hours=0.1)
+    foreign = [journal(folder, name, hours=9) for name in ("notes.journal", "forward_notes.txt")]
+    found = inventory.unneeded(folder)
+    assert found.stale == {path: (stale,)}
+    assert found.journals == tuple(sorted((of_stale, orphan)))
+    assert found.resting == (busy,)
+    assert all(one.exists() for one in (kept, of_stale, orphan, busy, *foreign))  # looking removes nothing
+    assert inventory.prune(found) == found
+    assert list(cache.read(path).entries) == [held.problem.key]
+    assert [one.exists() for one in (kept, of_stale, orphan, busy, *foreign)] == [True, False, False, *[True] * 3]
+    assert inventory.unneeded(folder).entries == 0
+
+
+def test_pruning_leaves_what_became_another_meanwhile(folder: Path) -> None:
+    stale, again = predicted(), current(measured())
+    path = cache.path_in(folder, written(folder, stale))
+    old = journal(folder, f"{problem(batch=77).key}.journal", hours=2)
+    held = journal(folder, f"{problem(batch=78).key}.journal", hours=2)
+    found = inventory.unneeded(folder)
+    written(folder, again)
+    os.utime(old)
+    with filelock.FileLock(f"{held}.lock"):
+        gone = inventory.prune(found)
+    assert (gone.entries, gone.journals) == (0, ())
+    (entry,) = cache.read(path).entries.values()
+    assert entry.source_digest == again.source_digest
+    assert old.exists()
+    assert held.exists()
+
+
+def test_nothing_is_pruned_beside_a_damaged_file(folder: Path) -> None:
+    written(folder, predicted())
+    other = cache.path_in(folder, written(folder, predicted(), device=A30))
+    other.write_text("{")
+    assert "is damaged" in refusal(lambda: inventory.unneeded(folder))
