@@ -1,0 +1,282 @@
+"""Whether cache files survive: `python benchmarks/robustness.py writers` and `... mutants --count 10000`.
+
+`writers` lets processes merge into one cache at once while another reads it, and counts what is lost. `mutants` spoils
+cache files, shapes files and search spaces in random ways, and counts how each was read; a seed and `--only` its number
+find a mutant again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import samples  # noqa: E402
+import spoilt  # noqa: E402
+from spoilt import Fate, Kind  # noqa: E402
+
+from autoattn import __version__, cache, resources  # noqa: E402
+from autoattn.entry import CacheEntry  # noqa: E402
+from autoattn.errors import AutoattnError  # noqa: E402
+from autoattn.problem import Op  # noqa: E402
+from autoattn.trial import Evidence  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+SHARED = 20  # problems that all writers write
+OWN = 100_000  # batches from one writer's first problem to the next one's
+LARGEST = 6000  # bytes of a shapes file that is spoilt; larger ones only take longer
+ENTRIES = 3  # of a cache file that is spoilt
+CHUNK = 50  # mutants that a process takes at once
+SHOWN = 20  # faults that are printed
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """What one writer was told that the cache holds."""
+
+    own: dict[str, float] = field(default_factory=dict)  # problem key -> microseconds
+    shared: dict[str, set[float]] = field(default_factory=dict)  # problem key -> those of its measurements
+    merges: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def write_for(folder: Path, number: int, seconds: float, barrier: multiprocessing.synchronize.Barrier) -> Written:
+    """Merges one entry after the other: two of its own problems, then one that all write."""
+    rng, told = random.Random(number), Written()
+    barrier.wait()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        shared = told.merges % 3 == 2
+        batch = 1 + rng.randrange(SHARED) if shared else (number + 1) * OWN + told.merges
+        time_us = float(rng.randrange(1, 10**6))
+        make = rng.choice((samples.measured, samples.predicted))
+        entry = make(samples.problem(batch=batch), time_us=time_us, report=None, candidates=())
+        entry = replace(entry, rivals=(), choice="kernel")
+        try:
+            cache.merge(folder, samples.H200, Op.FORWARD, [entry])
+        except AutoattnError as error:
+            told.errors.append(str(error))
+            continue
+        told.merges += 1
+        if not shared:
+            told.own[entry.problem.key] = time_us
+        elif entry.evidence is Evidence.MEASURED:
+            told.shared.setdefault(entry.problem.key, set()).add(time_us)
+    return told
+
+
+def read_until(folder: Path, seconds: float, barrier: multiprocessing.synchronize.Barrier) -> tuple[int, list[str]]:
+    """Reads the cache all the while: (how often, what was wrong)."""
+    barrier.wait()
+    end, reads, faults = time.monotonic() + seconds, 0, []
+    seen: set[str] = set()
+    while time.monotonic() < end:
+        try:
+            found = cache.lookup(folder, samples.H200, Op.FORWARD).keys()
+        except AutoattnError as error:
+            faults.append(str(error))
+            continue
+        reads += 1
+        if not seen <= found:
+            faults.append(f"{len(seen - found)} entries were gone")
+        seen = set(found)
+        time.sleep(0.02)
+    return reads, faults
+
+
+def lost(found: dict[str, CacheEntry], told: list[Written]) -> list[str]:
+    """What a writer was told that is not in the cache."""
+    faults = []
+    for one in told:
+        for key, time_us in one.own.items():
+            if key not in found or found[key].time_us != time_us:
+                faults.append(f"{key} is lost")
+    shared = {key for one in told for key in one.shared}
+    for key in sorted(shared):
+        times = set().union(*(one.shared.get(key, set()) for one in told))
+        if key not in found or found[key].evidence is not Evidence.MEASURED or found[key].time_us not in times:
+            faults.append(f"{key} has lost its measurement")
+    return faults
+
+
+def writers(processes: int, seconds: float) -> tuple[str, int]:
+    """(the run as Markdown, faults)"""
+    folder = Path(tempfile.mkdtemp(prefix="autoattn-writers-"))
+    context = multiprocessing.get_context("spawn")
+    try:
+        with context.Manager() as manager, ProcessPoolExecutor(processes + 1, mp_context=context) as pool:
+            barrier = manager.Barrier(processes + 1)
+            tickets = [pool.submit(write_for, folder, number, seconds, barrier) for number in range(processes)]
+            reads, unreadable = pool.submit(read_until, folder, seconds, barrier).result()
+            told = [ticket.result() for ticket in tickets]
+        path = cache.path_of(folder, samples.H200, Op.FORWARD)
+        found = cache.read(path).entries
+        size, left = path.stat().st_size, [one.name for one in path.parent.iterdir() if one.suffix == ".tmp"]
+    finally:
+        shutil.rmtree(folder)
+    errors = [error for one in told for error in one.errors]
+    faults = [*lost(found, told), *unreadable, *(f"{name} was left behind" for name in left)]
+    rows = {
+        "entries merged": sum(one.merges for one in told),
+        "of the slowest and the fastest writer": f"{min(o.merges for o in told):,} and {max(o.merges for o in told):,}",
+        "entries of one writer alone": sum(len(one.own) for one in told),
+        "problems that all wrote": len({key for key in found if found[key].problem.batch <= SHARED}),
+        "entries and bytes of the file at the end": f"{len(found):,} and {size:,}",
+        "readings meanwhile": reads,
+        "merges refused in a sentence": len(errors),
+        "lost, unreadable or left behind": len(faults),
+    }
+    lines = [f"{processes} processes for {seconds:g} s, each merging one entry at a time into one file.", _table(rows)]
+    lines += _listed([*faults, *errors])
+    return "\n\n".join(lines), len(faults) + len(errors)
+
+
+def texts(kind: Kind) -> list[tuple[str, str]]:
+    """(name below a folder, text) of the files of a kind that are spoilt."""
+    if kind is Kind.SPACE:
+        return [("space.yaml", resources.space_path("triton/forward").read_text(encoding="utf-8"))]
+    if kind is Kind.SHAPES:
+        paths = sorted((ROOT / "benchmarks" / "shapes").glob("*.yaml"))
+        found = [(path.name, path.read_text(encoding="utf-8")) for path in paths]
+        return [(name, text) for name, text in found if len(text) <= LARGEST]
+    made = []
+    for file in cache.read_folder(ROOT / "cache"):
+        for start in range(0, len(file.entries), max(1, len(file.entries) // 8)):
+            some = dict(list(file.entries.items())[start : start + ENTRIES])
+            made.append((f"{file.device}/{file.op.value}.json", cache.encode(replace(file, entries=some)).decode()))
+    return made
+
+
+def drawn(seed: int, number: int) -> tuple[Kind, str, bytes]:
+    """The mutant that a seed and a number name: its kind, the file's name and its bytes."""
+    rng = random.Random(f"{seed} {number}")
+    kind = rng.choices(list(Kind), weights=(6, 3, 1))[0]
+    name, text = rng.choice(texts_of(kind))
+    return kind, name, spoilt.mutant(rng, kind, text)
+
+
+def texts_of(kind: Kind) -> list[tuple[str, str]]:
+    """`texts`, read once."""
+    if kind not in _TEXTS:
+        _TEXTS[kind] = texts(kind)
+    return _TEXTS[kind]
+
+
+_TEXTS: dict[Kind, list[tuple[str, str]]] = {}
+
+
+def judged(seed: int, numbers: range) -> list[tuple[int, Kind, Fate, float]]:
+    """What became of mutants, and the seconds that each took."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="autoattn-mutants-") as folder:
+        for number in numbers:
+            kind, name, data = drawn(seed, number)
+            path = Path(folder) / str(number) / name  # a place of its own: what is read is kept in memory by place
+            path.parent.mkdir(parents=True)
+            path.write_bytes(data)
+            began = time.monotonic()
+            fate = spoilt.fate(kind, path)
+            found.append((number, kind, fate, time.monotonic() - began))
+            path.unlink()
+    return found
+
+
+def chunks(count: int) -> Iterator[range]:
+    """All numbers below `count`, a chunk at a time."""
+    for start in range(0, count, CHUNK):
+        yield range(start, min(count, start + CHUNK))
+
+
+def mutants(seed: int, count: int, jobs: int) -> tuple[str, int]:
+    """(the run as Markdown, faults)"""
+    tally: Counter[tuple[Kind, str]] = Counter()
+    faults, slowest = [], 0.0
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for ticket in [pool.submit(judged, seed, numbers) for numbers in chunks(count)]:
+            for number, kind, fate, seconds in ticket.result():
+                tally[kind, "fault" if fate.fault else "loaded" if fate.loaded else "refused"] += 1
+                slowest = max(slowest, seconds)
+                if fate.fault:
+                    faults.append(f"{number} ({kind.value}): {fate.fault}")
+    rows = [
+        f"| {kind.value} | {sum(tally[kind, end] for end in ENDS):,} | "
+        + " | ".join(f"{tally[kind, end]:,}" for end in ENDS)
+        + " |"
+        for kind in Kind
+    ]
+    total = (
+        f"{count:,} mutants, seed {seed}: {len(faults):,} faults; the slowest took {slowest:.2f} s to read and judge."
+    )
+    head = [
+        "| what was spoilt | mutants | refused in a sentence | loaded as the text says | faults |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n\n".join([total, "\n".join([*head, *rows]), *_listed(faults)]), len(faults)
+
+
+ENDS = ("refused", "loaded", "fault")
+
+
+def _table(rows: dict[str, int | str]) -> str:
+    lines = [f"| {name} | {value if isinstance(value, str) else f'{value:,}'} |" for name, value in rows.items()]
+    return "\n".join(["| what | count |", "|---|---|", *lines])
+
+
+def _listed(faults: list[str]) -> list[str]:
+    return ["\n".join(["```", *faults[:SHOWN], "```"])] if faults else []
+
+
+def main() -> int:
+    """Runs one of the two, prints it, and keeps it if asked; 1 when something was lost or read wrongly."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("writers", help="processes that write one cache")
+    one.add_argument("--processes", type=int, default=8)
+    one.add_argument("--seconds", type=float, default=60.0)
+    other = commands.add_parser("mutants", help="spoilt cache and YAML files")
+    other.add_argument("--count", type=int, default=10_000)
+    other.add_argument("--seed", type=int, default=0)
+    other.add_argument("--jobs", type=int, default=2, help="processes")
+    other.add_argument("--only", type=int, help="the number of one mutant, which is printed")
+    for command in (one, other):
+        command.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    asked = parser.parse_args()
+    if asked.command == "mutants" and asked.only is not None:
+        print(drawn(asked.seed, asked.only)[2].decode(errors="replace"))
+        print(judged(asked.seed, range(asked.only, asked.only + 1)))
+        return 0
+    if asked.command == "writers":
+        title, arguments = (
+            "Processes that write one cache",
+            f"--processes {asked.processes} --seconds {asked.seconds:g}",
+        )
+        text, faults = writers(asked.processes, asked.seconds)
+    else:
+        title, arguments = "Spoilt cache and YAML files", f"--count {asked.count} --seed {asked.seed}"
+        text, faults = mutants(asked.seed, asked.count, asked.jobs)
+    command = f"`python benchmarks/robustness.py {asked.command} {arguments}`"
+    versions = f"autoattn {__version__}, Python {platform.python_version()}, {platform.system()}"
+    text = "\n\n".join([f"# {title}", command, text, versions]) + "\n"
+    print(text)
+    if asked.write:
+        path = RESULTS / f"{datetime.date.today().isoformat()}_{asked.command}.md"
+        path.write_text(text, encoding="utf-8")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

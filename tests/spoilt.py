@@ -1,0 +1,236 @@
+"""Mutants of cache and YAML files, drawn from a seed, and what reading one of them came to.
+
+A reader may refuse a mutant in one sentence, or load it as its text says; all else is a fault.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from autoattn import cache, render, resources, shapes, space
+from autoattn.entry import CacheEntry
+from autoattn.errors import AutoattnError, SpaceError
+from autoattn.trial import Evidence
+
+ODD = (
+    None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, 0.0, -0.5, 1e-300, 1e300, math.nan, math.inf, "", "forward",
+    "measured", "predicted", "../../etc/passwd", "gluon/forward", "triton/forward", "\x00", "\u2603" * 50, [], {}, [[]],
+    {"": {}}, "a" * 5000, "16", 16, 64, 128, "causal", "float16",
+)  # fmt: skip
+TOKENS = (
+    b"{", b"}", b"[", b"]", b":", b",", b'"', b"'", b"\n", b"\t", b" ", b"-", b"- ", b"&a ", b"*a", b"<<: ", b"!!int ",
+    b"|", b"null", b"NaN", b"1e999", b"\x00", b"\xff", b"\xef\xbb\xbf", b"# ", b"? ", b"%YAML 9\n", b"---\n",
+    b"2025-99-99", b"~", b"!!python/object/apply:os.system ", b"0x", b"1_0", b"\\ud800",
+)  # fmt: skip
+
+
+class Kind(str, Enum):
+    """What a mutant was made of."""
+
+    CACHE = "cache file"
+    SHAPES = "shapes file"
+    SPACE = "search space"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What reading a mutant came to."""
+
+    loaded: bool = False
+    refused: str = ""  # the sentence
+    fault: str = ""  # why neither is right
+
+
+def mutant(rng: random.Random, kind: Kind, text: str) -> bytes:
+    """The text with one to three changes: of bytes, of lines, or of a value in its tree."""
+    data = text.encode()
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        change = rng.choice((_byte, _token, _cut, _lines, _number, _tree, _tree, _tree))
+        data = _tree(rng, data, kind) if change is _tree else change(rng, data)  # type: ignore[operator]
+    return data
+
+
+def _byte(rng: random.Random, data: bytes) -> bytes:
+    place = rng.randrange(len(data) or 1)
+    return data[:place] + bytes([rng.randrange(256)]) + data[place + rng.randrange(2) :]
+
+
+def _token(rng: random.Random, data: bytes) -> bytes:
+    place = rng.randrange(len(data) or 1)
+    return data[:place] + rng.choice(TOKENS) + data[place + rng.choice((0, 0, 1, 4)) :]
+
+
+def _cut(rng: random.Random, data: bytes) -> bytes:
+    start, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    return rng.choice((data[:start], data[end:], data[:start] + data[end:], data[:end] + data[start:]))
+
+
+def _lines(rng: random.Random, data: bytes) -> bytes:
+    lines = data.splitlines(keepends=True) or [b""]
+    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    if rng.random() < 0.5:
+        lines[one], lines[other] = lines[other], lines[one]
+    else:
+        lines[one : one + rng.randrange(2)] = [lines[other]]
+    return b"".join(lines)
+
+
+def _number(rng: random.Random, data: bytes) -> bytes:
+    """Another digit in the place of one: what reads well and may mean something else."""
+    places = [place for place, sign in enumerate(data) if sign in b"0123456789"]
+    if not places:
+        return data
+    place = rng.choice(places)
+    return data[:place] + rng.choice((b"%d" % rng.randrange(10), b"", b"00", b".", b"-")) + data[place + 1 :]
+
+
+def _tree(rng: random.Random, data: bytes, kind: Kind) -> bytes:
+    """Another value, name or place for a node of the tree; keys of entries follow what became of their problems."""
+    try:
+        tree = json.loads(data) if kind is Kind.CACHE else yaml.safe_load(data)
+    except Exception:  # spoilt by an earlier change
+        return data
+    places = list(_places(tree))
+    if not places:
+        return data
+    parent, name = rng.choice(places)
+    other, other_name = rng.choice(places)
+    act = rng.randrange(5)
+    if act == 0:
+        del parent[name]
+    elif act == 1:
+        parent[name] = copy.deepcopy(rng.choice(ODD))
+    elif act == 2:
+        parent[name] = copy.deepcopy(other[other_name])
+    elif act == 3 and isinstance(parent, dict):
+        parent[rng.choice(("more", "", str(name).upper(), other_name))] = parent.pop(name)
+    elif isinstance(parent[name], int | float) and not isinstance(parent[name], bool):
+        parent[name] = parent[name] * rng.choice((2, -1, 0, 1000)) + rng.choice((0, 1))
+    if kind is not Kind.CACHE:
+        return yaml.safe_dump(tree, sort_keys=False).encode()
+    if rng.random() < 0.7:
+        _name_anew(tree)
+    return json.dumps(tree, indent=1).encode("utf-8", "surrogatepass")
+
+
+def _name_anew(tree: Any) -> None:
+    """Gives the entries the keys of their problems, so that more than the key of a mutant is tried."""
+    try:
+        entries = tree["entries"].values()
+        named = {msgspec.convert(one["problem"], cache.Problem).key: one for one in entries}
+    except Exception:  # a problem that cannot be
+        return
+    tree["entries"] = named
+
+
+def _places(tree: Any) -> Any:
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in list(pairs):
+        yield tree, name
+        yield from _places(value)
+
+
+def fate(kind: Kind, path: Path) -> Fate:
+    """Reads a mutant at `path` as the program would, and judges what came."""
+    judge: Callable[[Path], str] = {Kind.CACHE: _cache_fault, Kind.SHAPES: _shapes_fault, Kind.SPACE: _space_fault}[
+        kind
+    ]
+    before = path.read_bytes()
+    try:
+        fault = judge(path)
+    except AutoattnError as error:
+        sentence = str(error)
+        fault = "an error of several lines" if "\n" in sentence else ""
+        fault = fault or ("an error without end" if len(sentence) > 3000 else "")
+        return Fate(refused=sentence, fault=fault or _touched(path, before))
+    except Exception as error:
+        return Fate(fault=f"{type(error).__name__}: {str(error)[:300]}")
+    return Fate(loaded=True, fault=fault or _touched(path, before))
+
+
+def _touched(path: Path, before: bytes) -> str:
+    return "" if path.read_bytes() == before else "reading changed the file"
+
+
+def _cache_fault(path: Path) -> str:
+    """What is wrong with a cache file that loaded: it must say what its text says, and each entry must be sound."""
+    file = cache.read(path)
+    said = json.loads(path.read_bytes())
+    if (where := _differs(msgspec.to_builtins(file), said)) is not None:
+        return f"{where} is not what the text says"
+    for key, entry in file.entries.items():
+        if fault := _entry_fault(key, entry):
+            return fault
+    again = cache.decode(cache.encode(file), path)
+    if list(again.entries) != list(file.entries):
+        return "writing it anew loses entries"
+    return ""
+
+
+def _entry_fault(key: str, entry: CacheEntry) -> str:
+    if key != entry.problem.key:
+        return f"{key} holds another problem"
+    if not 0.0 < entry.time_us < math.inf:
+        return f"{key} takes {entry.time_us} us"
+    measured = entry.evidence is Evidence.MEASURED
+    if measured != (entry.measurement is not None) or measured != (entry.verdict is not None and entry.verdict.ok):
+        return f"{key} is {entry.evidence.value}, but rests on something else"
+    if cache.why_stale(entry) is None and render.render(entry.problem, entry.variant).digest != entry.source_digest:
+        return f"{key} would run another kernel than the one that was tuned"
+    return ""
+
+
+def _differs(loaded: Any, said: Any, where: str = "") -> str | None:
+    """Where a loaded value is not the text's; what the text leaves out has its default."""
+    if isinstance(said, dict) and isinstance(loaded, dict):
+        pairs = [(name, loaded[name], said[name]) for name in said if name in loaded]
+    elif isinstance(said, list) and isinstance(loaded, list | tuple) and len(said) == len(loaded):
+        pairs = [(str(place), *pair) for place, pair in enumerate(zip(loaded, said, strict=True))]
+    else:
+        same = loaded == said and isinstance(loaded, bool) == isinstance(said, bool)
+        return None if same else where or "the file"
+    return next((found for name, *pair in pairs if (found := _differs(*pair, f"{where}/{name}")) is not None), None)
+
+
+def _shapes_fault(path: Path) -> str:
+    """What is wrong with a shapes file that loaded: plain data of the same content must give the same problems."""
+    named = shapes.load(path)
+    plain = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    if [one.problem for one in shapes.parse(plain, "plain")] != [one.problem for one in named]:
+        return "its problems are not those of its data"
+    if not named or any(not one.groups or one.problem.kept_pairs() < 0 for one in named):
+        return "a problem has no group, or counts of pairs below 0"
+    keys = [one.problem.key for one in named]
+    return "a problem stands twice" if len(set(keys)) != len(keys) else ""
+
+
+def _space_fault(path: Path) -> str:
+    """What is wrong with a search space that loaded: its parameters must be those of its data, and its seeds points."""
+    template = "triton/forward"
+    kept = resources.space_path
+    resources.space_path = lambda name: path
+    try:
+        loaded = space.load.__wrapped__(template)
+    finally:
+        resources.space_path = kept
+    plain = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    said = {name: tuple(one["choices"]) for name, one in plain["parameters"].items()}
+    if loaded.choices != said or len(loaded.require) != len(plain.get("require") or ()):
+        return "its parameters or rules are not those of its data"
+    for _, params in loaded.seeds:
+        try:
+            loaded.check(params)
+        except SpaceError as error:
+            return f"a seed is no point of it: {error}"
+    return ""
