@@ -168,7 +168,7 @@ def _kernel_path(file: CacheFile, entry: CacheEntry) -> str:
 def _readme(files: list[CacheFile]) -> str:
     lines = [
         "# Tuned attention kernels",
-        f"Written by autoattn {__version__}. `{MANIFEST}` has the SHA-256 of each file; these two commands check them, "
+        f"Written by autoattn {__version__}. `{MANIFEST}` has the SHA-256 of each file; these commands check them, "
         "take the entries into a cache, and check the kernels again:",
         "\n".join(
             [

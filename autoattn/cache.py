@@ -195,10 +195,10 @@ def _locked(path: Path) -> Iterator[None]:
             "wait for it or remove the .lock file"
         ) from None
     except OSError as error:
-        raise CacheError(f"the cache {folder} must be writable, but {_words(error)}; use --cache DIR") from None
+        raise CacheError(f"the cache {folder} must be writable, but {_words(error)}; use another --cache DIR") from None
     except NotImplementedError:
         raise CacheError(
-            f"the cache {folder} must be on a file system with locks, but has none; use --cache DIR"
+            f"the cache {folder} must be on a file system with locks, but has none; use another --cache DIR"
         ) from None
     except ValueError as error:
         raise CacheError(
@@ -238,7 +238,7 @@ def _merged(path: Path, old: CacheFile | None, file: CacheFile, entries: Iterabl
         if any(map(_measured, entries)):
             raise CacheError(
                 f"the cache file {path} must be of the card {fingerprint}, but was measured on {old.fingerprint}; "
-                "use another --cache DIR"
+                "use another --cache DIR, or folder to merge into"
             )
         fingerprint = old.fingerprint
     for entry in entries:

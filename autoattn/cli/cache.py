@@ -84,7 +84,7 @@ def merge(
     """Add the entries of another cache, of one of its files, or of a bundle, to a cache folder.
 
     They take the place of those of the same problem, but a prediction never that of a measurement, nor a stale entry
-    that of one that holds. Measurements of two cards that share a name are never mixed: such a file is refused.
+    that of one that holds. Measurements of two cards that share a name are never mixed: the merge is refused.
     """
     from autoattn import bundle, cache
     from autoattn.cli import terminal
