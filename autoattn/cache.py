@@ -23,7 +23,7 @@ import msgspec
 from autoattn import render, space
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
-from autoattn.errors import CacheError
+from autoattn.errors import AutoattnError, CacheError
 from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
 from autoattn.variant import Variant
@@ -219,7 +219,11 @@ def why_stale(entry: CacheEntry) -> str | None:
     """
     if not space.load(entry.template).holds(entry.params):
         return f"it was tuned in another search space of {entry.template}; run autoattn tune again"
-    if _rendered(entry.problem, entry.variant) != entry.source_digest:
+    try:
+        digest = _rendered(entry.problem, entry.variant)
+    except AutoattnError as error:  # tensors that it cannot read, an expression that is none
+        return f"{entry.template} has no kernel for it by now: {error}"
+    if digest != entry.source_digest:
         return f"it was tuned for another text of {entry.template}; run autoattn tune again"
     return None
 

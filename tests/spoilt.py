@@ -21,6 +21,7 @@ import yaml
 from autoattn import cache, render, resources, shapes, space
 from autoattn.entry import CacheEntry
 from autoattn.errors import AutoattnError, SpaceError
+from autoattn.problem import Problem
 from autoattn.trial import Evidence
 
 ODD = (
@@ -128,7 +129,7 @@ def _name_anew(tree: Any) -> None:
     """Gives the entries the keys of their problems, so that more than the key of a mutant is tried."""
     try:
         entries = tree["entries"].values()
-        named = {msgspec.convert(one["problem"], cache.Problem).key: one for one in entries}
+        named = {msgspec.convert(one["problem"], Problem).key: one for one in entries}
     except Exception:  # a problem that cannot be
         return
     tree["entries"] = named
@@ -186,7 +187,11 @@ def _entry_fault(key: str, entry: CacheEntry) -> str:
     measured = entry.evidence is Evidence.MEASURED
     if measured != (entry.measurement is not None) or measured != (entry.verdict is not None and entry.verdict.ok):
         return f"{key} is {entry.evidence.value}, but rests on something else"
-    if cache.why_stale(entry) is None and render.render(entry.problem, entry.variant).digest != entry.source_digest:
+    try:
+        stale = cache.why_stale(entry)
+    except AutoattnError as error:  # what was read must not stop whoever looks at it
+        return f"{key} cannot be judged: {error}"
+    if stale is None and render.render(entry.problem, entry.variant).digest != entry.source_digest:
         return f"{key} would run another kernel than the one that was tuned"
     return ""
 

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import A30, H200, measured, predicted, problem
 
-from autoattn import cache
+from autoattn import cache, space
 from autoattn.errors import CacheError
+from autoattn.problem import Modifiers
 
 
 @pytest.fixture
@@ -383,3 +384,18 @@ def test_a_file_with_any_bytes_changed_is_read_or_refused(sample: tuple[Path, by
             st.binary(max_size=6) | st.sampled_from([b"0", b"-", b"e9", b'"', b"}", b"null"])
         )
     read_or_refused(path, bytes(mutated))
+
+
+# What can be read, but not rendered
+
+
+def test_an_entry_whose_template_cannot_read_its_tensors_is_stale() -> None:
+    gluon = space.load("gluon/forward")
+    params = gluon.default(problem(), H200).as_dict()
+    entry = measured(problem(head_dim=17), template="gluon/forward", params=params, space_digest=gluon.digest)
+    assert "the TMA unit reads rows" in str(cache.why_stale(entry))
+
+
+def test_an_entry_with_an_expression_that_is_none_is_stale() -> None:
+    one = problem(modifiers=Modifiers(score_mod="81f578f256f7ac21"))
+    assert "an expression must be arithmetic" in str(cache.why_stale(measured(one)))
