@@ -79,7 +79,9 @@ class Recording:
             interpreted=False,
             digest="",
             # Numbers in their order and words in theirs: a neighbour of a value means something.
-            choices={name: tuple(sorted(values, key=lambda v: (isinstance(v, str), v))) for name, values in choices.items()},
+            choices={
+                name: tuple(sorted(values, key=lambda v: (isinstance(v, str), v))) for name, values in choices.items()
+            },
             about={},
             let=(),
             require=(),

@@ -77,7 +77,11 @@ def measured() -> list[Recording]:
                 trials.append(recording.trial_of(problem, Evidence.MEASURED, variant, Outcome.OK, time_us))
         found.append(
             recording.of_trials(
-                trials, problem=problem, device=DEVICE.name, evidence=Evidence.MEASURED, versions={"triton": "3.6.0"},
+                trials,
+                problem=problem,
+                device=DEVICE.name,
+                evidence=Evidence.MEASURED,
+                versions={"triton": "3.6.0"},
                 source="benchmarks/data/h200_triton_variants.json: medians of triton.testing.do_bench on an NVIDIA H200",
             )  # fmt: skip
         )

@@ -1,0 +1,166 @@
+"""Compares what proposes variants, on recordings: `python benchmarks/samplers.py measured|predicted [--write]`.
+
+Each sampler searches each recording under benchmarks/data/recordings/ once a seed of chance, with as many proposals in
+flight as the tuner has on a GPU. First without the variants that a search space tries first, which compares samplers
+alone; then with them, as `autoattn tune` searches. Measured and predicted recordings are never in one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache, partial
+from pathlib import Path
+
+import optuna
+
+from autoattn import profiles, recording, simulate, space
+from autoattn.recording import Recording
+from autoattn.simulate import Run
+from autoattn.study import Sampler
+from autoattn.trial import Evidence
+from autoattn.variant import Variant
+from autoattn.workshop import MEASURED_WINDOW
+
+RECORDINGS = Path(__file__).parent / "data" / "recordings"
+RESULTS = Path(__file__).parent / "results"
+SHIPPED = "triton/forward"  # whose seeds are tried first
+TRIALS = 64  # of each search: twice what `standard` spends
+SHARES = (0.05, 0.02)
+BUDGETS = (8, 16, 32, 64)
+FEWER = {Sampler.TPE_EACH: 0.2}  # share of the searches: it proposes known variants so often that each takes seconds
+DRAWS = 1000  # of the bootstrap
+
+
+def recordings(evidence: Evidence) -> dict[Path, Recording]:
+    return {path: recording.read(path) for path in sorted((RECORDINGS / evidence.value).glob("*.jsonl"))}
+
+
+def seeds_of(recorded: Recording) -> list[Variant]:
+    """The shipped seeds for the recording's problem, in the recording's own parameters."""
+    shipped = space.load(SHIPPED).seeds_for(recorded.problem, profiles.named(recorded.device))
+    own = recorded.space.choices
+    return [
+        Variant.of(recorded.template, {name: value for name, value in one.params if name in own}) for one in shipped
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    path: Path
+    sampler: Sampler
+    seeded: bool
+
+
+def searched(setting: Setting, seed: int) -> Run:
+    """One simulated search."""
+    recorded = _read(setting.path)
+    seeds = seeds_of(recorded) if setting.seeded else ()
+    search = simulate.search_of(recorded, setting.sampler, seed=seed, seeds=seeds)
+    return simulate.run(recorded, search, trials=TRIALS, window=MEASURED_WINDOW)
+
+
+_read = lru_cache(maxsize=None)(recording.read)
+
+
+def needed(runs: Sequence[Run], share: float, quantile: float) -> str:
+    """How many trials so many of the runs needed at most."""
+    counts = sorted(run.trials_to(share) or TRIALS + 1 for run in runs)
+    count = counts[math.ceil(quantile * len(counts)) - 1]
+    return f"> {TRIALS}" if count > TRIALS else str(count)
+
+
+def mean_regret(runs: Sequence[Run], trials: int) -> tuple[float, float, float]:
+    """The mean over the runs, with the 95% interval of a bootstrap over them."""
+    found = [run.regret(trials) for run in runs]
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(found, k=len(found))) for _ in range(DRAWS))
+    return statistics.fmean(found), means[round(0.025 * DRAWS)], means[round(0.975 * DRAWS) - 1]
+
+
+def row(name: str, runs: Sequence[Run]) -> str:
+    cells = [f"{needed(runs, share, 0.5)} / {needed(runs, share, 0.9)}" for share in SHARES]
+    for trials in BUDGETS:
+        mean, low, high = mean_regret(runs, trials)
+        cells.append(f"{mean:.1%} [{low:.1%}, {high:.1%}]" if math.isfinite(mean) else "none worked")
+    return f"| {name} | {len(runs)} | {' | '.join(cells)} |"
+
+
+def table(results: dict[Setting, list[Run]], title: str, seeded: bool, paths: Sequence[Path]) -> list[str]:
+    heads = [f"within {share:.0%}" for share in SHARES] + [f"after {trials}" for trials in BUDGETS]
+    lines = [f"## {title}", "", f"| sampler | searches | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
+    for sampler in Sampler:
+        runs = [run for path in paths for run in results[Setting(path=path, sampler=sampler, seeded=seeded)]]
+        lines.append(row(sampler.value, runs))
+    return [*lines, ""]
+
+
+def experiment(evidence: Evidence, seeds: int, jobs: int) -> list[str]:
+    """The tables of one kind of recording."""
+    found = recordings(evidence)
+    begin = time.monotonic()
+    settings = [
+        Setting(path=path, sampler=sampler, seeded=seeded)
+        for path in found
+        for seeded in (False, True)
+        for sampler in Sampler
+    ]
+    results = {}
+    with ProcessPoolExecutor(jobs) as pool:
+        for setting in settings:
+            count = math.ceil(seeds * FEWER.get(setting.sampler, 1.0))
+            chunk = max(1, count // (2 * jobs))
+            results[setting] = list(pool.map(partial(searched, setting), range(count), chunksize=chunk))
+    lines = []
+    for path, recorded in found.items():
+        tried = sum(one in recorded.trials for one in dict.fromkeys(seeds_of(recorded)))
+        lines.append(
+            f"- `{path.name}`: {len(recorded.trials)} variants of {recorded.template}, "
+            f"{sum(trial.time_us is None for trial in recorded.trials.values())} of which failed, "
+            f"best {recorded.best_us:.1f} us; {tried} shipped seeds among them; {recorded.source}"
+        )
+    lines.append("")
+    for seeded in (False, True):
+        words = "after the shipped seeds" if seeded else "without seeds"
+        for path, recorded in found.items():
+            lines += table(results, f"{recorded.problem}, {words}", seeded, [path])
+        lines += table(results, f"All {len(found)} together, {words}", seeded, list(found))
+    print(f"{evidence.value}: {time.monotonic() - begin:.0f} s")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("evidence", choices=[one.value for one in Evidence])
+    parser.add_argument("--seeds", type=int, default=50, help="searches of each sampler on each recording")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
+    options = parser.parse_args()
+    evidence = Evidence(options.evidence)
+    lines = [
+        f"# Samplers, compared by simulation on {evidence.value} times",
+        "",
+        f"`python benchmarks/samplers.py {evidence.value} --seeds {options.seeds}`, {date.today()}, Optuna "
+        f"{optuna.__version__}: searches of {TRIALS} trials each, {MEASURED_WINDOW} proposals in flight. "
+        '"Within" is the number of trials until a variant is so close to the best of its recording: of half of the '
+        'searches / of nine tenths. "After" is how much slower the best of the first so many trials is: the mean, with '
+        "the 95% interval of a bootstrap over the searches.",
+        "",
+        *experiment(evidence, options.seeds, options.jobs),
+    ]
+    text = "\n".join(lines).rstrip()
+    print(text)
+    if options.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{date.today()}_samplers_{evidence.value}.md").write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
