@@ -1,7 +1,7 @@
 """What became of every variant of a space, as a file: a search can be replayed on it without a GPU or a compiler.
 
-JSON Lines. The first line says of what, where and with which versions; each other line is one variant. A recording holds
-measured times or predicted ones, never both.
+JSON Lines. The first line says of what, where and with which versions; each other line is one variant. A recording
+holds measured times or predicted ones, never both.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def of_trials(
         time_us = trial.time_us
         if trial.outcome is Outcome.OK and (trial.measurement is not None) != (evidence is Evidence.MEASURED):
             raise UsageError(
-                f"a recording must hold {evidence.value} times alone, got another one of {trial.variant}; keep the two apart"
+                f"a recording must hold {evidence.value} times alone, got another one of {trial.variant}; "
+                "keep the two apart"
             )
         found[trial.variant] = trial_of(problem, evidence, trial.variant, trial.outcome, time_us)
     templates = sorted({variant.template for variant in found})
@@ -190,7 +191,8 @@ def read(path: Path) -> Recording:
         if header.recording != FORMAT:
             raise ValueError(f"its format is {header.recording}")
         trials: dict[Variant, Trial] = {}
-        for number, text in enumerate(lines[1:], start=2):
+        for text in lines[1:]:
+            number += 1
             line = msgspec.json.decode(text, type=_Line)
             variant = Variant.of(header.template, dict(line.params))
             _check(line, variant, trials)

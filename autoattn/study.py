@@ -47,6 +47,7 @@ class Sampler(str, Enum):
     ORDER = "in order"  # as the space lists them, from the first on
 
 
+DEFAULT = Sampler.TPE  # docs/design.md says why
 POPULATION = 8  # of the genetic sampler: Optuna's 50 would be chance for as long as a search lasts
 
 
@@ -71,7 +72,7 @@ class Study:
         *,
         seed: int,
         budget: int,
-        sampler: Sampler = Sampler.TPE,
+        sampler: Sampler = DEFAULT,
     ) -> None:
         self.space, self.problem, self.device = space, problem, device
         self.trials: dict[Variant, Trial] = {}

@@ -1,8 +1,8 @@
 """Makes the recordings that samplers are compared on: `python benchmarks/recordings.py measured|predicted`.
 
 `measured` turns benchmarks/data/h200_triton_variants.json into two recordings, one a head dim, with that kernel's own
-five parameters. `predicted` compiles a whole grid of triton/forward for sm_90 and asks the model of autoattn/model.py for
-times: no GPU made them, they lie in a folder of their own, and no table mixes the two.
+five parameters. `predicted` compiles a whole grid of triton/forward for sm_90 and asks autoattn/model.py for times: no
+GPU made them, they lie in a folder of their own, and no table mixes the two.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ BASE: dict[str, Value] = {
     "maxnreg": 0, "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0, "HEAD_SPLIT": 0,
     "products": "as_asked",
 }  # fmt: skip
-HEAD_DIMS = (64, 128)
-SIZES = ((4, 16, 4096), (1, 16, 2048))  # batch, heads, tokens
+SIZES = ((4, 16, 4096), (1, 16, 2048), (16, 32, 1024))  # batch, heads, tokens; they share the compiled kernels
 
 
 def causal(batch: int, heads: int, tokens: int, head_dim: int) -> Problem:
@@ -62,7 +61,7 @@ def measured() -> list[Recording]:
     """The two halves of the measured file, each with its own head dim."""
     rows = json.loads(VARIANTS.read_text())["trials"]
     found = []
-    for head_dim in HEAD_DIMS:
+    for head_dim in (64, 128):
         problem = causal(4, 16, 4096, head_dim)
         trials = []
         for row in rows:
@@ -75,32 +74,28 @@ def measured() -> list[Recording]:
                 time_us = round(1e3 * row["median_ms"], 3)
                 variant = Variant.of(OLDER, params)
                 trials.append(recording.trial_of(problem, Evidence.MEASURED, variant, Outcome.OK, time_us))
-        found.append(
-            recording.of_trials(
-                trials,
-                problem=problem,
-                device=DEVICE.name,
-                evidence=Evidence.MEASURED,
-                versions={"triton": "3.6.0"},
-                source="benchmarks/data/h200_triton_variants.json: medians of triton.testing.do_bench on an NVIDIA H200",
-            )  # fmt: skip
+        one = recording.of_trials(
+            trials,
+            problem=problem,
+            device=DEVICE.name,
+            evidence=Evidence.MEASURED,
+            versions={"triton": "3.6.0"},
+            source="medians of triton.testing.do_bench on an NVIDIA H200 (benchmarks/data/h200_triton_variants.json)",
         )
+        found.append(one)
     return found
 
 
 def predicted(jobs: int) -> list[Recording]:
-    """Compiles the grid once for each head dim; sizes share the kernels."""
+    """Compiles the grid once for head dim 64, and asks the model for each size."""
+    problems = [causal(*size, 64) for size in SIZES]
     shipped = space.load(TEMPLATE)
-    found = []
+    points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
+    variants = [Variant.of(TEMPLATE, {**BASE, **point}) for point in points]
+    variants = [one for one in variants if not any(shipped.why_infeasible(one, each, DEVICE) for each in problems)]
     with Pool(size=jobs, environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}) as pool:
-        for head_dim in HEAD_DIMS:
-            problems = [causal(*size, head_dim) for size in SIZES]
-            points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
-            variants = [Variant.of(TEMPLATE, {**BASE, **point}) for point in points]
-            variants = [one for one in variants if shipped.why_infeasible(one, problems[0], DEVICE) is None]
-            reports = _compiled(pool, problems[0], variants)
-            found += [_predictions(problem, reports) for problem in problems]
-    return found
+        reports = _compiled(pool, problems[0], variants)
+    return [_predictions(problem, reports) for problem in problems]
 
 
 def _compiled(pool: Pool, problem: Problem, variants: list[Variant]) -> dict[Variant, StaticReport | Failure]:
