@@ -77,6 +77,7 @@ class Recording:
         return RecordedSpace(
             template=self.template,
             interpreted=False,
+            triton=(),
             digest="",
             # Numbers in their order and words in theirs: a neighbour of a value means something.
             choices={
