@@ -146,8 +146,8 @@ def main() -> None:
         "",
         f"`python benchmarks/samplers.py {evidence.value} --seeds {options.seeds}`, {date.today()}, Optuna "
         f"{optuna.__version__}: searches of {TRIALS} trials each (some samplers fewer), {MEASURED_WINDOW} proposals in "
-        'flight. "Within" is the number of trials until a variant is so close to the best of its recording: of half of the '
-        'searches / of nine tenths. "After" is how much slower the best of the first so many trials is: the mean, with '
+        'flight. "Within" is the number of trials until a variant is so close to the best of its recording: of half of '
+        'the searches / of nine tenths. "After" is how much slower the best of the first so many trials is: the mean, with '
         "the 95% interval of a bootstrap over the searches.",
         "",
         *experiment(evidence, options.seeds, options.jobs),
