@@ -80,7 +80,7 @@ def measured() -> list[Recording]:
             device=DEVICE.name,
             evidence=Evidence.MEASURED,
             versions={"triton": "3.6.0"},
-            source="medians of triton.testing.do_bench on an NVIDIA H200 (benchmarks/data/h200_triton_variants.json)",
+            source=f"benchmarks/data/{VARIANTS.name}: medians of triton.testing.do_bench on an NVIDIA H200",
         )
         found.append(one)
     return found

@@ -1,8 +1,8 @@
 """Compares what proposes variants, on recordings: `python benchmarks/samplers.py measured|predicted [--write]`.
 
 Each sampler searches each recording under benchmarks/data/recordings/ once a seed of chance, with as many proposals in
-flight as the tuner has on a GPU, and without the variants that a search space tries first: those are found at once,
-whoever proposes afterwards. Measured and predicted recordings are never in one table.
+flight as the tuner has on a GPU, and without the variants that a search space tries first: some of those were chosen on
+such measurements, and would hide what the sampler does. Measured and predicted recordings are never in one table.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def main() -> None:
         f"`python benchmarks/samplers.py {evidence.value} --seeds {options.seeds}`, {date.today()}, Optuna "
         f"{optuna.__version__}: searches of {TRIALS} trials each (some samplers fewer), {MEASURED_WINDOW} proposals in "
         'flight. "Within" is the number of trials until a variant is so close to the best of its recording: of half of '
-        'the searches / of nine tenths. "After" is how much slower the best of the first so many trials is: the mean, with '
-        "the 95% interval of a bootstrap over the searches.",
+        'the searches / of nine tenths. "After" is how much slower the best of the first so many trials is: the mean, '
+        "with the 95% interval of a bootstrap over the searches.",
         "",
         *experiment(evidence, options.seeds, options.jobs),
     ]
