@@ -8,7 +8,8 @@ import math
 import random
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,43 @@ LOCK_SECONDS = 30.0  # a writer holds the journal for milliseconds; longer means
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
+class Sampler(str, Enum):
+    """Who proposes variants after the seeds and the first random ones; benchmarks/samplers.py compares them."""
+
+    TPE = "tpe"  # Optuna's Tree-structured Parzen Estimator, parameters together
+    TPE_EACH = "tpe, each parameter by itself"
+    GENETIC = "genetic"  # Optuna's NSGA-II, with one objective
+    NEIGHBOURS = "neighbours"  # one parameter of the best variant changed, then of the next best
+    RANDOM = "random"
+    ORDER = "in order"  # as the space lists them, from the first on
+
+
+DEFAULT = Sampler.TPE  # docs/design.md says why
+POPULATION = 8  # of the genetic sampler: Optuna's 50 would be chance for as long as a search lasts
+
+
 class Study:
     """The search of one problem on one device with one template.
 
     Trials live twice: in memory, where the sampler thinks, and in a journal file that is appended once per finished
     trial. A killed tuner loses the trials in flight and nothing else; the same study reads the journal and goes on.
+    Without a journal nothing outlives the process, as simulations want it.
 
     Raises:
         CacheError: the journal cannot be read or written.
     """
 
     def __init__(
-        self, name: str, journal: Path, space: SearchSpace, problem: Problem, device: Device, *, seed: int, budget: int
+        self,
+        name: str,
+        journal: Path | None,
+        space: SearchSpace,
+        problem: Problem,
+        device: Device,
+        *,
+        seed: int,
+        budget: int,
+        sampler: Sampler = DEFAULT,
     ) -> None:
         self.space, self.problem, self.device = space, problem, device
         self.trials: dict[Variant, Trial] = {}
@@ -55,14 +81,13 @@ class Study:
         self._queue: deque[Variant] = deque()
         self._rng = random.Random(seed)
         self._distributions = {name: CategoricalDistribution(values) for name, values in space.choices.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=0, constant_liar=True)
-        self._live = optuna.create_study(sampler=sampler)
+        self._sampler = sampler
+        self._live = optuna.create_study(sampler=_optunas(sampler, seed))
         self._journal = journal
-        self._stored = _open(name, journal)
-        for trial in _trials(self._stored, journal, space):
-            self._remember(trial)
+        self._stored = _open(name, journal) if journal is not None else None
+        if journal is not None and self._stored is not None:
+            for trial in _trials(self._stored, journal, space):
+                self._remember(trial)
         self._everything = self._all_if_few(budget)
 
     @property
@@ -94,8 +119,12 @@ class Study:
                 return variant
         if self._everything is not None:
             return None
-        if len(self.trials) + len(self._pending) < STARTUP:
+        if self._sampler is Sampler.ORDER:
+            return self._first_new(self.space.feasible(self.problem, self.device))
+        if len(self.trials) + len(self._pending) < STARTUP or self._sampler is Sampler.RANDOM:
             return self._random()
+        if self._sampler is Sampler.NEIGHBOURS:
+            return self._first_new(self._neighbours()) or self._random()
         return self._sampled() or self._random()
 
     def record(self, trial: Trial) -> None:
@@ -106,6 +135,8 @@ class Study:
             self.trials[trial.variant] = trial
         else:
             self._remember(trial)
+        if self._journal is None or self._stored is None:
+            return
         frozen = self._frozen(trial, {"trial": msgspec.to_builtins(trial)})
         try:
             self._stored.add_trial(frozen)
@@ -147,11 +178,30 @@ class Study:
         """A feasible variant that was not tried; None when there is none left."""
         lucky = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(ATTEMPTS))
         # Each of the lucky ones begins at another place; when few variants are left, one walk passes them all.
-        for variant in itertools.chain(lucky, self.space.feasible(self.problem, self.device, self._rng)):
-            if variant is not None and variant not in self.trials and variant not in self._pending:
+        walk = itertools.chain(lucky, self.space.feasible(self.problem, self.device, self._rng))
+        return self._first_new(variant for variant in walk if variant is not None)
+
+    def _first_new(self, variants: Iterable[Variant]) -> Variant | None:
+        for variant in variants:
+            if variant not in self.trials and variant not in self._pending:
                 self._pending[variant] = None
                 return variant
         return None
+
+    def _neighbours(self) -> Iterator[Variant]:
+        """Feasible variants that differ from a trial in one parameter: the fastest trial's first, in random order."""
+        for trial in sorted(self.trials.values(), key=lambda trial: (_value(trial), trial.variant.digest)):
+            params = trial.variant.as_dict()
+            near = [
+                Variant.of(self.space.template, {**params, name: value})
+                for name, values in self.space.choices.items()
+                for value in values
+                if value != params[name]
+            ]
+            self._rng.shuffle(near)
+            for variant in near:
+                if self.space.why_infeasible(variant, self.problem, self.device) is None:
+                    yield variant
 
     def _all_if_few(self, budget: int) -> list[Variant] | None:
         """Every feasible variant when there are no more than may be tried; else None."""
@@ -161,6 +211,38 @@ class Study:
             if len(found) > budget:
                 return None
         return found
+
+
+def _optunas(sampler: Sampler, seed: int) -> optuna.samplers.BaseSampler:
+    """Optuna's part in a sampler; those that are ours never ask it."""
+    if sampler is Sampler.GENETIC:
+        return optuna.samplers.NSGAIISampler(seed=seed, population_size=POPULATION)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(
+            seed=seed, multivariate=sampler is Sampler.TPE, n_startup_trials=0, constant_liar=True
+        )
+
+
+def journalled(journal: Path) -> dict[str, list[Trial]]:
+    """The trials of each study that a journal holds, by the study's name.
+
+    Raises:
+        CacheError: the journal cannot be read.
+    """
+    if not journal.is_file():
+        raise CacheError(f"a journal must be a file that tune wrote, got {journal}; name another")
+    try:
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+        return {
+            study.study_name: [
+                msgspec.convert(frozen.user_attrs["trial"], Trial)
+                for frozen in storage.get_all_trials(study._study_id, deepcopy=False)
+            ]
+            for study in storage.get_all_studies()
+        }
+    except Exception as error:  # as in _open
+        raise _refusal(journal, error) from None
 
 
 def _value(trial: Trial) -> float:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "autoattn"
 
 FLOORS = (
     {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
-    {"resources", "shapes", "space", "render", "cache", "inventory", "expression"},
+    {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording"},
     {
         "reference",
         "compile",
@@ -33,7 +33,7 @@ FLOORS = (
         "captures",
         "trace",
     },
-    {"tune", "plan", "study", "contest", "workshop", "workers", "jobs"},
+    {"tune", "plan", "study", "simulate", "contest", "workshop", "workers", "jobs"},
     {
         "dispatch",
         "answer",

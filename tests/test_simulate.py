@@ -1,0 +1,252 @@
+"""Simulated searches: a recording answers in place of compilers and a GPU, and shows whether a search is any good."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from samples import A30, measurement, prediction, problem
+
+from autoattn import recording, simulate, space
+from autoattn.errors import CacheError, UsageError
+from autoattn.recording import NOT_RECORDED, Recording
+from autoattn.simulate import Run
+from autoattn.study import DEFAULT, Sampler, Study, journalled
+from autoattn.trial import Evidence, Outcome, Trial
+from autoattn.variant import Variant
+
+RECORDINGS = Path(__file__).parent.parent / "benchmarks" / "data" / "recordings"
+PATHS = sorted(RECORDINGS.rglob("*.jsonl"))
+MEASURED = sorted((RECORDINGS / "measured").glob("*.jsonl"))
+TEMPLATE = "triton/forward"
+
+
+def variant(a: int, b: int) -> Variant:
+    return Variant.of(TEMPLATE, {"a": a, "b": b})
+
+
+def tried(one: Variant) -> Trial:
+    """A trial of the made-up grid: the time grows with a and b, and the corner is a crash."""
+    a, b = int(one["a"]), int(one["b"])
+    if (a, b) == (9, 9):
+        return Trial(variant=one, outcome=Outcome.CRASH, detail="the process died")
+    return Trial(variant=one, outcome=Outcome.OK, measurement=measurement(problem(), 100.0 + 10 * a + b))
+
+
+def grid() -> Recording:
+    trials = [tried(variant(a, b)) for a in range(10) for b in range(10)]
+    return recorded(trials)
+
+
+def recorded(trials: list[Trial], evidence: Evidence = Evidence.MEASURED) -> Recording:
+    return recording.of_trials(
+        trials, problem=problem(), device="a30", evidence=evidence, versions={"triton": "3.6.0"}, source="made up"
+    )
+
+
+class Worst:
+    """A search that is broken on purpose: it proposes the slowest variant first."""
+
+    def __init__(self, one: Recording) -> None:
+        slowest = sorted(one.trials.values(), key=lambda trial: -(trial.time_us or math.inf))
+        self._left: Iterator[Variant] = iter([trial.variant for trial in slowest])
+
+    def propose(self) -> Variant | None:
+        return next(self._left, None)
+
+    def record(self, trial: Trial) -> None:
+        pass
+
+
+def runs(one: Recording, sampler: Sampler, *, count: int, trials: int) -> list[Run]:
+    return [
+        simulate.run(one, simulate.search_of(one, sampler, seed=seed), trials=trials, window=8) for seed in range(count)
+    ]
+
+
+def reached(found: list[Run], share: float) -> float:
+    """The share of the runs that came so close to the best."""
+    return statistics.fmean(run.trials_to(share) is not None for run in found)
+
+
+# A search
+
+
+@pytest.mark.parametrize("sampler", list(Sampler))
+def test_a_seed_gives_the_same_simulation(sampler: Sampler) -> None:
+    one = grid()
+    first, again = (runs(one, sampler, count=2, trials=30) for _ in range(2))
+    assert first == again
+    if sampler is not Sampler.ORDER:
+        assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("sampler", list(Sampler))
+def test_every_sampler_tries_every_recorded_variant_once_and_then_stops(sampler: Sampler) -> None:
+    one = recorded([tried(variant(a, b)) for a in range(5) for b in range(5) if a != b])
+    found = simulate.run(one, simulate.search_of(one, sampler, seed=0), trials=100, window=4)
+    assert sorted(found.times_us) == sorted(trial.time_us for trial in one.trials.values() if trial.time_us is not None)
+
+
+def test_a_search_is_told_what_was_recorded_failures_too() -> None:
+    one = grid()
+    search = simulate.search_of(one, Sampler.ORDER, seed=0)
+    found = simulate.run(one, search, trials=100)
+    assert search.trials == one.trials
+    assert search.trials[variant(9, 9)].outcome is Outcome.CRASH
+    assert found.times_us[-1] == math.inf
+    assert found.times_us[:3] == (100.0, 101.0, 102.0)
+
+
+def test_what_was_not_recorded_is_infeasible() -> None:
+    one = grid()
+    outside = Variant.of(TEMPLATE, {"a": 1, "b": 10})
+    assert one.space.why_infeasible(outside, one.problem, A30) == NOT_RECORDED
+    search = simulate.search_of(one, Sampler.ORDER, seed=0, seeds=[outside, variant(4, 4)])
+    assert search.propose() == variant(4, 4)
+
+
+def test_results_come_late_when_proposals_fly() -> None:
+    one = grid()
+    told: list[int] = []
+
+    class Counting:
+        """Proposes in order and notes how many it was told of at each proposal."""
+
+        heard = 0
+        left = iter(one.trials)
+
+        def propose(self) -> Variant | None:
+            told.append(self.heard)
+            return next(self.left)
+
+        def record(self, trial: Trial) -> None:
+            self.heard += 1
+
+    simulate.run(one, Counting(), trials=6, window=3)
+    assert told == [0, 0, 0, 1, 2, 3]
+
+
+def test_a_run_says_how_many_trials_it_needed_and_what_it_missed() -> None:
+    run = Run(best_us=100.0, times_us=(math.inf, 150.0, 104.0, 101.0))
+    assert run.trials_to(0.05) == 3
+    assert run.trials_to(0.02) == 4
+    assert run.trials_to(0.001) is None
+    assert run.regret(1) == math.inf
+    assert run.regret(2) == pytest.approx(0.5)
+    assert run.regret(64) == pytest.approx(0.01)
+
+
+# The search that autoattn tune runs, on what was recorded
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem.split("_")[3])
+def test_a_search_that_proposes_the_worst_is_seen(path: Path) -> None:
+    one = recording.read(path)
+    broken = simulate.run(one, Worst(one), trials=64, window=8)
+    assert broken.trials_to(0.05) is None
+    assert broken.regret(64) > max(run.regret(64) for run in runs(one, DEFAULT, count=5, trials=64))
+
+
+def test_there_are_recordings_of_both_kinds_apart() -> None:
+    assert {path.parent.name for path in PATHS} == {one.value for one in Evidence}
+    for path in PATHS:
+        assert recording.read(path).evidence.value == path.parent.name
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}-{'-'.join(path.stem.split('_')[3:6])}")
+def test_the_default_search_comes_within_five_percent_of_the_recorded_best(path: Path) -> None:
+    """Without seeds, as for a card that nobody tuned on; the numbers of trials are those of the efforts."""
+    found = runs(recording.read(path), DEFAULT, count=20, trials=64)
+    assert reached(found, 0.05) >= 0.9
+
+
+# Recordings as files
+
+
+def test_a_recording_survives_its_file(tmp_path: Path) -> None:
+    one = grid()
+    recording.write(one, tmp_path / "folder" / "one.jsonl")
+    assert recording.read(tmp_path / "folder" / "one.jsonl") == one
+    assert len((tmp_path / "folder" / "one.jsonl").read_text().splitlines()) == 101
+
+
+def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: Path) -> None:
+    shipped = space.load(TEMPLATE)
+    journal = tmp_path / "one.journal"
+    one = Study("a study", journal, shipped, problem(), A30, seed=3, budget=0)
+    order = []
+    for number in range(25):
+        proposed = one.propose()
+        assert proposed is not None
+        order.append(proposed)
+        outcome = Outcome.TIMEOUT if number % 7 == 3 else Outcome.OK
+        time_us = measurement(problem(), 300.0 + 17.5 * (number * 11 % 25)) if outcome is Outcome.OK else None
+        one.record(Trial(variant=proposed, outcome=outcome, measurement=time_us, prediction=prediction(7.0)))
+    assert list(journalled(journal)) == ["a study"]
+    made = simulate.of_journal(journal, "a study", problem=problem(), device="a30", versions={"triton": "3.6.0"})
+    assert made.evidence is Evidence.MEASURED
+    recording.write(made, tmp_path / "made.jsonl")
+    read = recording.read(tmp_path / "made.jsonl")
+    search = simulate.search_of(read, Sampler.TPE, seed=0, seeds=order)
+    found = simulate.run(read, search, trials=100)
+    times = [trial.time_us for trial in one.trials.values()]
+    assert found.times_us == tuple(math.inf if time_us is None else time_us for time_us in times)
+    assert [trial.outcome for trial in search.trials.values()] == [trial.outcome for trial in one.trials.values()]
+
+
+def test_a_journal_without_the_study_names_those_it_has(tmp_path: Path) -> None:
+    journal = tmp_path / "one.journal"
+    Study("there", journal, grid().space, problem(), A30, seed=0, budget=0)
+    with pytest.raises(UsageError, match="'missing', got there"):
+        simulate.of_journal(journal, "missing", problem=problem(), device="a30", versions={})
+    with pytest.raises(CacheError, match="must be a file"):
+        simulate.of_journal(tmp_path / "none.journal", "there", problem=problem(), device="a30", versions={})
+    assert not (tmp_path / "none.journal").exists()
+
+
+def test_measured_and_predicted_times_are_not_mixed() -> None:
+    guess = Trial(variant=variant(1, 1), outcome=Outcome.OK, prediction=prediction(5.0))
+    with pytest.raises(UsageError, match="keep the two apart"):
+        recorded([tried(variant(2, 2)), guess])
+    with pytest.raises(UsageError, match="keep the two apart"):
+        recorded([tried(variant(2, 2)), guess], Evidence.PREDICTED)
+
+
+def test_a_recording_of_nothing_or_of_two_templates_is_refused() -> None:
+    with pytest.raises(UsageError, match="a variant that worked"):
+        recorded([tried(variant(9, 9))])
+    other = Variant.of("gluon/forward", {"a": 1, "b": 1})
+    with pytest.raises(UsageError, match="one template"):
+        recorded([tried(variant(1, 1)), tried(other)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda lines: [], "line 1"),
+        (lambda lines: [lines[0].replace(b'"recording":1', b'"recording":2'), *lines[1:]], "its format is 2"),
+        (lambda lines: [*lines[:5], b"{", *lines[5:]], "line 6"),
+        (lambda lines: [*lines, lines[-2]], "stands a second time"),
+        (lambda lines: [*lines[:-1], lines[-1].replace(b"crash", b"ok")], "the time None"),
+        (lambda lines: [*lines[:-1], lines[-1].replace(b"null", b"4.0")], "the time 4.0"),
+        (lambda lines: [*lines[:-1], lines[-1].replace(b'"a"', b'"z"')], "other parameters"),
+        (lambda lines: [*lines[:-2], lines[-2].replace(b'"ok"', b'"fine"'), lines[-1]], "line 100"),
+    ],
+)
+def test_a_damaged_recording_is_named_with_its_line(tmp_path: Path, damage: object, words: str) -> None:
+    path = tmp_path / "one.jsonl"
+    recording.write(grid(), path)
+    path.write_bytes(b"\n".join(damage(path.read_bytes().splitlines())))  # type: ignore[operator]
+    with pytest.raises(UsageError) as caught:
+        recording.read(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.jsonl must be a recording"):
+        recording.read(tmp_path / "none.jsonl")
