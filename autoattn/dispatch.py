@@ -21,6 +21,7 @@ from autoattn.trial import Evidence
 from autoattn.variant import Variant
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
+ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
 
 
@@ -198,7 +199,8 @@ class _Search:
         why_not = self._why_not(entry)
         if why_not is not None:
             self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
-            return None
+            measured = level is Level.EXACT and self._why_worthless(entry) is None
+            return self._instead(entry, reason) if measured else None
         tuned_with = entry.versions.get("triton")
         if tuned_with != triton.__version__:
             self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
@@ -216,11 +218,41 @@ class _Search:
             variant=entry.variant,
         )
 
+    def _instead(self, entry: CacheEntry, reason: str) -> Explanation | None:
+        """The fastest of what was measured beside a kernel that cannot run here: its runners-up and its rivals."""
+        seeds = (seed for one in space.of(self.problem.op) for seed in one.seeds_for(self.problem, self.device))
+        seed = next(seeds, None)  # for calls that ask for more than a rival gives
+        found = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in ROUTES]
+        for one in entry.candidates:
+            alike = replace(entry, template=one.template, params=one.params, source_digest=one.source_digest)
+            if self._why_worthless(alike) is None and self._why_infeasible(alike) is None:
+                found.append((one.time_us, KERNEL, one.variant))
+        if not found:
+            return None
+        _, route, variant = min(found, key=lambda one: one[0])
+        words = f"a runner-up of {variant.template}" if route == KERNEL and variant is not None else route
+        return Explanation(
+            problem=self.problem,
+            route=route,
+            level=Level.EXACT,
+            reason=f"{reason}, but its kernel cannot run here; {words} was the fastest beside it",
+            steps=tuple(self.steps),
+            entry=entry,
+            variant=variant,
+        )
+
     def _why_not(self, entry: CacheEntry) -> str | None:
+        return self._why_worthless(entry) or self._why_infeasible(entry)
+
+    def _why_worthless(self, entry: CacheEntry) -> str | None:
+        """Why nothing may rest on an entry."""
         if (stale := cache.why_stale(entry)) is not None:
             return stale
-        if entry.choice not in (KERNEL, SDPA, *BACKENDS):
+        if entry.choice not in (KERNEL, *ROUTES):
             return f"its choice {entry.choice} is none of PyTorch's backends"
+        return None
+
+    def _why_infeasible(self, entry: CacheEntry) -> str | None:
         try:
             return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
         except UsageError as error:

@@ -12,10 +12,10 @@ import pytest
 import samples
 import triton
 
-from autoattn import cache, dispatch, resources, space
+from autoattn import cache, dispatch, render, resources, space
 from autoattn.device import Device
 from autoattn.dispatch import Level
-from autoattn.entry import CacheEntry
+from autoattn.entry import CacheEntry, Candidate
 from autoattn.errors import CacheError
 from autoattn.mask import Mask
 from autoattn.problem import DType, Layout, Numerics, Op, Precision, Problem
@@ -176,7 +176,8 @@ def test_online_numerics_take_what_was_tuned_for_any_when_no_maximum_is_kept(
 def test_online_numerics_refuse_a_kept_maximum_with_the_spaces_words(
     make: Callable[..., CacheEntry], tmp_path: Path
 ) -> None:
-    folder = written(tmp_path, of_numerics(ASKED, make), of_numerics(NEAR, make))
+    alone = (replace(of_numerics(one, make), rivals=(), candidates=()) for one in (ASKED, NEAR))
+    folder = written(tmp_path, *alone)
     assert explained(folder).variant == Variant.of(TEMPLATE, KEPT)
     found = explained(folder, ONLINE)
     assert found.level is Level.DEFAULT
@@ -329,6 +330,50 @@ def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(
     assert dispatch.variants(exact, H200) == [exact.variant, *(seed for seed in seeds if seed != exact.variant)]
     rival = explained(written(tmp_path / "rival", measured(ASKED, choice="sdpa-cudnn")))
     assert dispatch.variants(rival, H200) == dispatch.variants(explained(tmp_path, device=None), None) == []
+
+
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "installed_triton", lambda: "3.9.0")
+
+
+def hoppers(**changes: Any) -> CacheEntry:
+    """A measured entry whose kernel is Hopper's, with runners-up of both templates."""
+    gluon, plain = (space.load(name).default(ASKED, H200) for name in ("gluon/forward", TEMPLATE))
+    tuned = measured(ASKED, template=gluon.template, params=gluon.as_dict())
+    runners_up = tuple(
+        Candidate(
+            template=one.template, params=one.as_dict(), source_digest=render.render(ASKED, one).digest, time_us=time_us
+        )
+        for one, time_us in ((gluon, 401.0), (plain, 440.0))
+    )
+    return replace(tuned, candidates=runners_up, **changes)
+
+
+def test_without_the_winners_language_the_fastest_of_runners_up_and_rivals_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = hoppers()
+    assert explained(written(tmp_path / "here", entry)).variant == entry.variant
+    without_gluon(monkeypatch)
+    slow = tuple(rival for rival in entry.rivals if rival.measurement.median_us > 440.0)
+    assert len(slow) < len(entry.rivals)
+    found = explained(written(tmp_path / "slow", replace(entry, rivals=slow)))
+    assert (found.level, found.route, found.variant) == (Level.EXACT, "kernel", entry.candidates[1].variant)
+    assert "its kernel cannot run here; a runner-up of triton/forward was the fastest beside it" in found.reason
+    assert "written for Triton 3.6" in found.steps[0]
+    best = min(entry.rivals, key=lambda rival: rival.measurement.median_us)
+    found = explained(written(tmp_path / "fast", entry))
+    assert (found.level, found.route) == (Level.EXACT, best.name)
+    assert found.variant == space.load(TEMPLATE).default(ASKED, H200), "for calls that ask for the LSE"
+
+
+def test_what_was_measured_beside_a_kernel_of_another_text_does_not_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = hoppers(source_digest="0" * 16)
+    without_gluon(monkeypatch)
+    found = explained(written(tmp_path, entry))
+    assert found.level is Level.DEFAULT
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
