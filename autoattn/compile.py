@@ -251,10 +251,11 @@ def inspect(source: Source, arch: int) -> StaticReport:
         num_warps=compiled.metadata.num_warps,
     )
     _check_spills(compiled, report.spilled_bytes)
-    if hasattr(load_module(source), source.name + AGAIN):
-        build(source, arch, again=True)  # into Triton's cache, while the card is busy with another variant
-    if hasattr(load_module(source), "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
+    module = load_module(source)
+    if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
+    if hasattr(module, source.name + AGAIN):
+        build(source, arch, again=True)  # into Triton's cache, while the card is busy with another variant
     return report
 
 
