@@ -196,11 +196,11 @@ class _Search:
 
     def _use(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
         """The entry as an answer, or a step that says why it is none."""
-        why_not = self._why_not(entry)
+        worthless = self._why_worthless(entry)
+        why_not = worthless or self._why_infeasible(entry)
         if why_not is not None:
             self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
-            measured = level is Level.EXACT and self._why_worthless(entry) is None
-            return self._instead(entry, reason) if measured else None
+            return self._instead(entry, reason) if level is Level.EXACT and worthless is None else None
         tuned_with = entry.versions.get("triton")
         if tuned_with != triton.__version__:
             self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
@@ -225,7 +225,7 @@ class _Search:
         found = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in ROUTES]
         for one in entry.candidates:
             alike = replace(entry, template=one.template, params=one.params, source_digest=one.source_digest)
-            if self._why_worthless(alike) is None and self._why_infeasible(alike) is None:
+            if self._why_not(alike) is None:
                 found.append((one.time_us, KERNEL, one.variant))
         if not found:
             return None
