@@ -18,7 +18,6 @@ ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32",
 
 MAX_LINE = 120  # characters of a rendered line
 
-TMA_BYTES = 16  # divide the addresses of a TMA descriptor
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
@@ -43,10 +42,11 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
 def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
     """Why a template cannot read tensors that lie as `traits` say, in one sentence; None when it can."""
     step = traits.alignment * problem.dtype.bytes
-    if not variant.template.startswith("gluon/") or step >= TMA_BYTES:
+    needed = space.load(variant.template).step_bytes
+    if step >= needed:
         return None
     return (
-        f"the TMA unit reads rows that begin at multiples of {TMA_BYTES} bytes, got tensors where only {step} divide "
+        f"the TMA unit reads rows that begin at multiples of {needed} bytes, got tensors where only {step} divide "
         "every step; make them contiguous, or use triton/forward"
     )
 

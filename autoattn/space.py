@@ -54,6 +54,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     base: dict[str, int | str]
     fixed: dict[str, int | str] = {}
     triton: list[str] = []
+    step_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class SearchSpace:
     require: tuple[Requirement, ...]
     seeds: tuple[tuple[Rule, dict[str, Value]], ...]
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
+    step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
 
     def why_infeasible(self, variant: Variant, problem: Problem, device: Device) -> str | None:
@@ -310,6 +312,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         let=tuple(let),
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
         triton=tuple(file.triton),
+        step_bytes=file.step_bytes,
         fixed=dict(file.fixed),
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
