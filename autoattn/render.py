@@ -64,8 +64,10 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
 
 
 def template_digest(template: str) -> str:
-    """Names the text of a template."""
-    return digest_of(resources.template_path(template).read_text(encoding="utf-8"))
+    """Names the text of a template and of its parts, which lie in a folder of its name."""
+    path = resources.template_path(template)
+    parts = sorted((path.parent / path.name.partition(".")[0]).glob("*.j2"))
+    return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
 
 
 def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, object]:

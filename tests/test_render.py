@@ -198,7 +198,7 @@ def test_a_template_name_that_leaves_the_folder_is_refused() -> None:
             render.template_digest(name)
 
 
-def test_the_template_digest_follows_its_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = resources.template_path(kernels.TEMPLATE).read_text(encoding="utf-8")
     before = render.template_digest(kernels.TEMPLATE)
     copy = tmp_path / "forward.py.j2"
@@ -206,7 +206,11 @@ def test_the_template_digest_follows_its_text(monkeypatch: pytest.MonkeyPatch, t
     copy.write_text(text, encoding="utf-8")
     assert render.template_digest(kernels.TEMPLATE) == before
     copy.write_text(f"{text}\n", encoding="utf-8")
-    assert render.template_digest(kernels.TEMPLATE) != before
+    longer = render.template_digest(kernels.TEMPLATE)
+    assert longer != before
+    (tmp_path / "forward").mkdir()
+    (tmp_path / "forward/part.j2").write_text("{# nothing #}", encoding="utf-8")
+    assert render.template_digest(kernels.TEMPLATE) != longer
 
 
 # --- it stands alone --------------------------------------------------------------------------------------------------
