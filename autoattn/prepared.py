@@ -130,6 +130,7 @@ class _Kernel:
     shape: torch.Size  # of the output
     lse_shape: torch.Size | None
     scratch: int | None  # numbers
+    tiles: int  # of which the scratch says whether they were computed again
     passes: tuple[Bound, ...]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
@@ -147,8 +148,8 @@ class _Kernel:
         )
         for launch in self.passes:
             launch(addresses)
-        if redone.counting and scratch is not None:
-            redone.note(scratch)
+        if redone.counting and scratch is not None and self.tiles:
+            redone.note(scratch[forward.FLAGS : forward.FLAGS + self.tiles])
         return output if lse is None else (output, lse)
 
 
@@ -162,6 +163,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
         shape=output.shape,
         lse_shape=None if lse is None else lse.shape,
         scratch=None if room is None else len(room),
+        tiles=forward.tiles(kernel, call.problem, call.operands.query),
         passes=passes,
     )
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-FLAGS = 2  # numbers of a launch's scratch in front of those that say, one for each tile, whether it was computed again
-
 
 class Redone:
     """What the launches of a `counting_redone` block say of their tiles: BLOCK_M query rows of a head and sequence."""
@@ -65,12 +63,16 @@ def counting_redone() -> Iterator[Redone]:
             del counting[thread]
 
 
-def note(scratch: Tensor) -> None:
-    """Remembers a launch of this thread by its scratch; to be called only while `counting` holds something."""
-    if len(scratch) <= FLAGS or torch.cuda.is_current_stream_capturing():
+def note(flags: Tensor) -> None:
+    """Remembers a launch of this thread; to be called only while `counting` holds something.
+
+    Args:
+        flags: [tiles] int32 that belong to this launch alone, which writes 1 where it computes a tile again, and else 0
+    """
+    if torch.cuda.is_current_stream_capturing():
         return
     for count in counting.get(threading.get_ident(), ()):
-        count._flags.append(scratch[FLAGS:])
+        count._flags.append(flags)
 
 
 counting: dict[int, tuple[Redone, ...]] = {}  # thread -> who counts there; empty most of the time, so asking is free

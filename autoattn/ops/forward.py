@@ -27,6 +27,7 @@ POINTERS = (
     *("scratch_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
 )
 _MOVING: dict[str, Callable[[Addresses], object]] = {name: itemgetter(place) for place, name in enumerate(POINTERS)}
+FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
 
 
@@ -67,14 +68,15 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
 
     Returns:
-        The launch's scratch; None where a kernel needs none.
+        [tiles] int32, 1 where a tile was computed again; None where a kernel does not say.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
     room = scratch(kernel, problem, operands.query)
     arguments["scratch_ptr"] = room
     for one, grid in _passes(kernel, problem, operands):
         one.launch(grid, arguments)
-    return room
+    number = tiles(kernel, problem, operands.query)
+    return room[FLAGS : FLAGS + number] if room is not None and number else None
 
 
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> tuple[Bound, ...]:
@@ -97,6 +99,13 @@ def scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Tensor | None:
         return None
     size = kernel.module.scratch(problem.batch, problem.heads_q, query.shape[2])
     return query.new_zeros(size, dtype=torch.int32)
+
+
+def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
+    """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
+    if not hasattr(kernel.module, "tiles"):
+        return 0
+    return int(kernel.module.tiles(problem.batch, problem.heads_q, query.shape[2]))
 
 
 def _at(place: int, descriptor: Descriptor) -> Callable[[Addresses], Descriptor]:
