@@ -7,8 +7,8 @@ import importlib.util
 import io
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from autoattn import resources, sass
@@ -31,7 +30,6 @@ WARP_SIZE = 32
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
 MAX_SPILLED = 2048
-AGAIN = "_again"  # behind the name of a kernel: the one that is launched after it
 
 
 @lru_cache(maxsize=4096)
@@ -46,13 +44,10 @@ def load_module(source: Source) -> ModuleType:
     return module
 
 
-def build(source: Source, arch: int, *, again: bool = False) -> Any:
+def build(source: Source, arch: int) -> Any:
     """Compiles for compute capability `arch` (80, 90, ...), which need not be in this machine.
 
     Returns Triton's CompiledKernel; `compiled[grid](*arguments)` launches it where it fits the current device.
-
-    Args:
-        again: compile the kernel that is launched afterwards, not the first one; see `Kernel`.
 
     Raises:
         CompileError: the compiler refused, in its own words.
@@ -60,7 +55,7 @@ def build(source: Source, arch: int, *, again: bool = False) -> Any:
     module = _imported(source)
     names = list(module.SIGNATURE)
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in module.DIVISIBLE.items()}
-    function = getattr(module, source.name + AGAIN * again)
+    function = getattr(module, source.name)
     kernel = _ast_source(function)(fn=function, signature=module.SIGNATURE, constexprs={}, attrs=attributes)
     try:
         with triton.knobs.compilation.scope():
@@ -93,47 +88,6 @@ def _imported(source: Source) -> ModuleType:
         raise CompileError(f"Triton {triton.__version__} cannot import this variant: {error}") from error
 
 
-Addresses = tuple[int, ...]  # of a call's tensors, in bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bound:
-    """A launch of a compiled kernel of which all is known but what depends on where the call's tensors lie."""
-
-    compiled: Any  # Triton's CompiledKernel
-    index: int  # of the device
-    grid: tuple[int, int, int]
-    arguments: tuple[object, ...]  # in the signature's order; None where one is moving
-    moving: tuple[tuple[int, Callable[[Addresses], object]], ...]  # (place among the arguments, argument by addresses)
-    stream_of: Callable[[int], int]  # device -> handle of its current stream
-
-    def __call__(self, addresses: Addresses) -> None:
-        """Launches on the current stream of the kernel's device."""
-        if torch.cuda.current_device() == self.index:
-            self._launch(addresses)
-            return
-        with torch.cuda.device(self.index):
-            self._launch(addresses)
-
-    def _launch(self, addresses: Addresses) -> None:
-        """What CompiledKernel.__getitem__ does; it costs microseconds that a bound launch is there to save.
-
-        Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is.
-        """
-        arguments = list(self.arguments)
-        for place, argument in self.moving:
-            arguments[place] = argument(addresses)
-        compiled, stream = self.compiled, self.stream_of(self.index)
-        enter, leave = _set(triton.knobs.runtime.launch_enter_hook), _set(triton.knobs.runtime.launch_exit_hook)
-        facts = None if enter is leave is None else compiled.launch_metadata(self.grid, stream, *arguments)
-        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, facts, enter, leave, *arguments)
-
-
-def _set(hook: Any) -> Any:
-    """A launch hook; None for Triton's chain of hooks that holds none, which would be called all the same."""
-    return hook if getattr(hook, "calls", True) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
     """A kernel that is ready to launch on one device, or in Triton's interpreter."""
@@ -143,8 +97,6 @@ class Kernel:
     compiled: Any  # Triton's CompiledKernel; None in the interpreter
     device: torch.device
     sm_count: int
-    # What takes the same arguments, on the grid `module.grid_again`, and computes anew what the kernel could not.
-    again: Kernel | None = None
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
@@ -154,28 +106,6 @@ class Kernel:
             return
         with torch.cuda.device(self.device):
             self.compiled[(*grid, 1, 1)](*ordered)
-
-    def bind(
-        self,
-        grid: tuple[int],
-        arguments: Mapping[str, object],
-        moving: Mapping[str, Callable[[Addresses], object]],
-    ) -> Bound:
-        """The launch of `launch`, ready for tensors that lie elsewhere.
-
-        Args:
-            moving: for each argument that depends on where the tensors lie, what makes it of their addresses; what is
-                costly to make, as a descriptor, is kept by address there.
-        """
-        names = list(self.module.SIGNATURE)
-        return Bound(
-            compiled=self.compiled,
-            index=self.device.index,
-            grid=(*grid, 1, 1),
-            arguments=tuple(None if name in moving else arguments[name] for name in names),
-            moving=tuple((names.index(name), argument) for name, argument in moving.items() if name in names),
-            stream_of=driver.active.get_current_stream,
-        )
 
 
 def load(source: Source, device: torch.device) -> Kernel:
@@ -191,13 +121,8 @@ def load(source: Source, device: torch.device) -> Kernel:
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
-    again = _ready(source, module, device, again=True) if hasattr(module, source.name + AGAIN) else None
-    return replace(_ready(source, module, device), again=again)
-
-
-def _ready(source: Source, module: ModuleType, device: torch.device, *, again: bool = False) -> Kernel:
     properties = torch.cuda.get_device_properties(device)
-    compiled = build(source, properties.major * 10 + properties.minor, again=again)
+    compiled = build(source, properties.major * 10 + properties.minor)
     try:
         with torch.cuda.device(device):
             compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
@@ -254,8 +179,6 @@ def inspect(source: Source, arch: int) -> StaticReport:
     module = load_module(source)
     if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
-    if hasattr(module, source.name + AGAIN):
-        build(source, arch, again=True)  # into Triton's cache, while the card is busy with another variant
     return report
 
 
