@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,9 @@ AXES = {
 }
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
 NUMERICS = "AUTOATTN_NUMERICS"  # the environment's variable
+# Each call asks for it, and os.environ takes 2 us to turn a name and a value into bytes and back; CPython keeps both here.
+_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_NUMERICS = os.environ.encodekey(NUMERICS) if _ENVIRONMENT is not os.environ else NUMERICS
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
 
 
@@ -310,7 +313,8 @@ def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) 
 
 def asked_numerics() -> str:
     """What the environment asks of calls that ask nothing themselves; empty where it does not."""
-    return os.environ.get(NUMERICS, "")
+    found = _ENVIRONMENT.get(_NUMERICS)
+    return found if isinstance(found, str) else os.fsdecode(found) if found else ""
 
 
 def _numerics(numerics: str | None) -> Numerics:

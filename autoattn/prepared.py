@@ -18,7 +18,8 @@ from torch import Tensor
 
 from autoattn import arguments, redone, rivals
 from autoattn.arguments import Call
-from autoattn.compile import Bound, Kernel
+from autoattn.bound import Bound
+from autoattn.compile import Kernel
 from autoattn.mask import Mask
 from autoattn.ops import forward
 from autoattn.problem import Layout
@@ -34,6 +35,7 @@ Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel se
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
+_FLOAT32 = torch.float32
 _ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 
 
@@ -53,26 +55,29 @@ def key(tensors: tuple[Any, ...], window: Any, *words: Any) -> Key | None:
     kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
     if not _WORDS.issuperset(kinds):
         return None
-    facts: Key = ()
+    facts: list[Hashable] = []
     address, learns = 0, False
     try:
         for tensor in tensors:
             if type(tensor) not in _TENSORS:
                 return None
-            facts += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            facts += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
             address |= tensor.data_ptr()
             learns = learns or tensor.requires_grad
     except RuntimeError:  # a sparse or nested tensor has no strides, one under torch.func.vmap no address
         return None
-    kind = "cuda" if tensors[0].is_cuda else "cpu"
-    state = (
+    query = tensors[0]
+    kind = "cuda" if query.is_cuda else "cpu"
+    return (
+        *facts,
         address & _ALIGNED,
         learns and torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        tensors[0].dtype is torch.float32 and torch.get_float32_matmul_precision(),
+        query.dtype is _FLOAT32 and torch.get_float32_matmul_precision(),
         arguments.asked_numerics(),
+        kinds,
+        words,
     )
-    return facts, state, kinds, words
 
 
 def find(asked: Key | None) -> Callable[..., Answer | None] | None:
@@ -125,18 +130,19 @@ def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kernel:
-    """An answer by a kernel of ours, in one or more passes."""
+    """An answer by a kernel of ours."""
 
     shape: torch.Size  # of the output
     lse_shape: torch.Size | None
-    scratch: int | None  # numbers
+    scratch: int  # numbers
     tiles: int  # of which the scratch says whether they were computed again
-    passes: tuple[Bound, ...]
+    launch: Bound
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
         output = query.new_empty(self.shape)  # in the dtype of the query: other calls are not prepared
         lse = None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
-        scratch = None if self.scratch is None else query.new_zeros(self.scratch, dtype=torch.int32)
+        counted = self.tiles and redone.counting  # then nobody else may have the scratch later
+        scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
         addresses = (  # in the order of forward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
@@ -146,9 +152,8 @@ class _Kernel:
             0 if scratch is None else scratch.data_ptr(),
             *(tensor.data_ptr() for tensor in offsets),
         )
-        for launch in self.passes:
-            launch(addresses)
-        if redone.counting and scratch is not None and self.tiles:
+        self.launch(addresses)
+        if scratch is not None:
             redone.note(scratch[forward.FLAGS : forward.FLAGS + self.tiles])
         return output if lse is None else (output, lse)
 
@@ -157,14 +162,13 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
     output, lse = (answer, None) if isinstance(answer, Tensor) else answer
     if kernel.compiled is None or not output.is_contiguous():  # Triton's interpreter compiles nothing
         return None
-    passes = forward.bind(kernel, call.problem, call.operands, *made)
-    room = forward.scratch(kernel, call.problem, call.operands.query)
+    query = call.operands.query
     return _Kernel(
         shape=output.shape,
         lse_shape=None if lse is None else lse.shape,
-        scratch=None if room is None else len(room),
-        tiles=forward.tiles(kernel, call.problem, call.operands.query),
-        passes=passes,
+        scratch=forward.scratch_size(kernel, call.problem, query) or 0,
+        tiles=forward.tiles(kernel, call.problem, query),
+        launch=forward.bind(kernel, call.problem, call.operands, *made),
     )
 
 

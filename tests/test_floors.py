@@ -18,6 +18,7 @@ FLOORS = (
     {
         "reference",
         "compile",
+        "bound",
         "sass",
         "ops",
         "validate",

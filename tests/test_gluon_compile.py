@@ -69,11 +69,10 @@ def test_feasible_variants_compile(kind: dict[str, Any], traits: Traits) -> None
     for _ in range(3):
         chosen = next(points.feasible(one, H200, rng))
         rendered = render.render(one, chosen, traits)
-        for again in {False, hasattr(load_module(rendered), "forward_again")}:
-            compiled = build(rendered, 90, again=again)
-            assert "cp.async.bulk.tensor.4d.shared" in compiled.asm["ptx"], chosen
-            assert "wgmma.mma_async" in compiled.asm["ptx"], chosen
-            assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
+        compiled = build(rendered, 90)
+        assert "cp.async.bulk.tensor.4d.shared" in compiled.asm["ptx"], chosen
+        assert "wgmma.mma_async" in compiled.asm["ptx"], chosen
+        assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
 
 
 @pytest.mark.slow
@@ -164,24 +163,23 @@ def test_the_interpreter_does_not_run_it() -> None:
 class Spy:
     """Stands in for a compiled kernel and keeps what it was launched with."""
 
-    def __init__(self, name: str, calls: list[tuple[str, tuple[int, ...], tuple[Any, ...]]]) -> None:
-        self.name, self.calls = name, calls
+    def __init__(self, calls: list[tuple[tuple[int, ...], tuple[Any, ...]]]) -> None:
+        self.calls = calls
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.calls.append((self.name, grid, arguments))
+        return lambda *arguments: self.calls.append((grid, arguments))
 
 
 def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """(kernel, grid, arguments by name) of each launch."""
+    """(grid, arguments by name) of each launch."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
     calls: list[Any] = []
     module = load_module(rendered)
     facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
-    again = Kernel(compiled=Spy("again", calls), **facts) if hasattr(module, "forward_again") else None
     operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
     output = forward.empty_output(one, operands.query)
-    forward.launch(Kernel(compiled=Spy("first", calls), again=again, **facts), one, operands, output, None)
-    return [(name, grid, dict(zip(module.SIGNATURE, values, strict=True))) for name, grid, values in calls]
+    forward.launch(Kernel(compiled=Spy(calls), **facts), one, operands, output, None)
+    return [(grid, dict(zip(module.SIGNATURE, values, strict=True))) for grid, values in calls]
 
 
 SMALL: dict[str, Any] = {"dtype": DType.FLOAT16, "batch": 1, "heads_q": 4, "heads_kv": 2, "seq_q": 200, "seq_kv": 300}
@@ -190,33 +188,32 @@ SMALL: dict[str, Any] = {"dtype": DType.FLOAT16, "batch": 1, "heads_q": 4, "head
 def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     one = kernels.problem(**SMALL, head_dim=72, mask=Mask.parse("causal"), layout=Layout.BSHD)
     rendered = source(problem(head_dim=72, mask="causal"), BLOCK_M=128, schedule="dynamic")
-    first, again = launched(one, rendered, monkeypatch)
-    assert [first[:2], again[:2]] == [("first", (2, 1, 1)), ("again", (2, 1, 1))]
-    described = first[2]["query"]
+    ((grid, given),) = launched(one, rendered, monkeypatch)
+    assert grid == (2, 1, 1)
+    described = given["query"]
     assert described.shape == (1, 4, 200, 72)
     assert described.strides[1:] == (72, 4 * 72, 1)
     assert all(step % 8 == 0 for step in described.strides[:-1])
-    scratch = first[2]["scratch_ptr"]
+    scratch = given["scratch_ptr"]
     assert scratch.dtype == torch.int32
-    assert scratch.tolist() == [0] * (2 + 4 * 2)
-    assert again[2]["scratch_ptr"] is scratch
+    assert scratch.tolist() == [0] * (2 + 3 * 4 * 2), "counters, and of each tile whether it was wrong, and links"
 
 
 def test_each_launch_has_its_own_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     one = kernels.problem(**SMALL, head_dim=64)
     rendered = source(problem(head_dim=64), softmax="online")
     (one_launch,), (other,) = (launched(one, rendered, monkeypatch) for _ in range(2))
-    assert one_launch[2]["scratch_ptr"].numel() == 1, "only the number of the next tile"
-    assert one_launch[2]["scratch_ptr"] is not other[2]["scratch_ptr"]
+    assert one_launch[1]["scratch_ptr"].numel() == 2, "only the counters of tiles and of programs"
+    assert one_launch[1]["scratch_ptr"] is not other[1]["scratch_ptr"]
 
 
-def test_a_kernel_that_cannot_go_wrong_is_launched_once_and_without_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_go_wrong_is_launched_without_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = source(
         problem(head_dim=64), softmax="online", schedule="one_tile", query_stages=1, output_buffer="shared"
     )
     assert "scratch" not in load_module(rendered).SIGNATURE
-    ((name, grid, _),) = launched(kernels.problem(**SMALL, head_dim=64), rendered, monkeypatch)
-    assert (name, grid) == ("first", (4 * 2, 1, 1))
+    ((grid, _),) = launched(kernels.problem(**SMALL, head_dim=64), rendered, monkeypatch)
+    assert grid == (4 * 2, 1, 1)
 
 
 def test_files_stand_alone_and_have_short_lines() -> None:

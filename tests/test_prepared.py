@@ -25,11 +25,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, arguments, compile, dispatch, functional, gpu, prepared, render, rivals
+from autoattn import answer, arguments, bound, dispatch, functional, gpu, prepared, render, rivals
 from autoattn.compile import Descriptor, Kernel, load_module
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, TensorError
 from autoattn.mask import Mask
+from autoattn.ops.forward import POINTERS
 from autoattn.variant import Source
 
 HALF = torch.float16
@@ -85,7 +86,9 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
     monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
     monkeypatch.setattr(answer, "_why_not_on", lambda device: None)
     monkeypatch.setattr(answer.compile, "load", load)
-    monkeypatch.setattr(compile, "driver", driver)
+    monkeypatch.setattr(bound, "driver", driver)
+    monkeypatch.setattr(bound, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(bound, "_rooms", {})
     monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)
@@ -175,10 +178,11 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     same(card.ordinary[0], card.prepared[0])
     assert [one.shape for one in made] == [one.shape for one in found]
-    names = list(next(iter(prepared._known.values())).passes[0].moving)
-    places = [place for place, _ in names]
-    addresses = [one.data_ptr() for one in (*second[:3], *found, *second[3:5])]
-    assert [card.prepared[0][1][place] for place in places] == addresses
+    (known,) = prepared._known.values()
+    tensors = dict(zip(POINTERS, (*second[:3], *found, None, *second[3:5]), strict=True))
+    for place, number in known.launch.pointers:
+        assert card.prepared[0][1][place] == tensors[POINTERS[number]].data_ptr()
+    assert len(known.launch.pointers) == len(tensors) - 1, "all but the scratch"
 
 
 def test_every_door_goes_through_what_was_prepared(card: Noted) -> None:
@@ -256,32 +260,33 @@ def test_launch_hooks_are_called_where_somebody_set_one(card: Noted, monkeypatch
     ]  # fmt: skip
 
 
-def test_a_kernel_with_descriptors_scratch_and_a_second_pass_is_prepared(
-    card: Noted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(
         SIGNATURE={"query": "tensordesc", "output": "tensordesc", "value_ptr": "*fp16", "scratch_ptr": "*i32"},
         DESCRIPTORS={"query": ([1, 1, 64, 16], "layout"), "output": ([1, 1, 64, 16], "layout")},
         grid=lambda batch, heads, seq, sm_count: (11,),
-        grid_again=lambda batch, heads, seq, sm_count: (22,),
         scratch=lambda batch, heads, seq: 5,
     )
-    first = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(answer.compile, "load", lambda source, device: replace(first, again=first))
+    kernel = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(answer.compile, "load", lambda source, device: kernel)
     tensors = [three(), three()]
     for _ in range(2):
         for query, key, value in tensors:
             output = autoattn.attention(query, key, value)
-    assert [grid for grid, _ in card.ordinary] == [(11, 1, 1), (22, 1, 1)]
-    assert [facts[0] for facts, _ in card.prepared] == [11, 22] * 3
+    assert [grid for grid, _ in card.ordinary] == [(11, 1, 1)]
+    assert [facts[0] for facts, _ in card.prepared] == [11] * 3
     passed = card.prepared[-1][1]
-    assert passed == card.prepared[-2][1], "both passes get the same"
     assert passed[:2] == (Descriptor.of(query), Descriptor.of(output))
     assert passed[2] == value.data_ptr()
     assert passed[3] > 0
     assert card.prepared[0][1][0] is passed[0], "a descriptor is made once for an address"
+    assert not any(isinstance(one, Tensor) for one in known_launch().arguments)
+
+
+def known_launch() -> bound.Bound:
     (known,) = prepared._known.values()
-    assert not any(isinstance(one, Tensor) for bound in known.passes for one in bound.arguments)
+    assert isinstance(known, prepared._Kernel)
+    return known.launch
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------
@@ -652,7 +657,7 @@ def test_nothing_prepared_holds_a_tensor(card: Noted) -> None:
     autoattn.attention(*three(), return_lse=True)
     autoattn.packed_attention(*packed())
     for known in prepared._known.values():
-        assert not any(isinstance(given, Tensor) for bound in known.passes for given in bound.arguments)
+        assert not any(isinstance(given, Tensor) for given in known.launch.arguments)
 
 
 def test_threads_may_call_at_once(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:

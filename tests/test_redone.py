@@ -17,7 +17,7 @@ import torch
 from test_prepared import CUDA, Noted, card, nothing_prepared, three  # noqa: F401 - fixtures
 
 import autoattn
-from autoattn import answer, redone
+from autoattn import answer, bound, redone
 from autoattn.compile import Kernel
 
 
@@ -37,8 +37,8 @@ class Tripping(Noted):
         self.trip(given[9])
 
     def trip(self, address: int) -> None:
-        """[0] counts the tiles that were given out and [1] is 1 if any flag is; neither is a tile."""
-        numbers = [77, int(any(self.flags)), *self.flags] if self.tiles else [77]
+        """[0] and [1] count, and what follows the flags speaks of other things; none of them is a tile."""
+        numbers = [77, 78, *self.flags, *[79] * 2 * self.tiles]
         (ctypes.c_int32 * len(numbers)).from_address(address)[:] = numbers
 
 
@@ -53,10 +53,14 @@ def planted(monkeypatch: pytest.MonkeyPatch, tiles: int) -> Tripping:
     module = SimpleNamespace(
         SIGNATURE={"scratch_ptr": "*i32"},
         grid=lambda batch, heads, seq, sm_count: (1,),
-        scratch=lambda batch, heads, seq: 2 + tiles if tiles else 1,
+        scratch=lambda batch, heads, seq: 2 + 3 * tiles,
     )
+    if tiles:
+        module.tiles = lambda batch, heads, seq: tiles
     made = Kernel(source=None, module=module, compiled=noted, device=CUDA, sm_count=1)  # type: ignore[arg-type]
     monkeypatch.setattr(answer.compile, "load", lambda source, device: made)
+    monkeypatch.setattr(bound, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(bound, "_rooms", {})
     return noted
 
 
@@ -130,7 +134,7 @@ def test_what_a_graph_captures_is_not_counted(kernel: Tripping, monkeypatch: pyt
 
 
 def test_launches_are_not_kept_when_nobody_counts(kernel: Tripping, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redone, "note", lambda scratch: pytest.fail("a launch was noted"))
+    monkeypatch.setattr(redone, "note", lambda flags: pytest.fail("a launch was noted"))
     for _ in range(3):
         autoattn.attention(*three())
     assert len(kernel.prepared) == 2

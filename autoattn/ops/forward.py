@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import lru_cache
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from autoattn.compile import Addresses, Bound, Descriptor, Kernel
+from autoattn import bound
+from autoattn.bound import Bound
+from autoattn.compile import Descriptor, Kernel
 from autoattn.errors import TensorError
 from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Layout, Problem
@@ -26,7 +24,6 @@ POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
     *("scratch_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
 )
-_MOVING: dict[str, Callable[[Addresses], object]] = {name: itemgetter(place) for place, name in enumerate(POINTERS)}
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
 
@@ -71,34 +68,30 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor,
         [tiles] int32, 1 where a tile was computed again; None where a kernel does not say.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
-    room = scratch(kernel, problem, operands.query)
+    size = scratch_size(kernel, problem, operands.query)
+    room = None if size is None else operands.query.new_zeros(size, dtype=torch.int32)
     arguments["scratch_ptr"] = room
-    for one, grid in _passes(kernel, problem, operands):
-        one.launch(grid, arguments)
+    kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
     return room[FLAGS : FLAGS + number] if room is not None and number else None
 
 
-def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> tuple[Bound, ...]:
-    """The passes of `launch`, to be run one after the other for calls that differ from this one in addresses alone.
+def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:
+    """The same launch, for calls that differ from this one in addresses alone, which it takes in the order of POINTERS.
 
-    They take the addresses in the order of POINTERS. The call must have no other tensors.
+    The call must have no other tensors.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
-    moving = _MOVING | {
-        name: _at(POINTERS.index(f"{name}_ptr"), argument)
-        for name, argument in arguments.items()
-        if isinstance(argument, Descriptor)
-    }
-    return tuple(one.bind(grid, arguments, moving) for one, grid in _passes(kernel, problem, operands))
+    return bound.bind(
+        kernel, _grid(kernel, problem, operands), arguments, POINTERS, scratch_size(kernel, problem, operands.query)
+    )
 
 
-def scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Tensor | None:
-    """Zeros for one launch, so that launches on several streams do not share them; None where a kernel needs none."""
+def scratch_size(kernel: Kernel, problem: Problem, query: Tensor) -> int | None:
+    """int32 numbers that a launch needs to itself while it runs; None where a kernel needs none."""
     if not hasattr(kernel.module, "scratch"):
         return None
-    size = kernel.module.scratch(problem.batch, problem.heads_q, query.shape[2])
-    return query.new_zeros(size, dtype=torch.int32)
+    return int(kernel.module.scratch(problem.batch, problem.heads_q, query.shape[2]))
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
@@ -108,22 +101,9 @@ def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
     return int(kernel.module.tiles(problem.batch, problem.heads_q, query.shape[2]))
 
 
-def _at(place: int, descriptor: Descriptor) -> Callable[[Addresses], Descriptor]:
-    """The same descriptor elsewhere; those of the latest addresses are kept."""
-
-    @lru_cache(maxsize=64)
-    def elsewhere(address: int) -> Descriptor:
-        return replace(descriptor, address=address)
-
-    return lambda addresses: elsewhere(addresses[place])
-
-
-def _passes(kernel: Kernel, problem: Problem, operands: Operands) -> Iterator[tuple[Kernel, tuple[int]]]:
-    """What is launched, in order, and on which grids."""
-    sizes = problem.batch, problem.heads_q, operands.query.shape[2], kernel.sm_count
-    yield kernel, kernel.module.grid(*sizes)
-    if kernel.again is not None:
-        yield kernel.again, kernel.module.grid_again(*sizes)
+def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
+    grid: tuple[int] = kernel.module.grid(problem.batch, problem.heads_q, operands.query.shape[2], kernel.sm_count)
+    return grid
 
 
 def _arguments(

@@ -1,0 +1,222 @@
+"""Launches of which all is known but the addresses: a compiled kernel, called with as little as a launch can take.
+
+What Triton's own way costs at each call is paid once here: TMA descriptors are encoded once for an address, and the C
+function beneath Triton's launcher is called by itself. Where the installed Triton has another launcher, its own serves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from autoattn.compile import Descriptor, Kernel
+
+Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
+MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
+MOST_ROOMS = 256  # streams with a scratch
+LEAST_ROOM = 4096  # numbers
+_OF_EACH_THREAD = 2  # cudaStreamPerThread, one handle for the streams of all threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bound:
+    """A launch of a kernel that takes the addresses of its call's tensors."""
+
+    compiled: Any  # Triton's CompiledKernel
+    launch: Callable[..., object]  # takes grid, stream, `settings`, metadata, hooks and arguments, in this order
+    settings: tuple[object, ...]
+    index: int  # of the device
+    grid: tuple[int, int, int]
+    arguments: list[object]  # None where one is moving
+    pointers: tuple[tuple[int, int], ...]  # (place among the arguments, place among the addresses)
+    maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
+    scratch: tuple[int, int, int] | None  # (place among the arguments, place among the addresses, int32 numbers)
+    device_of: Callable[[], int]  # -> current device
+    stream_of: Callable[[int], int]  # device -> handle of its current stream
+
+    def __call__(self, addresses: Addresses) -> None:
+        """Launches on the current stream of the kernel's device.
+
+        Where the kernel needs a scratch and its address is 0, the launch takes one.
+        """
+        if self.device_of() == self.index:
+            self._launch(addresses)
+            return
+        with torch.cuda.device(self.index):
+            self._launch(addresses)
+
+    def _launch(self, addresses: Addresses) -> None:
+        """Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is."""
+        arguments = self.arguments.copy()
+        for place, number in self.pointers:
+            arguments[place] = addresses[number]
+        for place, number, maps in self.maps:
+            arguments[place] = maps[addresses[number]]
+        stream = self.stream_of(self.index)
+        if self.scratch is not None:
+            place, number, size = self.scratch
+            if not addresses[number]:
+                room = _room(self.index, stream, size)  # held until the launch is in the stream
+                arguments[place] = room.data_ptr()
+        hooks = triton.knobs.runtime
+        enter, leave = _set(hooks.launch_enter_hook), _set(hooks.launch_exit_hook)
+        facts = None if enter is leave is None else self.compiled.launch_metadata(self.grid, stream, *arguments)
+        self.launch(*self.grid, stream, *self.settings, facts, enter, leave, *arguments)
+
+
+def _set(hook: Any) -> Any:
+    """A launch hook; None for Triton's chain of hooks that holds none, which would be called all the same."""
+    return hook if getattr(hook, "calls", True) else None
+
+
+def bind(
+    kernel: Kernel, grid: tuple[int], arguments: Mapping[str, object], order: tuple[str, ...], scratch: int | None
+) -> Bound:
+    """The launch `kernel.launch(grid, arguments)`, ready for tensors that lie elsewhere.
+
+    Args:
+        order: names of the arguments whose addresses a launch takes, in its order. The descriptor of argument `name`
+            goes by the address of `name`_ptr.
+        scratch: int32 numbers that scratch_ptr needs; None where the kernel has no such argument.
+    """
+    direct = _Direct.of(kernel)
+    flat: list[object] = []
+    pointers: list[tuple[int, int]] = []
+    maps: list[tuple[int, int, _Maps]] = []
+    room = None
+    for name in kernel.module.SIGNATURE:
+        given = arguments.get(name)
+        if isinstance(given, Descriptor):
+            encode = direct.encoder(len(maps)) if direct else None
+            maps.append((len(flat), order.index(f"{name}_ptr"), _Maps(given, encode)))
+            flat += [None, *given.shape, *given.strides] if direct else [None]
+            continue
+        if name in order:
+            pointers.append((len(flat), order.index(name)))
+            if name == "scratch_ptr" and scratch is not None:
+                room = len(flat), order.index(name), scratch
+        flat.append(None if name in order else given)
+    compiled = kernel.compiled
+    settings: tuple[object, ...] = compiled.function, compiled.packed_metadata
+    if direct:
+        settings = compiled.function, direct.cooperative, direct.dependent, None, None, compiled.packed_metadata
+    return Bound(
+        compiled=compiled,
+        launch=direct.launch if direct else compiled.run,
+        settings=settings,
+        index=kernel.device.index,
+        grid=(*grid, 1, 1),
+        arguments=flat,
+        pointers=tuple(pointers),
+        maps=tuple(maps),
+        scratch=room,
+        device_of=getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
+        stream_of=driver.active.get_current_stream,
+    )
+
+
+# --- Triton's launcher ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Direct:
+    """What Triton 3.6 wraps: a C function that takes encoded descriptors, each with its shape and strides behind it."""
+
+    launch: Callable[..., object]
+    cooperative: bool
+    dependent: bool
+    encode: Callable[[Descriptor, Any], list[Any]] | None  # (descriptor, facts) -> [encoded, *shape, *strides]
+    facts: list[Any]  # how each descriptor is to be encoded, by its place among them
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> _Direct | None:
+        """None where the installed Triton's launcher does not look like that, or allocates memory of its own."""
+        launcher = kernel.compiled.run
+        try:
+            if launcher.global_scratch_size or launcher.profile_scratch_size:
+                return None
+            launch, encode, facts = launcher.launch, None, []
+            if hasattr(kernel.module, "DESCRIPTORS"):
+                inside = inspect.getclosurevars(launch)
+                launch, facts = inside.nonlocals["launcher"], inside.nonlocals["tensordesc_meta"]
+                encode = inside.globals["make_tensordesc_arg"]
+                if None in facts:
+                    return None
+            return cls(
+                launch=launch,
+                cooperative=launcher.launch_cooperative_grid,
+                dependent=launcher.launch_pdl,
+                encode=encode,
+                facts=list(facts),
+            )
+        except (AttributeError, KeyError, TypeError):
+            return None
+
+    def encoder(self, place: int) -> Callable[[Descriptor], Any]:
+        """What encodes the descriptor at a place among them."""
+        encode, facts = self.encode, self.facts[place]
+        assert encode is not None
+        return lambda descriptor: encode(descriptor, facts)[0]
+
+
+class _Maps(dict[int, Any]):
+    """Address -> what a launch takes for the descriptor of a tensor there, made when it is first asked for."""
+
+    __slots__ = ("__weakref__", "descriptor", "encode")
+
+    def __init__(self, descriptor: Descriptor, encode: Callable[[Descriptor], Any] | None) -> None:
+        super().__init__()
+        self.descriptor, self.encode = descriptor, encode
+
+    def __missing__(self, address: int) -> Any:
+        here = replace(self.descriptor, address=address)
+        made = here if self.encode is None else self.encode(here)
+        with _writing:
+            if len(_filled) >= MOST_MAPS:  # calls on ever new addresses, or ever new shapes
+                for maps in {id(maps): maps for maps in _filled}.values():
+                    maps.clear()
+                _filled.clear()
+            _filled.append(self)
+            self[address] = made
+        return made
+
+
+# --- scratch ----------------------------------------------------------------------------------------------------------
+
+
+def _room(index: int, stream: int, size: int) -> Tensor:
+    """int32 numbers for a launch on this stream of the current device, of which those that must be 0 are.
+
+    A launch leaves zeros where it found some, and a stream runs one launch after the other, so that all of its launches
+    share a room, whichever threads they come from. One that is outgrown or dropped goes back to PyTorch's allocator,
+    which hands it out again in the order of the stream, as it does with every tensor: what PyTorch takes for one stream
+    because its handle is the same is one stream here too. A graph that is being captured may be replayed anywhere, so
+    that each of its launches has a room of its own, with a memset before it, in the memory that belongs to the graph.
+    """
+    if stream == _OF_EACH_THREAD or torch.cuda.is_current_stream_capturing():
+        return _zeros(size, index)
+    room = _rooms.get((index, stream))
+    if room is None or len(room) < size:
+        room = _zeros(max(LEAST_ROOM, 1 << (size - 1).bit_length()), index)
+        with _writing:
+            while len(_rooms) >= MOST_ROOMS:
+                del _rooms[next(iter(_rooms))]
+            _rooms[index, stream] = room
+    return room
+
+
+def _zeros(size: int, index: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", index))
+
+
+_filled: list[_Maps] = []  # one for each encoded descriptor: where it is
+_rooms: dict[tuple[int, int], Tensor] = {}
+_writing = threading.Lock()
