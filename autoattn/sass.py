@@ -10,6 +10,8 @@ it). The loops over keys are the innermost ones that hold a matrix product and a
 from its head back to its head; where it can branch (a mask that only some blocks need, a rescale that only some blocks
 need) the lightest and the heaviest path through both a product and an exp2 are read. Then:
 
+- loops around a loop of its own that loads from memory are left out when others are not: they are the second chance
+  that adds values key by key, where these may be NaN or infinite;
 - loops that track a running maximum (FMNMX) are left out when another loop does not: they are the second chance of the
   `first_max` softmax, which runs when a tile overflowed;
 - `loop` is the lightest path of the loop with the fewest masking instructions (ISETP, FSEL and their kin);
@@ -354,6 +356,10 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
     passes = []
     loops = _natural_loops(after, order, parent)
     holding = {h: b for h, b in loops.items() if any(_passes(h, b, blocks, after, order))}
+    loading = [body for body in loops.values() if any(_loads(blocks[block]) for block in body)]
+    seldom = {head for head, body in holding.items() if any(inner < body for inner in loading)}
+    if len(seldom) < len(holding):
+        holding = {head: body for head, body in holding.items() if head not in seldom}
     for head in sorted(holding):
         if not any(other != head and holding[other] < holding[head] for other in holding):
             passes.append(_passes(head, holding[head], blocks, after, order))
@@ -366,6 +372,10 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
     # A mask selects once per score, and each score has an exp2.
     masks = _masking(masked) - _masking(plain) > masked.count("MUFU.EX2") / 2
     return plain, masked if masks else []
+
+
+def _loads(names: list[str]) -> bool:
+    return any(name.partition(".")[0] == "LDG" for name in names)
 
 
 def _masking(names: list[str]) -> int:
