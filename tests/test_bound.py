@@ -1,0 +1,216 @@
+"""Bound launches: what reaches the C function beneath Triton's launcher, descriptors encoded once, and the scratch.
+
+There is no card here: the C function and the encoder only note what they get.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import kernels
+import pytest
+import torch
+import triton
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+from autoattn import bound, compile, inputs, profiles, render, space
+from autoattn.bound import Bound
+from autoattn.compile import Descriptor, Kernel
+from autoattn.ops import forward
+from autoattn.ops.forward import POINTERS
+from autoattn.variant import Variant
+
+TEMPLATE = "gluon/forward"
+H200 = profiles.named("h200")
+GRID = (5, 1, 1)
+FACTS = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+ADDRESSES = (16, 32, 48, 64, 80, 96, 0, 0)
+
+
+class Card:
+    """Stands in for the driver: encodes to a tuple of what it is given, and notes what is launched."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.encoded: list[tuple[Any, ...]] = []
+        self.stream = 7
+        self.utils = SimpleNamespace(fill_tma_descriptor=self.encode)
+
+    def encode(self, *given: Any) -> tuple[Any, ...]:
+        self.encoded.append(given)
+        return ("encoded", *given)
+
+    def launch(self, *given: Any) -> None:
+        self.launched.append(given)
+
+    def get_current_stream(self, index: int) -> int:
+        return self.stream
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    here = Card()
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(here)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(bound, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(bound, "_rooms", {})
+    monkeypatch.setattr(bound, "_filled", [])
+    monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
+    yield here
+    triton.runtime.driver._active = before
+
+
+def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
+    """A Gluon kernel beneath the installed Triton's own wrapper, and a call's arguments."""
+    one = kernels.problem(head_dim=64, seq_q=256, seq_kv=256, mask="causal", batch=1, heads_q=2, heads_kv=2)
+    variant = Variant.of(TEMPLATE, space.load(TEMPLATE).default(one, H200).as_dict() | {"schedule": "dynamic"})
+    module = compile.load_module(render.render(one, variant))
+    signature = dict(enumerate(module.SIGNATURE.values()))
+    facts: dict[str, Any] = {
+        "launch": wrap_handle_tensordesc(card.launch, signature, [FACTS] * len(module.DESCRIPTORS)),
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+        "launch_cooperative_grid": False,
+        "launch_pdl": False,
+    }
+    compiled = SimpleNamespace(
+        run=SimpleNamespace(**facts | launcher),
+        function="function",
+        packed_metadata="metadata",
+        launch_metadata=lambda grid, stream, *given: "facts",
+    )
+    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    made = Kernel(source=None, module=module, compiled=compiled, device=torch.device("cuda", 0), sm_count=4)  # type: ignore[arg-type]
+    return made, forward._arguments(made, one, operands, forward.empty_output(one, operands.query), None)
+
+
+def bind(card: Card, **launcher: Any) -> Bound:
+    made, arguments = kernel(card, **launcher)
+    return bound.bind(made, (5,), arguments, POINTERS, 300)
+
+
+def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> None:
+    made, arguments = kernel(card)
+    moved = {
+        name: Descriptor(address=ADDRESSES[POINTERS.index(f"{name}_ptr")], shape=one.shape, strides=one.strides)
+        for name, one in arguments.items()
+        if isinstance(one, Descriptor)
+    }
+    moved |= {name: address for name, address in zip(POINTERS, ADDRESSES, strict=True) if address}
+    ordered = [(arguments | moved)[name] for name in made.module.SIGNATURE]
+    settings = ("function", False, False, None, None, "metadata", None, None, None)
+    made.compiled.run.launch(*GRID, 7, *settings, *ordered)
+    bound.bind(made, (5,), arguments, POINTERS, 300)(ADDRESSES)
+    by_triton, by_us = card.launched
+    assert by_us == by_triton
+    assert len(card.encoded) == 2 * len(made.module.DESCRIPTORS)
+
+
+def test_a_descriptor_is_encoded_once_for_an_address(card: Card) -> None:
+    launch = bind(card)
+    for addresses in (ADDRESSES, ADDRESSES, (160, *ADDRESSES[1:]), ADDRESSES):
+        launch(addresses)
+    assert [given[0] for given in card.encoded] == [16, 32, 48, 64, 160]
+    assert card.launched[0] == card.launched[1] == card.launched[3]
+
+
+def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound, "MOST_MAPS", 10)
+    launches = [bind(card) for _ in range(3)]
+    for step in range(20):
+        for launch in launches:
+            launch((16 * step, *ADDRESSES[1:]))
+            assert card.launched[-1][13][1] == 16 * step
+            assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound._filled) <= 10
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [{"global_scratch_size": 8}, {"launch": lambda *given: None}, {"launch": print}],
+    ids=["memory of its own", "another wrapper", "no wrapper"],
+)
+def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card, launcher: dict[str, Any]) -> None:
+    made, arguments = kernel(card, **launcher)
+    seen: list[tuple[Any, ...]] = []
+    made.compiled.run = type("Run", (SimpleNamespace,), {"__call__": lambda self, *given: seen.append(given)})(
+        **vars(made.compiled.run)
+    )
+    bound.bind(made, (5,), arguments, POINTERS, 300)(ADDRESSES)
+    assert seen[0][:8] == (*GRID, 7, "function", "metadata", None, None)
+    assert [one.address for one in seen[0] if isinstance(one, Descriptor)] == [16, 32, 48, 64]
+    assert len(seen[0]) == 9 + len(made.module.SIGNATURE)
+
+
+def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enter(facts: object) -> None: ...
+
+    launch = bind(card)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", enter)
+    launch(ADDRESSES)
+    assert card.launched[0][10:13] == ("facts", enter, None)
+
+
+# --- scratch ----------------------------------------------------------------------------------------------------------
+
+
+def taken(card: Card, launch: Bound) -> int:
+    """The address of the scratch that a launch takes by itself."""
+    launch((*ADDRESSES[:5], 0, 0, 0))
+    (place, _, _) = launch.scratch or (0, 0, 0)
+    return card.launched[-1][13 + place]
+
+
+def test_launches_on_a_stream_share_a_scratch_and_others_have_their_own(card: Card) -> None:
+    one, other = bind(card), bind(card)
+    first = taken(card, one)
+    assert taken(card, other) == first
+    card.stream = 8
+    second = taken(card, one)
+    card.stream = 7
+    assert second != first == taken(card, one)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(taken(card, other)))
+    thread.start()
+    thread.join()
+    assert found == [first], "a stream runs one launch after the other, whichever threads they come from"
+
+
+def test_a_scratch_grows_and_is_zeroed_only_when_it_is_new(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    zeros = bound._zeros
+    monkeypatch.setattr(bound, "_zeros", lambda size, index: (made.append(size), zeros(size, index))[1])
+    for size in (300, 4096, 4097, 300, 8192):
+        assert len(bound._room(0, 7, size)) >= size
+    assert made == [4096, 8192]
+
+
+def test_a_call_that_brings_its_own_scratch_keeps_it(card: Card) -> None:
+    launch = bind(card)
+    launch(ADDRESSES)
+    assert launch.scratch is not None
+    assert card.launched[0][13 + launch.scratch[0]] == 96
+    assert bound._rooms == {}
+
+
+@pytest.mark.parametrize("why", ["captured", "the stream of each thread"])
+def test_a_launch_that_may_overlap_others_of_its_stream_has_zeros_of_its_own(
+    why: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = 7 if why == "captured" else 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
+    rooms = [bound._room(0, stream, 300) for _ in range(2)]
+    assert rooms[0].data_ptr() != rooms[1].data_ptr()
+    assert bound._rooms == {}
+    assert not rooms[0].any()
+
+
+def test_streams_without_end_do_not_keep_a_scratch_each(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound, "MOST_ROOMS", 3)
+    for stream in range(10, 20):
+        bound._room(0, stream, 300)
+    assert [*bound._rooms] == [(0, 17), (0, 18), (0, 19)]

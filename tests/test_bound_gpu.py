@@ -1,0 +1,107 @@
+"""The scratch that launches on a stream share, on a Hopper card: zeroed by each launch, and never used by two at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functional_calls_gpu import no_shipped_cache, normal  # noqa: F401 - a fixture
+from torch import Tensor
+
+import autoattn
+from autoattn import bound, gpu
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL: dict[str, Any] = {"causal": True}
+
+
+@pytest.fixture(autouse=True)
+def hopper(no_shipped_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
+    card = gpu.present()
+    if card is None or card.arch != 90:
+        pytest.skip("needs a Hopper card: only its kernels have a scratch")
+    monkeypatch.setattr(bound, "_rooms", {})
+
+
+def three(*, trips: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Enough tiles for programs that take turns; with `trips`, most of them are computed again."""
+    query, key, value = (normal(2, 8, 4096, 128, dtype=torch.bfloat16) for _ in range(3))
+    if trips:
+        key[:, :, :1024] *= 20.0
+    variant = autoattn.explain(query, key, value, causal=True).variant
+    assert variant is not None
+    assert (variant.template, variant["schedule"], variant["softmax"]) == ("gluon/forward", "dynamic", "first_max")
+    return query, key, value
+
+
+def prepared_call(*, trips: bool = False) -> tuple[Callable[[], Tensor], Tensor]:
+    """A call that was prepared, and its answer."""
+    tensors = three(trips=trips)
+    wanted = autoattn.attention(*tensors, **CAUSAL)
+    assert torch.equal(autoattn.attention(*tensors, **CAUSAL), wanted)
+    torch.cuda.synchronize()
+    return lambda: autoattn.attention(*tensors, **CAUSAL), wanted
+
+
+@pytest.mark.parametrize("trips", [False, True])
+def test_each_launch_leaves_the_counters_at_zero(trips: bool) -> None:
+    call, wanted = prepared_call(trips=trips)
+    for _ in range(50):
+        assert torch.equal(call(), wanted)
+    (room,) = bound._rooms.values()
+    assert room[:2].tolist() == [0, 0]
+
+
+def test_streams_run_at_once_and_each_has_its_own() -> None:
+    (call, wanted), (other, of_other) = prepared_call(), prepared_call(trips=True)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found: list[tuple[Tensor, Tensor]] = []
+    for _ in range(20):
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found.append((call(), wanted) if number % 2 else (other(), of_other))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, right) for one, right in found)
+    assert len(bound._rooms) == 1 + len(streams)
+
+
+def test_threads_may_share_a_stream() -> None:
+    calls = [prepared_call(trips=bool(number % 2)) for number in range(4)]
+    shared, wrong = torch.cuda.Stream(), []
+
+    def work(number: int) -> None:
+        call, wanted = calls[number]
+        with torch.cuda.stream(shared):
+            for _ in range(50):
+                if not torch.equal(call(), wanted):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_graphs_are_replayed_beside_one_another_and_beside_calls() -> None:
+    (call, wanted), (other, of_other) = prepared_call(), prepared_call(trips=True)
+    graphs, outputs = [], []
+    for one in (call, other, call):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append([one() for _ in range(3)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        assert torch.equal(call(), wanted)
+    torch.cuda.synchronize()
+    for made, right in zip(outputs, (wanted, of_other, wanted), strict=True):
+        assert all(torch.equal(one, right) for one in made)
