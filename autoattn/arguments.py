@@ -30,7 +30,7 @@ AXES = {
 }
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
 NUMERICS = "AUTOATTN_NUMERICS"  # the environment's variable
-# Each call asks for it, and os.environ takes 2 us to turn a name and a value into bytes and back; CPython keeps both here.
+# Each call asks for it, and os.environ takes 2 us to turn names into bytes and back; CPython keeps the bytes here.
 _ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _NUMERICS = os.environ.encodekey(NUMERICS) if _ENVIRONMENT is not os.environ else NUMERICS
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}

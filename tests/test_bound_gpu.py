@@ -1,4 +1,4 @@
-"""The scratch that launches on a stream share, on a Hopper card: zeroed by each launch, and never used by two at once."""
+"""The scratch that launches on a stream share, on a Hopper card: zeroed by each launch, never used by two at once."""
 
 from __future__ import annotations
 
