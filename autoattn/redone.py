@@ -49,7 +49,7 @@ def counting_redone() -> Iterator[Redone]:
     A tile is computed again where a kept maximum (`softmax: first_max`) was outgrown, or where a NaN or infinity may
     have reached rows that do not see it. Kernels of the Gluon template for Hopper say so; those of the plain Triton
     template do it inside the tile's own program and cannot be counted, nor is PyTorch's attention: they add no tiles.
-    What a CUDA graph captures is not counted. Each launch keeps 4 bytes a tile until the count is dropped.
+    What a CUDA graph captures is not counted. Each launch keeps up to 12 bytes a tile until the count is dropped.
     """
     count, thread = Redone(), threading.get_ident()
     counting[thread] = (*counting.get(thread, ()), count)
