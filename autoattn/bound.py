@@ -65,7 +65,7 @@ class Bound:
             place, number, size = self.scratch
             if not addresses[number]:
                 room = _room(self.index, stream, size)  # held until the launch is in the stream
-                arguments[place] = room.data_ptr()
+                arguments[place] = room.address
         hooks = triton.knobs.runtime
         enter, leave = _set(hooks.launch_enter_hook), _set(hooks.launch_exit_hook)
         facts = None if enter is leave is None else self.compiled.launch_metadata(self.grid, stream, *arguments)
@@ -192,7 +192,19 @@ class _Maps(dict[int, Any]):
 # --- scratch ----------------------------------------------------------------------------------------------------------
 
 
-def _room(index: int, stream: int, size: int) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Room:
+    tensor: Tensor
+    size: int
+    address: int
+
+    @classmethod
+    def of(cls, size: int, index: int) -> _Room:
+        tensor = _zeros(size, index)
+        return cls(tensor=tensor, size=size, address=tensor.data_ptr())
+
+
+def _room(index: int, stream: int, size: int) -> _Room:
     """int32 numbers for a launch on this stream of the current device, of which those that must be 0 are.
 
     A launch leaves zeros where it found some, and a stream runs one launch after the other, so that all of its launches
@@ -202,10 +214,10 @@ def _room(index: int, stream: int, size: int) -> Tensor:
     that each of its launches has a room of its own, with a memset before it, in the memory that belongs to the graph.
     """
     if stream == _OF_EACH_THREAD or torch.cuda.is_current_stream_capturing():
-        return _zeros(size, index)
+        return _Room.of(size, index)
     room = _rooms.get((index, stream))
-    if room is None or len(room) < size:
-        room = _zeros(max(LEAST_ROOM, 1 << (size - 1).bit_length()), index)
+    if room is None or room.size < size:
+        room = _Room.of(max(LEAST_ROOM, 1 << (size - 1).bit_length()), index)
         with _writing:
             while len(_rooms) >= MOST_ROOMS:
                 del _rooms[next(iter(_rooms))]
@@ -218,5 +230,5 @@ def _zeros(size: int, index: int) -> Tensor:
 
 
 _filled: list[_Maps] = []  # one for each encoded descriptor: where it is
-_rooms: dict[tuple[int, int], Tensor] = {}
+_rooms: dict[tuple[int, int], _Room] = {}
 _writing = threading.Lock()

@@ -53,7 +53,7 @@ def test_each_launch_leaves_the_counters_at_zero(trips: bool) -> None:
     for _ in range(50):
         assert torch.equal(call(), wanted)
     (room,) = bound._rooms.values()
-    assert room[:2].tolist() == [0, 0]
+    assert room.tensor[:2].tolist() == [0, 0]
 
 
 def test_streams_run_at_once_and_each_has_its_own() -> None:
