@@ -23,6 +23,7 @@ Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is 
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
 MOST_ROOMS = 256  # streams with a scratch
 LEAST_ROOM = 4096  # numbers
+_KNOWN = "3.6."  # Triton whose launcher is written out below; others changed its order of arguments
 _OF_EACH_THREAD = 2  # cudaStreamPerThread, one handle for the streams of all threads
 
 
@@ -140,6 +141,8 @@ class _Direct:
     def of(cls, kernel: Kernel) -> _Direct | None:
         """None where the installed Triton's launcher does not look like that, or allocates memory of its own."""
         launcher = kernel.compiled.run
+        if not triton.__version__.startswith(_KNOWN):
+            return None
         try:
             if launcher.global_scratch_size or launcher.profile_scratch_size:
                 return None

@@ -146,6 +146,12 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
     assert len(seen[0]) == 9 + len(made.module.SIGNATURE)
 
 
+def test_another_triton_is_not_called_past_its_launcher(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    made, arguments = kernel(card)
+    assert bound.bind(made, (5,), arguments, POINTERS, 300).launch is made.compiled.run
+
+
 def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(facts: object) -> None: ...
 
