@@ -69,8 +69,8 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
         return _by_pytorch(planned, problem, operands, lse)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
-    flags = forward.launch(planned.kernel, problem, operands, output, sums)
-    if redone.counting and flags is not None:
+    flags = forward.launch(planned.kernel, problem, operands, output, sums, counting=bool(redone.counting))
+    if flags is not None:
         redone.note(flags)
     return output, sums
 

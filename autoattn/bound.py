@@ -23,7 +23,7 @@ Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is 
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
 MOST_ROOMS = 256  # streams with a scratch
 LEAST_ROOM = 4096  # numbers
-_KNOWN = "3.6."  # Triton whose launcher is written out below; others changed its order of arguments
+_KNOWN = "3.6."  # Triton whose C function is called below with its arguments in their order; others may have another
 _OF_EACH_THREAD = 2  # cudaStreamPerThread, one handle for the streams of all threads
 
 
@@ -195,6 +195,12 @@ class _Maps(dict[int, Any]):
 # --- scratch ----------------------------------------------------------------------------------------------------------
 
 
+def scratch(index: int, size: int) -> Tensor:
+    """int32 numbers for one launch on the current stream of a device, of which those that must be 0 are."""
+    with torch.cuda.device(index):
+        return _room(index, driver.active.get_current_stream(index), size).tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Room:
     tensor: Tensor
@@ -208,7 +214,7 @@ class _Room:
 
 
 def _room(index: int, stream: int, size: int) -> _Room:
-    """int32 numbers for a launch on this stream of the current device, of which those that must be 0 are.
+    """The scratch of a launch on this stream of the current device.
 
     A launch leaves zeros where it found some, and a stream runs one launch after the other, so that all of its launches
     share a room, whichever threads they come from. One that is outgrown or dropped goes back to PyTorch's allocator,

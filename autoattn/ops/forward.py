@@ -57,23 +57,38 @@ def empty_output(problem: Problem, query: Tensor) -> Tensor:
     return query.new_empty(batch, seq, heads, problem.head_dim_v, dtype=dtype).transpose(1, 2)
 
 
-def launch(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Tensor | None:
+def launch(
+    kernel: Kernel,
+    problem: Problem,
+    operands: Operands,
+    output: Tensor,
+    lse: Tensor | None,
+    *,
+    counting: bool = False,
+) -> Tensor | None:
     """Runs the kernel on the current stream of the tensors' device.
 
     Args:
         output: [batch, heads_q, seq_q, head_dim_v] view
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
 
+        counting: give the launch a scratch that nobody else writes to later.
+
     Returns:
-        [tiles] int32, 1 where a tile was computed again; None where a kernel does not say.
+        [tiles] int32, 1 where a tile was computed again; None where a kernel does not say, or nobody counts.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
     size = scratch_size(kernel, problem, operands.query)
-    room = None if size is None else operands.query.new_zeros(size, dtype=torch.int32)
+    if size is None:
+        room = None
+    elif counting or kernel.device.type != "cuda":
+        room = operands.query.new_zeros(size, dtype=torch.int32)
+    else:
+        room = bound.scratch(kernel.device.index, size)
     arguments["scratch_ptr"] = room
     kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
-    return room[FLAGS : FLAGS + number] if room is not None and number else None
+    return room[FLAGS : FLAGS + number] if counting and room is not None and number else None
 
 
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:
