@@ -132,15 +132,16 @@ def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
 class _Kernel:
     """An answer by a kernel of ours."""
 
-    shape: torch.Size  # of the output
-    lse_shape: torch.Size | None
+    # Sizes and strides. PyTorch takes twice as long to make a tensor of a torch.Size, or of sizes alone.
+    output: tuple[tuple[int, ...], tuple[int, ...]]
+    lse: tuple[tuple[int, ...], tuple[int, ...]] | None
     scratch: int  # numbers
     tiles: int  # of which the scratch says whether they were computed again
     launch: Bound
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
-        output = query.new_empty(self.shape)  # in the dtype of the query: other calls are not prepared
-        lse = None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
+        output = query.new_empty_strided(*self.output)  # in the dtype of the query: other calls are not prepared
+        lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=torch.float32)
         counted = self.tiles and redone.counting  # then nobody else may have the scratch later
         scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
         addresses = (  # in the order of forward.POINTERS
@@ -164,8 +165,8 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
         return None
     query = call.operands.query
     return _Kernel(
-        shape=output.shape,
-        lse_shape=None if lse is None else lse.shape,
+        output=(tuple(output.shape), output.stride()),
+        lse=None if lse is None else (tuple(lse.shape), lse.stride()),
         scratch=forward.scratch_size(kernel, call.problem, query) or 0,
         tiles=forward.tiles(kernel, call.problem, query),
         launch=forward.bind(kernel, call.problem, call.operands, *made),
