@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,21 @@ def device(name: str) -> Device:
 
 
 # --- what compiles ----------------------------------------------------------------------------------------------------
+
+
+def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> None:
+    # Triton gives the room of a barrier that nobody uses any more to other data. Shared memory where a barrier was made
+    # must hold nothing else before it is dropped (PTX, mbarrier.init): the card lost tiles when it switched processes.
+    for softmax in ("vote", "first_max"):
+        for schedule in ("one_tile", "dynamic"):
+            one = problem(head_dim=128, mask="causal")
+            output = {"query_stages": 1} | ({"output_buffer": "shared"} if schedule == "one_tile" else {})
+            text = source(one, softmax=softmax, schedule=schedule, slot_release="named", **output).text
+            made = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
+            dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
+            assert made == dropped
+            assert len(made) == (8 if schedule == "dynamic" else 6)
+            assert "    drop_barriers(" in text[text.rindex("gl.warp_specialize(") :]
 
 
 @pytest.mark.slow
