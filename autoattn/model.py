@@ -328,14 +328,18 @@ def _work(
     problem: Problem, device: Device, params: Mapping[str, Value], report: StaticReport, constants: Constants
 ) -> _Work:
     mask_loop = str(params["mask_loop"]) if report.masked_loop else "every"
-    plain, masked = waves.key_blocks(problem, int(params["BLOCK_M"]), int(params["BLOCK_N"]), mask_loop)
+    together, splits = _together(problem, params), int(params.get("SPLITS", 1))
+    plain, masked = waves.key_blocks(problem, int(params["BLOCK_M"]), int(params["BLOCK_N"]), mask_loop, together)
+    if splits > 1:
+        plain, masked = waves.shared(plain, masked, splits)
     first, second = (
         demand(problem, device, params, loop, report.num_warps, constants)
         for loop in (report.loop, report.masked_loop or report.loop)
     )
     return _Work(
-        heads=waves.heads_of(problem), plain=plain, masked=masked, costs=(first, second),
-        setup=_setup(params, report, constants), warps=report.num_warps, constants=constants,
+        heads=waves.heads_of(problem, together), plain=plain, masked=masked, costs=(first, second),
+        setup=_setup(params, report, constants) + _adding_up(problem, params, constants),
+        warps=report.num_warps, constants=constants,
     )  # fmt: skip
 
 
@@ -371,16 +375,30 @@ def _setup(params: Mapping[str, Value], report: StaticReport, constants: Constan
     return constants.load_latency * (2 + loops + again)
 
 
+def _together(problem: Problem, params: Mapping[str, Value]) -> int:
+    """Query heads whose rows are dealt out as those of one head."""
+    return problem.group_size if params.get("PACK_GQA") else 1
+
+
+def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constants) -> float:
+    """Cycles of the program that adds up what those that share its tile left: it writes one part and reads all."""
+    splits = int(params.get("SPLITS", 1))
+    if splits == 1:
+        return 0.0
+    part = int(params["BLOCK_M"]) * (_widths(problem, params)[1] + 2) * 4
+    return (1 + splits) * part / 64 + 3 * constants.load_latency
+
+
 def _memory_seconds(
     problem: Problem, device: Device, params: Mapping[str, Value], blocks: waves.Array, slots: int, hertz: float
 ) -> dict[str, float]:
     """Seconds that the L2 and the DRAM take to deliver keys and values, and DRAM the rest."""
-    heads, tiles = waves.heads_of(problem), len(blocks)
+    heads, tiles = waves.heads_of(problem, _together(problem, params)), len(blocks)
     read = float(blocks.sum()) * heads * _key_bytes(problem, params)
     group = min(int(params["HEAD_GROUP"]) or heads, heads)
     # Heads at work at once, and how many tiles that run together want the same keys.
     at_work = min(heads, max(1.0, slots / (group * tiles)) * group, slots)
-    apart = max(1.0, at_work / problem.group_size)
+    apart = max(1.0, at_work * _together(problem, params) / problem.group_size)
     keys = _keys_at_work(problem, int(params["BLOCK_M"]), min(tiles, slots / at_work))
     working_set = apart * keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     missing = max(0.0, 1 - device.l2_bytes / working_set)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import arguments, redone, rivals
+from autoattn import arguments, arrivals, redone, rivals
 from autoattn.arguments import Call
 from autoattn.bound import Bound
 from autoattn.compile import Kernel
@@ -137,6 +137,7 @@ class _Kernel:
     lse: tuple[tuple[int, ...], tuple[int, ...]] | None
     scratch: int  # numbers
     tiles: int  # of which the scratch says whether they were computed again
+    shared: tuple[int, int] | None  # numbers of arrivals and of partial results
     launch: Bound
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
@@ -144,6 +145,8 @@ class _Kernel:
         lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=torch.float32)
         counted = self.tiles and redone.counting  # then nobody else may have the scratch later
         scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
+        counters = None if self.shared is None else arrivals.room(query.device, self.shared[0])
+        partials = None if self.shared is None else query.new_empty(self.shared[1], dtype=torch.float32)
         addresses = (  # in the order of forward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
@@ -151,6 +154,8 @@ class _Kernel:
             output.data_ptr(),
             0 if lse is None else lse.data_ptr(),
             0 if scratch is None else scratch.data_ptr(),
+            0 if counters is None else counters.data_ptr(),
+            0 if partials is None else partials.data_ptr(),
             *(tensor.data_ptr() for tensor in offsets),
         )
         self.launch(addresses)
@@ -169,6 +174,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
         lse=None if lse is None else (tuple(lse.shape), lse.stride()),
         scratch=forward.scratch_size(kernel, call.problem, query) or 0,
         tiles=forward.tiles(kernel, call.problem, query),
+        shared=forward.shared_sizes(kernel, call.problem, query),
         launch=forward.bind(kernel, call.problem, call.operands, *made),
     )
 

@@ -34,7 +34,10 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
         raise CompileError(reason)
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
-        _facts(problem, variant, traits), problem=_kind(problem), variant=variant, **variant.as_dict()
+        _facts(problem, variant, traits),
+        problem=_kind(problem),
+        variant=variant,
+        **space.load(variant.template).params_of(variant),
     )
     return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import random
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import metadata
 from typing import Annotated
@@ -36,6 +36,7 @@ FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS))  # what ru
 class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
     choices: Annotated[list[int | str], msgspec.Meta(min_length=1)]
     about: Annotated[str, msgspec.Meta(min_length=1)]
+    implied: int | str | None = None
 
 
 class _Requirement(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,6 +81,9 @@ class SearchSpace:
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
     step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
+    # What a variant has that does not state a parameter. It states none at this value, so that kernels that are older
+    # than the parameter keep their names and texts.
+    implied: dict[str, Value] = field(default_factory=dict)
 
     def why_infeasible(self, variant: Variant, problem: Problem, device: Device) -> str | None:
         """The first rule that the variant breaks, in words; None when it breaks none.
@@ -87,8 +91,8 @@ class SearchSpace:
         Raises:
             SpaceError: the variant is not a point of this space.
         """
-        params = variant.as_dict()
-        self.check(params)
+        self.check(variant.as_dict())
+        params = self.params_of(variant)
         if (reason := self.why_unavailable()) is not None:
             return reason
         facts = self._with_names({**facts_of(problem, device), **params})
@@ -106,6 +110,15 @@ class SearchSpace:
             f"{self.template} is written for Triton {releases}, whose language moves, and this is {installed_triton()}"
         )
 
+    def variant(self, params: Mapping[str, Value]) -> Variant:
+        """The variant with these parameters, which states none that is implied."""
+        stated = {name: value for name, value in params.items() if self.implied.get(name) != value}
+        return Variant.of(self.template, stated)
+
+    def params_of(self, variant: Variant) -> dict[str, Value]:
+        """All parameters of a variant, stated or implied."""
+        return {**self.implied, **variant.as_dict()}
+
     def holds(self, params: Mapping[str, Value]) -> bool:
         """Whether `params` is a point of this space; one that was tuned in another may not be."""
         try:
@@ -115,9 +128,9 @@ class SearchSpace:
         return True
 
     def check(self, params: Mapping[str, Value]) -> None:
-        """Checks that `params` names every parameter once and takes each value from its choices."""
-        if set(params) != set(self.choices):
-            wrong = ", ".join(sorted(set(params) ^ set(self.choices)))
+        """Checks that `params` names every parameter that is not implied, and takes each value from its choices."""
+        if set(params) | set(self.implied) != set(self.choices):
+            wrong = ", ".join(sorted((set(params) | set(self.implied)) ^ set(self.choices)))
             raise SpaceError(
                 f"a variant of {self.template} sets {', '.join(self.choices)}, got {wrong!r:.200} amiss; correct it"
             )
@@ -144,8 +157,8 @@ class SearchSpace:
         facts = facts_of(problem, device)
         found = []
         for when, params in self.seeds:
-            if when(self._with_names({**facts, **params})):
-                variant = Variant.of(self.template, params)
+            if when(self._with_names({**facts, **self.implied, **params})):
+                variant = self.variant(params)
                 if variant not in found and self.why_infeasible(variant, problem, device) is None:
                     found.append(variant)
         return found
@@ -158,7 +171,7 @@ class SearchSpace:
         """
         found = self.seeds_for(problem, device)
         if not found:
-            last = Variant.of(self.template, self.seeds[-1][1])
+            last = self.variant(self.seeds[-1][1])
             reason = self.why_infeasible(last, problem, device) or "its last seed does not speak of it"
             raise SpaceError(
                 f"{self.template} must have a feasible seed to run {problem} on {device.name}, but {reason}; choose "
@@ -192,7 +205,7 @@ class SearchSpace:
     ) -> Iterator[Variant]:
         depth = len(chosen)
         if depth == len(order):
-            yield Variant.of(self.template, chosen)
+            yield self.variant(chosen)
             return
         name = order[depth]
         values = list(self.choices[name])
@@ -299,6 +312,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         _define(name, known)
         if len(set(parameter.choices)) != len(parameter.choices):
             raise SpaceError(f"the choices of {name} must differ, got {parameter.choices}; remove the double")
+    implied = {name: one.implied for name, one in file.parameters.items() if one.implied is not None}
     let = []
     for name, text in file.let.items():
         let.append((name, _rule(text, known)))  # a let builds on those before it
@@ -314,8 +328,10 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
         fixed=dict(file.fixed),
+        implied=implied,
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
+    space.check({**{name: values[0] for name, values in space.choices.items()}, **space.implied})
     for _, params in space.seeds:
         space.check(params)
     return space

@@ -149,7 +149,7 @@ class Study:
 
     def _frozen(self, trial: Trial, attributes: dict[str, Any]) -> optuna.trial.FrozenTrial:
         return create_trial(
-            params=trial.variant.as_dict(),
+            params=self.space.params_of(trial.variant),
             distributions=dict(self._distributions),
             value=_value(trial),
             user_attrs=attributes,
@@ -158,7 +158,7 @@ class Study:
     def _sampled(self) -> Variant | None:
         for _ in range(ATTEMPTS):
             asked = self._live.ask(dict(self._distributions))
-            variant = Variant.of(self.space.template, asked.params)
+            variant = self.space.variant(asked.params)
             if variant in self._pending:
                 self._live.tell(asked, state=TrialState.FAIL)
                 continue
@@ -191,9 +191,9 @@ class Study:
     def _neighbours(self) -> Iterator[Variant]:
         """Feasible variants that differ from a trial in one parameter: the fastest trial's first, in random order."""
         for trial in sorted(self.trials.values(), key=lambda trial: (_value(trial), trial.variant.digest)):
-            params = trial.variant.as_dict()
+            params = self.space.params_of(trial.variant)
             near = [
-                Variant.of(self.space.template, {**params, name: value})
+                self.space.variant({**params, name: value})
                 for name, values in self.space.choices.items()
                 for value in values
                 if value != params[name]

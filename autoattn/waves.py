@@ -13,12 +13,16 @@ from autoattn.problem import Problem
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def heads_of(problem: Problem) -> int:
-    """Heads in program order: of all sequences, unless those stand one behind the other in each head."""
-    return problem.heads_q * (1 if problem.packed else problem.batch)
+def heads_of(problem: Problem, together: int = 1) -> int:
+    """Heads in program order: of all sequences, unless those stand one behind the other in each head.
+
+    Args:
+        together: query heads whose rows are dealt out as those of one head.
+    """
+    return problem.heads_q // together * (1 if problem.packed else problem.batch)
 
 
-def key_blocks(problem: Problem, block_m: int, block_n: int, mask_loop: str) -> tuple[Array, Array]:
+def key_blocks(problem: Problem, block_m: int, block_n: int, mask_loop: str, together: int = 1) -> tuple[Array, Array]:
     """Blocks of keys that each row tile of one head walks: those that need no mask, and those that do.
 
     With the mask loop `every` all blocks run the one loop there is and count as the first kind. A head of packed
@@ -28,41 +32,51 @@ def key_blocks(problem: Problem, block_m: int, block_n: int, mask_loop: str) -> 
     if problem.mask.sparse:
         plain, masked = _table_blocks(problem, block_m, block_n)
     elif problem.packed:
-        plain, masked = _packed_blocks(problem, block_m, block_n)
+        plain, masked = _packed_blocks(problem, block_m, block_n, together)
     else:
-        plain, masked = _band_blocks(problem, problem.seq_q, problem.seq_kv, block_m, block_n)
+        plain, masked = _band_blocks(problem, problem.seq_q, problem.seq_kv, block_m, block_n, together)
     if mask_loop == "every":
         return plain + masked, np.zeros_like(plain)
     return plain, masked
 
 
-def _band_blocks(problem: Problem, seq_q: int, seq_kv: int, block_m: int, block_n: int) -> tuple[Array, Array]:
+def shared(plain: Array, masked: Array, splits: int) -> tuple[Array, Array]:
+    """The same for each program, where `splits` of them share the longest tile and fewer share the others."""
+    blocks = plain + masked
+    parts = np.clip(np.ceil(blocks * splits / max(1.0, blocks.max())), 1, np.maximum(1, blocks)).astype(int)
+    return np.repeat(plain / parts, parts), np.repeat(masked / parts, parts)
+
+
+def _band_blocks(
+    problem: Problem, seq_q: int, seq_kv: int, block_m: int, block_n: int, together: int
+) -> tuple[Array, Array]:
     """The blocks of one sequence, as the template counts them (begin_n, inner_n, inner_end and end_n there)."""
-    starts = np.arange(0, seq_q, block_m, dtype=np.float64)
+    rows = np.arange(0, seq_q * together, block_m, dtype=np.float64)
+    starts, stops = rows // together, (rows + block_m - 1) // together + 1
     first, last = problem.band(seq_q, seq_kv)
     begin: Array = np.zeros_like(starts)
     inner: Array = np.zeros_like(starts)
     end: Array = np.full_like(starts, seq_kv)
     visible: Array = np.full_like(starts, seq_kv)
     if last is not None:
-        end = np.clip(starts + block_m + last, 0, seq_kv)
+        end = np.clip(stops + last, 0, seq_kv)
         visible = np.clip(starts + last + 1, 0, seq_kv)  # keys that all rows of the tile see
     if first is not None:
         begin = np.floor(np.clip(starts + first, 0, seq_kv) / block_n)
-        inner = np.ceil(np.clip(starts + block_m - 1 + first, 0, seq_kv) / block_n)
+        inner = np.ceil(np.clip(stops - 1 + first, 0, seq_kv) / block_n)
     blocks = np.maximum(np.ceil(end / block_n) - begin, 0)
     plain = np.clip(np.floor(visible / block_n) - inner, 0, blocks)
     return plain, blocks - plain
 
 
-def _packed_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[Array, Array]:
-    """The tiles of sequence b begin at cu_seqlens_q[b] // block_m + b."""
-    tiles = problem.tokens_q // block_m + problem.batch + 1
+def _packed_blocks(problem: Problem, block_m: int, block_n: int, together: int) -> tuple[Array, Array]:
+    """The tiles of sequence b begin at its first row // block_m + b."""
+    tiles = problem.tokens_q * together // block_m + problem.batch + 1
     plain, masked = np.zeros(tiles), np.zeros(tiles)
     begin = 0
     for place, (seq_q, seq_kv) in enumerate(problem.lengths()):
-        found = _band_blocks(problem, seq_q, seq_kv, block_m, block_n)
-        row = begin // block_m + place
+        found = _band_blocks(problem, seq_q, seq_kv, block_m, block_n, together)
+        row = begin * together // block_m + place
         for whole, part in zip((plain, masked), found, strict=True):
             whole[row : row + len(part)] = part
         begin += seq_q

@@ -204,7 +204,9 @@ class Workshop:
             head_dim_v=head_dim_v,
         )
         small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
-        numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}  # as constants, not as branches
+        # As constants, not as branches
+        numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}
+        numbers |= {"SPLITS": 2} if "SPLITS" in variant.as_dict() else {}
         params = variant.as_dict() | small | numbers | {"barrier": "none", "products": render.AS_ASKED}
         return kind, render.render(kind, Variant.of(variant.template, params))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoattn import render
+from autoattn import render, space
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.space import SearchSpace
@@ -59,7 +59,7 @@ def problem(**changes: Any) -> Problem:
 
 def variant(**changes: Value) -> Variant:
     """The smallest variant, changed."""
-    return Variant.of(TEMPLATE, BASE | changes)
+    return space.load(TEMPLATE).variant(BASE | changes)
 
 
 def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
@@ -122,7 +122,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 def every_point(one: SearchSpace) -> Iterator[Variant]:
     """Every point of a search space, feasible or not."""
     for values in itertools.product(*one.choices.values()):
-        yield Variant.of(one.template, dict(zip(one.choices, values, strict=True)))
+        yield one.variant(dict(zip(one.choices, values, strict=True)))
 
 
 def every_text() -> Iterator[tuple[Problem, Source]]:
@@ -143,6 +143,8 @@ def every_text() -> Iterator[tuple[Problem, Source]]:
             "row_order": ("descending", "ascending"),
             "PERSISTENT": (0, 2),
             "maxnreg": (0, 168),
+            "SPLITS": (1, 4),
+            "PACK_GQA": (0, 1),
         }
     ):
         yield _of_point(point)
@@ -158,6 +160,10 @@ def _of_point(point: dict[str, Any]) -> tuple[Problem, Source]:
     one = problem(
         dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, modifiers=modifiers, **kind
     )
+    if point["PERSISTENT"]:
+        point["SPLITS"] = 1
+    if one.mask.sparse or modifiers.bias is not Bias.NONE or modifiers.score_mod or modifiers.dropout:
+        point["PACK_GQA"] = 0  # which these know nothing of
     natural = render.natural_traits(one)
     traits = replace(natural, alignment=min(alignment, natural.alignment), wide=wide, lse=point.pop("lse"))
     return one, source(one, traits, **point)

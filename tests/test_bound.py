@@ -27,7 +27,7 @@ TEMPLATE = "gluon/forward"
 H200 = profiles.named("h200")
 GRID = (5, 1, 1)
 FACTS = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
-ADDRESSES = (16, 32, 48, 64, 80, 96, 0, 0)
+ADDRESSES = (16, 32, 48, 64, 80, 96, 0, 0, 0, 0)
 
 
 class Card:

@@ -22,6 +22,7 @@ FLOORS = (
         "sass",
         "ops",
         "validate",
+        "arrivals",
         "measure",
         "model",
         "waves",

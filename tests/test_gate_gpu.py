@@ -75,6 +75,19 @@ def test_head_dims_of_their_own_pass(dims: tuple[int, int], dtype: DType) -> Non
     assert verdict.ok, verdict.reason
 
 
+@pytest.mark.parametrize("softmax", ["online", "lazy", "first_max"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_programs_that_share_tiles_and_heads_that_share_rows_pass(mask: str, softmax: str) -> None:
+    one = sized(seq_q=200, seq_kv=1024, heads_q=8, heads_kv=2, **masked(mask))
+    small = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2, "softmax": softmax}
+    for shared, together in ((4, 0), (16, 1), (1, 1)):
+        if together and one.mask.sparse:
+            continue
+        source = kernels.source(one, render.natural_traits(one, lse=True), SPLITS=shared, PACK_GQA=together, **small)
+        verdict = Gate(one, CUDA).judge(compile.load(source, CUDA))
+        assert verdict.ok, verdict.reason
+
+
 @pytest.mark.parametrize("modifiers", kernels.MODIFIERS[1:], ids=lambda modifiers: "-".join(modifiers.names))
 @pytest.mark.parametrize("mask", ["full", "causal", "window:128,0"])
 def test_every_modifier_passes(modifiers: Modifiers, mask: str) -> None:

@@ -390,3 +390,37 @@ def test_constants_lie_within_their_bounds():
     for name, (low, high) in model.BOUNDS.items():
         assert low <= getattr(model.CONSTANTS, name) <= high
     assert set(model.BOUNDS) == set(model.Constants.__dataclass_fields__)
+
+
+# --- shared tiles and packed heads ------------------------------------------------------------------------------------
+
+
+def test_the_programs_that_share_a_tile_walk_its_blocks_in_equal_parts():
+    plain, masked = waves.shared(np.array([0.0, 3.0, 6.0, 15.0]), np.array([1.0, 1.0, 2.0, 1.0]), 4)
+    assert plain.tolist() == [0.0, 3.0, 3.0, 3.0, *[3.75] * 4]
+    assert masked.tolist() == [1.0, 1.0, 1.0, 1.0, *[0.25] * 4]
+
+
+def test_a_tile_is_shared_by_no_more_programs_than_it_has_blocks():
+    plain, _ = waves.shared(np.array([2.0, 2.0, 0.0]), np.zeros(3), 8)
+    assert plain.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_tile_of_packed_heads_walks_what_its_queries_see(mask):
+    of = problem(mask, seq_q=100, seq_kv=300, heads_q=6, heads_kv=2)
+    plain, masked = waves.key_blocks(of, 64, 32, "split", 3)
+    assert len(plain) == -(-300 // 64)
+    assert waves.heads_of(of, 3) == of.batch * 2
+    for tile, blocks in enumerate((plain + masked).tolist()):
+        first, last = tile * 64 // 3, min((tile * 64 + 63) // 3, 99)
+        alone = replace(of, seq_q=100)
+        each = [sum(part) for part in zip(*waves.key_blocks(alone, 1, 32, "split"), strict=True)]
+        assert max(each[first : last + 1]) <= blocks <= sum(each[first : last + 1])
+
+
+def test_few_tiles_are_predicted_to_be_faster_shared():
+    of = problem("causal", batch=1, heads_q=1, heads_kv=1, seq_q=4096, seq_kv=4096)
+    params = PARAMS | {"BLOCK_M": 64}
+    alone, among = (predict(of, H200, params | {"SPLITS": splits}, report()).time_us for splits in (1, 4))
+    assert among < 0.7 * alone

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -96,7 +97,7 @@ def test_every_trait_reaches_the_text(traits: Traits) -> None:
         ("BLOCK_M", 32), ("BLOCK_N", 32), ("num_warps", 2), ("num_stages", 3), ("maxnreg", 128), ("mask_loop", "every"),
         ("mask_loop", "branch"), ("softmax", "lazy"), ("softmax", "first_max"), ("barrier", "after_qk"),
         ("barrier", "before_pv"), ("barrier", "loop_end"), ("HEAD_GROUP", 0), ("row_order", "ascending"),
-        ("PERSISTENT", 1), ("HEAD_SPLIT", 1),
+        ("PERSISTENT", 1), ("HEAD_SPLIT", 1), ("SPLITS", 2), ("PACK_GQA", 1),
     ],
 )  # fmt: skip
 def test_every_parameter_changes_what_is_compiled(name: str, value: int | str) -> None:
@@ -145,7 +146,7 @@ def test_every_name_in_a_rendered_file_is_bound_and_every_helper_called(source: 
     names = {function.name for function in functions}
     builtin = {"range", "min", "max", "float"}
     assert loaded <= stored | arguments | names | builtin | {"triton", "tl"}
-    assert names - {"grid", "forward"} <= loaded
+    assert names - {"grid", "arrivals", "partials", "forward"} <= loaded
 
 
 @TEXTS
@@ -201,6 +202,7 @@ def test_a_template_name_that_leaves_the_folder_is_refused() -> None:
 def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = resources.template_path(kernels.TEMPLATE).read_text(encoding="utf-8")
     before = render.template_digest(kernels.TEMPLATE)
+    shutil.copytree(resources.template_path(kernels.TEMPLATE).parent / "forward", tmp_path / "forward")
     copy = tmp_path / "forward.py.j2"
     monkeypatch.setattr(resources, "template_path", lambda name: copy)
     copy.write_text(text, encoding="utf-8")
@@ -208,7 +210,6 @@ def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.
     copy.write_text(f"{text}\n", encoding="utf-8")
     longer = render.template_digest(kernels.TEMPLATE)
     assert longer != before
-    (tmp_path / "forward").mkdir()
     (tmp_path / "forward/part.j2").write_text("{# nothing #}", encoding="utf-8")
     assert render.template_digest(kernels.TEMPLATE) != longer
 
@@ -284,6 +285,11 @@ GOLDEN_SOURCES = {
             dtype=DType.BFLOAT16, head_dim=128, mask="causal", layout=Layout.PACKED, tokens_q=70, tokens_kv=120
         ),
         BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2,
+    ),
+    "forward_bf16_d128_shared_tiles_of_packed_heads": kernels.source(
+        kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
+        Traits(lse=True),
+        BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=32, PACK_GQA=1,
     ),
     "forward_fp16_d64_blocks_of_documents": kernels.source(
         kernels.problem(

@@ -328,3 +328,50 @@ def test_no_feasible_seed_is_an_error_that_says_so(load: Callable[[Any], SearchS
         SpaceError, match=r"must have a feasible seed to run bf16 .* on a30, but there must be a few rows"
     ):
         one.default(problem(seq_q=1), A30)
+
+
+# --- implied parameters -----------------------------------------------------------------------------------------------
+
+
+def with_a_later_parameter() -> dict[str, Any]:
+    document = copy.deepcopy(SMALL)
+    document["parameters"]["later"] = {"choices": [1, 2], "implied": 1, "about": "what came later"}
+    document["require"].append({"rule": "later == 1 or TILE == 16", "because": "only small tiles know it"})
+    document["seeds"].insert(0, {"when": "later == 2", "TILE": 16, "warps": 4, "later": 2})
+    return document
+
+
+def test_a_variant_states_no_parameter_that_is_implied(load: Callable[[Any], SearchSpace]) -> None:
+    before, one = load(SMALL), load(with_a_later_parameter())
+    asked = problem(head_dim=64)
+    old = {variant for variant in one.feasible(asked, A30) if "later" not in variant.as_dict()}
+    assert old == set(before.feasible(asked, A30))
+    new = set(one.feasible(asked, A30)) - old
+    assert new
+    assert all(variant["later"] == 2 and variant["TILE"] == 16 for variant in new)
+    assert one.seeds_for(asked, A30)[1:] == before.seeds_for(asked, A30)
+    assert one.seeds_for(asked, A30)[0]["later"] == 2
+
+
+def test_a_point_from_before_a_parameter_is_still_one(load: Callable[[Any], SearchSpace]) -> None:
+    point = {"TILE": 32, "warps": 2, "mode": "plain"}
+    one = load(with_a_later_parameter())
+    assert one.holds(point)
+    assert one.holds({**point, "later": 2})
+    assert not one.holds({**point, "later": 3})
+    assert one.variant({**point, "later": 1}) == one.variant(point) == Variant.of(one.template, point)
+    assert one.params_of(one.variant(point)) == {**point, "later": 1}
+
+
+def test_a_rule_reads_what_is_implied(load: Callable[[Any], SearchSpace]) -> None:
+    one, asked = load(with_a_later_parameter()), problem(head_dim=64)
+    point = {"TILE": 32, "warps": 2, "mode": "plain"}
+    assert one.why_infeasible(one.variant(point), asked, A30) is None
+    reason = one.why_infeasible(one.variant({**point, "later": 2}), asked, A30)
+    assert reason == "only small tiles know it (needs later == 1 or TILE == 16)"
+
+
+def test_what_is_implied_is_one_of_the_choices(refusal: Callable[[Any], str]) -> None:
+    document = with_a_later_parameter()
+    document["parameters"]["later"]["implied"] = 3
+    assert "later of triton/forward must be one of 1, 2, got 3" in refusal(document)

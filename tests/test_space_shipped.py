@@ -111,6 +111,13 @@ def seeded() -> frozenset[Variant]:
     asked += [problem(**long, mask=Mask.parse("blocks:128x128,0.5")), problem(head_dim=64, head_dim_v=512)]
     asked.append(problem(dtype=DType.FLOAT32, head_dim=64, head_dim_v=512, seq_q=1, batch=1, heads_q=1, heads_kv=1))
     asked += [problem(dtype=DType.FLOAT8, head_dim=head_dim, seq_q=4096) for head_dim in (16, 64, 128, 256)]
+    one_head = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 4096, "seq_kv": 4096}
+    asked += [problem(**one_head, head_dim=head_dim) for head_dim in (32, 64, 128)]
+    asked += [
+        problem(batch=batch, heads_q=32, heads_kv=8, seq_q=1, seq_kv=8192, mask=Mask(), head_dim=128)
+        for batch in (1, 2, 16, 128)
+    ]
+    asked.append(problem(batch=1, heads_q=8, heads_kv=8, seq_q=1, seq_kv=8192, head_dim=128))
     return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
 
 
@@ -147,7 +154,8 @@ def test_both_families_have_seeds_that_online_numerics_refuse() -> None:
 def small_part() -> SearchSpace:
     """The shipped space with a few choices of each parameter."""
     keep = {"BLOCK_M": (16, 128, 256), "BLOCK_N": (16, 128), "num_warps": (1, 8), "num_stages": (1, 5)}
-    keep |= {"maxnreg": (0, 128), "mask_loop": ("split",), "barrier": ("none", "loop_end"), "HEAD_GROUP": (1, 16, 0)}
+    keep |= {"maxnreg": (0, 128), "mask_loop": ("split",), "barrier": ("none", "loop_end"), "HEAD_GROUP": (1, 0)}
+    keep |= {"SPLITS": (1, 8), "PACK_GQA": (0,), "row_order": ("descending",)}
     return dataclasses.replace(SHIPPED, choices={**SHIPPED.choices, **keep, "softmax": ("online", "first_max")})
 
 
@@ -171,9 +179,15 @@ def neighbours(variant: Variant) -> Iterator[Variant]:
     """The variants that differ from it in one parameter or two."""
     points = [(name, value) for name, values in SHIPPED.choices.items() for value in values]
     for first, second in itertools.product(points, points):
-        yield Variant.of(variant.template, {**variant.as_dict(), **dict([first, second])})
+        yield SHIPPED.variant({**variant.as_dict(), **dict([first, second])})
 
 
+FEW_QUERIES: list[dict[str, Any]] = [
+    {"mask": Mask()},
+    {"mask": Mask.parse("blocks:128x128,0.5")},
+    {"mask": Mask.window(500, 0)},
+    {"modifiers": Modifiers(dropout=True)},
+]
 OTHER_KINDS = [
     *(problem(dtype=DType.FLOAT8, head_dim=head_dim, mask=Mask()) for head_dim in (16, 80, 128)),
     problem(dtype=DType.FLOAT8, mask=Mask.parse("blocks:16x16,0.5")),
@@ -185,6 +199,8 @@ OTHER_KINDS = [
     problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=80),
     problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=64, head_dim_v=192),
     problem(numerics=Numerics.ONLINE),
+    *(problem(batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, **facts) for facts in FEW_QUERIES),
+    problem(batch=1, heads_q=4, heads_kv=1, seq_q=1024, seq_kv=1024),
 ]
 
 
@@ -215,7 +231,7 @@ def test_every_shipped_rule_is_kept_by_some_variant(place: int) -> None:
     """A rule that nothing keeps would empty the space."""
     rule = SHIPPED.require[place].rule
     default = SHIPPED.default(problem(), A30)
-    facts: dict[str, Any] = {**facts_of(problem(), A30), **default.as_dict()}
+    facts: dict[str, Any] = {**facts_of(problem(), A30), **SHIPPED.params_of(default)}
     for name, let in SHIPPED.let:
         facts[name] = let(facts)
     assert rule(facts)
@@ -229,7 +245,8 @@ def test_every_shipped_choice_is_feasible_somewhere() -> None:
         problem(dtype=DType.FLOAT32, precision=precision, head_dim=64, seq_q=4096)
         for precision in (Precision.IEEE, Precision.TF32)
     ]
+    kinds.append(problem(dtype=DType.BFLOAT16, batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, mask=Mask()))
     for asked in kinds:
         for _ in range(80):
-            missing -= set(next(SHIPPED.feasible(asked, H200, rng)).params)
+            missing -= set(SHIPPED.params_of(next(SHIPPED.feasible(asked, H200, rng))).items())
     assert missing == set()

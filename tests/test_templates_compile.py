@@ -66,6 +66,7 @@ def every_axis(arch: int) -> Iterator[Source]:
         one = kernels.problem(
             dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, modifiers=modifiers, **kind
         )
+        each_head = modifiers.bias is not Bias.NONE or modifiers.score_mod or modifiers.dropout or one.mask.sparse
         yield kernels.source(
             one,
             render.natural_traits(one, lse=bool(place % 2)),
@@ -77,6 +78,8 @@ def every_axis(arch: int) -> Iterator[Source]:
             mask_loop=("split", "every", "branch")[(place + turn) // 3 % 3],
             HEAD_SPLIT=(place + turn) % 2,
             PERSISTENT=place // 2 % 2,
+            SPLITS=4 if place // 2 % 2 == 0 and (place + turn) % 2 else 1,
+            PACK_GQA=int((place + turn) % 3 == 0 and not each_head),
         )
 
 

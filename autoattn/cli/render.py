@@ -113,9 +113,9 @@ def changed(variant: Variant, settings: list[str]) -> Variant:
         UsageError: a setting is not NAME=VALUE, or the search space has no such parameter or value.
     """
     from autoattn import space
-    from autoattn.variant import Variant
 
-    choices = space.load(variant.template).choices
+    searched = space.load(variant.template)
+    choices = searched.choices
     params = variant.as_dict()
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -129,4 +129,4 @@ def changed(variant: Variant, settings: list[str]) -> Variant:
         if text not in values:
             raise UsageError(f"--param {name} must be one of {', '.join(values)}, got {text!r}; correct it")
         params[name] = values[text]
-    return Variant.of(variant.template, params)
+    return searched.variant(params)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from autoattn import bound
+from autoattn import arrivals, bound
 from autoattn.bound import Bound
 from autoattn.compile import Descriptor, Kernel
 from autoattn.errors import TensorError
@@ -22,7 +22,7 @@ BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16",
 # The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
-    *("scratch_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+    *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
 )
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
@@ -86,6 +86,9 @@ def launch(
     else:
         room = bound.scratch(kernel.device.index, size)
     arguments["scratch_ptr"] = room
+    if (sizes := shared_sizes(kernel, problem, operands.query)) is not None:
+        arguments["arrivals_ptr"] = arrivals.room(operands.query.device, sizes[0])
+        arguments["partial_ptr"] = operands.query.new_empty(sizes[1], dtype=torch.float32)
     kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
     return room[FLAGS : FLAGS + number] if counting and room is not None and number else None
@@ -106,19 +109,35 @@ def scratch_size(kernel: Kernel, problem: Problem, query: Tensor) -> int | None:
     """int32 numbers that a launch needs to itself while it runs; None where a kernel needs none."""
     if not hasattr(kernel.module, "scratch"):
         return None
-    return int(kernel.module.scratch(problem.batch, problem.heads_q, query.shape[2]))
+    return int(kernel.module.scratch(*_sizes(kernel, problem, query)))
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
     """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
     if not hasattr(kernel.module, "tiles"):
         return 0
-    return int(kernel.module.tiles(problem.batch, problem.heads_q, query.shape[2]))
+    return int(kernel.module.tiles(*_sizes(kernel, problem, query)))
+
+
+def shared_sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int] | None:
+    """Numbers of arrivals_ptr and of partial_ptr where programs share tiles; None where they do not."""
+    if not hasattr(kernel.module, "arrivals"):
+        return None
+    sizes = _sizes(kernel, problem, query)
+    return kernel.module.arrivals(*sizes), kernel.module.partials(*sizes)
 
 
 def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
-    grid: tuple[int] = kernel.module.grid(problem.batch, problem.heads_q, operands.query.shape[2], kernel.sm_count)
+    grid: tuple[int] = kernel.module.grid(*_sizes(kernel, problem, operands.query), kernel.sm_count)
     return grid
+
+
+def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, int]:
+    """Batch, heads and rows of each, as a kernel deals them out: heads that share keys may be the rows of one."""
+    seq = query.shape[2]
+    if hasattr(kernel.module, "PACK_GQA"):
+        return problem.batch, problem.heads_kv, seq * problem.group_size
+    return problem.batch, problem.heads_q, seq
 
 
 def _arguments(
