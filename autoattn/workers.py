@@ -3,12 +3,13 @@
 A worker does one job at a time. A job is a picklable value with a `run(memory)` method; `memory` is a dictionary that
 lives as long as the worker. A worker that exceeds its time or dies is replaced, and its job ends as a Failure.
 The children are started as `python -m autoattn.workers`, so that no script of the user's is imported twice, and end
-with their parent, however that ended.
+with their parent, however that ended and whatever they do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import pickle
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
@@ -51,12 +52,16 @@ class _Task(NamedTuple):
     ticket: int
     job: bytes  # pickled
     seconds: float  # that it may take
+    place: int | None  # of the worker that has to run it; None for any
+    again: bool = False  # a worker was killed with it before
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
+    lifeline: int  # our end of a pipe that nobody writes to: it closes with this process
+    place: int  # among the workers of its pool, from 0
     task: _Task | None = None
     begun: bool = False  # the worker has said that it took the task
     deadline: float = 0.0
@@ -69,22 +74,26 @@ class Pool:
 
     size: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    apart: Sequence[Mapping[str, str]] = ()  # what each place's environment has besides
     preload: str = "autoattn.jobs"  # imported before the clock of a worker's first job runs: torch and triton are slow
     _workers: list[_Worker] = field(default_factory=list)
     _queue: deque[_Task] = field(default_factory=deque)
     _tickets: int = 0
 
-    def submit(self, job: Job, seconds: float) -> int:
-        """Queues a job that may take `seconds` once it runs; returns its ticket. The job must be picklable."""
+    def submit(self, job: Job, seconds: float, *, place: int | None = None) -> int:
+        """Queues a job that may take `seconds` once it runs; returns its ticket. The job must be picklable.
+
+        With a place, from 0 to `size` - 1, the job runs on the worker there.
+        """
         pickled = pickle.dumps(job)
         self._tickets += 1
-        self._queue.append(_Task(self._tickets, pickled, seconds))
+        self._queue.append(_Task(self._tickets, pickled, seconds, place))
         self._feed()
         return self._tickets
 
-    def result(self, job: Job, seconds: float) -> Any:
+    def result(self, job: Job, seconds: float, *, place: int | None = None) -> Any:
         """Runs one job and waits for it; only for a pool that has nothing else to do."""
-        ticket = self.submit(job, seconds)
+        ticket = self.submit(job, seconds, place=place)
         while True:
             for done, result in self.next_results():
                 if done == ticket:
@@ -92,22 +101,7 @@ class Pool:
 
     def next_results(self) -> list[tuple[int, Any]]:
         """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""
-        results: list[tuple[int, Any]] = []
-        while not results and (self._queue or any(worker.task for worker in self._workers)):
-            self._feed()
-            busy = [worker for worker in self._workers if worker.task is not None]
-            patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
-            ready = set(wait([worker.connection for worker in busy], timeout=patience))
-            for worker in busy:
-                if worker.connection in ready:
-                    results += self._receive(worker)
-                elif time.monotonic() >= worker.deadline:
-                    assert worker.task is not None
-                    detail = f"no answer within {worker.task.seconds:.0f} s"
-                    results.append((worker.task.ticket, Failure(outcome=Outcome.TIMEOUT, detail=detail)))
-                    self._retire(worker)
-        self._feed()
-        return results
+        return [(ticket, result) for _, ticket, result in next_results(self)]
 
     def close(self) -> None:
         """Ends all workers, whatever they do."""
@@ -121,18 +115,39 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _busy(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.task is not None]
+
+    def _gather(self, ready: set[Any]) -> list[tuple[int, Any]]:
+        """What the workers whose connections are ready say, and what became of those whose time is up."""
+        results: list[tuple[int, Any]] = []
+        for worker in self._busy():
+            if worker.connection in ready:
+                results += self._receive(worker)
+            elif time.monotonic() >= worker.deadline:
+                assert worker.task is not None
+                detail = f"no answer within {worker.task.seconds:.0f} s"
+                results.append((worker.task.ticket, Failure(outcome=Outcome.TIMEOUT, detail=detail)))
+                self._retire(worker)
+        return results
+
     def _feed(self) -> None:
-        idle = [worker for worker in self._workers if worker.task is None]
-        while self._queue:
-            if not idle and len(self._workers) < self.size:
-                idle.append(self._start())
-            if not idle:
+        """Gives tasks to whoever is free; a worker is started when none of those that are is."""
+        started = {worker.place: worker for worker in self._workers}
+        free = [place for place in range(self.size) if place not in started or started[place].task is None]
+        free.sort(key=lambda place: place not in started)
+        while free and self._queue:
+            task = next((task for task in self._queue if task.place is None or task.place in free), None)
+            if task is None:
                 return
-            worker = idle.pop()
-            worker.task, worker.begun = self._queue.popleft(), False
-            worker.deadline = time.monotonic() + worker.task.seconds + (0.0 if worker.jobs else START_SECONDS)
+            self._queue.remove(task)
+            place = free[0] if task.place is None else task.place
+            free.remove(place)
+            worker = started.get(place) or self._start(place)
+            worker.task, worker.begun = task, False
+            worker.deadline = time.monotonic() + task.seconds + (0.0 if worker.jobs else START_SECONDS)
             with contextlib.suppress(OSError):  # it died, which _receive sees
-                worker.connection.send_bytes(worker.task.job)
+                worker.connection.send_bytes(task.job)
 
     def _receive(self, worker: _Worker) -> list[tuple[int, Any]]:
         assert worker.task is not None
@@ -157,31 +172,37 @@ class Pool:
         return [(ticket, content)]
 
     def _bury(self, worker: _Worker) -> list[tuple[int, Any]]:
-        """What a worker that closed its connection leaves: a crash, or a job that it never began."""
+        """What a worker that closed its connection leaves: a crash, or a job for the next worker."""
         assert worker.task is not None
         task, how = worker.task, _death(worker)
         self._retire(worker)
-        if worker.jobs and not worker.begun:  # it died while idle, and the job is not to blame
-            self._queue.appendleft(task)
+        idle = worker.jobs and not worker.begun  # it died before it saw the job, which is not to blame
+        # No job kills its own process: somebody did, or the system that was short of memory. Twice is no accident.
+        killed = worker.process.returncode == -signal.SIGKILL and not task.again
+        if idle or killed:
+            self._queue.appendleft(task if idle else task._replace(again=True))
             return []
         if not worker.begun:
             how += " before its first job; AUTOATTN_DEBUG=1 shows what it says"
         return [(task.ticket, Failure(outcome=Outcome.CRASH, detail=how))]
 
-    def _start(self) -> _Worker:
+    def _start(self, place: int) -> _Worker:
         ours, theirs = socket.socketpair()
+        watched, lifeline = os.pipe()
+        apart = self.apart[place] if place < len(self.apart) else {}
         # A session of its own: killing its group ends a compiler that it started, and Ctrl-C reaches only the parent.
         process = subprocess.Popen(
-            [sys.executable, "-m", "autoattn.workers", str(theirs.fileno()), self.preload],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **self.environment},
+            [sys.executable, "-m", "autoattn.workers", str(theirs.fileno()), str(watched), self.preload],
+            pass_fds=[theirs.fileno(), watched],
+            env={**os.environ, **self.environment, **apart},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=None if os.environ.get("AUTOATTN_DEBUG") else subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
-        worker = _Worker(process=process, connection=Connection(ours.detach()))
+        os.close(watched)
+        worker = _Worker(process=process, connection=Connection(ours.detach()), lifeline=lifeline, place=place)
         self._workers.append(worker)
         return worker
 
@@ -191,7 +212,28 @@ class Pool:
         with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends what is stuck in the driver
             worker.process.wait(EXIT_SECONDS)
         worker.connection.close()
+        os.close(worker.lifeline)
         self._workers.remove(worker)
+
+
+def next_results(*pools: Pool) -> list[tuple[Pool, int, Any]]:
+    """Waits until at least one job of any of the pools ended; returns (pool, ticket, result or Failure) of all that did.
+
+    Empty when they have nothing to do.
+    """
+    results: list[tuple[Pool, int, Any]] = []
+    while not results:
+        for pool in pools:
+            pool._feed()
+        busy = [worker for pool in pools for worker in pool._busy()]
+        if not busy:
+            return []
+        patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())
+        ready = set(wait([worker.connection for worker in busy], timeout=patience))
+        results = [(pool, *result) for pool in pools for result in pool._gather(ready)]
+    for pool in pools:
+        pool._feed()
+    return results
 
 
 # What a worker says: (kind, content). A broken one may have poisoned the GPU and takes no other job.
@@ -215,9 +257,9 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def serve(connection: Connection, preload: str) -> None:
+def serve(connection: Connection, lifeline: int, preload: str) -> None:
     """The life of a worker: jobs until the parent goes away, or until one fails."""
-    threading.Thread(target=_end_with, args=[connection.fileno()], daemon=True).start()
+    _end_with(lifeline)
     importlib.import_module(preload)
     memory: dict[Hashable, Any] = {}
     while True:
@@ -234,13 +276,25 @@ def serve(connection: Connection, preload: str) -> None:
         connection.send_bytes(message)
 
 
-def _end_with(descriptor: int) -> None:
-    """Ends this process and what it started once the parent's end of the connection is closed, whatever it does."""
+def _end_with(lifeline: int) -> None:
+    """Has this process and what it started killed once the parent's end of the lifeline is closed.
+
+    The kernel itself sends the signal, to the whole group. A thread that waits needs the interpreter's lock to do that,
+    and a job that hangs in C may hold it for ever. PR_SET_PDEATHSIG would spare the compiler that the worker runs, and
+    strike when the thread ends that started the worker. The thread is for a parent that died before it was asked.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_end_after, args=[lifeline], daemon=True).start()
+
+
+def _end_after(lifeline: int) -> None:
     hung_up = select.poll()
-    hung_up.register(descriptor, select.POLLHUP)
+    hung_up.register(lifeline, select.POLLHUP)
     hung_up.poll()
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), sys.argv[2])
+    serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])

@@ -27,6 +27,7 @@ from planted_jobs import (
     Parent,
     Raise,
     Sleep,
+    Tally,
     Unpicklable,
 )
 
@@ -235,6 +236,26 @@ def test_what_a_failed_job_started_is_ended_with_it(pool: Pool, tmp_path: Path) 
     assert gone(*noted(tmp_path / "note"))
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_job_whose_worker_somebody_killed_runs_again(pool: Pool, tmp_path: Path, begun: bool) -> None:
+    if begun:
+        assert pool.result(Tally(tmp_path / "tally", Exit("kill")), LONG) == 2
+        return
+    ticket = pool.submit(Echo(1), LONG)
+    os.kill(pool._workers[0].process.pid, signal.SIGKILL)  # while it starts
+    assert all_results(pool, 1)[ticket][1] == 1
+
+
+@pytest.mark.parametrize(("end", "times"), [("kill", 2), ("segfault", 1), ("abort", 1)])
+def test_a_job_that_kills_its_workers_is_given_two_and_one_that_crashes_one(
+    pool: Pool, tmp_path: Path, end: str, times: int
+) -> None:
+    tally = tmp_path / "tally"
+    failure = pool.result(Tally(tally, Exit(end), bad=9), LONG)
+    assert failure.outcome is Outcome.CRASH
+    assert len(tally.read_text()) == times
+
+
 def test_a_worker_that_hangs_up_and_stays_is_ended(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "EXIT_SECONDS", 0.2)
     pid = worker_of(pool)
@@ -284,6 +305,42 @@ def test_a_job_that_cannot_be_sent_is_the_callers_mistake_and_harms_nobody(pool:
     assert pool.result(Echo(1), LONG)[1] == 1
 
 
+# Places
+
+
+def test_each_place_has_its_environment_also_when_its_worker_is_replaced(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    pool.apart = ({"PLANTED": "left"}, {"PLANTED": "right"})
+    for _ in range(2):
+        tickets = {pool.submit(Environment("PLANTED"), LONG, place=place): place for place in (1, 0, 1, 1)}
+        found = all_results(pool, 4)
+        assert {found[ticket] for ticket, place in tickets.items() if place == 0} == {"left"}
+        assert {found[ticket] for ticket, place in tickets.items() if place == 1} == {"right"}
+        assert pool.result(Exit("segfault"), LONG, place=1).outcome is Outcome.CRASH
+
+
+def test_a_job_for_a_place_waits_for_it_and_holds_up_no_other(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    slow = pool.submit(Sleep(1.0), LONG, place=0)
+    late, quick = pool.submit(Echo(), LONG, place=0), [pool.submit(Echo(), LONG) for _ in range(3)]
+    order = []
+    while len(order) < 5:
+        order += [ticket for ticket, _ in pool.next_results()]
+    assert order[:3] == quick
+    assert set(order[3:]) == {slow, late}
+
+
+def test_results_of_several_pools_are_awaited_at_once(make: Callable[..., Pool]) -> None:
+    slow, quick = make(), make()
+    worker_of(slow)
+    worker_of(quick)
+    first, second = slow.submit(Sleep(1.0), LONG), quick.submit(Echo(1), LONG)
+    ((pool, ticket, _),) = workers.next_results(slow, quick)
+    assert (pool, ticket) == (quick, second)
+    assert workers.next_results(slow, quick) == [(slow, first, 1.0)]
+    assert workers.next_results(slow, quick) == []
+
+
 # Ends
 
 
@@ -321,7 +378,7 @@ import planted_jobs
 from autoattn.workers import Pool
 pool = Pool(size=2, environment={}, preload="planted_jobs")
 note = Path(sys.argv[1])
-pool.submit(planted_jobs.Hang(note / "busy", child=True), 600)
+pool.submit(planted_jobs.Hang(note / "busy", child=True, locked=len(sys.argv) > 2), 600)
 pid, _ = pool.result(planted_jobs.Echo(), 600)
 planted_jobs.write(note / "idle", pid)
 try:
@@ -334,10 +391,13 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def tuner(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def tuner(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     """A process with an idle worker, and a busy one that has a child."""
+    locked = ["locked"] if getattr(request, "param", False) else []
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], env={**os.environ, "PYTHONPATH": PATHS}, start_new_session=True
+        [sys.executable, "-c", SCRIPT, str(tmp_path), *locked],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        start_new_session=True,
     )
     noted(tmp_path / "busy")
     noted(tmp_path / "idle")
@@ -352,6 +412,7 @@ def test_ctrl_c_reaches_the_parent_alone(tuner: subprocess.Popen[bytes], tmp_pat
     assert noted(tmp_path / "after") == noted(tmp_path / "idle")  # the same worker answered
 
 
+@pytest.mark.parametrize("tuner", [False, True], indirect=True, ids=["asleep", "with the interpreter's lock"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_parent_however_it_ends(
     tuner: subprocess.Popen[bytes], tmp_path: Path, how: signal.Signals
