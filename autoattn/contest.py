@@ -32,6 +32,26 @@ class Contest:
         """What was tried, of all templates."""
         return {variant: trial for study in self._studies.values() for variant, trial in study.trials.items()}
 
+    @property
+    def taken(self) -> int:
+        """How many variants were tried or are being tried, by whomever."""
+        return sum(study.taken for study in self._studies.values())
+
+    @property
+    def elsewhere(self) -> int:
+        """How many variants other processes were trying when they were last heard of."""
+        return sum(study.elsewhere for study in self._studies.values())
+
+    def hear(self) -> None:
+        """Takes what other processes finished or gave up."""
+        for study in self._studies.values():
+            study.hear()
+
+    def close(self) -> None:
+        """Gives up what was proposed and not recorded, for others to try."""
+        for study in self._studies.values():
+            study.close()
+
     def enqueue(self, variants: Iterable[Variant]) -> None:
         """Has these tried first, where their template takes part and they are feasible and new."""
         for variant in variants:

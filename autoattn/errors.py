@@ -9,6 +9,7 @@ AutoattnError
 │   └── TensorError     tensors that do not make one attention call
 └── StateError      the world is not as needed; the command line exits with 1
     ├── CacheError      a cache file that is damaged, newer, foreign or cannot be written
+    ├── StorageError    a server of trials that cannot be reached, read or written
     └── CompileError    a kernel that the compiler refuses
 
 Each message is one sentence that names the contract, what came, and the way out.
@@ -53,6 +54,10 @@ class StateError(AutoattnError, RuntimeError):
 
 class CacheError(StateError):
     """A cache file that is damaged, newer, foreign or cannot be written."""
+
+
+class StorageError(StateError):
+    """A server of trials that cannot be reached, read or written."""
 
 
 class CompileError(StateError):

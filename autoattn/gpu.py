@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -53,6 +54,15 @@ def resolve(text: str) -> tuple[Device, bool]:
         return card, True
     device = profiles.named(text)
     return (card, True) if card is not None and card.name == device.name else (device, False)
+
+
+def alike(device: Device) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES calls each visible card that is such a device; times of other cards are no match."""
+    count = torch.cuda.device_count()
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    names = given if len(given) >= count and given[0] else [str(index) for index in range(count)]
+    cards = [(names[index], present(index)) for index in range(count)]
+    return tuple(name for name, card in cards if card is not None and card.fingerprint == device.fingerprint)
 
 
 @lru_cache(maxsize=16)

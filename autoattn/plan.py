@@ -48,6 +48,8 @@ class Options:
     seed: int = 0
     cache: Path = field(default_factory=resources.user_cache)
     jobs: int | None = None  # compiler processes; one per core when None
+    storage: str | None = None  # URL of the trials that other processes share; a journal in the cache when None
+    workers: int | None = None  # GPUs that measure; all that are such a device when None
 
     @property
     def profile(self) -> Profile:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from autoattn import profiles, recording, study
+from autoattn import ledger, profiles, recording
 from autoattn.errors import UsageError
 from autoattn.problem import Problem
 from autoattn.recording import Recording
@@ -82,7 +82,7 @@ def search_of(
         budget: as in Study, which tries all when there are no more than so many.
     """
     device = profiles.named(recorded.device)
-    found = Study("", None, recorded.space, recorded.problem, device, seed=seed, budget=budget, sampler=sampler)
+    found = Study(None, recorded.space, recorded.problem, device, seed=seed, budget=budget, sampler=sampler)
     found.enqueue(seeds)
     return found
 
@@ -92,13 +92,13 @@ def of_journal(journal: Path, name: str, *, problem: Problem, device: str, versi
 
     Args:
         journal: `<cache>/<device>/studies/<problem>.journal`.
-        name: the study's, of those that the journal holds (study.journalled).
+        name: the study's, of those that the journal holds (ledger.journalled).
 
     Raises:
         CacheError: the journal cannot be read.
         UsageError: it holds no such study, or no trial of it worked.
     """
-    studies = study.journalled(journal)
+    studies = ledger.journalled(journal)
     if name not in studies:
         raise UsageError(f"{journal} must hold the study {name!r}, got {', '.join(studies)}; name one of them")
     trials = studies[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -11,14 +12,17 @@ from pathlib import Path
 import torch
 import triton
 
-from autoattn import __version__, cache, contest, gpu, render, resources
+from autoattn import __version__, cache, contest, gpu, render, resources, storage
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry, Candidate, Rival, SearchRecord
+from autoattn.errors import UsageError
+from autoattn.ledger import Ledger
 from autoattn.plan import Effort, Listener, Options, Progress, Summary
 from autoattn.problem import Op, Problem
 from autoattn.rivals import BACKENDS, SDPA
 from autoattn.space import SearchSpace
+from autoattn.storage import Storage
 from autoattn.study import Study
 from autoattn.trial import Evidence, Measurement, Outcome, Trial, Verdict
 from autoattn.variant import Variant
@@ -32,6 +36,7 @@ MARGIN = 0.01  # a rival must be faster by this share to be chosen over the kern
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
+LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
 
 
 def tune(
@@ -43,7 +48,9 @@ def tune(
 
     Raises:
         CacheError: the cache or a journal cannot be read or written.
+        StorageError: the storage cannot be reached, read or written.
         SpaceError: a search space cannot be read.
+        UsageError: no such storage, or fewer GPUs than workers.
     """
     begin = time.monotonic()
     path = cache.path_of(options.cache, device, Op.FORWARD)
@@ -51,7 +58,9 @@ def tune(
     failed: dict[str, str] = {}
     kept, interrupted = 0, False
     known = _known(options.cache, device, measured)
-    with Workshop(device, measured=measured, jobs=options.jobs) as shop:
+    cards = _cards(device, measured, options)
+    shared = storage.server(options.storage) if options.storage is not None else None
+    with Workshop(device, measured=measured, jobs=options.jobs, cards=cards) as shop:
         try:
             for index, problem in enumerate(problems):
                 old = known.get(problem.key)
@@ -60,7 +69,7 @@ def tune(
                     kept += 1
                     listen(_progress(problem, index, len(problems), "kept", 0, 0, old.time_us))
                     continue
-                run = _Run(problem, device, measured, options, shop, listen, index, len(problems))
+                run = _Run(problem, device, measured, options, shop, listen, index, len(problems), shared)
                 result = run.entry(entries, old)
                 if isinstance(result, str):
                     failed[problem.key] = result
@@ -97,7 +106,9 @@ class _Run:
         listen: Listener,
         index: int,
         total: int,
+        shared: Storage | None,
     ) -> None:
+        self.shared = shared
         self.problem, self.device, self.measured, self.options = problem, device, measured, options
         self.shop, self.listen, self.index, self.total = shop, listen, index, total
         self.spaces = {one.template: one for one in contest.spaces(problem, device, measured)}
@@ -106,7 +117,10 @@ class _Run:
         """The entry, or in words why there is none."""
         if not self.spaces:
             return contest.why_no_space(self.problem, self.device)
-        study = Contest([self._study(one) for one in self.spaces.values()])
+        with contextlib.closing(Contest([self._study(one) for one in self.spaces.values()])) as study:
+            return self._entry_of(study, siblings, old)
+
+    def _entry_of(self, study: Contest, siblings: dict[str, CacheEntry], old: CacheEntry | None) -> CacheEntry | str:
         default = next(iter(self.spaces.values())).default(self.problem, self.device)
         relatives = [entry for entry in siblings.values() if self.problem.shares_kernels(entry.problem)]
         elsewhere = self._measured_elsewhere()
@@ -124,9 +138,10 @@ class _Run:
         return self._ranking(study, working, set(elsewhere))
 
     def _study(self, one: SearchSpace) -> Study:
+        journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"
+        kept = self.shared if self.shared is not None else storage.journal(journal)
         return Study(
-            self._study_name(one),
-            self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal",
+            Ledger(self._study_name(one), kept, one),
             one,
             self.problem,
             self.device,
@@ -143,7 +158,7 @@ class _Run:
         compiled = self.shop.begun
 
         def more(begun: int) -> bool:
-            return len(study.trials) < budget and begun < budget and self.shop.begun - compiled < fresh
+            return study.taken < budget and self.shop.begun - compiled < fresh
 
         def late() -> bool:
             return begin is not None and time.monotonic() - begin > self.options.search_seconds
@@ -158,6 +173,10 @@ class _Run:
             )
 
         self.shop.search(study, more=more, late=late, heard=heard)
+        while study.elsewhere and not late():  # what others are trying counts; what they give up is tried here
+            time.sleep(LISTEN_SECONDS)
+            study.hear()
+            self.shop.search(study, more=more, late=late, heard=heard)
 
     def _ranking(self, study: Contest, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
         """The predicted entry: by the model, leaning on what was measured elsewhere; numerics by the interpreter."""
@@ -307,6 +326,17 @@ class _Run:
             f"triton {triton.__version__}",
         )
         return " ".join(parts)
+
+
+def _cards(device: Device, measured: bool, options: Options) -> tuple[str, ...]:
+    """The GPUs that measure, as CUDA_VISIBLE_DEVICES calls them."""
+    cards = gpu.alike(device) if measured else ()
+    if options.workers is not None and options.workers > len(cards):
+        raise UsageError(
+            f"--workers must be at most the visible GPUs that are {device.full_name} ({len(cards)}), "
+            f"got {options.workers}; leave it out to take all of them"
+        )
+    return cards[: options.workers]
 
 
 def _known(folder: Path, device: Device, measured: bool) -> dict[str, CacheEntry]:

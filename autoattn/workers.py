@@ -217,7 +217,7 @@ class Pool:
 
 
 def next_results(*pools: Pool) -> list[tuple[Pool, int, Any]]:
-    """Waits until at least one job of any of the pools ended; returns (pool, ticket, result or Failure) of all that did.
+    """Waits until a job of any of the pools ended; returns (pool, ticket, result or Failure) of all that did.
 
     Empty when they have nothing to do.
     """

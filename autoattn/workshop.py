@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoattn import model, render, space
@@ -15,7 +15,7 @@ from autoattn.mask import Mask
 from autoattn.problem import DType, Precision, Problem, padded, pieces
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
-from autoattn.workers import Failure, Pool
+from autoattn.workers import Failure, Pool, next_results
 
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
@@ -34,22 +34,29 @@ class _Slot:
 
     variant: Variant
     source: Source
-    report: StaticReport | Failure | None = None
+    inspected: Trial | None = None  # that awaits its look on a GPU
+    trial: Trial | None = None  # what became of it
 
 
 class Workshop:
     """Worker pools, and what they found out, shared by all problems of a run."""
 
-    def __init__(self, device: Device, *, measured: bool, jobs: int | None = None) -> None:
+    def __init__(
+        self, device: Device, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()
+    ) -> None:
+        """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
         self.device, self.measured = device, measured
         jobs = jobs if jobs is not None else len(os.sched_getaffinity(0))
         self._compilers = Pool(size=jobs, environment=COMPILER)
-        # One GPU worker, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
-        self._bench = Pool(size=1, environment={} if measured else INTERPRETER)
+        # One worker a GPU, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
+        apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
+        self._cards = max(1, len(cards))
+        self._bench = Pool(size=self._cards, environment={} if measured else INTERPRETER, apart=apart)
         # Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more.
-        self._window = min(2 * jobs, MEASURED_WINDOW) if measured else 4 * jobs
+        self._window = max(min(2 * jobs, MEASURED_WINDOW), 2 * self._cards) if measured else 4 * jobs
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
+        self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket
         self._verdicts: dict[str, Verdict] = {}  # by source digest, or by the digest of a structure
         self.outcomes: Counter[Outcome] = Counter()
 
@@ -91,21 +98,20 @@ class Workshop:
         begun = 0
         best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
         while True:
-            while len(pending) < self._window and more(begun):
-                variant = study.propose()
-                if variant is None:
-                    break
-                begun += 1
-                pending.append(_Slot(variant=variant, source=self._begin(study.problem, variant)))
-            if not pending or late():
+            if late():  # what is on a GPU by now is waited for, the rest is not
+                pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
+            else:
+                while len(pending) < self._window and more(begun) and (variant := study.propose()) is not None:
+                    begun += 1
+                    pending.append(_Slot(variant=variant, source=self._begin(study.problem, variant)))
+                self._look_ahead(study.problem, pending, best_us)
+            if not pending:
                 return
-            slot = pending[0]
-            report = self._reports.get(slot.source.digest)
-            if report is None:
-                self._collect()
+            trial = pending[0].trial
+            if trial is None:
+                self._collect(study.problem)
                 continue
             pending.popleft()
-            trial = self._finish(study.problem, slot, report, best_us)
             self.outcomes[trial.outcome] += 1
             if trial.time_us is not None and (best_us is None or trial.time_us < best_us):
                 best_us = trial.time_us
@@ -131,10 +137,10 @@ class Workshop:
         return result
 
     def final(self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int) -> Finished | Failure:
-        """Times the finalists against one another and the rivals."""
+        """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ."""
         finalists = tuple(render.render(problem, variant) for variant in variants)
         job = Final(problem=problem, finalists=finalists, seconds=seconds, seed=seed)
-        result: Finished | Failure = self._bench.result(job, FINAL_SECONDS + 4 * seconds)
+        result: Finished | Failure = self._bench.result(job, FINAL_SECONDS + 4 * seconds, place=0)
         return result
 
     def _begin(self, problem: Problem, variant: Variant) -> Source:
@@ -144,11 +150,32 @@ class Workshop:
             self._tickets[ticket] = source.digest
         return source
 
-    def _collect(self) -> None:
-        for ticket, report in self._compilers.next_results():
-            self._reports[self._tickets.pop(ticket)] = report
+    def _look_ahead(self, problem: Problem, pending: deque[_Slot], best_us: float | None) -> None:
+        """Settles what can be settled, and gives each free GPU a variant, in the order of the proposals."""
+        for slot in list(pending)[: 2 * self._cards - 1]:
+            report = self._reports.get(slot.source.digest)
+            if report is None or len(self._looks) == self._cards:
+                return
+            if slot.trial is None and slot.inspected is None:
+                trial = self._inspected(problem, slot, report)
+                if self.measured and trial.outcome is Outcome.OK:
+                    slot.inspected = trial
+                    verdict = self._verdicts.get(slot.source.digest)
+                    job = Screen(problem=problem, source=slot.source, verdict=verdict, best_us=best_us)
+                    self._looks[self._bench.submit(job, GPU_SECONDS)] = slot
+                else:
+                    slot.trial = trial
 
-    def _finish(self, problem: Problem, slot: _Slot, report: StaticReport | Failure, best_us: float | None) -> Trial:
+    def _collect(self, problem: Problem) -> None:
+        for pool, ticket, result in next_results(self._compilers, self._bench):
+            if pool is self._compilers:
+                self._reports[self._tickets.pop(ticket)] = result
+            else:
+                slot = self._looks.pop(ticket)
+                slot.trial = self._looked(problem, slot, result)
+
+    def _inspected(self, problem: Problem, slot: _Slot, report: StaticReport | Failure) -> Trial:
+        """What the machine code says of a variant."""
         trial = Trial(variant=slot.variant, outcome=Outcome.OK, digest=slot.source.digest)
         if isinstance(report, Failure):
             return replace(trial, outcome=report.outcome, detail=report.detail)
@@ -159,14 +186,14 @@ class Workshop:
         if self.device.peak_flops and space.load(slot.variant.template).interpreted:
             prediction = model.predict(problem, self.device, slot.variant.as_dict(), report)
             trial = replace(trial, prediction=prediction)
-        return self._screen(problem, slot.source, trial, best_us) if self.measured else trial
+        return trial
 
-    def _screen(self, problem: Problem, source: Source, trial: Trial, best_us: float | None) -> Trial:
-        job = Screen(problem=problem, source=source, verdict=self._verdicts.get(source.digest), best_us=best_us)
-        result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+    def _looked(self, problem: Problem, slot: _Slot, result: Screened | Failure) -> Trial:
+        """What a first look on a GPU says of a variant."""
+        assert slot.inspected is not None
         if isinstance(result, Failure):
-            return replace(trial, outcome=result.outcome, detail=result.detail)
-        self._verdicts[source.digest] = result.verdict
+            return replace(slot.inspected, outcome=result.outcome, detail=result.detail)
+        self._verdicts[slot.source.digest] = result.verdict
         looked = Measurement(
             median_us=result.median_us,
             p20_us=result.median_us,
@@ -174,7 +201,7 @@ class Workshop:
             samples=result.samples,
             tflops=problem.flops() / result.median_us / 1e6,
         )
-        return replace(trial, verdict=result.verdict, measurement=looked)
+        return replace(slot.inspected, verdict=result.verdict, measurement=looked)
 
     def _structure(self, problem: Problem, variant: Variant) -> tuple[Problem, Source]:
         """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly.

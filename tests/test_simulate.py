@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from samples import A30, measurement, prediction, problem
 
-from autoattn import recording, simulate, space
+from autoattn import recording, simulate, space, storage
 from autoattn.errors import CacheError, UsageError
+from autoattn.ledger import Ledger, journalled
 from autoattn.recording import NOT_RECORDED, Recording
 from autoattn.simulate import Run
-from autoattn.study import DEFAULT, Sampler, Study, journalled
+from autoattn.study import DEFAULT, Sampler, Study
 from autoattn.trial import Evidence, Outcome, Trial
 from autoattn.variant import Variant
 
@@ -177,7 +178,7 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
 def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: Path) -> None:
     shipped = space.load(TEMPLATE)
     journal = tmp_path / "one.journal"
-    one = Study("a study", journal, shipped, problem(), A30, seed=3, budget=0)
+    one = Study(Ledger("a study", storage.journal(journal), shipped), shipped, problem(), A30, seed=3, budget=0)
     order = []
     for number in range(25):
         proposed = one.propose()
@@ -200,7 +201,7 @@ def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: 
 
 def test_a_journal_without_the_study_names_those_it_has(tmp_path: Path) -> None:
     journal = tmp_path / "one.journal"
-    Study("there", journal, grid().space, problem(), A30, seed=0, budget=0)
+    Ledger("there", storage.journal(journal), grid().space)
     with pytest.raises(UsageError, match="'missing', got there"):
         simulate.of_journal(journal, "missing", problem=problem(), device="a30", versions={})
     with pytest.raises(CacheError, match="must be a file"):

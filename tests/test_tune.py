@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,7 +38,7 @@ class Pretended:
     rivals: tuple[Rival, ...] = ()
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
 
-    def __init__(self, device: Any, *, measured: bool, jobs: int | None = None) -> None:
+    def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         self.measured = measured
         self.outcomes: dict[Outcome, int] = {}
         self.kernels = self.begun = 0

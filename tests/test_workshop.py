@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import kernels
 import pytest
 import samples
 
-from autoattn import render, space, workshop
+from autoattn import render, space, storage, workshop
 from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened, kind_of
+from autoattn.ledger import Ledger
 from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 from autoattn.study import Study
 from autoattn.trial import Outcome, StaticReport, Trial, Verdict
@@ -41,6 +42,7 @@ class PretendedPool:
     size: int
     environment: dict[str, str]
     answer: Callable[[Any], Any]
+    apart: Sequence[Any] = ()
     waiting: list[tuple[int, Any]] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
     closed: bool = False
@@ -51,15 +53,18 @@ class PretendedPool:
         self.waiting.append((len(self.asked), job))
         return len(self.asked)
 
-    def next_results(self) -> list[tuple[int, Any]]:
-        assert self.waiting, "nothing to wait for: a real pool would give an empty list forever"
-        ticket, job = self.waiting.pop()
-        return [(ticket, self.answer(job))]
-
-    def result(self, job: Any, seconds: float) -> Any:
+    def result(self, job: Any, seconds: float, place: int | None = None) -> Any:
         assert seconds > 0
         self.asked.append(job)
         return self.answer(job)
+
+    @staticmethod
+    def next_results(*pools: PretendedPool) -> list[tuple[PretendedPool, int, Any]]:
+        """A look on the GPU ends before a compile."""
+        pool = next((pool for pool in reversed(pools) if pool.waiting), None)
+        assert pool is not None, "nothing to wait for: a real pool would give an empty list forever"
+        ticket, job = pool.waiting.pop()
+        return [(pool, ticket, pool.answer(job))]
 
     def close(self) -> None:
         self.closed = True
@@ -82,7 +87,10 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     answers = Bench()
-    monkeypatch.setattr(workshop, "Pool", lambda size, environment: PretendedPool(size, environment, answers))
+    monkeypatch.setattr(
+        workshop, "Pool", lambda size, environment, apart=(): PretendedPool(size, environment, answers, apart)
+    )
+    monkeypatch.setattr(workshop, "next_results", PretendedPool.next_results)
     return answers
 
 
@@ -380,7 +388,8 @@ def test_compilers_never_touch_the_card_and_one_worker_alone_measures(bench: Ben
 
 def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: Path) -> None:
     points = space.load(kernels.TEMPLATE)
-    study = Study("one", tmp_path / "journal", points, LARGE, samples.A30, seed=0, budget=20)
+    ledger = Ledger("one", storage.journal(tmp_path / "journal"), points)
+    study = Study(ledger, points, LARGE, samples.A30, seed=0, budget=20)
     study.enqueue(points.seeds_for(LARGE, samples.A30))
     heard = searched(Workshop(samples.A30, measured=False, jobs=2), study, count=20)
     assert len(heard) == len(study.trials) == 20

@@ -46,6 +46,17 @@ def command(
     jobs: Annotated[
         int | None, typer.Option("--jobs", help="Compiler processes; one for each core if left out.")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="GPUs that measure; all visible ones of the device if left out.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            metavar="URL",
+            help="Server of the trials, which other runs share (docs/hosts.md); journals in the cache if left out.",
+        ),
+    ] = None,
     dtype: options.DType = None,
     batch: options.Batch = None,
     heads: options.Heads = None,
@@ -66,9 +77,12 @@ def command(
     When the device is in this machine, kernels are validated and measured. When it is not, they are compiled for it
     all the same, their machine code is read, and a model predicts their times: the first line says which.
 
-    Ctrl-C stops at any time; the same command goes on from there.
+    Ctrl-C stops at any time; the same command goes on from there. On another host with the same --storage it joins in.
     """
-    limits = (("--trials", 1, trials), ("--timeout", 1, timeout), ("--seed", 0, seed), ("--jobs", 1, jobs))
+    limits = (
+        ("--trials", 1, trials), ("--timeout", 1, timeout), ("--seed", 0, seed), ("--jobs", 1, jobs),
+        ("--workers", 1, workers),
+    )  # fmt: skip
     for name, least, given in limits:
         options.at_least(name, least, given)
     problem = options.problem_of(
@@ -87,6 +101,8 @@ def command(
         seed=seed,
         cache=cache if cache is not None else resources.user_cache(),
         jobs=jobs,
+        workers=workers,
+        storage=storage,
     )
     _tune(device, named, settings)
 
@@ -101,9 +117,11 @@ def _tune(device: str, named: list[NamedProblem], settings: Options) -> None:
     console.print(opening(card, measured, gpu.present()), soft_wrap=True)
     effort = settings.effort.value
     console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
-    from autoattn import tune
+    from autoattn import storage, tune
     from autoattn.cli.progress import Display
 
+    if settings.storage is not None:
+        console.print(f"Sharing trials at {storage.shown(settings.storage)}", soft_wrap=True)
     with Display(console, measured=measured) as display:
         summary = tune.tune([one.problem for one in named], card, measured=measured, options=settings, listen=display)
     close(console, named, summary)
