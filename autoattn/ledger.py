@@ -57,6 +57,7 @@ class Ledger:
         self._me = str(_Owner.this())
         self._mine: dict[Variant, int] = {}  # what this process is trying
         self._settled: set[int] = set()  # ids of trials that change no more
+        self._done: set[Variant] = set()  # by others, or before this process began
         self._news = News(finished=[], freed=[])
         self._signs: Mapping[str, Any] = {}  # of life, by owner
         self._listened = -BEAT_SECONDS  # when they were read
@@ -84,8 +85,7 @@ class Ledger:
             claim = self._kept.create_new_trial(self._id, self._frozen(variant, {_OWNER: self._me}))
             self._mine[variant] = claim
             self._read()
-            late = self.claimed.get(variant, claim) < claim
-            if late or any(trial.variant == variant for trial in self._news.finished):
+            if variant in self._done or self.claimed.get(variant, claim) < claim:
                 self._withdraw(variant)
                 return False
         except Exception as error:
@@ -148,7 +148,9 @@ class Ledger:
             if number in self._settled or number in mine:
                 continue
             if _TRIAL in frozen.user_attrs or frozen.state is TrialState.COMPLETE:
-                self._news.finished.append(_trial(frozen, self._space))
+                trial = _trial(frozen, self._space)
+                self._news.finished.append(trial)
+                self._done.add(trial.variant)
                 self._settled.add(number)
             elif frozen.state is not TrialState.RUNNING:
                 self._settled.add(number)
@@ -156,8 +158,7 @@ class Ledger:
                 self._end(number)
             else:
                 claims.setdefault(self._space.variant(frozen.params), number)
-        done = {trial.variant for trial in self._news.finished}
-        self._news.freed.extend(variant for variant in self.claimed if variant not in claims and variant not in done)
+        self._news.freed.extend(one for one in self.claimed if one not in claims and one not in self._done)
         self.claimed = claims
 
     def _dead(self, text: str) -> bool:
@@ -237,13 +238,13 @@ def _trial(frozen: FrozenTrial, space: SearchSpace | None = None) -> Trial:
     return trial
 
 
-def journalled(journal: Path) -> dict[str, list[Trial]]:
-    """The finished trials of each study that a journal holds, by the study's name.
+def studies(kept: Storage) -> dict[str, list[Trial]]:
+    """The finished trials of each study in a storage, by the study's name.
 
     Raises:
         CacheError: the journal cannot be read.
+        StorageError: the server cannot.
     """
-    kept = storage.unchanged(journal)
     try:
         return {
             study.study_name: [
@@ -253,5 +254,14 @@ def journalled(journal: Path) -> dict[str, list[Trial]]:
             ]
             for study in kept.kept.get_all_studies()
         }
-    except Exception as error:  # Optuna replays what the file says without looking at it first
+    except Exception as error:  # Optuna replays what a file says without looking at it first
         raise kept.refusal(error) from None
+
+
+def journalled(journal: Path) -> dict[str, list[Trial]]:
+    """The finished trials of each study that a journal holds, by the study's name.
+
+    Raises:
+        CacheError: the journal cannot be read.
+    """
+    return studies(storage.unchanged(journal))

@@ -133,7 +133,7 @@ def _need(what: str, package: str | None, extra: str) -> None:
 
 def _unopened(url: str, error: Exception) -> StorageError:
     words = _words(url, error)
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) or type(error).__name__ == "NoSuchModuleError":
         return StorageError(f"the storage {shown(url)} needs a driver that is not installed ({words}); install it")
     if any(word in words.lower() for word in ("password", "authentication", "access denied")):
         return StorageError(

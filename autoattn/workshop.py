@@ -41,9 +41,7 @@ class _Slot:
 class Workshop:
     """Worker pools, and what they found out, shared by all problems of a run."""
 
-    def __init__(
-        self, device: Device, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, device: Device, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
         self.device, self.measured = device, measured
         jobs = jobs if jobs is not None else len(os.sched_getaffinity(0))

@@ -54,6 +54,16 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Card:
+    """Which card the worker sees as its first and only one."""
+
+    def run(self, memory: dict[Any, Any]) -> tuple[int, str]:
+        import torch
+
+        return torch.cuda.device_count(), str(torch.cuda.get_device_properties(0).uuid)
+
+
+@dataclass(frozen=True)
 class Raise:
     """Fails with an exception of its own."""
 

@@ -1,0 +1,139 @@
+"""Several GPUs and several tuners on one study, for real: skipped where there are fewer than two GPUs of a kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernels
+import planted_jobs
+import pytest
+import samples
+from planted_kernels import FAULTS
+from test_planted_gpu import BAD, GONE, GOOD, Studied, large
+
+from autoattn import cache, gpu, ledger, plan, render, storage, tune
+from autoattn.problem import Op, Problem
+from autoattn.trial import Evidence, Outcome, Trial
+from autoattn.variant import Variant
+from autoattn.workers import Pool
+from autoattn.workshop import Workshop
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parent.parent
+ASKED = ("--dtype", "bf16", "--batch", "4", "--heads", "16", "--seq-q", "1024", "--head-dim", "64", "--mask", "causal")
+PROBLEM = replace(kernels.problem(mask="causal"), dtype=samples.problem().dtype)
+
+
+@pytest.fixture
+def cards() -> tuple[str, ...]:
+    """Two cards of one kind."""
+    card = gpu.present()
+    found = gpu.alike(card) if card is not None else ()
+    if len(found) < 2:
+        pytest.skip(f"needs two GPUs of one kind, found {len(found)}")
+    return found[:2]
+
+
+@pytest.fixture
+def shop(cards: tuple[str, ...]) -> Any:
+    card = gpu.present()
+    assert card is not None
+    with Workshop(card, measured=True, jobs=4, cards=cards) as one:
+        yield one
+
+
+def searched(shop: Workshop, problem: Problem, variants: list[Variant]) -> list[Trial]:
+    heard: list[Trial] = []
+    study: Any = Studied(problem, list(variants))
+    shop.search(study, more=lambda begun: True, late=lambda: False, heard=heard.append)
+    return heard
+
+
+def many(count: int) -> list[Variant]:
+    tiles = [(m, n, warps, stages) for m in (64, 128) for n in (32, 64) for warps in (4, 8) for stages in (2, 3)]
+    return [kernels.variant(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s) for m, n, w, s in tiles[:count]]
+
+
+def test_each_worker_has_a_card_of_its_own_and_its_successor_the_same(
+    cards: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT)]))
+    with Pool(size=2, apart=[{"CUDA_VISIBLE_DEVICES": card} for card in cards]) as pool:
+        seen = [pool.result(planted_jobs.Card(), 60.0, place=place) for place in (0, 1)]
+        assert seen[0] != seen[1]
+        assert pool.result(planted_jobs.Exit("segfault"), 60.0, place=1).outcome is Outcome.CRASH
+        assert [pool.result(planted_jobs.Card(), 60.0, place=place) for place in (0, 1)] == seen
+
+
+def test_a_search_is_spread_over_the_cards_and_heard_in_order(shop: Workshop) -> None:
+    variants = many(10)
+    trials = searched(shop, large(PROBLEM), variants)
+    assert [trial.variant for trial in trials] == variants
+    assert {trial.outcome for trial in trials} == {Outcome.OK}, [trial.detail for trial in trials]
+    workers = {worker.place: worker.jobs for worker in shop._bench._workers}
+    assert min(workers[0], workers[1]) >= 2, workers
+
+
+def test_a_kernel_that_ruins_one_card_costs_its_trial_alone(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS["touches illegal memory"]
+    monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == BAD))
+    trials = searched(shop, large(fault.problem), [GOOD, BAD, *many(6)])
+    assert [trial.outcome for trial in trials if trial.variant != BAD] == [Outcome.OK] * 7
+    assert trials[1].outcome in GONE
+
+
+def test_a_killed_gpu_worker_costs_no_trial(shop: Workshop) -> None:
+    def kill() -> None:
+        for _ in range(600):
+            busy = [worker for worker in list(shop._bench._workers) if worker.begun]
+            if busy:
+                os.kill(busy[-1].process.pid, signal.SIGKILL)
+                return
+            time.sleep(0.1)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    trials = searched(shop, large(PROBLEM), many(8))
+    killer.join()
+    assert [trial.outcome for trial in trials] == [Outcome.OK] * 8, [trial.detail for trial in trials]
+
+
+def test_tune_takes_all_cards_and_no_more_than_there_are(cards: tuple[str, ...], tmp_path: Path) -> None:
+    card = gpu.present()
+    assert card is not None
+    options = plan.Options(effort=plan.Effort.QUICK, trials=8, cache=tmp_path, workers=2)
+    summary = tune.tune([large(PROBLEM)], card, measured=True, options=options)
+    (entry,) = summary.entries.values()
+    assert (entry.evidence, entry.search.trials) == (Evidence.MEASURED, 8)
+    with pytest.raises(ValueError, match="--workers must be at most the visible GPUs"):
+        tune.tune([large(PROBLEM)], card, measured=True, options=replace(options, workers=99))
+
+
+def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    commands = []
+    for place, card in enumerate(cards):
+        arguments = ["tune", "--device", "auto", *ASKED, "--trials", "12", "--storage", url]
+        commands.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "autoattn", *arguments, "--cache", str(tmp_path / str(place))],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": card, "PYTHONPATH": str(ROOT)},
+            )
+        )
+    assert [command.wait(timeout=300) for command in commands] == [0, 0]
+    device = gpu.present()
+    assert device is not None
+    trials = [trial for found in ledger.studies(storage.server(url)).values() for trial in found]
+    assert len({trial.variant for trial in trials}) == len(trials) == 12
+    for place in range(2):
+        (entry,) = cache.lookup(tmp_path / str(place), device, Op.FORWARD).values()
+        assert (entry.evidence, entry.search.trials) == (Evidence.MEASURED, 12)
