@@ -1,0 +1,143 @@
+"""Two tuners on one study, as two hosts would be: real processes, a real PostgreSQL, predicted times."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from samples import A30
+from servers import Postgres, postgres_server  # noqa: F401
+
+from autoattn import cache, ledger, storage
+from autoattn.entry import CacheEntry
+from autoattn.problem import Op
+from autoattn.trial import Trial
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+ONE = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16", "--mask", "causal")
+TRIALS = 10
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `autoattn tune` with a cache of its own."""
+    running: list[subprocess.Popen[str]] = []
+
+    def started(name: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "autoattn", "tune", "--device", "a30", *ONE, "--trials", str(TRIALS)]
+        running.append(
+            subprocess.Popen(
+                [*command, "--jobs", "1", "--cache", str(tmp_path / name), *arguments],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return running[-1]
+
+    yield started
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it printed, once it has ended well."""
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
+
+
+def trials(url: str) -> list[Trial]:
+    return [trial for found in ledger.studies(storage.server(url)).values() for trial in found]
+
+
+def entry(folder: Path) -> CacheEntry:
+    (found,) = cache.lookup(folder, A30, Op.FORWARD).values()
+    return found
+
+
+def test_two_tuners_share_a_study_and_end_with_the_same_entry(
+    start: Start,
+    postgres_server: Postgres,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    url = postgres_server.database()
+    outputs = [ended(one) for one in [start(name, "--storage", url) for name in ("here", "there")]]
+    found = trials(url)
+    assert len(found) == len({trial.variant for trial in found}) == TRIALS, "one was tried twice, or too many were"
+    here, there = entry(tmp_path / "here"), entry(tmp_path / "there")
+    assert here == there
+    assert here.search.trials == TRIALS
+    assert list(tmp_path.rglob("*.journal")) == []
+    compiled = [int(out.rpartition(" distinct kernels compiled")[0].rpartition(" ")[2]) for out in outputs]
+    assert min(compiled) >= 1, "one did everything"
+    for out in outputs:
+        assert f"Sharing trials at postgresql://tuner@127.0.0.1:{postgres_server.port}/" in out
+        assert "s3cret" not in out
+
+
+def test_a_third_that_comes_late_tries_nothing_and_gets_the_entry(
+    start: Start,
+    postgres_server: Postgres,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    url = postgres_server.database()
+    ended(start("first", "--storage", url))
+    assert "0 distinct kernels compiled" in ended(start("late", "--storage", url))
+    assert entry(tmp_path / "late") == entry(tmp_path / "first")
+
+
+def test_when_one_of_two_is_killed_the_other_does_the_rest(
+    start: Start,
+    postgres_server: Postgres,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    url = postgres_server.database()
+    dying, living = start("dying", "--storage", url), start("living", "--storage", url)
+    for _ in range(600):
+        if len(trials(url)) >= 2:
+            break
+        time.sleep(0.1)
+    before = {trial.variant for trial in trials(url)}
+    os.kill(dying.pid, signal.SIGKILL)
+    dying.wait()
+    ended(living)
+    found = trials(url)
+    assert before <= {trial.variant for trial in found}
+    assert Counter(trial.variant for trial in found).most_common(1)[0][1] == 1
+    assert len(found) == TRIALS
+    ended(start("dying", "--storage", url))
+    assert entry(tmp_path / "dying") == entry(tmp_path / "living")
+
+
+def test_two_tuners_on_one_cache_share_its_journal(start: Start, tmp_path: Path) -> None:
+    for one in [start("same"), start("same")]:
+        ended(one)
+    (journal,) = tmp_path.rglob("*.journal")
+    (found,) = ledger.journalled(journal).values()
+    assert len(found) == len({trial.variant for trial in found}) == TRIALS
+
+
+def test_a_wrong_password_ends_the_command_in_one_sentence(
+    start: Start,
+    postgres_server: Postgres,  # noqa: F811
+) -> None:
+    process = start("here", "--storage", f"postgresql://tuner:s3cret@127.0.0.1:{postgres_server.port}/postgres")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    (line,) = [line for line in out.splitlines() if line.startswith("autoattn: ")]
+    assert "must let its user in" in line
+    assert "s3cret" not in out
