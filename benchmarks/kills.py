@@ -38,7 +38,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 CHOICES: dict[str, list[Any]] = {"BLOCK_M": [16, 32], "BLOCK_N": [16, 32], "num_warps": [1], "num_stages": [1, 2]}
 TRIALS = 8  # all that those choices allow
 ASKED = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16")
-AT_ONCE = 6  # kills until a run may end
+AT_ONCE = 10  # kills until a run may end
+SHARE = 0.6  # of an undisturbed run: the longest time from a kill, or a start, to the next
 GONE_SECONDS = 10.0  # until what a killed tuner started must have ended
 END_SECONDS = 600.0
 
@@ -225,7 +226,7 @@ def kills(seed: int, count: int, tuners: int, url: str | None) -> tuple[str, int
             number = tally.outcomes
             run = Run(checkout, made(place / str(number)), url and url.format(number=number), tally)
             left = count - sum(tally.kills.values())
-            run.disturbed(rng, min(left, AT_ONCE), 1.1 * seconds, tuners)
+            run.disturbed(rng, min(left, AT_ONCE), SHARE * seconds, tuners)
             tally.faults += [f"run {number}: {words}" for words in differences(run.outcome(), wanted)]
             tally.outcomes += 1
             print(f"{sum(tally.kills.values())} kills, {tally.outcomes} runs, {len(tally.faults)} faults", flush=True)

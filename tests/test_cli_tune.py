@@ -80,13 +80,41 @@ def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, m
     fake = fake_tune({})
     monkeypatch.setattr(tune, "tune", fake)
     autoattn("tune", "--device", "a30", "--shapes", shapes, "--group", "prefill", "--effort", "max", "--trials", 7,
-             "--timeout", 60, "--seed", 3, "--cache", tmp_path / "mine", "--jobs", 2)  # fmt: skip
+             "--timeout", 60, "--seed", 3, "--cache", tmp_path / "mine", "--jobs", 2, "--workers", 3,
+             "--storage", "sqlite:///trials.db")  # fmt: skip
     called = fake.called  # type: ignore[attr-defined]
     assert [problem.seq_q for problem in called["problems"]] == [1024, 2048]
     assert called["device"] == samples.A30
     options = called["options"]
     assert (options.effort, options.trials, options.timeout_s) == (plan.Effort.MAX, 7, 60.0)
     assert (options.seed, options.cache, options.jobs) == (3, tmp_path / "mine", 2)
+    assert (options.workers, options.storage) == (3, "sqlite:///trials.db")
+
+
+def test_a_password_in_the_storage_is_not_printed(autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "tune", fake_tune({}))
+    _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--storage", "postgresql://me:s3cret@db/x")
+    assert "Sharing trials at postgresql://me@db/x" in out
+    assert "s3cret" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--storage", "redis://db"), "--storage must be a URL that begins with postgresql://"),
+        (("--storage", "sqlite:////no/such/folder/x.db"), "unable to open database file"),
+        (("--workers", "2"), "--workers must be at most the visible GPUs that are NVIDIA A30 (0), got 2"),
+        (("--workers", "0"), "--workers must be at least 1"),
+    ],
+)
+def test_a_storage_or_workers_that_cannot_be_are_one_sentence_before_anything_is_tried(
+    autoattn: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    code, _, error = autoattn("tune", "--device", "a30", *ONE, "--cache", tmp_path / "mine", *arguments)
+    assert code in (1, 2)
+    assert_one_sentence(error)
+    assert words in error
+    assert not (tmp_path / "mine").exists()
 
 
 def test_the_cache_is_the_users_when_none_is_named(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 ONE = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16", "--mask", "causal")
-TRIALS = 10
+TRIALS = 8
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -64,40 +63,37 @@ def trials(url: str) -> list[Trial]:
     return [trial for found in ledger.studies(storage.server(url)).values() for trial in found]
 
 
+def once(found: list[Trial]) -> list[Trial]:
+    """As many as were asked for, none of them twice; two that begin at one moment may take one more."""
+    assert len(found) == len({trial.variant for trial in found})
+    assert TRIALS <= len(found) <= TRIALS + 1
+    return found
+
+
 def entry(folder: Path) -> CacheEntry:
     (found,) = cache.lookup(folder, A30, Op.FORWARD).values()
     return found
 
 
-def test_two_tuners_share_a_study_and_end_with_the_same_entry(
+def test_two_tuners_share_a_study_and_end_with_the_same_entry_as_a_third_that_comes_late(
     start: Start,
     postgres_server: Postgres,  # noqa: F811
     tmp_path: Path,
 ) -> None:
     url = postgres_server.database()
     outputs = [ended(one) for one in [start(name, "--storage", url) for name in ("here", "there")]]
-    found = trials(url)
-    assert len(found) == len({trial.variant for trial in found}) == TRIALS, "one was tried twice, or too many were"
+    found = once(trials(url))
     here, there = entry(tmp_path / "here"), entry(tmp_path / "there")
     assert here == there
-    assert here.search.trials == TRIALS
+    assert here.search.trials == len(found)
     assert list(tmp_path.rglob("*.journal")) == []
     compiled = [int(out.rpartition(" distinct kernels compiled")[0].rpartition(" ")[2]) for out in outputs]
     assert min(compiled) >= 1, "one did everything"
+    assert "0 distinct kernels compiled" in ended(start("late", "--storage", url))
+    assert entry(tmp_path / "late") == here
     for out in outputs:
         assert f"Sharing trials at postgresql://tuner@127.0.0.1:{postgres_server.port}/" in out
         assert "s3cret" not in out
-
-
-def test_a_third_that_comes_late_tries_nothing_and_gets_the_entry(
-    start: Start,
-    postgres_server: Postgres,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    url = postgres_server.database()
-    ended(start("first", "--storage", url))
-    assert "0 distinct kernels compiled" in ended(start("late", "--storage", url))
-    assert entry(tmp_path / "late") == entry(tmp_path / "first")
 
 
 def test_when_one_of_two_is_killed_the_other_does_the_rest(
@@ -115,10 +111,7 @@ def test_when_one_of_two_is_killed_the_other_does_the_rest(
     os.kill(dying.pid, signal.SIGKILL)
     dying.wait()
     ended(living)
-    found = trials(url)
-    assert before <= {trial.variant for trial in found}
-    assert Counter(trial.variant for trial in found).most_common(1)[0][1] == 1
-    assert len(found) == TRIALS
+    assert before <= {trial.variant for trial in once(trials(url))}
     ended(start("dying", "--storage", url))
     assert entry(tmp_path / "dying") == entry(tmp_path / "living")
 
@@ -128,7 +121,7 @@ def test_two_tuners_on_one_cache_share_its_journal(start: Start, tmp_path: Path)
         ended(one)
     (journal,) = tmp_path.rglob("*.journal")
     (found,) = ledger.journalled(journal).values()
-    assert len(found) == len({trial.variant for trial in found}) == TRIALS
+    once(found)
 
 
 def test_a_wrong_password_ends_the_command_in_one_sentence(

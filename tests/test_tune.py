@@ -11,11 +11,12 @@ import kernels
 import pytest
 import samples
 
-from autoattn import cache, contest, plan, render, space, tune
+from autoattn import cache, contest, gpu, plan, render, space, storage, tune
 from autoattn.device import Device
 from autoattn.entry import KERNEL, Rival
-from autoattn.errors import CacheError
+from autoattn.errors import CacheError, UsageError
 from autoattn.jobs import Finished
+from autoattn.ledger import Ledger, studies
 from autoattn.mask import Mask
 from autoattn.problem import DType, Layout, Op, Precision, Problem
 from autoattn.study import Study
@@ -356,6 +357,78 @@ def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(pretended: type[Pre
     assert not again.interrupted
     assert again.kernels == 6, "the first four are in the journal"
     assert again.entries[SMALL.key].search.trials == 10
+
+
+def test_trials_of_a_shared_storage_leave_no_journal_and_are_known_to_the_next(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    first = run(tmp_path / "here", trials=6, storage=url)
+    second = run(tmp_path / "there", trials=6, storage=url)
+    assert (first.kernels, second.kernels) == (6, 0)
+    assert first.entries == second.entries
+    assert sorted(tmp_path.rglob("*.journal")) == []
+
+
+def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_up(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    names = []
+    named = tune._Run._study_name
+    monkeypatch.setattr(tune._Run, "_study_name", lambda self, one: names.append(named(self, one)) or names[-1])
+    run(tmp_path / "none", trials=1, storage=url)
+    one = space.load("triton/forward")
+    other = Ledger(names[0], storage.server(url), one)
+    (known,) = other.news().finished
+    flying = [seed for seed in one.seeds_for(SMALL, samples.A30) if seed != known.variant][:2]
+    assert all(other.claim(seed) for seed in flying)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            other.finish(replace(known, variant=flying[0]), 1.0)
+            other.leave()
+
+    monkeypatch.setattr(tune.time, "sleep", sleep)
+    entry = run(tmp_path / "here", trials=4, storage=url).entries[SMALL.key]
+    assert len(slept) == 2
+    assert entry.search.trials == 4
+    trials = [trial for found in studies(storage.server(url)).values() for trial in found]
+    assert set(flying) <= {trial.variant for trial in trials}
+    assert len(trials) == len({trial.variant for trial in trials}) == 4
+
+
+def test_studies_of_two_cards_never_mix(pretended: type[Pretended], tmp_path: Path) -> None:
+    """Neither two models, nor one model of which parts are switched off."""
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    options = plan.Options(effort=plan.Effort.QUICK, trials=4, cache=tmp_path, storage=url)
+    cards = (samples.H200, samples.A30, replace(samples.H200, sm_count=66))
+    for card in cards:
+        assert tune.tune([SMALL], card, measured=True, options=options).kernels == 4
+        cache.path_of(tmp_path, card, Op.FORWARD).unlink()
+    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    assert len({name for name, trials in studies(storage.server(url)).items() if trials}) == len(cards) + 1
+
+
+def test_each_card_that_is_such_a_device_measures_unless_fewer_are_asked_for(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "alike", lambda device: ("0", "3", "5"))
+    seen = []
+    init = pretended.__init__
+    monkeypatch.setattr(
+        pretended, "__init__", lambda self, *given, **named: seen.append(named["cards"]) or init(self, *given, **named)
+    )
+    for number in (None, 1, 3):
+        run(tmp_path / str(number), measured=True, workers=number)
+    run(tmp_path / "predicted")
+    assert seen == [("0", "3", "5"), ("0",), ("0", "3", "5"), ()]
+    with pytest.raises(
+        UsageError, match=r"--workers must be at most the visible GPUs that are NVIDIA H200 \(3\), got 4"
+    ):
+        run(tmp_path / "many", measured=True, workers=4)
 
 
 def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pretended], tmp_path: Path) -> None:

@@ -386,6 +386,53 @@ def test_compilers_never_touch_the_card_and_one_worker_alone_measures(bench: Ben
     assert (shop._bench.size, shop._bench.environment) == (1, {})
 
 
+def looks(shop: Workshop) -> int:
+    return len(shop._looks)
+
+
+@pytest.mark.parametrize("cards", [1, 2, 3])
+def test_each_card_looks_at_one_variant_at_a_time_in_the_order_of_the_proposals(bench: Bench, cards: int) -> None:
+    proposals = variants(10)
+    shop = Workshop(samples.A30, measured=True, jobs=6, cards=[str(number) for number in range(cards)])
+    most: list[int] = []
+
+    def screen(job: Screen) -> Screened:
+        most.append(looks(shop))
+        return Screened(verdict=GOOD, median_us=100.0, samples=9)
+
+    bench.screen = screen
+    heard = searched(shop, Studied(list(proposals)))
+    assert [trial.variant for trial in heard] == proposals
+    assert [job.source.variant for job in benched(shop)] == proposals
+    assert max(most) == cards
+    assert shop._bench.size == cards
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in shop._bench.apart] == [str(number) for number in range(cards)]
+
+
+def test_what_is_on_a_card_when_time_is_up_is_waited_for_and_no_more_is_begun(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=6, cards=["0", "1"])
+    done: list[Screen] = []
+
+    def screen(job: Screen) -> Screened:
+        done.append(job)
+        return Screened(verdict=GOOD, median_us=100.0, samples=9)
+
+    bench.screen = screen
+    heard = searched(shop, Studied(variants(10)), late=lambda: len(done) >= 3)
+    assert len(heard) == len(done) == len(benched(shop))
+    assert 3 <= len(done) <= 4
+    assert looks(shop) == 0
+
+
+def test_finals_run_on_one_card(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=2, cards=["4", "5"])
+    places: list[int | None] = []
+    monkeypatch.setattr(shop._bench, "result", lambda job, seconds, place=None: places.append(place))
+    for _ in range(3):
+        shop.final(LARGE, variants(2), seconds=0.5, seed=7)
+    assert places == [0, 0, 0]
+
+
 def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: Path) -> None:
     points = space.load(kernels.TEMPLATE)
     ledger = Ledger("one", storage.journal(tmp_path / "journal"), points)
