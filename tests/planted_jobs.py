@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -94,6 +95,15 @@ class Exit:
             "zero": lambda: os._exit(0),
         }
         ends[self.how]()
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Asks for more memory than it may have."""
+
+    def run(self, memory: dict[Any, Any]) -> int:
+        resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+        return len(bytes(2**40))
 
 
 @dataclass(frozen=True)

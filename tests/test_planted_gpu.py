@@ -82,6 +82,23 @@ def changed(variant: Variant) -> tuple[tuple[str, Any], ...]:
     return tuple({**variant.as_dict(), "num_stages": 2}.items())
 
 
+def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_nothing() -> None:
+    """Queries, keys, values and outputs of 16 TiB each."""
+    full = large(FAULTS["hangs"].problem)
+    huge = replace(full, batch=2**21, heads_q=64, heads_kv=64, seq_q=1024, seq_kv=1024)
+    device = gpu.present()
+    assert device is not None
+    heard: list[Trial] = []
+    with Workshop(device, measured=True, jobs=2) as shop:
+        for one in (huge, full):
+            study: Any = Studied(one, [GOOD])
+            shop.search(study, more=lambda begun: True, late=lambda: False, heard=heard.append)
+        jobs = [worker.jobs for worker in shop._bench._workers]
+    assert [trial.outcome for trial in heard] == [Outcome.LAUNCH_ERROR, Outcome.OK], [trial.detail for trial in heard]
+    assert "out of GPU memory" in heard[0].detail
+    assert jobs == [2], "the worker lived on"
+
+
 def test_programs_that_write_the_same_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "render", RACE.renderer(lambda variant: variant == BAD))
     (bad,) = searched(large(RACE.problem), [BAD])
