@@ -259,6 +259,8 @@ def _described(error: Exception) -> str:
 
 def serve(connection: Connection, lifeline: int, preload: str) -> None:
     """The life of a worker: jobs until the parent goes away, or until one fails."""
+    for descriptor in (connection.fileno(), lifeline):  # Triton's ptxas inherits what may be, and would hold them open
+        os.set_inheritable(descriptor, False)
     _end_with(lifeline)
     importlib.import_module(preload)
     memory: dict[Hashable, Any] = {}

@@ -39,7 +39,7 @@ CHOICES: dict[str, list[Any]] = {"BLOCK_M": [16, 32], "BLOCK_N": [16, 32], "num_
 TRIALS = 8  # all that those choices allow
 ASKED = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16")
 AT_ONCE = 10  # kills until a run may end
-SHARE = 0.6  # of an undisturbed run: the longest time from a kill, or a start, to the next
+SHARE = 0.4  # of an undisturbed run: the longest time from a kill, or a start, to the next
 GONE_SECONDS = 10.0  # until what a killed tuner started must have ended
 END_SECONDS = 600.0
 
@@ -229,7 +229,7 @@ def kills(seed: int, count: int, tuners: int, url: str | None) -> tuple[str, int
             run.disturbed(rng, min(left, AT_ONCE), SHARE * seconds, tuners)
             tally.faults += [f"run {number}: {words}" for words in differences(run.outcome(), wanted)]
             tally.outcomes += 1
-            print(f"{sum(tally.kills.values())} kills, {tally.outcomes} runs, {len(tally.faults)} faults", flush=True)
+            print(f"{sum(tally.kills.values())} kills, {tally.outcomes} runs, faults: {tally.faults}", flush=True)
             shutil.rmtree(run.folder)
     finally:
         shutil.rmtree(place)
