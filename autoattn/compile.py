@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -180,6 +181,12 @@ def inspect(source: Source, arch: int) -> StaticReport:
     if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     return report
+
+
+def was_killed(error: CompileError) -> bool:
+    """Whether ptxas or nvdisasm was killed, by a person or a system short of memory: the variant is not to blame."""
+    cause, killed = error.__cause__, -signal.SIGKILL
+    return getattr(cause, "returncode", 0) == killed or f"failed with error code {killed}" in str(cause)
 
 
 def _check_spills(compiled: Any, spilled_bytes: int) -> None:

@@ -34,8 +34,13 @@ class Inspect:
     arch: int
 
     def run(self, memory: Memory) -> StaticReport | Failure:
-        """The report, or why the compiler refused."""
+        """The report, or why the compiler refused; a compiler that was killed is given a second chance."""
         try:
+            try:
+                return compile.inspect(self.source, self.arch)
+            except CompileError as error:
+                if not compile.was_killed(error):
+                    raise
             return compile.inspect(self.source, self.arch)
         except CompileError as error:
             return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))

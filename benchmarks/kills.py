@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import difflib
 import os
 import platform
 import random
@@ -203,7 +204,11 @@ def alive(process: int, begun: str) -> bool:
 
 def differences(found: Outcome, wanted: Outcome) -> list[str]:
     """In what a run's outcome is not that of the undisturbed one."""
-    words = ["the cache file differs"] if found.cache != wanted.cache else []
+    ours, theirs = found.cache.decode().splitlines(), wanted.cache.decode().splitlines()
+    lines = [
+        line for line in difflib.unified_diff(theirs, ours, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
+    ]
+    words = [f"the cache file differs: {' '.join(' '.join(lines).split())[:600]}"] if lines else []
     for variant in found.trials.keys() | wanted.trials.keys():
         one, other = found.trials.get(variant), wanted.trials.get(variant)
         if one != other:

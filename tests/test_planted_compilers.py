@@ -28,7 +28,8 @@ echo $$ > {note}.tmp && mv {note}.tmp {note}
 """
 FAULTS = {
     "hangs": ("exec sleep 600", Outcome.TIMEOUT, "no answer within 5 s"),
-    "dies of a signal": ("kill -SEGV $$", Outcome.COMPILE_ERROR, ""),
+    "dies of a signal": ("kill -SEGV $$", Outcome.COMPILE_ERROR, "-11"),
+    "is killed twice": ("kill -KILL $$", Outcome.COMPILE_ERROR, "-9"),
     "refuses": ("echo 'ptxas fatal: no' >&2; exit 1", Outcome.COMPILE_ERROR, ""),
     "kills its worker": ("kill -KILL $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGKILL)"),
     "aborts its worker": ("kill -ABRT $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGABRT)"),
@@ -67,6 +68,18 @@ def test_a_compile_whose_ptxas(plant: Plant, tmp_path: Path, fault: str, outcome
         assert gone(*noted(tmp_path / "note")), "what the compiler started lives on"
         (tmp_path / "healed").touch()
         assert isinstance(pool.result(job, ENOUGH), StaticReport), "the next compile is whole"
+
+
+@pytest.mark.parametrize("tool", ["PTXAS", "NVDISASM"])
+def test_a_tool_of_the_compiler_that_somebody_killed_once_is_run_again(plant: Plant, tmp_path: Path, tool: str) -> None:
+    environment = plant(f"touch {tmp_path / 'healed'}; kill -KILL $$")
+    path = tmp_path / "ptxas"
+    if tool == "NVDISASM":
+        path.write_text(path.read_text().replace(knobs.nvidia.ptxas.path, knobs.nvidia.nvdisasm.path))
+        environment["TRITON_NVDISASM_PATH"] = environment.pop("TRITON_PTXAS_PATH")
+    with Pool(size=1, environment=environment) as pool:
+        assert isinstance(pool.result(Inspect(source=kernels.source(kernels.problem()), arch=80), ENOUGH), StaticReport)
+    assert (tmp_path / "note").exists()
 
 
 PARENT = """
