@@ -30,6 +30,8 @@ from autoattn.trial import Outcome
 
 START_SECONDS = 120.0  # importing torch and triton on a busy machine
 EXIT_SECONDS = 10.0  # from the end of a connection, or a kill, to the end of its process; a stuck driver takes longer
+KILLS = 3  # SIGKILLs of workers at the same job, after which the job is taken to be the reason
+STARTS = 10  # SIGKILLs of workers on their way to a job, after which none is expected to arrive
 RECYCLE_AFTER = 400  # jobs; the compiler keeps what it compiled
 
 
@@ -53,7 +55,8 @@ class _Task(NamedTuple):
     job: bytes  # pickled
     seconds: float  # that it may take
     place: int | None  # of the worker that has to run it; None for any
-    again: bool = False  # a worker was killed with it before
+    kills: int = 0  # of workers that had begun it, from outside
+    starts: int = 0  # of workers that were killed before they could begin it
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -177,10 +180,11 @@ class Pool:
         task, how = worker.task, _death(worker)
         self._retire(worker)
         idle = worker.jobs and not worker.begun  # it died before it saw the job, which is not to blame
-        # No job kills its own process: somebody did, or the system that was short of memory. Twice is no accident.
-        killed = worker.process.returncode == -signal.SIGKILL and not task.again
-        if idle or killed:
-            self._queue.appendleft(task if idle else task._replace(again=True))
+        if worker.process.returncode == -signal.SIGKILL and not idle:  # by a person, or a system short of memory
+            task = task._replace(kills=task.kills + worker.begun, starts=task.starts + (not worker.begun))
+            idle = task.kills < KILLS and task.starts < STARTS  # more is no accident
+        if idle:
+            self._queue.appendleft(task)
             return []
         if not worker.begun:
             how += " before its first job; AUTOATTN_DEBUG=1 shows what it says"

@@ -31,7 +31,7 @@ FAULTS = {
     "dies of a signal": ("kill -SEGV $$", Outcome.COMPILE_ERROR, "-11"),
     "is killed twice": ("kill -KILL $$", Outcome.COMPILE_ERROR, "-9"),
     "refuses": ("echo 'ptxas fatal: no' >&2; exit 1", Outcome.COMPILE_ERROR, ""),
-    "kills its worker": ("kill -KILL $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGKILL)"),
+    "kills its workers": ("kill -KILL $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGKILL)"),
     "aborts its worker": ("kill -ABRT $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGABRT)"),
 }
 
