@@ -1,8 +1,8 @@
 """Whether cache files survive: `python benchmarks/robustness.py writers` and `... mutants --count 10000`.
 
 `writers` lets processes merge into one cache at once while another reads it, and counts what is lost. `mutants` spoils
-cache files, shapes files and search spaces in random ways, and counts how each was read; a seed and `--only` its number
-find a mutant again.
+cache files, shapes files, search spaces and journals in random ways, and counts how each was read; a seed and `--only`
+its number find a mutant again.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ def texts(kind: Kind) -> list[tuple[str, str]]:
         paths = sorted((ROOT / "benchmarks" / "shapes").glob("*.yaml"))
         found = [(path.name, path.read_text(encoding="utf-8")) for path in paths]
         return [(name, text) for name, text in found if len(text) <= LARGEST]
+    if kind is Kind.JOURNAL:
+        with tempfile.TemporaryDirectory(prefix="autoattn-journal-") as folder:
+            return [("study.journal", spoilt.journal(Path(folder) / "study.journal"))]
     made = []
     for file in cache.read_folder(ROOT / "cache"):
         for start in range(0, len(file.entries), max(1, len(file.entries) // 8)):
@@ -164,7 +167,7 @@ def texts(kind: Kind) -> list[tuple[str, str]]:
 def drawn(seed: int, number: int) -> tuple[Kind, str, bytes]:
     """The mutant that a seed and a number name: its kind, the file's name and its bytes."""
     rng = random.Random(f"{seed} {number}")
-    kind = rng.choices(list(Kind), weights=(6, 3, 1))[0]
+    kind = rng.choices(list(Kind), weights=(6, 3, 1, 2))[0]
     name, text = rng.choice(texts_of(kind))
     return kind, name, spoilt.mutant(rng, kind, text)
 

@@ -5,6 +5,7 @@ A reader may refuse a mutant in one sentence, or load it as its text says; all e
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -16,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import samples
 import yaml
 
-from autoattn import cache, render, resources, shapes, space
+from autoattn import cache, render, resources, shapes, space, storage
 from autoattn.entry import CacheEntry
 from autoattn.errors import AutoattnError, SpaceError
+from autoattn.ledger import Ledger
 from autoattn.problem import Problem
-from autoattn.trial import Evidence
+from autoattn.trial import Evidence, Outcome, Trial
+
+STUDY = "one"
 
 ODD = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, 0.0, -0.5, 1e-300, 1e300, math.nan, math.inf, "", "forward",
@@ -42,6 +47,7 @@ class Kind(str, Enum):
     CACHE = "cache file"
     SHAPES = "shapes file"
     SPACE = "search space"
+    JOURNAL = "journal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,11 @@ def _number(rng: random.Random, data: bytes) -> bytes:
 
 def _tree(rng: random.Random, data: bytes, kind: Kind) -> bytes:
     """Another value, name or place for a node of the tree; keys of entries follow what became of their problems."""
+    if kind is Kind.JOURNAL:  # a tree a line
+        lines = data.splitlines(keepends=True) or [b""]
+        place = rng.randrange(len(lines))
+        lines[place] = b" ".join(_tree(rng, lines[place], Kind.CACHE).split()) + b"\n"
+        return b"".join(lines)
     try:
         tree = json.loads(data) if kind is Kind.CACHE else yaml.safe_load(data)
     except Exception:  # spoilt by an earlier change
@@ -144,9 +155,12 @@ def _places(tree: Any) -> Any:
 
 def fate(kind: Kind, path: Path) -> Fate:
     """Reads a mutant at `path` as the program would, and judges what came."""
-    judge: Callable[[Path], str] = {Kind.CACHE: _cache_fault, Kind.SHAPES: _shapes_fault, Kind.SPACE: _space_fault}[
-        kind
-    ]
+    judge: Callable[[Path], str] = {
+        Kind.CACHE: _cache_fault,
+        Kind.SHAPES: _shapes_fault,
+        Kind.SPACE: _space_fault,
+        Kind.JOURNAL: _journal_fault,
+    }[kind]
     before = path.read_bytes()
     try:
         fault = judge(path)
@@ -154,14 +168,55 @@ def fate(kind: Kind, path: Path) -> Fate:
         sentence = str(error)
         fault = "an error of several lines" if "\n" in sentence else ""
         fault = fault or ("an error without end" if len(sentence) > 3000 else "")
-        return Fate(refused=sentence, fault=fault or _touched(path, before))
+        return Fate(refused=sentence, fault=fault or _touched(path, before, kind))
     except Exception as error:
         return Fate(fault=f"{type(error).__name__}: {str(error)[:300]}")
-    return Fate(loaded=True, fault=fault or _touched(path, before))
+    return Fate(loaded=True, fault=fault or _touched(path, before, kind))
 
 
-def _touched(path: Path, before: bytes) -> str:
-    return "" if path.read_bytes() == before else "reading changed the file"
+def _touched(path: Path, before: bytes, kind: Kind) -> str:
+    after = path.read_bytes()
+    if kind is Kind.JOURNAL:  # which goes on, behind its last whole line
+        lines = before.splitlines(keepends=True)
+        return "" if after.startswith(b"".join(lines[:-1])) else "opening it changed what was written"
+    return "" if after == before else "reading changed the file"
+
+
+def journal(path: Path) -> str:
+    """The text of a journal of one study: five trials with an outcome, one given up, one that is being tried."""
+    points = space.load("triton/forward")
+    one = Ledger(STUDY, storage.journal(path), points)
+    outcomes = list(Outcome)[:5]
+    for variant, outcome in zip(points.feasible(samples.problem(), samples.A30), [*outcomes, None, None], strict=False):
+        assert one.claim(variant)
+        if outcome is not None:
+            prediction = samples.prediction(7.5) if outcome is Outcome.OK else None
+            one.finish(Trial(variant=variant, outcome=outcome, prediction=prediction), 7.5)
+    one._withdraw(next(iter(one._mine)))
+    return path.read_text(encoding="utf-8")
+
+
+def _journal_fault(path: Path) -> str:
+    """What is wrong with a journal that loaded: each finished trial must stand in its text, and its variant exist."""
+    points = space.load("triton/forward")
+    one = Ledger(STUDY, storage.journal(path), points)
+    try:
+        found = one.news().finished
+    finally:
+        one.leave()
+    said = [attributes["trial"] for attributes in _attributes(path.read_bytes()) if "trial" in attributes]
+    for trial in found:
+        points.check(trial.variant.as_dict())
+        if all(_differs(msgspec.to_builtins(trial), other) is not None for other in said):
+            return f"{trial.variant} is not what the text says"
+    return ""
+
+
+def _attributes(data: bytes) -> Any:
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            log = json.loads(line)
+            yield from (log[name] for name in ("user_attr", "user_attrs") if isinstance(log.get(name), dict))
 
 
 def _cache_fault(path: Path) -> str:

@@ -44,6 +44,8 @@ def text_of(kind: Kind, folder: Path) -> str:
         return SHAPES
     if kind is Kind.SPACE:
         return resources.space_path("triton/forward").read_text(encoding="utf-8")
+    if kind is Kind.JOURNAL:
+        return spoilt.journal(folder / "whole.journal")
     path = cache.merge(folder / "whole", H200, FORWARD, [current(measured()), predicted(problem(batch=1))])
     return path.read_text(encoding="utf-8")
 
@@ -55,7 +57,9 @@ def placed(folder: Path, number: int, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("kind", "count"), [(Kind.CACHE, 300), (Kind.SHAPES, 200), (Kind.SPACE, 25)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [(Kind.CACHE, 300), (Kind.SHAPES, 200), (Kind.SPACE, 25), (Kind.JOURNAL, 300)]
+)
 def test_a_spoilt_file_is_refused_in_a_sentence_or_says_what_it_holds(kind: Kind, count: int, tmp_path: Path) -> None:
     text, fates = text_of(kind, tmp_path), []
     for number in range(count):
