@@ -40,7 +40,6 @@ CHOICES: dict[str, list[Any]] = {"BLOCK_M": [16, 32], "BLOCK_N": [16, 32], "num_
 TRIALS = 8  # all that those choices allow
 ASKED = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16")
 AT_ONCE = 10  # kills until a run may end
-SHARE = 0.4  # of an undisturbed run: the longest time from a kill, or a start, to the next
 GONE_SECONDS = 10.0  # until what a killed tuner started must have ended
 END_SECONDS = 600.0
 
@@ -216,7 +215,7 @@ def differences(found: Outcome, wanted: Outcome) -> list[str]:
     return words
 
 
-def kills(seed: int, count: int, tuners: int, url: str | None) -> tuple[str, int]:
+def kills(seed: int, count: int, tuners: int, url: str | None, share: float) -> tuple[str, int]:
     """(the run as Markdown, faults)"""
     rng, tally = random.Random(seed), Tally()
     place = Path(tempfile.mkdtemp(prefix="autoattn-kills-"))
@@ -231,7 +230,7 @@ def kills(seed: int, count: int, tuners: int, url: str | None) -> tuple[str, int
             number = tally.outcomes
             run = Run(checkout, made(place / str(number)), url and url.format(number=number), tally)
             left = count - sum(tally.kills.values())
-            run.disturbed(rng, min(left, AT_ONCE), SHARE * seconds, tuners)
+            run.disturbed(rng, min(left, AT_ONCE), share * seconds, tuners)
             tally.faults += [f"run {number}: {words}" for words in differences(run.outcome(), wanted)]
             tally.outcomes += 1
             print(f"{sum(tally.kills.values())} kills, {tally.outcomes} runs, faults: {tally.faults}", flush=True)
@@ -266,11 +265,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tuners", type=int, default=1, help="that share a study")
+    parser.add_argument(
+        "--share", type=float, default=0.4, help="of an undisturbed run: the longest time from one kill to the next"
+    )
     parser.add_argument("--storage", help="a URL with {number} where a number makes a fresh database's name")
     parser.add_argument("--write", metavar="NAME", help="keep the result in benchmarks/results under this name")
     asked = parser.parse_args()
-    text, faults = kills(asked.seed, asked.kills, asked.tuners, asked.storage)
-    arguments = f"--kills {asked.kills} --seed {asked.seed} --tuners {asked.tuners}"
+    text, faults = kills(asked.seed, asked.kills, asked.tuners, asked.storage, asked.share)
+    arguments = f"--kills {asked.kills} --seed {asked.seed} --tuners {asked.tuners} --share {asked.share:g}"
     if asked.storage:
         arguments += f" --storage {storage.shown(asked.storage)}"
     versions = f"autoattn {__version__}, Python {platform.python_version()}, {platform.system()}"

@@ -206,3 +206,36 @@ def test_without_nvml_there_is_no_clock_and_no_driver_version(monkeypatch: pytes
 
 def test_the_driver_tells_its_version(nvml: PretendedNvml) -> None:
     assert gpu.driver_version() == "580.159.04"
+
+
+# --- several cards ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [(None, ("0", "2")), ("", ("0", "2")), ("4,1, GPU-77", ("4", "GPU-77")), ("3,2,1,0", ("3", "1"))],
+)
+def test_only_cards_that_are_such_a_device_measure_for_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, names: tuple[str, ...]
+) -> None:
+    """Of three, the second one has fewer SMs."""
+    counts = (132, 66, 132)
+    plug_in(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(counts))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(**{**FACTS, "multi_processor_count": counts[index]}),
+    )
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu.alike(samples.H200) == names
+    assert gpu.alike(samples.A30) == ()
+
+
+@pytest.mark.usefixtures("without_a_card")
+def test_without_cards_none_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu.alike(samples.H200) == ()
