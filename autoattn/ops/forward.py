@@ -90,8 +90,8 @@ def launch(
         arguments["arrivals_ptr"] = arrivals.room(operands.query.device, sizes[0])
         arguments["partial_ptr"] = operands.query.new_empty(sizes[1], dtype=torch.float32)
     if kernel.before is not None:
-        values = problem.batch, problem.heads_kv, operands.key.shape[2]
-        kernel.before.launch(kernel.module.grid_before(*values), arguments)
+        grid = kernel.module.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
+        kernel.before.launch(grid, arguments)
     kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
     return room[FLAGS : FLAGS + number] if counting and room is not None and number else None
