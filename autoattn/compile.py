@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,7 @@ WARP_SIZE = 32
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
 MAX_SPILLED = 2048
+BEFORE = "_before"  # behind the name of a kernel: the one that is launched before it
 
 
 @lru_cache(maxsize=4096)
@@ -45,10 +46,13 @@ def load_module(source: Source) -> ModuleType:
     return module
 
 
-def build(source: Source, arch: int) -> Any:
+def build(source: Source, arch: int, *, before: bool = False) -> Any:
     """Compiles for compute capability `arch` (80, 90, ...), which need not be in this machine.
 
     Returns Triton's CompiledKernel; `compiled[grid](*arguments)` launches it where it fits the current device.
+
+    Args:
+        before: compile the kernel that is launched before the main one; see `Kernel`.
 
     Raises:
         CompileError: the compiler refused, in its own words.
@@ -56,7 +60,7 @@ def build(source: Source, arch: int) -> Any:
     module = _imported(source)
     names = list(module.SIGNATURE)
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in module.DIVISIBLE.items()}
-    function = getattr(module, source.name)
+    function = getattr(module, source.name + BEFORE * before)
     kernel = _ast_source(function)(fn=function, signature=module.SIGNATURE, constexprs={}, attrs=attributes)
     try:
         with triton.knobs.compilation.scope():
@@ -98,6 +102,7 @@ class Kernel:
     compiled: Any  # Triton's CompiledKernel; None in the interpreter
     device: torch.device
     sm_count: int
+    before: Kernel | None = None  # what takes the same arguments, on `module.grid_before`, and makes input ready for it
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
@@ -122,8 +127,13 @@ def load(source: Source, device: torch.device) -> Kernel:
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+    before = _ready(source, module, device, before=True) if hasattr(module, source.name + BEFORE) else None
+    return replace(_ready(source, module, device), before=before)
+
+
+def _ready(source: Source, module: ModuleType, device: torch.device, *, before: bool = False) -> Kernel:
     properties = torch.cuda.get_device_properties(device)
-    compiled = build(source, properties.major * 10 + properties.minor)
+    compiled = build(source, properties.major * 10 + properties.minor, before=before)
     try:
         with torch.cuda.device(device):
             compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
@@ -180,6 +190,8 @@ def inspect(source: Source, arch: int) -> StaticReport:
     module = load_module(source)
     if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
+    if hasattr(module, source.name + BEFORE):
+        build(source, arch, before=True)  # into Triton's cache, while the card is busy with another variant
     return report
 
 

@@ -90,11 +90,12 @@ def why_slow(report: StaticReport, cubin: bytes) -> str:
     """
     text = next(data for name, data in _sections(cubin).items() if name.startswith(".text."))
     names = {name.partition(".")[0] for name, _, _ in _decode(cubin, text, report.arch)}
-    if missing := [name for name in ("HGMMA", "UTMALDG") if name not in names]:
+    product = "QGMMA" if "QGMMA" in names else "HGMMA"  # of 8 bits, or of 16
+    if missing := [name for name in (product, "UTMALDG") if name not in names]:
         return f"it holds no {' and no '.join(missing)} instruction"
-    products = sum(count for name, count in report.loop.items() if name.startswith("HGMMA"))
+    products = sum(count for name, count in report.loop.items() if name.startswith(product))
     # A product of several instructions starts them together, unless each waits for the one before it.
-    if report.loop.get("WARPGROUP.ARRIVE", 0) >= products:
+    if 2 < products <= report.loop.get("WARPGROUP.ARRIVE", 0):
         return f"ptxas serialised its {products} warpgroup products a block, for want of registers"
     if spills := sum(count for name, count in report.loop.items() if name.startswith(("LDL", "STL"))):
         return f"each block of keys moves registers to and from memory in {spills} instructions"

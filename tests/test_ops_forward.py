@@ -153,7 +153,7 @@ def launched_with(one: Problem, operands: Operands, output: Tensor, lse: Tensor 
         seen.update(arguments, grid=grid)
 
     module = SimpleNamespace(grid=lambda *sizes: ("grid", *sizes))
-    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, module=module, again=None)
+    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, module=module, again=None, before=None)
     forward.launch(kernel, one, operands, output, lse)
     return seen
 

@@ -24,7 +24,7 @@ from autoattn import render, resources
 from autoattn.errors import UsageError
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision
-from autoattn.variant import Source, Traits
+from autoattn.variant import Source, Traits, Value, Variant
 
 GOLDEN = Path(__file__).parent / "golden"
 EVERY_TEXT = [source for _, source in kernels.every_text()]
@@ -257,6 +257,12 @@ HEAVY = Modifiers(
     score_mod="captured0: float32[2]\nslope = captured0[b, h]\nwhere(q_idx % 4 == 0, score * slope, score)",
     softcap=True, alibi=True, bias=Bias.ADDITIVE, sinks=True, dropout=True,
 )  # fmt: skip
+GLUON: dict[str, Value] = {
+    "BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "softmax": "first_max", "overlap": 1, "mask_loop": "split",
+    "schedule": "dynamic", "ping_pong": "mbarrier", "slot_release": "named", "v_wait": "late", "query_stages": 2,
+    "output_buffer": "own", "queries_in": "shared", "row_sum": "last", "producer_registers": 24, "HEAD_GROUP": 1,
+    "row_order": "descending", "software_exp2": 4,
+}  # fmt: skip
 GOLDEN_SOURCES = {
     "forward_bf16_d128_causal": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
@@ -301,6 +307,11 @@ GOLDEN_SOURCES = {
         kernels.problem(dtype=DType.FLOAT8, head_dim=192, head_dim_v=128, mask="window:255,0", modifiers=HEAVY),
         Traits(alignment=16, lse=True, bias="bf16"),
         BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, PERSISTENT=1,
+    ),
+    "gluon_fp8_d128_full_first_max": render.render(
+        kernels.problem(dtype=DType.FLOAT8, head_dim=128),
+        Variant.of("gluon/forward", GLUON),
+        Traits(alignment=16, lse=True),
     ),
 }  # fmt: skip
 

@@ -89,6 +89,9 @@ def launch(
     if (sizes := shared_sizes(kernel, problem, operands.query)) is not None:
         arguments["arrivals_ptr"] = arrivals.room(operands.query.device, sizes[0])
         arguments["partial_ptr"] = operands.query.new_empty(sizes[1], dtype=torch.float32)
+    if kernel.before is not None:
+        grid = kernel.module.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
+        kernel.before.launch(grid, arguments)
     kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
     return room[FLAGS : FLAGS + number] if counting and room is not None and number else None
@@ -162,6 +165,9 @@ def _arguments(
         arguments |= _table(operands.table)
     if hasattr(kernel.module, "DESCRIPTORS"):
         views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
+        if hasattr(kernel.module, "turned"):  # room for the values, of which they are copied for each launch
+            shape = kernel.module.turned(problem.batch, problem.heads_kv, operands.key.shape[2])
+            views["value_columns"] = arguments["value_columns_ptr"] = operands.value.new_empty(shape)
         arguments |= {name: Descriptor.of(views[name]) for name in kernel.module.DESCRIPTORS}
     return arguments
 

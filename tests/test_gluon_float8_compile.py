@@ -1,0 +1,138 @@
+"""float8 in the Gluon template: what it compiles to, what it is launched with and what it refuses; no GPU is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import torch
+
+from autoattn import compile, inputs, profiles, render, space
+from autoattn.compile import Kernel, build, inspect, load_module
+from autoattn.ops import forward
+from autoattn.problem import DType, Layout, Problem
+from autoattn.variant import Source, Traits, Value
+
+TEMPLATE = "gluon/forward"
+H200 = profiles.named("h200")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def problem(**changes: Any) -> Problem:
+    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 4096, "dtype": DType.FLOAT8}
+    return kernels.problem(**{**sizes, "head_dim": 128, **changes})
+
+
+def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+    points = space.load(TEMPLATE)
+    chosen = points.variant({**points.params_of(points.default(one, H200)), **changes})
+    return render.render(one, chosen, traits)
+
+
+@pytest.mark.parametrize("softmax", ["online", "first_max"])
+def test_weights_become_a_factor_where_they_are(softmax: str) -> None:
+    """Two keys and the two that lie 8 further on are one word of a factor, so that the loop moves no bytes."""
+    plain, small = (
+        inspect(source(problem(dtype=dtype), softmax=softmax, ping_pong="named", software_exp2=0), 90).loop
+        for dtype in (DType.BFLOAT16, DType.FLOAT8)
+    )
+    assert small["F2FP"] == plain["F2FP"]
+    assert small.get("SHFL", 0) == plain.get("SHFL", 0)
+    assert not {"PRMT", "STS", "LDS"} & {name.partition(".")[0] for name in small}
+    products = {name: count for name, count in small.items() if name.startswith("QGMMA")}
+    assert sum(products.values()) == 8
+    assert sum(count for name, count in products.items() if name.endswith(".RS")) == 4, "weights come from registers"
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (16, 48)])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], mask: str) -> None:
+    one = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+    seeds = space.load(TEMPLATE).seeds_for(one, H200)
+    assert seeds
+    rendered = render.render(one, seeds[0], Traits(alignment=16, lse=True))
+    assert inspect(rendered, 90).loop
+    before = build(rendered, 90, before=True).asm["ptx"]
+    assert "ld.global.b32" in before, "four values at a time"
+    assert "st.global.v4.b32" in before, "sixteen keys at a time"
+
+
+class Spy:
+    """Stands in for a compiled kernel and keeps what it was launched with."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[int, ...], tuple[Any, ...]]]) -> None:
+        self.name, self.calls = name, calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((self.name, grid, arguments))
+
+
+def test_values_are_turned_into_room_of_their_own_before_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
+    calls: list[Any] = []
+    rendered = source(problem(head_dim=80, mask="causal"))
+    module = load_module(rendered)
+    facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
+    kernel = Kernel(compiled=Spy("main", calls), before=Kernel(compiled=Spy("before", calls), **facts), **facts)
+    one = problem(head_dim=80, mask="causal", batch=2, heads_q=4, heads_kv=2, seq_q=200, seq_kv=301, layout=Layout.BSHD)
+    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    output = forward.empty_output(one, operands.query)
+    for _ in range(2):
+        forward.launch(kernel, one, operands, output, None)
+    assert [(name, grid) for name, grid, _ in calls] == 2 * [("before", (2 * 2 * 3, 1, 1)), ("main", (2, 1, 1))]
+    found = [dict(zip(module.SIGNATURE, arguments, strict=True)) for _, _, arguments in calls]
+    rooms = [arguments["value_columns_ptr"] for arguments in found]
+    assert rooms[0].shape == (2, 2, 80, 304), "keys in groups of 16"
+    assert rooms[0].dtype is torch.float8_e4m3fn
+    assert rooms[0] is rooms[1]
+    assert rooms[1] is not rooms[2]
+    described = found[1]["value_columns"]
+    assert (described.address, described.shape) == (rooms[0].data_ptr(), (2, 2, 80, 304))
+    assert described.strides == (2 * 80 * 304, 80 * 304, 304, 1)
+    assert found[0]["value_ptr"] is operands.value
+    assert found[0]["query_scale_ptr"] is operands.query_scale
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
+    "multiple of 16 bytes": ({"head_dim": 40}, {}),
+    "room of their own": ({}, {"output_buffer": "shared", "query_stages": 1}),
+    "may hold one key of a row": ({"mask": "causal"}, {"softmax": "first_max"}),
+    "sums of a few weights": ({}, {"softmax": "first_max", "row_sum": "each"}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_work_is_refused_in_words(words: str) -> None:
+    facts, params = REFUSED[words]
+    points = space.load(TEMPLATE)
+    chosen = points.variant({**points.params_of(points.default(problem(), H200)), **params})
+    reason = points.why_infeasible(chosen, problem(**facts), H200)
+    assert reason is not None
+    assert words in reason
+
+
+def test_no_weight_of_a_kept_maximum_gets_past_what_float8_holds() -> None:
+    """A sum of up to BLOCK_N / 8 weights that is above 448, or NaN, makes the row's sum too large."""
+    text = source(problem(), softmax="first_max").text
+    assert "row_sum + gl.where(part_sum <= 448.0, part_sum, TOO_LARGE)" in text
+    assert "(total < TOO_LARGE)" in text
+    module = load_module(source(problem(), softmax="first_max"))
+    assert torch.finfo(torch.float8_e4m3fn).max == 448.0
+    assert 2.0**module.BOOST.value * module.BLOCK_N.value // 8 <= 448.0, "equal weights stay below it"
+
+
+def test_maxima_that_may_lag_leave_room_for_it() -> None:
+    for softmax in ("lazy", "vote"):
+        module = load_module(source(problem(), softmax=softmax))
+        assert 2.0 ** (module.BOOST.value + module.GROWTH.value) <= 448.0
+
+
+def test_tensors_at_odd_addresses_are_refused_before_they_are_rendered() -> None:
+    with pytest.raises(compile.CompileError, match="multiples of 16 bytes, got tensors where only 8 divide"):
+        source(problem(), Traits(alignment=8))
