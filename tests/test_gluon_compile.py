@@ -250,7 +250,7 @@ def test_a_packed_launch_needs_no_lengths(monkeypatch: pytest.MonkeyPatch) -> No
     one = kernels.problem(**SMALL, head_dim=64, layout=Layout.PACKED, tokens_q=500, tokens_kv=600, mask="causal")
     one = replace(one, batch=3)
     rendered = source(problem(head_dim=64, mask="causal", layout=Layout.PACKED), BLOCK_M=128, schedule="one_tile")
-    ((_, grid, arguments),) = launched(one, rendered, monkeypatch)
+    ((grid, arguments),) = launched(one, rendered, monkeypatch)
     tiles = 4 * (500 // 128 + 3 + 1)
     assert grid == (tiles, 1, 1)
     assert arguments["scratch_ptr"].numel() >= 2 + tiles
