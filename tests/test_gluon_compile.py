@@ -132,7 +132,7 @@ def test_a_kept_maximum_takes_the_maxima_out_of_the_loop() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
-    "16-bit": ({"dtype": DType.FLOAT32}, {}),
+    "16 and 8 bits": ({"dtype": DType.FLOAT32}, {}),
     "multiple of 16 bytes": ({"head_dim": 57}, {}),
     "256 columns": ({"head_dim_v": 512}, {}),
     "sees all that its tile sees": ({"mask": "causal"}, {"BLOCK_M": 64, "mask_loop": "split_own", "ping_pong": "none"}),
