@@ -11,7 +11,7 @@ import jinja2
 
 from autoattn import cache
 from autoattn.errors import StateError
-from autoattn.report import contents, figures, files
+from autoattn.report import contents, figures, files, finals
 
 FOLDER = Path(__file__).parent
 
@@ -69,7 +69,7 @@ def fenced(text: str, language: str = "") -> Verbatim:
 
 
 def _facts(sections: list[contents.Section]) -> dict[str, object]:
-    return {"sections": sections, "versions": contents.versions}
+    return {"sections": sections, "versions": contents.versions, "finals_head": finals.HEAD}
 
 
 def environment(*, autoescape: bool = False, finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
@@ -91,6 +91,8 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         choice=figures.choice,
         tile=figures.tile,
         best_rival=figures.best_rival,
+        against=figures.against,
+        finals=figures.finals,
         counts=figures.counts,
         settings=figures.settings,
         fenced=fenced,

@@ -13,7 +13,9 @@ from autoattn.entry import CacheEntry
 from autoattn.errors import AutoattnError
 from autoattn.problem import Bias, DType, Modifiers, Numerics, Problem
 from autoattn.report import figures
-from autoattn.trial import Evidence
+from autoattn.report.finals import Contestant, contestants
+from autoattn.rounds import Interval
+from autoattn.trial import Evidence, Measurement
 
 if TYPE_CHECKING:
     from autoattn.cache import CacheFile
@@ -31,6 +33,7 @@ class Timing:
     p80_us: float
     tflops: float
     lead: float  # its time over the kernel's; above 1 the kernel is faster
+    interval: Interval | None  # of the lead; None where the rounds were too few, or before they were kept
     max_error: float | None
     share: float  # its time over the slowest one's, 0..1
 
@@ -55,6 +58,7 @@ class Card:
     anchor: str
     entry: CacheEntry
     timings: tuple[Timing, ...]
+    contestants: tuple[Contestant, ...]  # of the finals, with error, energy and resources; empty where nobody knows
     parts: tuple[Part, ...]
     reproduce: str  # the command that searches again
     render: str  # the command that writes the kernel
@@ -142,6 +146,7 @@ def _card(entry: CacheEntry, device: str, shown: dict[str, str]) -> Card:
         anchor=anchor,
         entry=entry,
         timings=_timings(entry),
+        contestants=contestants(entry, device),
         parts=_parts(entry),
         reproduce=reproduce(entry, device),
         render=rendering(entry, device),
@@ -156,6 +161,7 @@ def reproduce(entry: CacheEntry, device: str) -> str:
     return (
         f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
         f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
+        + (f" --objective {shlex.quote(entry.search.objective)}" if entry.search.objective != "time" else "")
     )
 
 
@@ -213,8 +219,10 @@ def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
     if own is None:
         return ()
     error = entry.verdict.max_error if entry.verdict is not None else None
-    rows = [(entry.template, True, own, error)] + [(r.name, False, r.measurement, r.max_error) for r in entry.rivals]
-    slowest = max(measurement.median_us for _, _, measurement, _ in rows)
+    rows: list[tuple[str, bool, Measurement, float | None, Interval | None]]
+    rows = [(entry.template, True, own, error, None)]
+    rows += [(r.name, False, r.measurement, r.max_error, r.lead) for r in entry.rivals]
+    slowest = max(measurement.median_us for _, _, measurement, _, _ in rows)
     timings = [
         Timing(
             name=name,
@@ -224,11 +232,12 @@ def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
             p20_us=measurement.p20_us,
             p80_us=measurement.p80_us,
             tflops=measurement.tflops,
-            lead=measurement.median_us / own.median_us,
+            lead=interval.ratio if interval is not None else measurement.median_us / own.median_us,
+            interval=interval,
             max_error=error,
             share=_share(measurement.median_us, slowest),
         )
-        for name, kernel, measurement, error in rows
+        for name, kernel, measurement, error, interval in rows
     ]
     return tuple(sorted(timings, key=lambda timing: (timing.median_us, timing.name)))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from autoattn.entry import KERNEL, CacheEntry, Rival
+from autoattn.rounds import Interval
 from autoattn.trial import Evidence
 from autoattn.variant import Value, Variant
 
@@ -29,6 +30,17 @@ def tflops(rate: float) -> str:
 def times(ratio: float) -> str:
     """A ratio of times."""
     return f"{ratio:.2f}x" if math.isfinite(ratio) else "-"
+
+
+def within(lead: Interval) -> str:
+    """A ratio of times with its confidence interval."""
+    digits = 3 if max(lead.high - lead.ratio, lead.ratio - lead.low) < 0.01 else 2  # as many as it holds
+    return f"{lead.ratio:.{digits}f}x ({lead.low:.{digits}f}-{lead.high:.{digits}f})"
+
+
+def against(lead: float | Interval) -> str:
+    """A ratio of times, with its interval where it has one."""
+    return within(lead) if isinstance(lead, Interval) else times(lead)
 
 
 def error(value: float | None) -> str:
@@ -59,15 +71,35 @@ def others(entry: CacheEntry) -> list[Rival]:
 
 def lead(entry: CacheEntry, rival: Rival) -> float:
     """How many times as long as the winning kernel the rival takes; above 1 the kernel is faster."""
-    return rival.measurement.median_us / entry.time_us
+    return rival.lead.ratio if rival.lead is not None else rival.measurement.median_us / entry.time_us
 
 
-def best_rival(entry: CacheEntry) -> tuple[str, float] | None:
-    """The fastest rival from elsewhere and the kernel's lead over it; None where nothing was measured."""
+def best_rival(entry: CacheEntry) -> tuple[str, float, str] | None:
+    """The fastest rival from elsewhere, the kernel's lead over it, and that in words with its interval.
+
+    None where nothing was measured.
+    """
     if entry.evidence is not Evidence.MEASURED or not others(entry):
         return None
     fastest = others(entry)[0]
-    return fastest.name, lead(entry, fastest)
+    ratio = lead(entry, fastest)
+    return fastest.name, ratio, against(fastest.lead or ratio)
+
+
+def ties(entry: CacheEntry) -> str:
+    """How many finalists are as good as the winner, in words; "" where there is none, or nobody knows."""
+    count = len(entry.finals.tied) if entry.finals is not None else 0
+    return f"{count} as good" if count else ""
+
+
+def finals(entry: CacheEntry) -> str:
+    """How the finals went, in words; "" where nobody knows."""
+    known = entry.finals
+    if known is None:
+        return ""
+    rounds = f"{known.rounds} rounds" + (f", {known.discarded} more discarded" if known.discarded else "")
+    tied = ties(entry) or "nobody as good"
+    return f"{rounds}; {tied} as the winner{'' if known.decided else ', not decided for want of rounds'}"
 
 
 def choice(entry: CacheEntry) -> str:
