@@ -33,6 +33,7 @@ NUMERICS = "AUTOATTN_NUMERICS"  # the environment's variable
 # Each call asks for it, and os.environ takes 2 us to turn names into bytes and back; CPython keeps the bytes here.
 _ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _NUMERICS = os.environ.encodekey(NUMERICS) if _ENVIRONMENT is not os.environ else NUMERICS
+_ANY_NUMERICS = tuple(one.value for one in Numerics)  # Dynamo cannot list an enumeration
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
 
 
@@ -324,7 +325,7 @@ def _numerics(numerics: str | None) -> Numerics:
         # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
         numerics = Numerics.ANY.value if torch.compiler.is_compiling() else asked_numerics() or Numerics.ANY.value
         name, none, way_out = NUMERICS, " or online", "correct or unset it"
-    if not isinstance(numerics, str) or numerics not in tuple(Numerics):
+    if not isinstance(numerics, str) or numerics not in _ANY_NUMERICS:
         raise TensorError(f"{name} must be any{none}, got {numerics!r:.60}; {way_out}")
     return Numerics(numerics)
 

@@ -127,6 +127,8 @@ def load(source: Source, device: torch.device) -> Kernel:
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+    if device.index is None:  # launches ask for the stream of a numbered device
+        device = torch.device(device.type, torch.cuda.current_device())
     before = _ready(source, module, device, before=True) if hasattr(module, source.name + BEFORE) else None
     return replace(_ready(source, module, device), before=before)
 

@@ -29,6 +29,7 @@ from autoattn.workshop import Workshop
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parent.parent
+PATHS = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 ASKED = ("--dtype", "bf16", "--batch", "4", "--heads", "16", "--seq-q", "1024", "--head-dim", "64", "--mask", "causal")
 PROBLEM = replace(kernels.problem(mask="causal"), dtype=samples.problem().dtype)
 
@@ -66,7 +67,7 @@ def many(count: int) -> list[Variant]:
 def test_each_worker_has_a_card_of_its_own_and_its_successor_the_same(
     cards: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), *PATHS]))
     with Pool(size=2, apart=[{"CUDA_VISIBLE_DEVICES": card} for card in cards]) as pool:
         seen = [pool.result(planted_jobs.Card(), 60.0, place=place) for place in (0, 1)]
         assert seen[0] != seen[1]
@@ -126,7 +127,7 @@ def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_p
         commands.append(
             subprocess.Popen(
                 [sys.executable, "-m", "autoattn", *arguments, "--cache", str(tmp_path / str(place))],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": card, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": card, "PYTHONPATH": os.pathsep.join(PATHS)},
             )
         )
     assert [command.wait(timeout=300) for command in commands] == [0, 0]
