@@ -18,8 +18,8 @@ ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32",
 
 MAX_LINE = 120  # characters of a rendered line
 
-# The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it, so
-# that no cache entry can hold it and no call runs it.
+# The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
+# so that no cache entry can hold it and no call runs it.
 NO_SOFTMAX = "none"
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 

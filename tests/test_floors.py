@@ -51,7 +51,7 @@ FLOORS = (
         "dilated",
         "multihead",
     },
-    {"verify", "bundle", "bench", "ablation", "comparison", "report", "cli", "__main__"},
+    {"verify", "bundle", "bench", "ablate", "ablation", "comparison", "report", "cli", "__main__"},
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
 

@@ -44,21 +44,21 @@ def command(
     options.at_least("--rounds", 1, rounds)
     options.at_least("--seed", 0, seed)
     problems = picked(shapes, group, only)
-    from autoattn import ablation, gpu
+    from autoattn import ablate, ablation, gpu
 
     card, measured = gpu.resolve(device)
     words = ["autoattn", "ablate", str(shapes), "--device", card.name]
     for name, values in (("--group", group), ("--only", only)):
         words += [word for value in values or () for word in (name, value)]
     run = ablation.Run(
-        machine=ablation.machine(card, measured=measured),
+        machine=ablate.machine(card, measured=measured),
         command=shlex.join([*words, "--rounds", str(rounds), "--seed", str(seed), "--out", str(out)]),
         device=card,
         measured=measured,
         planned=len(problems),
     )
     settings = ablation.Options(rounds=rounds, seed=seed)
-    _go(run, ablation.run(problems, card, measured=measured, options=settings), out)
+    _go(run, ablate.run(problems, card, measured=measured, options=settings), out)
 
 
 def _go(run: Run, rows: Iterator[list[Row]], out: Path) -> None:
