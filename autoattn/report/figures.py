@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from autoattn.entry import KERNEL, CacheEntry, Rival
 from autoattn.trial import Evidence
 from autoattn.variant import Value, Variant
+
+if TYPE_CHECKING:
+    from autoattn.report.evidence import Lead
 
 OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 
@@ -31,6 +35,25 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x" if math.isfinite(ratio) else "-"
 
 
+def ratio(lead: Lead) -> str:
+    """A ratio of times with its interval, where it has one."""
+    if lead.low is None or lead.high is None:
+        return times(lead.ratio)
+    return f"{times(lead.ratio)} [{lead.low:.2f}, {lead.high:.2f}]"
+
+
+def percent(share: float | None) -> str:
+    """A share in percent."""
+    return "-" if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
+
+
+def energy(joules: float | None) -> str:
+    """Joules as millijoules where they are few, with the unit."""
+    if joules is None or not math.isfinite(joules):
+        return "-"
+    return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.3g} mJ"
+
+
 def error(value: float | None) -> str:
     """A numeric error, two significant digits."""
     return "-" if value is None or math.isnan(value) else f"{value:.1e}"
@@ -45,6 +68,11 @@ def counts(numbers: Mapping[str, int]) -> str:
 def settings(params: Mapping[str, Value]) -> str:
     """The parameters of a variant on one line."""
     return " ".join(f"{name}={value}" for name, value in sorted(params.items()))
+
+
+def versions(entry: CacheEntry) -> str:
+    """The versions that an entry was made with, on one line."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(entry.versions.items()))
 
 
 def printable(text: object) -> str:
