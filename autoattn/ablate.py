@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 import autoattn
-from autoattn import compile, gpu, model, reference, render, space, validate
+from autoattn import compile, gpu, inputs, model, reference, render, space, validate
 from autoattn.ablation import Cell, Change, Options, Row, changes
 from autoattn.device import Device
 from autoattn.errors import CompileError, SpaceError
@@ -53,14 +53,18 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
         measured: times on the card that `device` is, in processes of their own; else the model predicts.
     """
     with Pool(size=os.cpu_count() or 1, environment={"CUDA_VISIBLE_DEVICES": ""}) as compilers, Pool(size=1) as bench:
+        plans = {
+            problem: {one.template: _planned(one, problem, device) for one in space.of(problem.op)}
+            for problem in problems
+        }
+        sources: dict[str, Source] = {}
+        for problem, plan in plans.items():
+            sources |= _sources(problem, plan)
         inspected: dict[str, StaticReport | Failure] = {}
-        for problem in problems:
-            plans = {one.template: _planned(one, problem, device) for one in space.of(problem.op)}
-            sources = _sources(problem, plans)
-            _inspect(compilers, {digest: one for digest, one in sources.items() if digest not in inspected}, device,
-                     inspected)  # fmt: skip
-            bench_of = _Bench(pool=bench, options=options) if measured else None
-            yield _rows(problem, device, plans, inspected, bench_of)
+        _inspect(compilers, sources, device, inspected)  # all before the first is timed: the cores are idle then
+        bench_of = _Bench(pool=bench, options=options) if measured else None
+        for problem, plan in plans.items():
+            yield _rows(problem, device, plan, inspected, bench_of)
 
 
 def _planned(one: SearchSpace, problem: Problem, device: Device) -> list[Change] | str:
@@ -180,7 +184,10 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Compares a kernel at full size with the reference, or with the two products alone."""
+    """Compares a kernel with the reference, or with the two products alone: at full lengths, on one sequence.
+
+    Sequences differ in nothing that the kernel's text knows, and the reference takes longer than all that is timed.
+    """
 
     problem: Problem
     source: Source
@@ -189,7 +196,7 @@ class Check:
     def run(self, memory: dict[Hashable, Any]) -> Verdict | Failure:
         """The verdict, or why there is none."""
         try:
-            case = _case(memory, self.problem)
+            case = _case(memory, replace(self.problem, batch=1))
             kernel = _kernel(memory, self.source)
             return judge_products(kernel, case) if self.bound else validate.judge(kernel, [case])
         except (CompileError, torch.cuda.OutOfMemoryError) as error:
@@ -215,9 +222,14 @@ class Race:
 
     def run(self, memory: dict[Hashable, Any]) -> Raced:
         """All samples."""
-        case = _case(memory, self.problem)
-        output = forward.empty_output(self.problem, case.operands.query)
-        calls = {name: _call(_kernel(memory, source), case, output) for name, source in self.sources.items()}
+        operands = inputs.make(self.problem, torch.device("cuda"), torch.Generator().manual_seed(self.seed))
+        output = forward.empty_output(self.problem, operands.query)
+
+        def call(source: Source) -> Callable[[], object]:
+            kernel = _kernel(memory, source)
+            return lambda: forward.launch(kernel, self.problem, operands, output, None)
+
+        calls = {name: call(source) for name, source in self.sources.items()}
         if "stopwatch" not in memory:
             memory["stopwatch"] = Stopwatch(torch.device("cuda"))
         stopwatch: Stopwatch = memory["stopwatch"]
@@ -225,8 +237,8 @@ class Race:
         times: dict[str, list[float]] = {name: [] for name in order}
         clocks: dict[str, list[int]] = {name: [] for name in order}
         stopwatch.warm()
-        for call in calls.values():
-            call()
+        for first in calls.values():
+            first()
         for _ in range(self.rounds):
             rng.shuffle(order)
             for name in order:
@@ -267,10 +279,6 @@ def products(problem: Problem, operands: Operands, rows: Tensor, rounded: torch.
         scores = operands.query[:, head][:, rows].double() @ key.transpose(1, 2) * seen
         answers.append((scores if rounded is None else scores.to(rounded).double()) @ value)
     return torch.stack(answers, 1)
-
-
-def _call(kernel: compile.Kernel, case: Case, output: Tensor) -> Callable[[], object]:
-    return lambda: forward.launch(kernel, case.problem, case.operands, output, None)
 
 
 def _case(memory: dict[Hashable, Any], problem: Problem) -> Case:

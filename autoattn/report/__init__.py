@@ -100,6 +100,7 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         error=figures.error,
         choice=figures.choice,
         tile=figures.tile,
+        tile_of=figures.tile_of,
         ratio=figures.ratio,
         percent=figures.percent,
         energy=figures.energy,
@@ -107,6 +108,7 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         versions=figures.versions,
         counts=figures.counts,
         settings=figures.settings,
+        differing=figures.differing,
         fenced=fenced,
     )
     return made

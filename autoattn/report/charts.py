@@ -18,7 +18,6 @@ from autoattn.report.plot import SHAPES, Key, Line, Mark, Plot, Scale, Tick, pat
 from autoattn.trial import Outcome, Trial
 from autoattn.variant import Value
 
-MOST_LINES = 120  # of parallel coordinates: the fastest, and of the others as many as fit, evenly
 # Time over the best -> class of a line and its words; the last is for all that are slower.
 BANDS = ((1.02, "q0", "within 2% of the best"), (1.1, "q1", "within 10%"), (1.5, "q2", "within 50%"),
          (3.0, "q3", "within 3x"), (math.inf, "q4", "slower"))  # fmt: skip
@@ -31,6 +30,20 @@ FAILED = {
     Outcome.CRASH: ("s7", "triangle"),
 }
 OURS = "s0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detail:
+    """How much each problem's charts may draw, so that reports of many problems stay small."""
+
+    marks: int  # trials of a search history
+    lines: int  # variants of parallel coordinates, of all templates
+
+    @classmethod
+    def among(cls, problems: int) -> Detail:
+        """As much as a report of so many problems has room for."""
+        each = max(1, problems)
+        return cls(marks=min(300, max(60, 9000 // each)), lines=min(120, max(30, 4500 // each)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +189,8 @@ def roofline(entries: Sequence[CacheEntry], device: Device | None, *, measured: 
         marks=tuple(marks),
         lines=tuple(lines),
         legend=(*legend, Key(style="roof", shape="line", words=f"data sheet's peaks: {roofs}")),
-        note=f"Memory: {device.bandwidth / 1e9:,.0f} GB/s. Only pairs that the mask keeps count as operations; bytes are "
-        "those of each input read once and of the output written once.",
+        note=f"Memory: {device.bandwidth / 1e9:,.0f} GB/s. Only pairs that the mask keeps count as operations; bytes "
+        "are those of each input read once and of the output written once.",
     )
 
 
@@ -213,7 +226,7 @@ def _upward(scale: Scale) -> tuple[Tick, ...]:
 # --- the search of one problem ----------------------------------------------------------------------------------------
 
 
-def progress(history: History, *, measured: bool) -> Plot | None:
+def progress(history: History, detail: Detail, *, measured: bool) -> Plot | None:
     """Each trial's time and the best so far; failed trials stand at the top. None without trials that worked."""
     timed = [(number, trial.time_us) for number, trial in enumerate(history.trials, start=1) if trial.time_us]
     if not timed:
@@ -222,6 +235,9 @@ def progress(history: History, *, measured: bool) -> Plot | None:
     y = Scale.over([time_us for _, time_us in timed], log=True, room=0.12)
     best = [(x.at(number), 100 - y.at(trial.time_us or 0.0)) for number, trial in history.improvements]
     failed = {trial.outcome for trial in history.trials if trial.outcome is not Outcome.OK}
+    shown = _thinned(history, detail.marks)
+    notes = ["Failed trials stand at the upper edge."] * bool(failed)
+    notes += [f"{len(shown)} of {len(history.trials)} trials are drawn."] * (len(shown) < len(history.trials))
     templates = sorted({trial.variant.template for trial in history.trials})
     looks = {name: (f"s{2 * place}", SHAPES[place]) for place, name in enumerate(templates)}
     legend = [Key(style=style, shape=shape, words=name) for name, (style, shape) in looks.items()]
@@ -233,11 +249,21 @@ def progress(history: History, *, measured: bool) -> Plot | None:
         y_label="us, first look" if measured else "us, predicted",
         x_ticks=tuple(tick for tick in x.ticks() if float(tick.label.replace(",", "")).is_integer()),
         y_ticks=_upward(y),
-        marks=tuple(_trial(number, trial, x, y, looks) for number, trial in enumerate(history.trials, start=1)),
+        marks=tuple(_trial(number, trial, x, y, looks) for number, trial in shown),
         lines=(Line(path=staircase(best, 100.0), style="best"),),
         legend=tuple(legend),
-        note="Failed trials stand at the upper edge." if failed else "",
+        note=" ".join(notes),
     )
+
+
+def _thinned(history: History, most: int) -> list[tuple[int, Trial]]:
+    """Trials with their numbers: all improvements, and of the others each n-th."""
+    numbered = list(enumerate(history.trials, start=1))
+    if len(numbered) <= most:
+        return numbered
+    kept = {number for number, _ in history.improvements}
+    step = -(-len(numbered) // max(1, most - len(kept)))
+    return [(number, trial) for number, trial in numbered if number in kept or number % step == 0]
 
 
 def _trial(number: int, trial: Trial, x: Scale, y: Scale, looks: dict[str, tuple[str, str]]) -> Mark:
@@ -253,16 +279,19 @@ def _trial(number: int, trial: Trial, x: Scale, y: Scale, looks: dict[str, tuple
 # --- parallel coordinates ---------------------------------------------------------------------------------------------
 
 
-def parallel(history: History, template: str) -> Parallel | None:
-    """The trials of one template that worked; None where there are fewer than three, or nothing varied."""
+def parallel(history: History, template: str, most: int) -> Parallel | None:
+    """The trials of one template that worked; None where there are fewer than three, or nothing varied.
+
+    Args:
+        most: lines: the fastest, and of the others as many as fit, evenly.
+    """
     timed = [trial for trial in history.trials if trial.time_us is not None and trial.variant.template == template]
     params = _varied(timed)
     if len(timed) < 3 or not params:
         return None
     timed.sort(key=lambda trial: trial.time_us or 0.0)
-    shown = timed[: MOST_LINES // 2]
-    rest = timed[MOST_LINES // 2 :]
-    shown += rest[:: max(1, -(-len(rest) // (MOST_LINES - len(shown))))] if rest else []
+    shown, rest = timed[: most // 2], timed[most // 2 :]
+    shown += rest[:: max(1, -(-len(rest) // max(1, most - len(shown))))] if rest else []
     times = Scale.over([trial.time_us or 0.0 for trial in shown], log=True)
     width = 100.0 / len(params)
     axes = [

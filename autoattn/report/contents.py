@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.report import charts, evidence, figures, history, listing
-from autoattn.report.charts import Parallel, Strips
+from autoattn.report.charts import Detail, Parallel, Strips
 from autoattn.report.commands import rendering, reproduce
 from autoattn.report.evidence import Finalist, Lead
 from autoattn.report.history import History, Importance, Reason
@@ -92,7 +92,7 @@ class Standing:
     lowest: float
     highest: float
     faster: int  # problems on which the kernel is faster than the rival
-    even: int  # on which nobody is known to be: the interval holds 1
+    even: int | None  # on which nobody is known to be: the interval holds 1; None where no entry has intervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +151,14 @@ def gather(files: list[CacheFile], folder: Path | None = None) -> list[Section]:
         folder: the cache, beside whose files the journals of the searches lie; None leaves them out.
     """
     sections = []
-    shelf = Shelf()
+    shelf, detail = Shelf(), Detail.among(sum(len(file.entries) for file in files))
     for file in sorted(files, key=lambda file: file.device):
         for op in sorted({entry.problem.op.value for entry in file.entries.values()}):
-            sections.append(_section(file, op, folder, shelf))
+            sections.append(_section(file, op, folder, shelf, detail))
     return sorted(sections, key=lambda section: section.measured is None)  # what was measured comes first
 
 
-def _section(file: CacheFile, op: str, folder: Path | None, shelf: Shelf) -> Section:
+def _section(file: CacheFile, op: str, folder: Path | None, shelf: Shelf, detail: Detail) -> Section:
     device = charts.device_of(file.device)
     entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
     entries.sort(key=lambda entry: entry.problem.order)
@@ -166,7 +166,7 @@ def _section(file: CacheFile, op: str, folder: Path | None, shelf: Shelf) -> Sec
     predicted = [entry for entry in entries if entry.evidence is not Evidence.MEASURED]
     # Measured first, so that the source stands beside a measurement where it can.
     rankings = [
-        _ranking([_card(entry, file.device, device, folder, shelf) for entry in kind], device) if kind else None
+        _ranking([_card(entry, file.device, device, folder, shelf, detail) for entry in kind], device) if kind else None
         for kind in (measured, predicted)
     ]
     return Section(
@@ -218,12 +218,14 @@ def _anchor(*words: str) -> str:
     return "-".join("".join(sign if sign.isalnum() and sign.isascii() else "-" for sign in word) for word in words)
 
 
-def _card(entry: CacheEntry, name: str, device: Device | None, folder: Path | None, shelf: Shelf) -> Card:
+def _card(
+    entry: CacheEntry, name: str, device: Device | None, folder: Path | None, shelf: Shelf, detail: Detail
+) -> Card:
     anchor = _anchor(name, entry.problem.key)
     found = history.read(folder, name, entry)
     rival = figures.best_rival(entry)
     templates = sorted({trial.variant.template for trial in found.trials})
-    drawn = ((template, charts.parallel(found, template)) for template in templates)
+    drawn = ((name, charts.parallel(found, name, detail.lines // len(templates))) for name in templates)
     return Card(
         anchor=anchor,
         entry=entry,
@@ -240,7 +242,7 @@ def _card(entry: CacheEntry, name: str, device: Device | None, folder: Path | No
         source=shelf.listing(entry, anchor),
         difference=shelf.difference(entry, anchor),
         history=found,
-        progress=charts.progress(found, measured=entry.evidence is Evidence.MEASURED),
+        progress=charts.progress(found, detail, measured=entry.evidence is Evidence.MEASURED),
         parallel=tuple((template, plot) for template, plot in drawn if plot is not None),
     )
 
@@ -306,7 +308,7 @@ def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
             lowest=min(lead.ratio for lead in found),
             highest=max(lead.ratio for lead in found),
             faster=sum(lead.ratio > 1.0 and not lead.even for lead in found),
-            even=sum(lead.even for lead in found),
+            even=sum(lead.even for lead in found) if any(lead.low is not None for lead in found) else None,
         )
         for name, found in sorted(leads.items())
     )

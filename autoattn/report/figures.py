@@ -44,7 +44,9 @@ def ratio(lead: Lead) -> str:
 
 def percent(share: float | None) -> str:
     """A share in percent."""
-    return "-" if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
+    if share is None or not math.isfinite(share):
+        return "-"
+    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.1f}%" if share >= 0.0005 else "<0.1%"
 
 
 def energy(joules: float | None) -> str:
@@ -63,6 +65,13 @@ def counts(numbers: Mapping[str, int]) -> str:
     """How many of what, most first."""
     ordered = sorted(numbers.items(), key=lambda one: (-one[1], one[0]))
     return ", ".join(f"{number:,} {name}" for name, number in ordered)
+
+
+def differing(params: Mapping[str, Value], base: Mapping[str, Value]) -> str:
+    """The parameters in which a variant differs from another of its template; all of them where names differ."""
+    if params.keys() != base.keys():
+        return settings(params)
+    return settings({name: value for name, value in params.items() if value != base[name]}) or "the same parameters"
 
 
 def settings(params: Mapping[str, Value]) -> str:
