@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,11 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 60.0  # for one answer
+# The browser reads from descriptor 3 and writes to 4.
+LAUNCH = (
+    "import fcntl, os, sys; ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]; "
+    "os.dup2(ends[0], 3); os.dup2(ends[1], 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 LOUD = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Network.loadingFailed")
 
 
@@ -34,7 +40,7 @@ class Browser:
         ours_in, write_end = os.pipe()
         self._process = subprocess.Popen(
             [
-                "/bin/sh", "-c", f'exec "$0" "$@" 3<&{read_end} 4>&{write_end}', path, "--headless=new", "--no-sandbox",
+                sys.executable, "-c", LAUNCH, str(read_end), str(write_end), path, "--headless=new", "--no-sandbox",
                 "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
                 "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}",
                 "about:blank",
