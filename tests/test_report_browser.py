@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 # For each chart: its size, and how many marks and lines it has; shown ones only.
 CHARTS = """[...document.querySelectorAll('figure.chart')].map(chart => {
   const svg = chart.querySelector('svg'), box = svg.getBoundingClientRect();
-  const drawn = [...chart.querySelectorAll('svg use, svg path')].filter(one => {
+  const drawn = [...svg.querySelectorAll('use, path')].filter(one => {
     const size = one.getBoundingClientRect(); return size.width + size.height > 0; });
   return {name: chart.closest('div.panel, details').querySelector('h4, summary').textContent,
           width: box.width, height: box.height, marks: drawn.length};
