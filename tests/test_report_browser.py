@@ -14,7 +14,7 @@ from browser import Browser
 from autoattn import cache, report
 from autoattn.problem import Op
 
-PHONE, DESKTOP = 390, 1440  # CSS pixels
+PHONE, PAPER, DESKTOP = 390, 688, 1440  # CSS pixels; paper is A4 without its margins
 SECONDS = 2.0  # from the click to the first picture, of a report of a few problems; benchmarks/ has that of a hundred
 
 pytestmark = pytest.mark.skipif(
@@ -124,9 +124,12 @@ def test_light_and_dark_differ(window: Browser, page: Path) -> None:
 
 
 def test_print_is_dark_on_white_and_leaves_closed_problems_out(window: Browser, page: Path) -> None:
-    window.open(page, width=800, dark=True, media="print")
+    window.open(page, width=PAPER, dark=True, media="print")
     assert window.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert window.run("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert window.run("document.documentElement.scrollWidth") == PAPER
+    window.run("document.querySelector('details.card').open = true")
+    assert window.run("document.documentElement.scrollWidth") == PAPER
     hidden = "[...document.querySelectorAll('details.card:not([open])')].every(one => !one.getClientRects().length)"
     assert window.run(hidden)
 
