@@ -111,6 +111,6 @@ def importances(histories: Iterable[History]) -> list[Importance]:
             by_template.setdefault(template, []).append(trials)
     found = []
     for template, studies in sorted(by_template.items()):
-        shares, trials = importance.of(studies)
-        found.append(Importance(template=template, shares=shares, trials=trials))
+        shares, count = importance.of(studies)
+        found.append(Importance(template=template, shares=shares, trials=count))
     return found
