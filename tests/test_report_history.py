@@ -287,7 +287,8 @@ def test_a_report_of_a_hundred_problems_stays_below_5_mb(tmp_path: Path) -> None
     assert len(with_history) == 3
     # What three searches of 200 trials added, for a hundred: writing all their journals would take a minute.
     added = sum(len(report.environment(autoescape=True).from_string(DRAWN).render(card=card)) for card in with_history)
-    assert page.stat().st_size + added / 3 * 97 < 5_000_000
+    # and room for the finals, intervals and energy that newer entries hold, 5 kB a problem
+    assert page.stat().st_size + added / 3 * 97 + 100 * 5_000 < 5_000_000
 
 
 DRAWN = """{% import "charts.html.j2" as draw with context %}{{ draw.plot(card.progress) }}

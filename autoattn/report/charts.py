@@ -43,7 +43,7 @@ class Detail:
     def among(cls, problems: int) -> Detail:
         """As much as a report of so many problems has room for."""
         each = max(1, problems)
-        return cls(marks=min(300, max(60, 9000 // each)), lines=min(120, max(30, 4500 // each)))
+        return cls(marks=min(300, max(40, 6000 // each)), lines=min(120, max(20, 3000 // each)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from autoattn.problem import Problem
 from autoattn.variant import Value, Variant
 
 # Characters of kernels and differences in one report; beyond it a command stands in their place.
-ROOM = 1_600_000
+ROOM = 1_300_000
 CONTEXT = 2  # lines around a difference
 
 
