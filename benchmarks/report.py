@@ -76,8 +76,8 @@ def measured(room: Path, path: str, problems: int, trials: int) -> str:
             "",
             f"`python benchmarks/report.py --problems {problems} --trials {trials}`",
             "",
-            f"{problems} measured problems, each with rivals, two runners-up and a journal of {trials} trials. Opening is "
-            "from the request until",
+            f"{problems} measured problems, each with rivals, two runners-up and a journal of {trials} trials. Opening "
+            "is from the request until",
             f"the page had loaded and was painted once, {OPENINGS} times each.",
             "",
             "| what | figure |",
