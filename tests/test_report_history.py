@@ -11,8 +11,9 @@ import pytest
 import samples
 import searched
 
-from autoattn import cache, importance, report, space
+from autoattn import cache, importance, report, space, tune
 from autoattn.entry import CacheEntry, Rival
+from autoattn.plan import Options
 from autoattn.problem import Op
 from autoattn.report import charts, contents, evidence, figures, history, listing
 from autoattn.report.charts import Detail
@@ -79,6 +80,16 @@ def test_the_journal_of_another_search_is_not_taken_for_this_one(folder: Path, e
     assert "another search" in history.read(folder, "h200", other).missing
     predicted = searched.entry_of(entry.problem, measured=False)
     assert "another search" in history.read(folder, "h200", predicted).missing
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool, tmp_path: Path) -> None:
+    entry = searched.entry_of(samples.problem(), measured=measured)
+    shop: Any = None  # nothing is compiled
+    for kind in (True, False):
+        run = tune._Run(entry.problem, H200, kind, Options(cache=tmp_path), shop, lambda _: None, 0, 1)
+        name = run._study_name(space.load(entry.template))
+        assert history._belongs(name, entry) == (kind is measured)
 
 
 def test_a_damaged_journal_is_a_sentence_in_the_report(folder: Path, entry: CacheEntry) -> None:
