@@ -118,7 +118,7 @@ def markdown_text(run: Run) -> str:
     made.filters.update(
         effects=effects, precise=precise, share=share, ms=milliseconds, why=state, clock=lambda cells: clock(run, cells)
     )
-    templates = list(dict.fromkeys(row.template for row in run.rows if row.cells))
+    templates = list(dict.fromkeys(row.template for row in run.rows if row.baseline is not None))
     return made.get_template("ablation.md.j2").render(
         run=run,
         templates=templates,
