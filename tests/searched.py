@@ -9,9 +9,10 @@ from pathlib import Path
 
 import samples
 
-from autoattn import cache, render, space
+from autoattn import cache, render, space, storage
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
+from autoattn.ledger import Ledger
 from autoattn.mask import Mask
 from autoattn.problem import Op, Problem
 from autoattn.study import Study
@@ -56,7 +57,7 @@ def search(folder: Path, device: Device, entry: CacheEntry, trials: int, *, seed
         f"{one.template} {entry.problem.key} {evidence} {device.fingerprint} {one.digest} 0123456789abcdef triton 3.6.0"
     )
     path = folder / device.name / "studies" / f"{entry.problem.key}.journal"
-    study = Study(name, path, one, entry.problem, device, seed=seed, budget=0)
+    study = Study(Ledger(name, storage.journal(path), one), one, entry.problem, device, seed=seed, budget=0)
     rng = random.Random(seed)
     for number in range(trials):
         last = number == trials - 1
