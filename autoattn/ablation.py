@@ -134,17 +134,19 @@ def changes(one: SearchSpace, problem: Problem, device: Device) -> list[Change]:
         SpaceError: the template has no default for the problem.
     """
     base = one.default(problem, device)
+    params = one.params_of(base)
     found = {BASELINE: Change(name=BASELINE, variant=base)}
     for step in (step for step in STEPS if step in one.choices):
-        for value in (value for value in one.choices[step] if value != base[step]):
-            variant = _nearest(one, base, step, value, problem, device)
+        for value in (value for value in one.choices[step] if value != params[step]):
+            variant = _nearest(one, params, step, value, problem, device)
             if variant is None:
-                wanted = Variant.of(one.template, {**base.as_dict(), step: value})
+                wanted = one.variant({**params, step: value})
                 why = one.why_infeasible(wanted, problem, device) or "no two other parameters make room for it"
                 found.setdefault(f"{step} {value}", Change(name=f"{step} {value}", step=step, why_not=why))
                 continue
-            others = {name: now for name, now in variant.params if now != base[name] and name != step}
-            alone = Variant.of(one.template, {**base.as_dict(), **others})
+            now = one.params_of(variant)
+            others = {name: now[name] for name in one.choices if now[name] != params[name] and name != step}
+            alone = one.variant({**params, **others})
             if others and one.why_infeasible(alone, problem, device) is None:
                 found.setdefault(_name(others), Change(name=_name(others), variant=alone))
             name = f"{step} {value}" + (f" ({_name(others)})" if others else "")
@@ -167,16 +169,16 @@ def _name(params: Mapping[str, Value]) -> str:
 
 
 def _nearest(
-    one: SearchSpace, base: Variant, step: str, value: Value, problem: Problem, device: Device
+    one: SearchSpace, base: Mapping[str, Value], step: str, value: Value, problem: Problem, device: Device
 ) -> Variant | None:
     """The feasible variant with the changed step that changes the fewest other parameters; None beyond COMPANIONS."""
-    params = {**base.as_dict(), step: value}
+    params = {**base, step: value}
     others = [name for name in one.choices if name != step]
     for count in range(COMPANIONS + 1):
         for names in itertools.combinations(others, count):
             choices = ([choice for choice in one.choices[name] if choice != base[name]] for name in names)
             for values in itertools.product(*choices):
-                variant = Variant.of(one.template, {**params, **dict(zip(names, values, strict=True))})
+                variant = one.variant({**params, **dict(zip(names, values, strict=True))})
                 if one.why_infeasible(variant, problem, device) is None:
                     return variant
     return None

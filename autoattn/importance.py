@@ -10,8 +10,10 @@ from optuna.distributions import CategoricalDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.trial import create_trial
 
+from autoattn import space
+from autoattn.errors import AutoattnError
 from autoattn.trial import Trial
-from autoattn.variant import Value
+from autoattn.variant import Value, Variant
 
 FEWEST = 12  # trials; of fewer, nothing can be said
 MOST = 4000  # that are looked at
@@ -50,16 +52,26 @@ def of(studies: Iterable[Iterable[Trial]]) -> tuple[dict[str, float], int]:
     return dict(sorted(found.items(), key=lambda one: (-one[1], one[0]))), len(points)
 
 
+def params_of(variant: Variant) -> dict[str, Value]:
+    """All parameters of a variant, those that its search space implies too, as far as it can be read."""
+    try:
+        return space.load(variant.template).params_of(variant)
+    except AutoattnError:  # a template that is no more
+        return variant.as_dict()
+
+
 def _relative(trials: Iterable[Trial]) -> list[tuple[dict[str, Value], float]]:
-    timed = [(trial.variant.as_dict(), trial.time_us) for trial in trials if trial.time_us is not None]
+    timed = [(params_of(trial.variant), trial.time_us) for trial in trials if trial.time_us is not None]
     best = min((time_us for _, time_us in timed), default=1.0)
     return [(params, time_us / best) for params, time_us in timed]
 
 
 def _choices(points: Iterable[dict[str, Value]]) -> dict[str, tuple[Value, ...]]:
     """The values that each parameter took, where it took more than one."""
+    known = list(points)
     seen: dict[str, dict[Value, None]] = {}
-    for params in points:
+    for params in known:
         for name, value in params.items():
             seen.setdefault(name, {})[value] = None
-    return {name: tuple(values) for name, values in seen.items() if len(values) > 1}
+    everywhere = {name for name in seen if all(name in params for params in known)}
+    return {name: tuple(values) for name, values in seen.items() if len(values) > 1 and name in everywhere}

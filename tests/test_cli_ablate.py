@@ -44,7 +44,9 @@ def named(template: str, one: Problem = CAUSAL, device: Device = H200) -> dict[s
 def difference(change: Change, base: Change) -> dict[str, Any]:
     assert change.variant is not None
     assert base.variant is not None
-    return {name: value for name, value in change.variant.params if base.variant[name] != value}
+    one = space.load(base.variant.template)
+    now, then = one.params_of(change.variant), one.params_of(base.variant)
+    return {name: value for name, value in now.items() if then[name] != value}
 
 
 # --- what is changed --------------------------------------------------------------------------------------------------

@@ -264,9 +264,8 @@ def test_the_winner_differs_from_the_runner_up_in_lines_and_parameters(entry: Ca
     assert {"in", "out", "at"} <= kinds
     other = [choice for choice in listing.choices(entry) if choice.other]
     assert other
-    assert {choice.name for choice in other} == {
-        name for name, value in entry.params.items() if entry.candidates[0].params[name] != value
-    }
+    own, theirs = (importance.params_of(one) for one in (entry.variant, entry.candidates[0].variant))
+    assert {choice.name for choice in other} == {name for name, value in own.items() if theirs[name] != value}
     assert all(choice.about for choice in other)
 
 

@@ -12,7 +12,7 @@ import jinja2
 
 from autoattn import cache
 from autoattn.errors import StateError
-from autoattn.report import contents, figures, files
+from autoattn.report import contents, figures, files, listing
 
 FOLDER = Path(__file__).parent
 
@@ -108,7 +108,7 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         versions=figures.versions,
         counts=figures.counts,
         settings=figures.settings,
-        differing=figures.differing,
+        differing=listing.differing,
         fenced=fenced,
     )
     return made

@@ -10,6 +10,7 @@ from autoattn import profiles
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import DeviceError
+from autoattn.importance import params_of
 from autoattn.problem import DType, Precision, Problem
 from autoattn.report import evidence, figures
 from autoattn.report.evidence import Lead
@@ -316,7 +317,7 @@ def _varied(trials: Iterable[Trial]) -> dict[str, list[Value]]:
     """Parameters that took more than one value, with these in order."""
     seen: dict[str, dict[Value, None]] = {}
     for trial in trials:
-        for name, value in trial.variant.params:
+        for name, value in params_of(trial.variant).items():
             seen.setdefault(name, {})[value] = None
     ordered = {name: sorted(values, key=lambda value: (isinstance(value, str), value)) for name, values in seen.items()}
     return {name: values for name, values in ordered.items() if len(values) > 1}
@@ -335,9 +336,11 @@ def _variant(
     trial: Trial, place: int, params: dict[str, list[Value]], axes: Sequence[Axis], times: Scale, best: Trial
 ) -> Line:
     spread = (place * 7 % 13 - 6) * 0.35  # lines through the same value lie side by side
+    known = params_of(trial.variant)
     points = [
-        (axis.at, _height(values.index(trial.variant[name]), len(values)) + spread)
+        (axis.at, _height(values.index(known[name]), len(values)) + spread)
         for axis, (name, values) in zip(axes, params.items(), strict=True)
+        if name in known
     ]
     time_us = trial.time_us or 0.0
     style = next(style for limit, style, _ in BANDS if time_us <= limit * (best.time_us or 1.0))

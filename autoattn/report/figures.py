@@ -67,13 +67,6 @@ def counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in ordered)
 
 
-def differing(params: Mapping[str, Value], base: Mapping[str, Value]) -> str:
-    """The parameters in which a variant differs from another of its template; all of them where names differ."""
-    if params.keys() != base.keys():
-        return settings(params)
-    return settings({name: value for name, value in params.items() if value != base[name]}) or "the same parameters"
-
-
 def settings(params: Mapping[str, Value]) -> str:
     """The parameters of a variant on one line."""
     return " ".join(f"{name}={value}" for name, value in sorted(params.items()))

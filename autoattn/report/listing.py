@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from autoattn import render, space
 from autoattn.entry import CacheEntry, Candidate
 from autoattn.errors import AutoattnError
+from autoattn.importance import params_of
 from autoattn.problem import Problem
+from autoattn.report import figures
 from autoattn.variant import Value, Variant
 
 # Characters of kernels and differences in one report; beyond it a command stands in their place.
@@ -111,13 +113,22 @@ def choices(entry: CacheEntry) -> tuple[Choice, ...]:
             other=str(other[name]) if name in other and other[name] != value else "",
             about=_about(entry.template).get(name, ""),
         )
-        for name, value in sorted(entry.params.items())
+        for name, value in sorted(params_of(entry.variant).items())
     ]
     return tuple(sorted(found, key=lambda choice: not choice.other))
 
 
+def differing(candidate: Candidate, entry: CacheEntry) -> str:
+    """The parameters in which a candidate differs from the winner; all of them where it is of another template."""
+    own = params_of(entry.variant)
+    if candidate.template != entry.template:
+        return f"{candidate.template} {figures.settings(candidate.params)}"
+    others = {name: value for name, value in params_of(candidate.variant).items() if own.get(name) != value}
+    return figures.settings(others) or "the same parameters"
+
+
 def _params(candidate: Candidate, entry: CacheEntry) -> dict[str, Value]:
-    return candidate.params if candidate.template == entry.template else {}
+    return params_of(candidate.variant) if candidate.template == entry.template else {}
 
 
 def _about(template: str) -> dict[str, str]:
