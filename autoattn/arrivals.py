@@ -49,11 +49,11 @@ def _of_graph(index: int, size: int) -> Tensor:
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _stream(index: int) -> int:
-    return torch.cuda.current_stream(index).cuda_stream
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 def _zeros(size: int, index: int) -> Tensor:

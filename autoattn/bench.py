@@ -27,7 +27,6 @@ from autoattn.comparison import LOOSE, Contestant, Inputs, Options, Ours, Row, S
 from autoattn.device import Device
 from autoattn.entry import KERNEL
 from autoattn.errors import AutoattnError, DeviceError, StateError
-from autoattn.gpu import Pulse
 from autoattn.inputs import Scores
 from autoattn.jobs import Inspect
 from autoattn.measure import Stopwatch
@@ -35,6 +34,7 @@ from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.peers import Peer
 from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.rounds import Pulse
 from autoattn.validate import Case
 from autoattn.variant import Source, Variant
 from autoattn.workers import Pool

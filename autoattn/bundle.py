@@ -13,15 +13,16 @@ import os
 import shlex
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from autoattn import __version__, cache, render
+from autoattn import __version__, cache, raw, render
 from autoattn.cache import CacheFile
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
 from autoattn.problem import Op
+from autoattn.raw import Samples
 from autoattn.report import commands, figures
 from autoattn.variant import digest_of
 
@@ -36,12 +37,16 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def pack(files: Iterable[CacheFile]) -> bytes:
+def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] | None = None) -> bytes:
     """The bundle of cache files: their text, each kernel's source, how to replay them, and the manifest.
+
+    Args:
+        samples: raw samples of finals, by device and the problem's key; those of another winner are left out.
 
     Raises:
         CacheError: an entry's kernel no longer renders as the text that was tuned, or there is nothing to pack.
     """
+    known = samples or {}
     files = [file for file in files if file.entries]
     if not files:
         raise CacheError("a bundle must hold an entry, got none; tune first, or name another --cache")
@@ -52,6 +57,9 @@ def pack(files: Iterable[CacheFile]) -> bytes:
             if (reason := cache.why_stale(entry)) is not None:
                 raise CacheError(f"an entry of a bundle must hold, but that of {entry.problem} is stale: {reason}")
             held[_kernel_path(file, entry)] = render.render(entry.problem, entry.variant).text.encode()
+            taken = known.get((file.device, entry.problem.key))
+            if taken is not None and _same_finals(entry, taken):
+                held[_samples_path(file, entry)] = raw.encode(taken)
     manifest = {
         "bundle": SCHEMA,
         "autoattn": __version__,
@@ -136,6 +144,28 @@ def _held(path: Path) -> dict[str, bytes]:
         return {info.filename: archive.read(info) for info in infos}
 
 
+def samples_of(folder: Path, files: Iterable[CacheFile]) -> dict[tuple[str, str], Samples]:
+    """The raw samples that a cache folder has of the entries of its files, by device and the problem's key.
+
+    Raises:
+        CacheError: some of them are damaged or cannot be read.
+    """
+    found = {}
+    for file in files:
+        for key in file.entries:
+            samples = raw.read(raw.path_of(folder, file.device, key))
+            if samples is not None:
+                found[(file.device, key)] = samples
+    return found
+
+
+def _same_finals(entry: CacheEntry, samples: Samples) -> bool:
+    """Whether samples are those of the finals that an entry came from."""
+    known = entry.finals
+    count = known.rounds + known.discarded if known is not None else -1
+    return samples.winner == entry.source_digest and len(samples.rounds) == count
+
+
 def _checked(path: Path, held: dict[str, bytes]) -> list[CacheFile]:
     files = []
     stems = {f"{op.value}.json" for op in Op}
@@ -151,6 +181,9 @@ def _checked(path: Path, held: dict[str, bytes]) -> list[CacheFile]:
             text = held.get(_kernel_path(file, entry))
             if text is None or digest_of(text.decode()) != entry.source_digest:
                 raise ValueError(f"it lacks the kernel {entry.source_digest!r:.40} of {entry.problem}")
+            taken = held.get(_samples_path(file, entry))
+            if taken is not None and not _same_finals(entry, raw.decode(taken, path / _samples_path(file, entry))):
+                raise ValueError(f"its samples of {entry.problem} are those of other finals")
     if not files:
         raise ValueError("it holds no cache file")
     return files
@@ -163,6 +196,10 @@ def only(file: CacheFile, entries: Iterable[CacheEntry]) -> CacheFile:
 
 def _kernel_path(file: CacheFile, entry: CacheEntry) -> str:
     return f"{file.device}/kernels/{entry.source_digest}.py"
+
+
+def _samples_path(file: CacheFile, entry: CacheEntry) -> str:
+    return f"{file.device}/finals/{entry.problem.key}.json"
 
 
 def _readme(files: list[CacheFile]) -> str:
@@ -178,6 +215,8 @@ def _readme(files: list[CacheFile]) -> str:
                 "```",
             ]
         ),
+        "`finals/` has the raw samples of the finals, a line a round: each contestant's microseconds in the order in "
+        "which they ran, and the card's clock, temperature and reasons to slow down.",
     ]
     for file in files:
         lines.append(f"## {file.device}, {file.op.value}")

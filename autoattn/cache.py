@@ -29,6 +29,8 @@ from autoattn.trial import Evidence
 from autoattn.variant import Variant
 
 SCHEMA = 1
+# What is left out of a file: a fact that joined later, where an entry does not have it.
+_UNTOLD = (("finals", None), ("lead", None), ("energy", None), ("rms_error", None), ("objective", "time"))
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
 MAX_BYTES = 64 * 1024 * 1024
 
@@ -115,7 +117,7 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
     with _locked(path):
         for entry in entries:
             _check(entry.problem.key, entry)
-        _write(path, encode(_merged(path, _now(path), file, entries)))
+        write(path, encode(_merged(path, _now(path), file, entries)))
     return path
 
 
@@ -150,7 +152,7 @@ def _combined(path: Path, file: CacheFile) -> Merged:
             else:
                 taken[key] = entry
         if taken:
-            _write(path, encode(_merged(path, old, file, taken.values())))
+            write(path, encode(_merged(path, old, file, taken.values())))
     return Merged(path=path, taken=tuple(entry.problem for entry in taken.values()), same=tuple(same), refused=refused)
 
 
@@ -177,7 +179,7 @@ def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
         for entry in gone:
             del known[entry.problem.key]
         if old is not None and gone:
-            _write(path, encode(replace(old, entries=known)))
+            write(path, encode(replace(old, entries=known)))
     return gone
 
 
@@ -270,17 +272,22 @@ def encode(file: CacheFile) -> bytes:
 
 
 def _tidy(value: Any) -> Any:
-    """Floats with 6 significant digits: more would be noise in a diff."""
+    """Floats with 6 significant digits: more would be noise in a diff. Without facts that entries of old have not."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: _tidy(part) for name, part in value.items()}
+        return {name: _tidy(part) for name, part in value.items() if (name, part) not in _UNTOLD}
     if isinstance(value, list | tuple):
         return [_tidy(part) for part in value]
     return value
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """Puts a file there whole, by renaming a finished copy over it.
+
+    Raises:
+        OSError: it cannot be written; what stood there stays.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -372,6 +379,9 @@ def _check(key: str, entry: CacheEntry) -> None:
     times += [rival.measurement.median_us for rival in entry.rivals]
     if not all(0.0 < time_us < math.inf for time_us in times):
         raise ValueError(f"a time of {entry.problem.key} is not above 0 and finite")
+    finalists = entry.finals.finalists if entry.finals is not None else None
+    if finalists is not None and entry.source_digest not in [one.source_digest for one in finalists[:1]]:
+        raise ValueError(f"the first finalist of {entry.problem.key} is not its winner")
     if entry.choice != KERNEL and entry.choice not in [rival.name for rival in entry.rivals]:
         raise ValueError(f"the choice {entry.choice!r:.60} of {entry.problem.key} is none of its rivals")
 

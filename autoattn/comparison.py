@@ -12,7 +12,7 @@ from autoattn.problem import Problem
 from autoattn.variant import Variant
 
 if TYPE_CHECKING:
-    from autoattn.gpu import Pulse
+    from autoattn.rounds import Pulse
 
 
 LOOSE = 4.0  # a peer is wrong from this many times the error that the gate allows our kernels

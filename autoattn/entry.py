@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from autoattn.problem import Problem
-from autoattn.trial import Evidence, Measurement, Prediction, StaticReport, Verdict
+from autoattn.rounds import Interval
+from autoattn.trial import Energy, Evidence, Measurement, Prediction, StaticReport, Verdict
 from autoattn.variant import Value, Variant
 
 KERNEL = "kernel"  # the choice of an entry whose own kernel is the fastest; else the name of the rival that is
@@ -18,6 +20,9 @@ class Rival:
     name: str  # "sdpa" as the user calls it, "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "template default", ...
     measurement: Measurement
     max_error: float | None = None  # against the same reference as the winner's; None where it was not compared
+    rms_error: float | None = None  # root mean square error, likewise
+    lead: Interval | None = None  # its time over the kernel's in the same rounds; None where these were too few
+    energy: Energy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +41,52 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finalist:
+    """A kernel that took part in the finals; the winner or a candidate of the same digest has its parameters."""
+
+    source_digest: str
+    median_us: float
+    lead: Interval | None = None  # its time over the winner's; None for the winner, and where rounds were too few
+    tied: bool = False  # it cannot be told from the fastest finalist, or is as good
+    max_error: float  # largest absolute error against float64, at the problem's full size
+    rms_error: float  # root mean square error, likewise
+    energy: Energy | None = None
+    registers: int | None = None  # per thread; None where the machine code was not read, as of those below
+    spilled_bytes: int | None = None  # per thread
+    shared_bytes: int | None = None  # per block
+    num_warps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.median_us < math.inf and self.max_error >= 0.0 and self.rms_error >= 0.0):
+            raise ValueError("a finalist must have a time above 0 and finite, and errors of at least 0")
+        sizes = (self.registers, self.spilled_bytes, self.shared_bytes)
+        if not all(size is None or size >= 0 for size in sizes) or (self.num_warps is not None and self.num_warps < 1):
+            raise ValueError("a finalist's resources must be at least 0, and its warps at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finals:
+    """How the winner was found among the finalists, and how sure that is."""
+
+    rounds: int  # that counted
+    discarded: int  # that did not, since the card was slowed down
+    decided: bool  # more rounds would have changed nobody's place in the class of those that are as good
+    finalists: tuple[Finalist, ...]  # the winner first, then by time
+
+    @property
+    def tied(self) -> tuple[Finalist, ...]:
+        """Those that cannot be told from the fastest, without the winner."""
+        return tuple(one for one in self.finalists[1:] if one.tied)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """How the winner was found."""
 
     effort: str
     seed: int
     trials: int  # distinct variants that were tried
+    objective: str = "time"  # what the winner is best at: time, energy or error
     outcomes: dict[str, int] = field(default_factory=dict)  # outcome -> trials
     spaces: dict[str, str] = field(default_factory=dict)  # template -> digest of its search space
 
@@ -69,6 +114,7 @@ class CacheEntry:
     report: StaticReport | None = None
     rivals: tuple[Rival, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    finals: Finals | None = None  # None where nothing was measured, and in entries that are older than this field
     search: SearchRecord
     versions: dict[str, str] = field(default_factory=dict)  # autoattn, torch, triton and, when measured, driver
 

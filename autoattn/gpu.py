@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
@@ -14,6 +14,7 @@ import torch
 from autoattn import profiles
 from autoattn.device import Device
 from autoattn.errors import DeviceError
+from autoattn.rounds import Pulse
 
 # Throttle reasons that make a round unfair: thermal and power slowdowns, not the power cap of normal load.
 _SLOWDOWN = ("nvmlClocksThrottleReasonHwSlowdown", "nvmlClocksThrottleReasonHwThermalSlowdown")
@@ -98,16 +99,6 @@ def _describe(index: int) -> Device:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """What the card does right now."""
-
-    clock_mhz: int  # SM clock
-    slowed: bool  # the driver reports a hardware or thermal slowdown
-    temperature_c: int | None = None
-    reasons: tuple[str, ...] = ()  # what holds the clock down, in words
-
-
 def pulse(index: int) -> Pulse | None:
     """Reads clock and temperature through NVML; None where NVML is missing or refuses."""
     nvml = _nvml()
@@ -122,6 +113,20 @@ def pulse(index: int) -> Pulse | None:
             temperature_c=_temperature(nvml, handle),
             reasons=tuple(words for words, name in _REASONS.items() if reasons & getattr(nvml, name)),
         )
+    except nvml.NVMLError:
+        return None
+
+
+def joules(index: int) -> float | None:
+    """What the card has used since the driver was loaded, in joules; None where NVML or the card does not count it.
+
+    The driver adds to it every 20 to 100 ms.
+    """
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(_handle(nvml, index))) / 1e3
     except nvml.NVMLError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import filelock
 
-from autoattn import cache
+from autoattn import cache, raw
 from autoattn.cache import CacheFile
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import CacheError
 from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
 
+JOURNAL = ".journal"
+SUFFIXES = (JOURNAL, raw.SUFFIX)  # of what a search leaves beside the entries
 IDLE_SECONDS = 3600.0  # a journal that was written to since may have a tuner at it; a trial takes minutes at most
 
 
@@ -59,7 +62,7 @@ class Unneeded:
     """What a cache folder could do without."""
 
     stale: dict[Path, tuple[CacheEntry, ...]]  # file -> entries that no longer speak of a kernel that there is
-    journals: tuple[Path, ...]  # of studies whose problem has no entry, or will have none
+    journals: tuple[Path, ...]  # and raw samples, of studies whose problem has no entry, or will have none
     resting: tuple[Path, ...]  # such journals that were written to within IDLE_SECONDS: a tuner may be at them
 
     @property
@@ -135,9 +138,10 @@ def unneeded(folder: Path) -> Unneeded:
     journals: list[Path] = []
     resting: list[Path] = []
     try:
-        for path in sorted(folder.glob("*/studies/*.journal")):
-            ours = path.stem.startswith(tuple(f"{op.value}_" for op in Op)) and path.is_file()
-            if ours and (path.parent.parent.name, path.stem) not in kept:
+        for path in sorted(path for suffix in SUFFIXES for path in folder.glob(f"*/studies/*{suffix}")):
+            key = path.name.removesuffix(path.suffix if path.suffix == JOURNAL else raw.SUFFIX)
+            ours = key.startswith(tuple(f"{op.value}_" for op in Op)) and path.is_file()
+            if ours and (path.parent.parent.name, key) not in kept:
                 idle = time.time() - path.stat().st_mtime >= IDLE_SECONDS
                 (journals if idle else resting).append(path)
     except OSError as error:
@@ -161,9 +165,13 @@ def prune(found: Unneeded) -> Unneeded:
 
 
 def _removed(journal: Path) -> bool:
-    """Removes a journal that nobody holds or wrote to meanwhile; its lock stays, since another may wait for it."""
+    """Removes a journal that nobody holds or wrote to meanwhile; its lock stays, since another may wait for it.
+
+    Raw samples have no lock: they are put there whole.
+    """
+    lock = filelock.FileLock(f"{journal}.lock", timeout=0) if journal.suffix == JOURNAL else contextlib.nullcontext()
     try:
-        with filelock.FileLock(f"{journal}.lock", timeout=0):
+        with lock:
             if time.time() - journal.stat().st_mtime < IDLE_SECONDS:
                 return False
             journal.unlink()

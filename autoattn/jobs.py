@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from autoattn import compile, rivals, validate
+from autoattn import compile, rivals, rounds, validate
 from autoattn.entry import Rival
 from autoattn.errors import CompileError
 from autoattn.mask import MaskKind
-from autoattn.measure import Stopwatch
+from autoattn.measure import Call, Stopwatch, summary
 from autoattn.ops import forward
 from autoattn.problem import Layout, Numerics, Problem
-from autoattn.trial import Measurement, Outcome, StaticReport, Verdict
+from autoattn.rounds import Round
+from autoattn.trial import Energy, Measurement, Outcome, StaticReport, Verdict
 from autoattn.validate import Case, Gate
 from autoattn.variant import Source
 from autoattn.workers import Failure
@@ -106,6 +108,13 @@ class Finished:
     verdicts: tuple[Verdict, ...]  # of each finalist at full size, in the order given
     measurements: tuple[Measurement | None, ...]  # None for a finalist that failed the gate
     rivals: tuple[Rival, ...]
+    rounds: tuple[Round, ...] = ()  # all of them, raw; finalists go by finalist_name, rivals by their own
+    energies: tuple[Energy | None, ...] = ()  # of each finalist; empty where nobody asked
+
+
+def finalist_name(place: int) -> str:
+    """What a finalist is called in the rounds, by its place in the order given."""
+    return f"finalist {place}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +123,9 @@ class Final:
 
     problem: Problem
     finalists: tuple[Source, ...]
-    seconds: float
+    seconds: float  # of rounds, at most; but see rounds.PATIENCE
     seed: int
+    energy_seconds: float = 0.0  # of calls in a row for each contestant's energy; 0 asks for none
 
     def run(self, memory: Memory) -> Finished | Failure:
         """The measurements, or what went wrong."""
@@ -125,21 +135,49 @@ class Final:
             kernels = [_kernel(memory, source) for source in self.finalists]
             verdicts = tuple(validate.judge(kernel, [case]) for kernel in kernels)
             others = rivals.calls(self.problem, case.operands)
-            accuracy = {name: validate.errors(call(), case)[0] for name, call in others.items()}
-            others = {name: others[name] for name in others if math.isfinite(accuracy[name])}  # NaN is no answer
-            contestants: dict[str, Any] = dict(others)
-            for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True)):
-                if verdict.ok:
-                    contestants[f"finalist {place}"] = lambda kernel=kernel: forward.launch(
-                        kernel, self.problem, case.operands, output, None
-                    )
-            times = _stopwatch(memory).contest(contestants, self.problem.flops(), seconds=self.seconds, seed=self.seed)
-            return Finished(
-                verdicts=verdicts,
-                measurements=tuple(times.get(f"finalist {place}") for place in range(len(kernels))),
-                rivals=tuple(Rival(name=name, measurement=times[name], max_error=accuracy[name]) for name in others),
-            )
+            accuracy = {name: validate.errors(call(), case) for name, call in others.items()}
+            others = {name: others[name] for name in others if math.isfinite(accuracy[name][0])}  # NaN is no answer
+            ours = {
+                finalist_name(place): partial(forward.launch, kernel, self.problem, case.operands, output, None)
+                for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True))
+                if verdict.ok
+            }
+            return self._timed(_stopwatch(memory), ours, others, verdicts, accuracy)
         return failed[0]
+
+    def _timed(
+        self,
+        stopwatch: Stopwatch,
+        ours: Mapping[str, Call],
+        others: Mapping[str, Call],
+        verdicts: tuple[Verdict, ...],
+        accuracy: Mapping[str, tuple[float, float]],
+    ) -> Finished:
+        calls = {**others, **ours}
+        taken = stopwatch.finals(calls, list(ours), seconds=self.seconds, seed=self.seed)
+        counted = rounds.good(taken)
+        pulses = [one.pulse for one in counted if one.pulse is not None]
+        flops = self.problem.flops()
+        times = {name: summary([one.times_us[name] for one in counted], flops, pulses) for name in calls}
+        asked = calls if self.energy_seconds else {}
+        used = {name: stopwatch.energy(call, self.energy_seconds) for name, call in asked.items()}
+        names = [finalist_name(place) for place in range(len(verdicts))]
+        return Finished(
+            verdicts=verdicts,
+            measurements=tuple(times.get(name) for name in names),
+            rivals=tuple(
+                Rival(
+                    name=name,
+                    measurement=times[name],
+                    max_error=accuracy[name][0],
+                    rms_error=accuracy[name][1],
+                    energy=used.get(name),
+                )
+                for name in others
+            ),
+            rounds=tuple(taken),
+            energies=tuple(used.get(name) for name in names),
+        )
 
 
 def kind_of(problem: Problem) -> Problem:

@@ -6,16 +6,17 @@ of the GPU lets the host enqueue the whole sample first, so that launch overhead
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from autoattn import gpu
-from autoattn.trial import Measurement
+from autoattn import gpu, rounds
+from autoattn.rounds import Pulse, Round
+from autoattn.trial import Energy, Measurement
 
 Call = Callable[[], object]
 WARM_SECONDS = 0.15  # less leaves the first contestants slower: triton issue 2306
@@ -27,7 +28,10 @@ SCREEN_SECONDS = 0.03  # of GPU time for one variant of the search
 MIN_SAMPLES, MAX_SAMPLES = 3, 40
 LONG_US = 100_000.0  # a call this long is timed once or twice: its noise is small and its cost is not
 MODULE_LOAD_US = 20_000.0  # what loading a module may add to a first call
-MIN_ROUNDS = 3
+ENERGY_BATCH_US = 5_000.0  # of calls between two looks at the counter of energy
+ENERGY_CALLS = 8  # at least, however long they take
+ENERGY_WARM_SECONDS = 0.1  # of the same calls before: power follows load by tens of milliseconds
+STUCK_SECONDS = 2.0  # a counter that stands still for so long counts nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class Rounds:
     """What a contest took, raw."""
 
     times_us: dict[str, list[float]]  # of each call, one sample a round
-    pulses: list[gpu.Pulse]  # of the card, one a round; empty without NVML
+    pulses: list[Pulse]  # of the card, one a round; empty without NVML
 
 
 class Stopwatch:
@@ -106,33 +110,96 @@ class Stopwatch:
     def contest(self, calls: dict[str, Call], flops: int, *, seconds: float, seed: int) -> dict[str, Measurement]:
         """Times all calls against one another: each round runs every call once, in random order.
 
-        Ends after `seconds`, but not before MIN_ROUNDS. `flops` are those of one call.
+        Ends after `seconds`, but not before three rounds. `flops` are those of one call.
         """
         taken = self.rounds(calls, seconds=seconds, seed=seed)
-        clock = int(statistics.median(pulse.clock_mhz for pulse in taken.pulses)) if taken.pulses else None
-        slowed = any(pulse.slowed for pulse in taken.pulses)
-        return {name: summary(values, flops, clock, slowed) for name, values in taken.times_us.items()}
+        return {name: summary(values, flops, taken.pulses) for name, values in taken.times_us.items()}
 
     def rounds(self, calls: Mapping[str, Call], *, seconds: float, seed: int, count: int | None = None) -> Rounds:
-        """The rounds of a contest: `count` of them, or as many as begin within `seconds` and at least MIN_ROUNDS."""
-        rng = random.Random(seed)
-        order = list(calls)
-        times: dict[str, list[float]] = {name: [] for name in order}
-        pulses: list[gpu.Pulse] = []
+        """The rounds of a contest: `count` of them, or as many as begin within `seconds` and at least three."""
+        begin = self._settled(calls)
+
+        def enough(done: list[Round]) -> bool:
+            if count is not None:
+                return len(done) >= count
+            return len(done) >= rounds.MIN_ROUNDS and time.perf_counter() - begin >= seconds
+
+        done = self._hold(calls, seed, enough)
+        return Rounds(
+            times_us={name: [one.times_us[name] for one in done] for name in calls},
+            pulses=[one.pulse for one in done if one.pulse is not None],
+        )
+
+    def finals(self, calls: Mapping[str, Call], finalists: Sequence[str], *, seconds: float, seed: int) -> list[Round]:
+        """Rounds until it is known who of the `finalists` is fastest and how they stand to the other calls, or until
+        `seconds` are used (rounds.stopper)."""
+        self._settled(calls)
+        return self._hold(calls, seed, rounds.stopper(finalists, seconds=seconds, now=time.perf_counter))
+
+    def _settled(self, calls: Mapping[str, Call]) -> float:
+        """Runs every call once on a warm card; returns the time when that was done, in seconds."""
         self.warm()
         for call in calls.values():
             call()
         torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _hold(self, calls: Mapping[str, Call], seed: int, enough: Callable[[list[Round]], bool]) -> list[Round]:
+        return rounds.hold(
+            list(calls),
+            lambda name: self.samples(calls[name], 1)[0],
+            lambda: gpu.pulse(self.index),
+            seed=seed,
+            enough=enough,
+        )
+
+    def energy(self, call: Call, seconds: float) -> Energy | None:
+        """What a call costs when calls follow one another for about `seconds`, the L2 left as they leave it.
+
+        Returns:
+            None where NVML or the card counts no energy.
+        """
+        if gpu.joules(self.index) is None:
+            return None
+        guess = max(1.0, min(self.samples(call, 3)))
+        count = max(1, int(ENERGY_BATCH_US / guess))
+        batch = self._repeated(call, count, graph=guess < HIDDEN_US)
+        flying: deque[torch.cuda.Event] = deque()
+
+        def step() -> int:  # one batch stays ahead, so that the card never waits for the host
+            batch()
+            flying.append(torch.cuda.Event())
+            flying[-1].record()
+            if len(flying) <= 2:
+                return 0
+            flying.popleft().synchronize()
+            return count
+
         begin = time.perf_counter()
-        done = 0
-        while (done < MIN_ROUNDS or time.perf_counter() - begin < seconds) if count is None else done < count:
-            rng.shuffle(order)
-            for name in order:
-                times[name] += self.samples(calls[name], 1)
-            done += 1
-            pulse = gpu.pulse(self.index)
-            pulses += [] if pulse is None else [pulse]
-        return Rounds(times_us=times, pulses=pulses)
+        while time.perf_counter() - begin < ENERGY_WARM_SECONDS:
+            step()
+        found = metered(
+            step,
+            lambda: gpu.joules(self.index),
+            time.perf_counter,
+            seconds=max(seconds, ENERGY_CALLS * guess / 1e6),
+        )
+        torch.cuda.synchronize(self.device)
+        return found
+
+    def _repeated(self, call: Call, count: int, *, graph: bool) -> Call:
+        """So many calls as one: as a CUDA graph where the host would be slower than the card, and where that works."""
+        if graph:
+            try:
+                return self.graph(call, count)
+            except Exception:  # it does something that a graph cannot hold
+                torch.cuda.synchronize(self.device)
+
+        def several() -> None:
+            for _ in range(count):
+                call()
+
+        return several
 
     def graph(self, call: Call, count: int) -> Call:
         """A call that replays a CUDA graph of `count` calls, one behind the other.
@@ -148,8 +215,42 @@ class Stopwatch:
         return replay
 
 
-def summary(times_us: list[float], flops: int, clock_mhz: int | None, throttled: bool) -> Measurement:
-    """Median and quantiles of a contestant's samples."""
+def metered(
+    step: Callable[[], int], joules: Callable[[], float | None], now: Callable[[], float], *, seconds: float
+) -> Energy | None:
+    """Energy by a counter that moves in steps: from one of its steps to one at least `seconds` later.
+
+    Args:
+        step: keeps the card busy for a few milliseconds; returns how many calls were finished.
+
+    Returns:
+        None where the counter stands still.
+    """
+
+    def next_step() -> tuple[float, float, int] | None:
+        before, begin, finished = joules(), now(), 0
+        while now() - begin < STUCK_SECONDS:
+            finished += step()
+            after = joules()
+            if before is not None and after is not None and after != before:
+                return after, now(), finished
+        return None
+
+    first = next_step()
+    if first is None:
+        return None
+    calls = 0
+    while now() - first[1] < seconds:
+        calls += step()
+    last = next_step()
+    if last is None or calls + last[2] == 0:
+        return None
+    used = last[0] - first[0]
+    return Energy(joules=used / (calls + last[2]), watts=used / (last[1] - first[1]))
+
+
+def summary(times_us: Sequence[float], flops: int, pulses: Sequence[Pulse]) -> Measurement:
+    """Median and quantiles of a contestant's samples, with what the card did meanwhile."""
     ordered = sorted(times_us)
     median = statistics.median(ordered)
     return Measurement(
@@ -158,6 +259,6 @@ def summary(times_us: list[float], flops: int, clock_mhz: int | None, throttled:
         p80_us=ordered[int(0.8 * (len(ordered) - 1) + 0.999)],
         samples=len(ordered),
         tflops=flops / median / 1e6,
-        clock_mhz=clock_mhz,
-        throttled=throttled,
+        clock_mhz=int(statistics.median(pulse.clock_mhz for pulse in pulses)) if pulses else None,
+        throttled=any(pulse.slowed for pulse in pulses),
     )

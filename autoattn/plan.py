@@ -20,6 +20,14 @@ class Effort(str, Enum):
     MAX = "max"
 
 
+class Objective(str, Enum):
+    """What the winner is to be best at; what is equal by it is decided by time."""
+
+    TIME = "time"
+    ENERGY = "energy"  # joules per call, of the whole card under the load of such calls
+    ERROR = "error"  # root mean square error against float64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What an effort buys for one problem."""
@@ -28,14 +36,22 @@ class Profile:
     search_seconds: float  # from the first result on, then no new variant is begun: huge problems take seconds a call
     sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
     finalists: int
-    final_seconds: float
+    final_seconds: float  # of rounds, at most: they end when all is decided
+    energy_seconds: float  # of calls in a row for each contestant, to count its energy; 0 counts none
 
 
 PROFILES = {
-    Effort.QUICK: Profile(trials=24, search_seconds=12.0, sibling_trials=1, finalists=3, final_seconds=1.0),
-    Effort.STANDARD: Profile(trials=32, search_seconds=180.0, sibling_trials=1, finalists=5, final_seconds=2.5),
-    Effort.MAX: Profile(trials=200, search_seconds=1800.0, sibling_trials=24, finalists=8, final_seconds=8.0),
+    Effort.QUICK: Profile(
+        trials=24, search_seconds=12.0, sibling_trials=1, finalists=3, final_seconds=2.0, energy_seconds=0.0
+    ),
+    Effort.STANDARD: Profile(
+        trials=32, search_seconds=180.0, sibling_trials=1, finalists=5, final_seconds=5.0, energy_seconds=0.3
+    ),
+    Effort.MAX: Profile(
+        trials=200, search_seconds=1800.0, sibling_trials=24, finalists=8, final_seconds=15.0, energy_seconds=1.0
+    ),
 }
+ENERGY_SECONDS = 0.5  # at least, where the energy decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +64,7 @@ class Options:
     seed: int = 0
     cache: Path = field(default_factory=resources.user_cache)
     jobs: int | None = None  # compiler processes; one per core when None
+    objective: Objective = Objective.TIME
     storage: str | None = None  # URL of the trials that other processes share; a journal in the cache when None
     workers: int | None = None  # GPUs that measure; all that are such a device when None
 
@@ -60,6 +77,12 @@ class Options:
     def search_seconds(self) -> float:
         """After so long no new variant of a problem begins."""
         return self.timeout_s if self.timeout_s is not None else self.profile.search_seconds
+
+    @property
+    def energy_seconds(self) -> float:
+        """Of calls in a row for each finalist and rival, to count their energy."""
+        least = ENERGY_SECONDS if self.objective is Objective.ENERGY else 0.0
+        return max(least, self.profile.energy_seconds)
 
     @property
     def budget(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -78,6 +79,18 @@ class Measurement:
     tflops: float  # kept pairs only
     clock_mhz: int | None = None  # SM clock, median over the rounds
     throttled: bool = False  # the driver reported a thermal or power slowdown during some round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """What one call costs when calls follow one another without a pause: the whole card's, by NVML's counter."""
+
+    joules: float  # of one call
+    watts: float  # meanwhile, on average
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.joules < math.inf and 0.0 < self.watts < math.inf):
+            raise ValueError("joules and watts must be above 0 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,27 +11,25 @@ from pathlib import Path
 import torch
 import triton
 
-from autoattn import __version__, cache, contest, gpu, render, resources, storage
+from autoattn import __version__, cache, contest, finals, gpu, raw, render, resources, storage
 from autoattn.contest import Contest
 from autoattn.device import Device
-from autoattn.entry import KERNEL, CacheEntry, Candidate, Rival, SearchRecord
+from autoattn.entry import KERNEL, CacheEntry, Candidate, SearchRecord
 from autoattn.errors import UsageError
+from autoattn.jobs import finalist_name
 from autoattn.ledger import Ledger
-from autoattn.plan import Effort, Listener, Options, Progress, Summary
+from autoattn.plan import Effort, Listener, Objective, Options, Progress, Summary
 from autoattn.problem import Op, Problem
-from autoattn.rivals import BACKENDS, SDPA
+from autoattn.rounds import Round
 from autoattn.space import SearchSpace
 from autoattn.storage import Storage
 from autoattn.study import Study
-from autoattn.trial import Evidence, Measurement, Outcome, Trial, Verdict
+from autoattn.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
 from autoattn.workshop import Workshop
 
-TEMPLATE_DEFAULT = "template default"
 CANDIDATES = 5  # runners-up that an entry keeps
-RIVAL_ERROR = 4.0  # times what the gate allows a kernel at the same size
-MARGIN = 0.01  # a rival must be faster by this share to be chosen over the kernel: less is noise
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
@@ -50,8 +47,13 @@ def tune(
         CacheError: the cache or a journal cannot be read or written.
         StorageError: the storage cannot be reached, read or written.
         SpaceError: a search space cannot be read.
-        UsageError: no such storage, or fewer GPUs than workers.
+        UsageError: no such storage, fewer GPUs than workers, or an objective that must be measured without the card.
     """
+    if options.objective is not Objective.TIME and not measured:
+        raise UsageError(
+            f"the objective {options.objective.value} must be measured, and {device.full_name} is not in this machine; "
+            "tune there, or for time"
+        )
     begin = time.monotonic()
     path = cache.path_of(options.cache, device, Op.FORWARD)
     entries: dict[str, CacheEntry] = {}
@@ -205,47 +207,49 @@ class _Run:
     def _finals(
         self, study: Contest, working: list[Trial], default: Variant, old: CacheEntry | None
     ) -> CacheEntry | str:
-        """The measured entry: the fastest few, the template's default and the previous winner, against the rivals."""
+        """The measured entry: the best few, the template's default and the previous winner, against the rivals."""
         trials = {trial.variant: trial for trial in working}
-        order = sorted(working, key=lambda trial: (trial.time_us, trial.digest))
-        finalists = [trial.variant for trial in order[: self.options.profile.finalists]]
-        for variant in (default, *(self._known_variants(old)[:1] if old is not None else ())):
-            if variant in trials and variant not in finalists:
-                finalists.append(variant)
-        best = order[0].time_us
+        objective, profile = self.options.objective, self.options.profile
+        previous = next(iter(self._known_variants(old)), None) if old is not None else None
+        chosen = [trial.variant for trial in finals.shortlist(working, profile.finalists, objective)]
+        variants = list(dict.fromkeys([*chosen, *(one for one in (default, previous) if one in trials)]))
+        best = min(trial.time_us for trial in working if trial.time_us is not None)
         self.listen(
             _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
         )
         result = self.shop.final(
-            self.problem, finalists, seconds=self.options.profile.final_seconds, seed=self.options.seed
+            self.problem,
+            variants,
+            seconds=profile.final_seconds,
+            seed=self.options.seed,
+            energy_seconds=self.options.energy_seconds,
         )
         if isinstance(result, Failure):
             return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        ranked = [
-            (trials[variant], measurement, verdict)
-            for variant, measurement, verdict in zip(finalists, result.measurements, result.verdicts, strict=True)
-            if measurement is not None and verdict.ok
-        ]
-        ranked.sort(key=lambda finalist: (finalist[1].median_us, finalist[0].digest))
-        if not ranked:
-            return f"no finalist was right at full size: {result.verdicts[0].reason}"
-        winner, measurement, verdict = ranked[0]
-        # A backend far less accurate than the gate allows a kernel is no rival.
-        rivals = [rival for rival in result.rivals if (rival.max_error or 0.0) <= RIVAL_ERROR * verdict.allowed]
-        rivals += [
-            Rival(name=TEMPLATE_DEFAULT, measurement=times, max_error=checked.max_error)
-            for trial, times, checked in ranked
-            if trial.variant == default and trial is not winner
-        ]
+        finalists = [trials[variant] for variant in variants]
+        decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
+        if isinstance(decision, str):
+            return decision
+        self._keep(finalists, result.rounds, decision.winner)
         return self._entry(
-            study,
-            winner,
-            Evidence.MEASURED,
-            candidates=[(trial, times.median_us) for trial, times, _ in ranked[1:]],
-            measurement=measurement,
-            verdict=_both(winner.verdict, verdict),
-            rivals=rivals,
+            study, decision.winner, Evidence.MEASURED, candidates=list(decision.others), decision=decision
         )
+
+    def _keep(self, finalists: list[Trial], taken: tuple[Round, ...], winner: Trial) -> None:
+        """Keeps the raw samples beside the journal."""
+        if not taken:
+            return
+        names = {finalist_name(place): trial.digest for place, trial in enumerate(finalists)}
+        samples = raw.Samples(
+            problem=self.problem,
+            fingerprint=self.device.fingerprint,
+            winner=winner.digest,
+            seed=self.options.seed,
+            kernels={name: digest for name, digest in names.items() if name in taken[0].times_us},
+            rounds=taken,
+            versions=_versions(self.measured),
+        )
+        raw.write(raw.path_of(self.options.cache, self.device.name, self.problem.key), samples)
 
     def _entry(
         self,
@@ -254,24 +258,22 @@ class _Run:
         evidence: Evidence,
         *,
         candidates: list[tuple[Trial, float]],
-        measurement: Measurement | None = None,
-        verdict: Verdict | None = None,
-        rivals: Sequence[Rival] = (),
+        decision: finals.Decision | None = None,
     ) -> CacheEntry:
         outcomes = Counter(trial.outcome.value for trial in study.trials.values())
         return CacheEntry(
             problem=self.problem,
             evidence=evidence,
-            choice=_choice(measurement, rivals) if measurement is not None else KERNEL,
+            choice=decision.choice if decision is not None else KERNEL,
             template=winner.variant.template,
             params=winner.variant.as_dict(),
             source_digest=winner.digest,
             space_digest=self.spaces[winner.variant.template].digest,
-            verdict=verdict,
-            measurement=measurement,
+            verdict=_both(winner.verdict, decision.verdict) if decision is not None else None,
+            measurement=decision.measurement if decision is not None else None,
             prediction=winner.prediction,
             report=winner.report,
-            rivals=tuple(rivals),
+            rivals=decision.rivals if decision is not None else (),
             candidates=tuple(
                 Candidate(
                     template=trial.variant.template,
@@ -281,10 +283,12 @@ class _Run:
                 )
                 for trial, time_us in candidates[:CANDIDATES]
             ),
+            finals=decision.finals if decision is not None else None,
             search=SearchRecord(
                 effort=self.options.effort.value,
                 seed=self.options.seed,
                 trials=len(study.trials),
+                objective=self.options.objective.value,
                 outcomes=dict(sorted(outcomes.items())),
                 spaces=contest.digests(self.spaces.values()),
             ),
@@ -352,6 +356,8 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
     if measured and entry.evidence is Evidence.PREDICTED:
         return False
     efforts = [effort.value for effort in Effort]
+    if entry.search.objective != options.objective.value:
+        return False
     enough = entry.search.effort in efforts[efforts.index(options.effort.value) :]
     if options.trials is not None:
         enough = entry.search.trials >= options.trials
@@ -361,17 +367,6 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
         and entry.search.spaces == contest.digests(contest.spaces(entry.problem, device, measured))
         and entry.versions.get("triton") == triton.__version__
     )
-
-
-def _choice(measurement: Measurement, rivals: Sequence[Rival]) -> str:
-    """The kernel, unless a rival was faster by more than the margin: never slower than what the user had."""
-    routes = (SDPA, *BACKENDS)  # what dispatch can take in a kernel's place
-    times = {rival.name: rival.measurement.median_us for rival in rivals if rival.name in routes}
-    best = min(times, key=lambda name: times[name], default=KERNEL)
-    if best == KERNEL or times[best] >= measurement.median_us * (1.0 - MARGIN):
-        return KERNEL
-    # PyTorch's own choice costs the host less than naming a backend, so it wins ties.
-    return SDPA if times.get(SDPA, math.inf) * (1.0 - MARGIN) <= times[best] else best
 
 
 def _both(small: Verdict | None, full: Verdict) -> Verdict:

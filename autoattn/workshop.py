@@ -13,13 +13,15 @@ from autoattn.device import Device
 from autoattn.jobs import Final, Finished, Inspect, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
 from autoattn.problem import DType, Precision, Problem, padded, pieces
+from autoattn.rounds import PATIENCE
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
 from autoattn.workers import Failure, Pool, next_results
 
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
-FINAL_SECONDS = 180.0
+FINAL_SECONDS = 180.0  # beside the rounds and the energy
+ENERGY_SHARE = 40.0  # times the energy of one contestant: all of them, and what each warms up
 MEASURED_WINDOW = 8
 REHEARSAL_SECONDS = 120.0
 REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
@@ -134,11 +136,23 @@ class Workshop:
         result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
         return result
 
-    def final(self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int) -> Finished | Failure:
-        """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ."""
-        finalists = tuple(render.render(problem, variant) for variant in variants)
-        job = Final(problem=problem, finalists=finalists, seconds=seconds, seed=seed)
-        result: Finished | Failure = self._bench.result(job, FINAL_SECONDS + 4 * seconds, place=0)
+    def final(
+        self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int, energy_seconds: float = 0.0
+    ) -> Finished | Failure:
+        """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ.
+
+        Asks what each costs, if `energy_seconds`.
+        """
+        job = Final(
+            problem=problem,
+            finalists=tuple(render.render(problem, variant) for variant in variants),
+            seconds=seconds,
+            seed=seed,
+            energy_seconds=energy_seconds,
+        )
+        result: Finished | Failure = self._bench.result(
+            job, FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds, place=0
+        )
         return result
 
     def _begin(self, problem: Problem, variant: Variant) -> Source:

@@ -68,7 +68,7 @@ def small_checkout(folder: Path) -> Path:
     shutil.copytree(ROOT / "templates" / "triton", folder / "templates" / "triton")
     space = yaml.safe_load((ROOT / "search_spaces" / "triton" / "forward.yaml").read_text(encoding="utf-8"))
     for name, parameter in space["parameters"].items():
-        parameter["choices"] = CHOICES.get(name) or [space["base"][name]]
+        parameter["choices"] = CHOICES.get(name) or [space["base"].get(name, parameter.get("implied"))]
     space["seeds"] = space["seeds"][-1:]
     path = folder / "search_spaces" / "triton" / "forward.yaml"
     path.parent.mkdir(parents=True)

@@ -41,10 +41,10 @@ def entry_of(problem: Problem, number: int = 0, *, measured: bool = True) -> Cac
     variants = []
     while len(variants) < 3:
         variants.append(next(one.feasible(problem, samples.H200, rng)))
-    base = (samples.measured if measured else samples.predicted)(problem, params=variants[0].as_dict())
+    base = (samples.certified if measured else samples.predicted)(problem, params=variants[0].as_dict())
     candidates = tuple(
-        samples.candidate(variant.as_dict(), f"{place}f", base.time_us * (1 + 0.01 * place))
-        for place, variant in enumerate(variants[1:], start=1)
+        replace(candidate, params=variant.as_dict())
+        for candidate, variant in zip(base.candidates, variants[1:], strict=True)
     )
     return samples.current(replace(base, candidates=candidates))
 

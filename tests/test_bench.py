@@ -19,11 +19,11 @@ from autoattn.arguments import Call
 from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, State, Timing
 from autoattn.entry import KERNEL
 from autoattn.errors import StateError
-from autoattn.gpu import Pulse
 from autoattn.measure import Rounds
 from autoattn.operands import Operands
 from autoattn.peers import Peer
 from autoattn.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.rounds import Pulse
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from cache_files import FORWARD, refusal
-from samples import A30, H200, current, measured, predicted, problem
+from samples import A30, H200, certified, current, measured, predicted, problem
 
-from autoattn import bundle, cache
+from autoattn import bundle, cache, raw
 from autoattn.cache import CacheFile
 from autoattn.errors import CacheError
+from autoattn.raw import Samples
+from autoattn.rounds import Pulse, Round
 from autoattn.variant import digest_of
 
 
@@ -153,3 +155,49 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     assert "there is none" in refusal(lambda: bundle.load(tmp_path / "none"))
     (tmp_path / "text.zip").write_text("text")
     assert "is damaged" in refusal(lambda: bundle.load(tmp_path / "text.zip"))
+
+
+def taken(winner: str, rounds: int = 131) -> Samples:
+    """Raw samples of finals with that winner."""
+    return Samples(
+        problem=problem(),
+        fingerprint=H200.fingerprint,
+        winner=winner,
+        seed=0,
+        kernels={"finalist 0": winner, "finalist 1": "aa" * 8},
+        rounds=tuple(
+            Round(
+                times_us={"finalist 1": 401.25, "sdpa": 430.0 + number, "finalist 0": 400.0},
+                pulse=Pulse(clock_mhz=1755, slowed=False, temperature_c=60, reasons=("power cap",)),
+            )
+            for number in range(rounds)
+        ),
+    )
+
+
+def test_a_bundle_has_the_raw_samples_of_the_finals(tmp_path: Path) -> None:
+    entry = current(certified())
+    cache.merge(tmp_path, H200, FORWARD, [entry, current(measured(problem(batch=2)))])
+    files = cache.read_folder(tmp_path)
+    samples = taken(entry.source_digest)
+    raw.write(raw.path_of(tmp_path, "h200", entry.problem.key), samples)
+    path = tmp_path / "bundle.zip"
+    path.write_bytes(bundle.pack(files, bundle.samples_of(tmp_path, files)))
+    assert bundle.unpack(path) == files
+    name = f"h200/finals/{entry.problem.key}.json"
+    with zipfile.ZipFile(path) as archive:
+        assert [one for one in archive.namelist() if "finals" in one] == [name]
+        assert raw.decode(archive.read(name), path) == samples
+        assert "raw samples" in archive.read("README.md").decode()
+    other = raw.encode(taken(entry.source_digest, rounds=9))
+    assert "are those of other finals" in refusal(lambda: bundle.unpack(rewritten(path, {name: other}, manifest=True)))
+    assert "are damaged" in refusal(lambda: bundle.unpack(rewritten(path, {name: b"{}"}, manifest=True)))
+
+
+@pytest.mark.parametrize("samples", [taken("ff" * 8), taken(current(certified()).source_digest, rounds=130)])
+def test_samples_of_other_finals_are_not_packed(tmp_path: Path, samples: Samples) -> None:
+    cache.merge(tmp_path, H200, FORWARD, [current(certified())])
+    path = tmp_path / "bundle.zip"
+    path.write_bytes(bundle.pack(cache.read_folder(tmp_path), {("h200", problem().key): samples}))
+    with zipfile.ZipFile(path) as archive:
+        assert not [name for name in archive.namelist() if "finals" in name]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from cache_files import FORWARD, left_behind, refusal
-from samples import A30, H200, measured, predicted, problem
+from samples import A30, H200, certified, measured, predicted, problem
 
-from autoattn import cache
+from autoattn import cache, resources
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.trial import Evidence
@@ -123,6 +123,31 @@ def test_a_file_that_changed_is_read_anew(folder: Path) -> None:
     assert [entry.time_us for entry in cache.read(path).entries.values()] == [400.0]
 
 
+def test_what_an_entry_does_not_have_of_its_finals_leaves_no_trace(folder: Path) -> None:
+    path = cache.merge(folder, H200, FORWARD, [measured(), predicted(problem(batch=2))])
+    text = path.read_text(encoding="utf-8")
+    for name in ("finals", "lead", "energy", "objective"):
+        assert f'"{name}"' not in text
+    assert text.count('"rms_error"') == 1, "of the verdict"
+    assert [one.finals for one in cache.read(path).entries.values()] == [None, None]
+
+
+def test_what_an_entry_has_of_its_finals_is_read_back(folder: Path) -> None:
+    search = dataclasses.replace(measured().search, objective="energy")
+    path = cache.merge(folder, H200, FORWARD, [certified(search=search)])
+    (entry,) = cache.read(path).entries.values()
+    assert entry.search.objective == "energy"
+    assert entry.finals == certified().finals
+    assert [one.source_digest for one in entry.finals.tied] == ["aa" * 8]
+    assert [(one.lead, one.energy) for one in entry.rivals] == [(one.lead, one.energy) for one in certified().rivals]
+
+
+def test_the_shipped_entries_read_as_they_always_did() -> None:
+    for file in cache.read_folder(resources.shipped_cache()):
+        path = resources.shipped_cache() / file.device / "forward.json"
+        assert cache.encode(file) == path.read_bytes()
+
+
 # Merging
 
 
@@ -189,7 +214,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from samples import H200, predicted, problem
-from autoattn import cache
+from autoattn import cache, resources
 from autoattn.problem import Op
 number = int(sys.argv[2])
 problems = [problem(batch=1 + number * 20 + place) for place in range(20)]

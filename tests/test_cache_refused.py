@@ -16,7 +16,7 @@ import pytest
 from cache_files import FORWARD, left_behind, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import A30, H200, measured, predicted, problem
+from samples import A30, H200, certified, measured, predicted, problem
 
 from autoattn import cache, space
 from autoattn.errors import CacheError
@@ -182,6 +182,24 @@ def test_an_entry_that_no_tuner_wrote_is_refused(
 ) -> None:
     file, text = valid(folder)
     document = json.loads(text)
+    within(document["entries"][problem().key], path, value)
+    assert words in untouched(file, json.dumps(document).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("finals", "finalists", 0, "source_digest"), "ff", "is not its winner"),
+        (("finals", "finalists"), [], "is not its winner"),
+        (("finals", "finalists", 1, "lead", "low"), 2.0, "an interval must hold its ratio"),
+        (("finals", "finalists", 0, "num_warps"), 0, "its warps at least 1"),
+        (("rivals", 0, "energy", "joules"), -1.0, "must be above 0"),
+        (("rivals", 0, "lead", "high"), "2", "Expected `float`, got `str`"),
+    ],
+)
+def test_finals_that_nobody_held_are_refused(folder: Path, path: tuple[str | int, ...], value: Any, words: str) -> None:
+    file = cache.merge(folder, H200, FORWARD, [certified()])
+    document = json.loads(file.read_text(encoding="utf-8"))
     within(document["entries"][problem().key], path, value)
     assert words in untouched(file, json.dumps(document).encode())
 

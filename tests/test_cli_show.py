@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch:
     positions = [out.index(word) for word in words]
     assert positions == sorted(positions)
     assert explained.called == (samples.problem(), samples.H200, Path("here"))  # type: ignore[attr-defined]
+
+
+def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(problem: Problem, device: Device | None, folder: Path | None = None) -> dispatch.Explanation:
+        return replace(explained(problem, device, folder), entry=samples.certified(one))
+
+    monkeypatch.setattr(dispatch, "explain", told)
+    one = samples.problem()
+    _, out, _ = autoattn("explain", "--device", "h200", *ONE)
+    assert "  finals   128 rounds, 3 more discarded; 1 as good as the winner\n" in out
+    assert "  over     sdpa-cudnn 0.91x (0.90-0.92), sdpa-flash 1.42x (1.40-1.44)\n" in out
+    one = samples.problem(batch=7)  # a near problem's finals say nothing of this one
+    assert "finals" not in autoattn("explain", "--device", "h200", *ONE)[1]
 
 
 def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(

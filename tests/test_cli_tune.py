@@ -81,13 +81,14 @@ def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, m
     monkeypatch.setattr(tune, "tune", fake)
     autoattn("tune", "--device", "a30", "--shapes", shapes, "--group", "prefill", "--effort", "max", "--trials", 7,
              "--timeout", 60, "--seed", 3, "--cache", tmp_path / "mine", "--jobs", 2, "--workers", 3,
-             "--storage", "sqlite:///trials.db")  # fmt: skip
+             "--storage", "sqlite:///trials.db", "--objective", "energy")  # fmt: skip
     called = fake.called  # type: ignore[attr-defined]
     assert [problem.seq_q for problem in called["problems"]] == [1024, 2048]
     assert called["device"] == samples.A30
     options = called["options"]
     assert (options.effort, options.trials, options.timeout_s) == (plan.Effort.MAX, 7, 60.0)
     assert (options.seed, options.cache, options.jobs) == (3, tmp_path / "mine", 2)
+    assert options.objective is plan.Objective.ENERGY
     assert (options.workers, options.storage) == (3, "sqlite:///trials.db")
 
 

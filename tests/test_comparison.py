@@ -18,10 +18,10 @@ from autoattn import bench, gpu, peers, rivals
 from autoattn.cli.app import run
 from autoattn.comparison import Contestant, Options, Row, Run, State, Timing
 from autoattn.errors import StateError
-from autoattn.gpu import Pulse
 from autoattn.peers import Peer
 from autoattn.problem import Problem
 from autoattn.report import chart, comparison
+from autoattn.rounds import Pulse
 
 SHAPES = """
 version: 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import msgspec
 import pytest
-from samples import measured, measurement, predicted, prediction, problem
+from samples import certified, measured, measurement, predicted, prediction, problem
 
-from autoattn.entry import KERNEL, CacheEntry
-from autoattn.trial import Evidence, Measurement, Outcome, Trial, Verdict
+from autoattn.entry import KERNEL, CacheEntry, Finalist
+from autoattn.trial import Energy, Evidence, Measurement, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 
 ONE = Variant.of("triton/forward", {"BLOCK_M": 64})
@@ -118,7 +119,7 @@ def test_an_entry_runs_its_own_kernel_unless_it_says_otherwise() -> None:
     assert entry.choice == KERNEL == "kernel"
 
 
-@pytest.mark.parametrize("entry", [measured(), predicted()], ids=["measured", "predicted"])
+@pytest.mark.parametrize("entry", [measured(), certified(), predicted()], ids=["measured", "certified", "predicted"])
 def test_an_entry_survives_json(entry: CacheEntry) -> None:
     assert msgspec.json.decode(msgspec.json.encode(entry), type=CacheEntry) == entry
 
@@ -132,3 +133,32 @@ def test_entries_and_trials_are_frozen() -> None:
     for value, name in frozen:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, name, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"median_us": 0.0},
+        {"median_us": math.inf},
+        {"rms_error": -1.0},
+        {"max_error": math.nan},
+        {"registers": -1},
+        {"num_warps": 0},
+    ],
+)
+def test_a_finalist_with_an_impossible_fact_is_none(changes: dict[str, Any]) -> None:
+    facts = {"median_us": 1.0, "max_error": 0.0, "rms_error": 0.0, **changes}
+    with pytest.raises(ValueError, match="finalist"):
+        Finalist(source_digest="aa", **facts)
+
+
+def test_the_tied_are_those_as_good_as_the_winner_without_it() -> None:
+    finals = certified().finals
+    assert finals is not None
+    assert [one.source_digest for one in finals.tied] == ["aa" * 8]
+
+
+@pytest.mark.parametrize("facts", [{"joules": 0.0}, {"watts": -1.0}, {"joules": math.inf}])
+def test_energy_is_above_zero(facts: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Energy(**{"joules": 1.0, "watts": 1.0, **facts})

@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "autoattn"
 
 FLOORS = (
-    {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic"},
-    {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording"},
+    {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic", "rounds"},
+    {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording", "raw"},
     {
         "reference",
         "compile",
@@ -35,7 +35,20 @@ FLOORS = (
         "captures",
         "trace",
     },
-    {"tune", "plan", "study", "ledger", "storage", "importance", "simulate", "contest", "workshop", "workers", "jobs"},
+    {
+        "tune",
+        "plan",
+        "study",
+        "ledger",
+        "storage",
+        "importance",
+        "simulate",
+        "contest",
+        "workshop",
+        "workers",
+        "jobs",
+        "finals",
+    },
     {
         "dispatch",
         "answer",

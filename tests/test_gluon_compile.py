@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 256, "mask": "causal"}, Traits()),
     ({"head_dim": 192, "head_dim_v": 128, "mask": "window:-1,30"}, Traits(lse=True)),
     ({"head_dim": 16}, Traits(wide=True)),
+    ({"head_dim": 128, "layout": Layout.PACKED}, Traits(lse=True)),
+    ({"head_dim": 72, "mask": "causal", "layout": Layout.PACKED, "dtype": DType.FLOAT16}, Traits()),
+    ({"head_dim": 64, "mask": "window:600,64", "layout": Layout.PACKED}, Traits(lse=True)),
 )
 
 
@@ -42,6 +46,8 @@ def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def problem(**changes: Any) -> Problem:
     """Large enough that every value of every parameter is worth trying."""
     sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
+    if changes.get("layout") is Layout.PACKED:
+        sizes |= {"tokens_q": 9000, "tokens_kv": 18000}
     return kernels.problem(**{**sizes, **changes})
 
 
@@ -106,6 +112,14 @@ def test_a_causal_mask_costs_the_loop_over_whole_blocks_nothing() -> None:
     assert causal.get("PRMT", 0) < 8
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_loop_over_whole_blocks_costs_packed_sequences_nothing(mask: str) -> None:
+    plain = inspect(source(problem(head_dim=128, mask=mask)), 90).loop
+    loop = inspect(source(problem(head_dim=128, mask=mask, layout=Layout.PACKED)), 90).loop
+    assert abs(sum(loop.values()) - sum(plain.values())) < 16
+    assert loop["BAR"] == plain["BAR"]
+
+
 def test_a_kept_maximum_takes_the_maxima_out_of_the_loop() -> None:
     kept, online = (
         inspect(source(problem(head_dim=128), softmax=softmax), 90).loop for softmax in ("first_max", "online")
@@ -114,14 +128,20 @@ def test_a_kept_maximum_takes_the_maxima_out_of_the_loop() -> None:
     assert online["FMNMX"] >= 64
 
 
+def test_the_loop_that_adds_values_key_by_key_is_not_taken_for_one_that_masks() -> None:
+    report = inspect(source(problem(head_dim=128, mask="causal"), softmax="vote"), 90)
+    assert not [name for name in (*report.loop, *report.masked_loop) if name.startswith("LDG")]
+    assert sum(report.masked_loop.values()) < 3 * sum(report.loop.values())
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
-    "16-bit": ({"dtype": DType.FLOAT32}, {}),
+    "16 and 8 bits": ({"dtype": DType.FLOAT32}, {}),
     "multiple of 16 bytes": ({"head_dim": 57}, {}),
     "256 columns": ({"head_dim_v": 512}, {}),
-    "packed": ({"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 9000}, {}),
+    "sees all that its tile sees": ({"mask": "causal"}, {"BLOCK_M": 64, "mask_loop": "split_own", "ping_pong": "none"}),
     "block tables": ({"mask": "blocks:128x128,0.5"}, {}),
     "changes no scores": ({"modifiers": Modifiers(softcap=True)}, {}),
     "registers": ({}, {"BLOCK_M": 192, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
@@ -230,6 +250,27 @@ def test_a_kernel_that_cannot_go_wrong_is_launched_without_scratch(monkeypatch: 
     assert "scratch" not in load_module(rendered).SIGNATURE
     ((grid, _),) = launched(kernels.problem(**SMALL, head_dim=64), rendered, monkeypatch)
     assert grid == (4 * 2, 1, 1)
+
+
+def test_a_packed_launch_needs_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = kernels.problem(**SMALL, head_dim=64, layout=Layout.PACKED, tokens_q=500, tokens_kv=600, mask="causal")
+    one = replace(one, batch=3)
+    rendered = source(problem(head_dim=64, mask="causal", layout=Layout.PACKED), BLOCK_M=128, schedule="one_tile")
+    ((grid, arguments),) = launched(one, rendered, monkeypatch)
+    tiles = 4 * (500 // 128 + 3 + 1)
+    assert grid == (tiles, 1, 1)
+    assert arguments["scratch_ptr"].numel() >= 2 + tiles
+    assert arguments["cu_seqlens_q_ptr"].tolist() == [0, *torch.tensor(one.lengths()).cumsum(0)[:, 0]]
+    assert arguments["output_ptr"].shape == (1, 4, 500, 64)
+    assert arguments["query"].shape == (1, 4, 500, 64)
+    assert (arguments["tokens_q"], arguments["tokens_kv"], arguments["batch"]) == (500, 600, 3)
+
+
+@pytest.mark.parametrize(("mask", "passes"), [("window:128,0", 2), ("causal", 1), ("window:128,-1", 1)])
+def test_consumers_that_take_their_own_blocks_pass_over_the_others(mask: str, passes: int) -> None:
+    own = source(problem(head_dim=64, mask=mask), BLOCK_M=128, mask_loop="split_own").text
+    assert own.count("slot, phase = pass_over(") == passes
+    assert "pass_over" not in source(problem(head_dim=64, mask=mask), BLOCK_M=128, mask_loop="split").text
 
 
 def test_files_stand_alone_and_have_short_lines() -> None:

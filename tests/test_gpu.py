@@ -12,6 +12,7 @@ import torch
 
 from autoattn import gpu, profiles
 from autoattn.errors import DeviceError
+from autoattn.rounds import Pulse
 
 FACTS: dict[str, Any] = {
     "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "L2_cache_size": samples.H200.l2_bytes,
@@ -189,7 +190,7 @@ def test_the_card_is_the_one_that_cuda_means(nvml: PretendedNvml, monkeypatch: p
 
 def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: PretendedNvml) -> None:
     nvml.heat = None
-    assert gpu.pulse(0) == gpu.Pulse(clock_mhz=1755, slowed=False)
+    assert gpu.pulse(0) == Pulse(clock_mhz=1755, slowed=False)
 
 
 def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> None:

@@ -168,15 +168,19 @@ def test_pruning_removes_stale_entries_and_idle_journals_without_entry(folder: P
     of_stale = journal(folder, f"{stale.problem.key}.journal", hours=2)
     orphan = journal(folder, f"{problem(batch=77).key}.journal", hours=2)
     busy = journal(folder, f"{problem(batch=78).key}.journal", hours=0.1)
+    samples = journal(folder, f"{problem(batch=77).key}.finals.json", hours=2)
+    kept_samples = journal(folder, f"{held.problem.key}.finals.json", hours=2)
     foreign = [journal(folder, name, hours=9) for name in ("notes.journal", "forward_notes.txt")]
     found = inventory.unneeded(folder)
     assert found.stale == {path: (stale,)}
-    assert found.journals == tuple(sorted((of_stale, orphan)))
+    assert found.journals == tuple(sorted((of_stale, orphan, samples)))
     assert found.resting == (busy,)
     assert all(one.exists() for one in (kept, of_stale, orphan, busy, *foreign))  # looking removes nothing
     assert inventory.prune(found) == found
     assert list(cache.read(path).entries) == [held.problem.key]
     assert [one.exists() for one in (kept, of_stale, orphan, busy, *foreign)] == [True, False, False, *[True] * 3]
+    assert [kept_samples.exists(), samples.exists()] == [True, False]
+    assert not samples.with_name(f"{samples.name}.lock").exists()
     assert inventory.unneeded(folder).entries == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoattn import gpu, jobs, plan, render, rivals, space, tune
+from autoattn import gpu, jobs, plan, raw, render, rivals, rounds, space, tune
 from autoattn.entry import KERNEL
 from autoattn.mask import Mask
 from autoattn.measure import Stopwatch
@@ -77,6 +77,39 @@ def test_a_contest_times_everybody(stopwatch: Stopwatch) -> None:
     assert times["a"].samples == times["b"].samples >= 3
 
 
+def test_finals_end_when_all_is_decided(stopwatch: Stopwatch) -> None:
+    calls = {
+        "a": lambda: torch.cuda._sleep(1_000_000),
+        "b": lambda: torch.cuda._sleep(1_500_000),
+        "sdpa": lambda: torch.cuda._sleep(2_000_000),
+    }
+    taken = stopwatch.finals(calls, ["a", "b"], seconds=30.0, seed=0)
+    assert rounds.LOOKS[0] <= len(taken) <= rounds.LOOKS[1]
+    assert len({tuple(one.times_us) for one in taken}) > 1, "in random order"
+    lead = rounds.interval(rounds.good(taken), "b", "a", finalists=2)
+    assert lead is not None
+    assert 1.4 < lead.low < lead.high < 1.6
+
+
+def test_energy_is_counted_and_more_work_costs_more(stopwatch: Stopwatch) -> None:
+    if gpu.joules(stopwatch.index) is None:
+        pytest.skip("this card tells no energy")
+    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def product() -> None:
+        matrix @ matrix
+
+    def two() -> None:
+        product()
+        product()
+
+    one, both = stopwatch.energy(product, 0.5), stopwatch.energy(two, 0.5)
+    assert one is not None
+    assert both is not None
+    assert 50.0 < one.watts < 1500.0
+    assert 1.8 < both.joules / one.joules < 2.2
+
+
 @pytest.mark.parametrize(
     ("text", "outcomes"), [(HANG, {Outcome.TIMEOUT}), (ILLEGAL, {Outcome.LAUNCH_ERROR, Outcome.CRASH})]
 )
@@ -108,6 +141,12 @@ def test_a_tune_measures_against_the_rivals_and_resumes(tmp_path: Path) -> None:
     assert entry.verdict.ok
     assert {rivals.SDPA, "sdpa-flash"} <= {rival.name for rival in entry.rivals}
     assert entry.choice == KERNEL or entry.choice in {rival.name for rival in entry.rivals}
+    assert entry.finals is not None
+    assert entry.finals.finalists[0].source_digest == entry.source_digest
+    samples = raw.read(raw.path_of(tmp_path, card.name, SMALL.key))
+    assert samples is not None
+    assert samples.winner == entry.source_digest
+    assert len(samples.rounds) == entry.finals.rounds + entry.finals.discarded
     again = tune.tune([SMALL], card, measured=True, options=options)
     assert again.kept == 1
     assert again.kernels == 0

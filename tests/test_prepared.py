@@ -7,6 +7,7 @@ what it gets.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -281,6 +282,34 @@ def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Noted, monkeypa
     assert passed[3] > 0
     assert card.prepared[0][1][0] is passed[0], "a descriptor is made once for an address"
     assert not any(isinstance(one, Tensor) for one in known_launch().arguments)
+
+
+def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def sized(batch: int, heads: int, rows: int) -> int:
+        asked.append((batch, heads, rows))
+        return 6
+
+    module = SimpleNamespace(
+        SIGNATURE={"query_ptr": "*fp16", "arrivals_ptr": "*i32", "partial_ptr": "*fp32"},
+        PACK_GQA=True,
+        grid=lambda batch, heads, rows, sm_count: (batch * heads * rows,),
+        arrivals=sized,
+        partials=sized,
+    )
+    kernel = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(answer.compile, "load", lambda source, device: kernel)
+    query, key, value = three()
+    group = query.shape[1] // key.shape[1]
+    for _ in range(3):
+        autoattn.attention(query, key, value)
+    sizes = query.shape[0], key.shape[1], query.shape[2] * group
+    assert set(asked) == {sizes}, "heads that share keys are the rows of one"
+    assert [facts[0] for facts, _ in card.prepared] == [math.prod(sizes)] * 2
+    for _, passed in card.prepared:
+        assert all(address > 0 for address in passed)
+        assert len(set(passed)) == 3
 
 
 def known_launch() -> bound.Bound:

@@ -49,6 +49,8 @@ def kinds() -> Iterator[tuple[Problem, Traits]]:
         dtype, precision = numbers
         one = kernels.problem(dtype=dtype, precision=precision, head_dim=head_dim, mask=mask, **sizes)
         yield one, Traits(alignment=alignment, wide=wide, lse=lse)
+    few = sizes | {"batch": 1, "heads_q": 8, "heads_kv": 2, "seq_q": 4}
+    yield kernels.problem(dtype=DType.BFLOAT16, head_dim=64, **few), Traits(lse=True)
 
 
 def every_axis(arch: int) -> Iterator[Source]:
@@ -91,7 +93,8 @@ def sources(template: str, arch: int) -> list[Source]:
     """Few kernels that the search could try on a card of `arch`: every kind, and every value of every parameter."""
     device = profiles.named(CARDS[arch])
     points = space.load(template)
-    missing = {(name, value) for name, values in points.choices.items() for value in values}
+    implied = set(points.implied.items())
+    missing = {(name, value) for name, values in points.choices.items() for value in values} - implied
     rng = random.Random(arch)
     pool = []
     for one, traits in kinds():

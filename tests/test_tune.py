@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,17 @@ import kernels
 import pytest
 import samples
 
-from autoattn import cache, contest, gpu, plan, render, space, storage, tune
+from autoattn import cache, contest, finals, gpu, plan, raw, render, space, storage, tune
 from autoattn.device import Device
 from autoattn.entry import KERNEL, Rival
 from autoattn.errors import CacheError, UsageError
-from autoattn.jobs import Finished
+from autoattn.jobs import Finished, finalist_name
 from autoattn.ledger import Ledger, studies
 from autoattn.mask import Mask
 from autoattn.problem import DType, Layout, Op, Precision, Problem
+from autoattn.rounds import Round
 from autoattn.study import Study
-from autoattn.trial import Evidence, Outcome, Trial, Verdict
+from autoattn.trial import Energy, Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
 
@@ -31,6 +33,11 @@ SMALL = Problem(
 GOOD = Verdict(ok=True, checks=10, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
 
 
+def rounds_of(times: dict[str, float], count: int = 40) -> tuple[Round, ...]:
+    """Rounds without any noise."""
+    return tuple(Round(times_us=dict(times)) for _ in range(count))
+
+
 class Pretended:
     """A workshop in which every variant works and the smaller tile is the faster one."""
 
@@ -38,6 +45,7 @@ class Pretended:
     interrupts: frozenset[str] = frozenset()
     rivals: tuple[Rival, ...] = ()
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
+    asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
 
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         self.measured = measured
@@ -76,10 +84,22 @@ class Pretended:
     def rehearse(self, problem: Problem, variant: Any) -> Verdict | Failure:
         return GOOD
 
-    def final(self, problem: Problem, variants: list[Any], *, seconds: float, seed: int) -> Finished | Failure:
+    def final(self, problem: Problem, variants: list[Any], **budgets: Any) -> Finished | Failure:
         self.finals.append(variants)
+        self.asked.append(budgets)
         times = [samples.measurement(problem, self.time_us(one)) for one in variants]
-        return Finished(verdicts=(GOOD,) * len(variants), measurements=tuple(times), rivals=self.rivals)
+        named = {finalist_name(place): one.median_us for place, one in enumerate(times)}
+        named |= {rival.name: rival.measurement.median_us for rival in self.rivals}
+        return Finished(
+            verdicts=(GOOD,) * len(variants),
+            measurements=tuple(times),
+            rivals=self.rivals,
+            rounds=rounds_of(named),
+            energies=tuple(Energy(joules=self.joules(one), watts=500.0) for one in variants),
+        )
+
+    def joules(self, variant: Variant) -> float:
+        return self.time_us(variant)
 
     def time_us(self, variant: Variant) -> float:
         return float(int(variant["BLOCK_M"]) + int(variant["BLOCK_N"]))
@@ -87,7 +107,7 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    fresh = type("Fresh", (Pretended,), {"finals": []})
+    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": []})
     monkeypatch.setattr(tune, "Workshop", fresh)
     return fresh
 
@@ -208,7 +228,7 @@ def test_a_faster_rival_is_chosen(
 
 def test_a_rival_faster_by_less_than_the_margin_is_not_chosen(pretended: type[Pretended], tmp_path: Path) -> None:
     best = run(tmp_path / "a", measured=True).entries[SMALL.key].time_us
-    pretended.rivals = (rival("sdpa", best * (1.0 - tune.MARGIN / 2)),)
+    pretended.rivals = (rival("sdpa", best * (1.0 - finals.MARGIN / 2)),)
     assert run(tmp_path / "b", measured=True).entries[SMALL.key].choice == KERNEL
 
 
@@ -503,7 +523,7 @@ def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
     pretended.time_us = lambda self, variant: 200.0 if variant == default else 100.0  # type: ignore[method-assign]
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
     times = {one.name: one.measurement.median_us for one in entry.rivals}
-    assert times == {tune.TEMPLATE_DEFAULT: 200.0}
+    assert times == {finals.TEMPLATE_DEFAULT: 200.0}
     assert entry.choice == KERNEL
 
 
@@ -598,3 +618,71 @@ def test_an_entry_keeps_five_runners_up_in_order(pretended: type[Pretended], tmp
         assert len(times) == 6
         assert times == sorted(times)
         assert len({entry.source_digest, *(one.source_digest for one in entry.candidates)}) == 6
+
+
+def test_the_previous_winner_stays_among_equals(pretended: type[Pretended], tmp_path: Path) -> None:
+    for tile in ((64, 64), (32, 64)):
+        old = kernels.variant(BLOCK_M=tile[0], BLOCK_N=tile[1], num_stages=2)
+        folder = tmp_path / str(tile[0])
+        remember(folder, old)
+        pretended.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
+        entry = run(folder, measured=True, trials=30).entries[SMALL.key]
+        assert entry.variant == old
+        assert entry.finals is not None
+        assert len(entry.finals.tied) == len(entry.finals.finalists) - 1
+
+
+def test_without_a_previous_winner_two_tunes_agree_among_equals(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    winners = set()
+    for number in range(6):
+        noise = random.Random(number)
+        monkeypatch.setattr(pretended, "time_us", lambda self, variant, noise=noise: 100.0 + noise.uniform(0.0, 0.2))
+        winners.add(run(tmp_path / str(number), measured=True, trials=3).entries[SMALL.key].source_digest)
+    assert len(winners) == 1
+
+
+def test_the_raw_samples_are_kept_beside_the_journal(pretended: type[Pretended], tmp_path: Path) -> None:
+    pretended.rivals = (rival("sdpa", 500.0),)
+    entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
+    found = raw.read(raw.path_of(tmp_path, "h200", SMALL.key))
+    assert found is not None
+    assert (found.winner, found.fingerprint, found.problem) == (
+        entry.source_digest, samples.H200.fingerprint, SMALL
+    )  # fmt: skip
+    assert len(found.rounds) == 40
+    assert entry.finals is not None
+    assert set(found.kernels.values()) == {one.source_digest for one in entry.finals.finalists}
+    assert found.rounds[0].times_us["sdpa"] == 500.0
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretended, "joules", lambda self, variant: 1000.0 - self.time_us(variant))
+    options = {"measured": True, "trials": 30}
+    fast = run(tmp_path, **options).entries[SMALL.key]
+    cool = run(tmp_path, objective=plan.Objective.ENERGY, **options).entries[SMALL.key]
+    assert cool.time_us > fast.time_us
+    assert cool.search.objective == "energy"
+    assert [one["energy_seconds"] for one in pretended.asked] == [0.0, plan.ENERGY_SECONDS]
+    assert cool.finals is not None
+    assert {one.energy is not None for one in cool.finals.finalists} == {True}
+
+
+def test_an_entry_for_another_objective_is_not_up_to_date(pretended: type[Pretended], tmp_path: Path) -> None:
+    options = {"measured": True, "trials": 6}
+    assert run(tmp_path, **options).kept == 0
+    assert run(tmp_path, objective=plan.Objective.ERROR, **options).kept == 0
+    assert run(tmp_path, objective=plan.Objective.ERROR, **options).kept == 1
+    assert run(tmp_path, **options).kept == 0
+
+
+@pytest.mark.parametrize("objective", [plan.Objective.ENERGY, plan.Objective.ERROR])
+def test_energy_and_error_cannot_be_predicted(
+    pretended: type[Pretended], tmp_path: Path, objective: plan.Objective
+) -> None:
+    with pytest.raises(UsageError, match="must be measured"):
+        run(tmp_path, objective=objective)

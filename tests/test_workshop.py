@@ -356,11 +356,11 @@ def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) 
 def test_finals_render_each_finalist_for_the_problem(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=2)
     finalists = variants(3)
-    shop.final(LARGE, finalists, seconds=0.5, seed=7)
+    shop.final(LARGE, finalists, seconds=0.5, seed=7, energy_seconds=0.25)
     (job,) = benched(shop)
     assert isinstance(job, Final)
     assert [source.variant for source in job.finalists] == finalists
-    assert (job.problem, job.seconds, job.seed) == (LARGE, 0.5, 7)
+    assert (job.problem, job.seconds, job.seed, job.energy_seconds) == (LARGE, 0.5, 7, 0.25)
 
 
 def test_one_variant_can_be_checked_with_and_without_the_card(bench: Bench) -> None:

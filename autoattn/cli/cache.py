@@ -129,7 +129,7 @@ def export(
     if cache is None:
         cache = resources.user_cache() if read_folder(resources.user_cache()) else resources.shipped_cache()
     found = _picked(cache, problems, device)
-    data = bundle.pack(found)
+    data = bundle.pack(found, bundle.samples_of(cache, found))
     writing.write(out, data)
     count = sum(len(file.entries) for file in found)
     console = terminal.console()

@@ -82,5 +82,9 @@ def _print(answer: Explanation) -> None:
     print(f"  because  {figures.printable(answer.reason)}")
     if answer.variant is not None:
         print(f"  variant  {figures.printable(answer.variant.template)}: {figures.printable(answer.variant)}")
+    if answer.entry is not None and answer.entry.finals is not None and answer.entry.problem == answer.problem:
+        leads = [f"{one.name} {figures.against(one.lead)}" for one in figures.others(answer.entry) if one.lead]
+        print(f"  finals   {figures.printable(figures.finals(answer.entry))}")
+        print(f"  over     {figures.printable(', '.join(leads) or 'nobody, or too few rounds')}")
     for position, step in enumerate(answer.steps, start=1):
         print(f"  {position:>7}. {figures.printable(step)}")

@@ -34,8 +34,9 @@ def command(
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
 
-    A ratio is the rival's time over the kernel's: above 1 the kernel is faster. Measured and predicted times are never
-    in one table.
+    A ratio is the rival's time over the kernel's: above 1 the kernel is faster. Behind it stands its 95% interval,
+    where it is known. "As good" are finalists that cannot be told from the winner. Measured and predicted times are
+    never in one table.
     """
     from autoattn.cli import terminal
 
@@ -101,5 +102,5 @@ def comparison(entry: CacheEntry) -> str:
 
     best = figures.best_rival(entry)
     if best is not None:
-        return f"{figures.times(best[1])} {best[0]}"
+        return "; ".join(filter(None, (f"{best[2]} {best[0]}", figures.ties(entry))))
     return f"bound by {entry.prediction.bound}" if entry.measurement is None and entry.prediction is not None else "-"

@@ -32,6 +32,10 @@ def command(
     effort: Annotated[
         Literal["quick", "standard", "max"], typer.Option("--effort", help="How long to search.")
     ] = "standard",
+    objective: Annotated[
+        Literal["time", "energy", "error"],
+        typer.Option("--objective", help="What the winner is to be best at; time decides between equals."),
+    ] = "time",
     trials: Annotated[
         int | None, typer.Option("--trials", help="Variants to try for each problem, in place of --effort's.")
     ] = None,
@@ -77,6 +81,9 @@ def command(
     When the device is in this machine, kernels are validated and measured. When it is not, they are compiled for it
     all the same, their machine code is read, and a model predicts their times: the first line says which.
 
+    --objective energy asks for the fewest joules per call, error for the smallest root mean square error against
+    float64; both need the card, and the winner of the problem takes the place of one found for another objective.
+
     Ctrl-C stops at any time; the same command goes on from there. On another host with the same --storage it joins in.
     """
     limits = (
@@ -92,7 +99,7 @@ def command(
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)
     from autoattn import resources
-    from autoattn.plan import Effort, Options
+    from autoattn.plan import Effort, Objective, Options
 
     settings = Options(
         effort=Effort(effort),
@@ -101,6 +108,7 @@ def command(
         seed=seed,
         cache=cache if cache is not None else resources.user_cache(),
         jobs=jobs,
+        objective=Objective(objective),
         workers=workers,
         storage=storage,
     )

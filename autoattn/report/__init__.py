@@ -12,7 +12,7 @@ import jinja2
 
 from autoattn import cache
 from autoattn.errors import StateError
-from autoattn.report import contents, figures, files, listing
+from autoattn.report import contents, figures, files, finals, listing
 
 FOLDER = Path(__file__).parent
 
@@ -74,7 +74,8 @@ def fenced(text: str, language: str = "") -> Verbatim:
 
 
 def _facts(sections: list[contents.Section], source: Path) -> dict[str, object]:
-    return {"sections": sections, "command": f"autoattn report --cache {shlex.quote(str(source))} --out report"}
+    command = f"autoattn report --cache {shlex.quote(str(source))} --out report"
+    return {"sections": sections, "command": command, "finals_head": finals.HEAD}
 
 
 def _place(percent: float) -> str:
@@ -101,11 +102,13 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         choice=figures.choice,
         tile=figures.tile,
         tile_of=figures.tile_of,
-        ratio=figures.ratio,
+        against=figures.against,
+        standing=figures.standing,
         percent=figures.percent,
         energy=figures.energy,
         place=_place,
         versions=figures.versions,
+        finals=figures.finals,
         counts=figures.counts,
         settings=figures.settings,
         differing=listing.differing,

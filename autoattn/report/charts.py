@@ -12,10 +12,10 @@ from autoattn.entry import CacheEntry
 from autoattn.errors import DeviceError
 from autoattn.importance import params_of
 from autoattn.problem import DType, Precision, Problem
-from autoattn.report import evidence, figures
-from autoattn.report.evidence import Lead
+from autoattn.report import figures
 from autoattn.report.history import History
 from autoattn.report.plot import SHAPES, Key, Line, Mark, Plot, Scale, Tick, path, staircase
+from autoattn.rounds import Interval
 from autoattn.trial import Outcome, Trial
 from autoattn.variant import Value
 
@@ -89,7 +89,7 @@ class Strips:
 def strips(entries: Sequence[CacheEntry]) -> Strips | None:
     """Each rival's time over the kernel's; None where no entry has rivals."""
     leads = {
-        entry.problem.key: {rival.name: evidence.lead(entry, rival) for rival in figures.others(entry)}
+        entry.problem.key: {rival.name: figures.lead_over(entry, rival) for rival in figures.others(entry)}
         for entry in entries
     }
     ratios = [ratio for found in leads.values() for lead in found.values() for ratio in _ends(lead)]
@@ -110,19 +110,19 @@ def strips(entries: Sequence[CacheEntry]) -> Strips | None:
     )
 
 
-def _ends(lead: Lead) -> tuple[float, ...]:
-    return tuple(end for end in (lead.low, lead.ratio, lead.high) if end is not None)
+def _ends(lead: float | Interval) -> tuple[float, ...]:
+    return (lead.low, lead.ratio, lead.high) if isinstance(lead, Interval) else (lead,)
 
 
-def _rival(name: str, lead: Lead, scale: Scale, style: str, shape: str) -> Mark:
+def _rival(name: str, lead: float | Interval, scale: Scale, style: str, shape: str) -> Mark:
     return Mark(
-        x=scale.at(lead.ratio),
+        x=scale.at(figures.middle(lead)),
         y=50.0,
         style=style,
         shape=shape,
-        title=f"{name}: {figures.ratio(lead)}",
-        low=None if lead.low is None else scale.at(lead.low),
-        high=None if lead.high is None else scale.at(lead.high),
+        title=f"{name}: {figures.against(lead)}",
+        low=scale.at(lead.low) if isinstance(lead, Interval) else None,
+        high=scale.at(lead.high) if isinstance(lead, Interval) else None,
     )
 
 

@@ -13,6 +13,7 @@ def reproduce(entry: CacheEntry, device: str) -> str:
     return (
         f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
         f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
+        + (f" --objective {shlex.quote(entry.search.objective)}" if entry.search.objective != "time" else "")
     )
 
 

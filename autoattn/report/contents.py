@@ -6,18 +6,19 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
-from autoattn.report import charts, evidence, figures, history, listing
+from autoattn.report import charts, figures, history, listing
 from autoattn.report.charts import Detail, Parallel, Strips
 from autoattn.report.commands import rendering, reproduce
-from autoattn.report.evidence import Finalist, Lead
+from autoattn.report.finals import Contestant, contestants
 from autoattn.report.history import History, Importance, Reason
 from autoattn.report.listing import Choice, Difference, Listing, Shelf
 from autoattn.report.plot import Plot
-from autoattn.trial import Evidence, Measurement
+from autoattn.rounds import Interval
+from autoattn.trial import Energy, Evidence, Measurement
 
 if TYPE_CHECKING:
     from autoattn.cache import CacheFile
@@ -34,7 +35,7 @@ class Timing:
     p20_us: float
     p80_us: float
     tflops: float
-    lead: Lead  # its time over the kernel's; above 1 the kernel is faster
+    lead: float | Interval  # its time over the kernel's; above 1 the kernel is faster
     max_error: float | None
     joules: float | None  # of one call
     watts: float | None
@@ -60,12 +61,10 @@ class Card:
 
     anchor: str
     entry: CacheEntry
-    best: tuple[str, Lead] | None  # the fastest rival from elsewhere
+    best: tuple[str, float | Interval] | None  # the fastest rival from elsewhere
     peak_share: float | None  # of the card's peak rate; None where that is unknown
     timings: tuple[Timing, ...]
-    finalists: tuple[Finalist, ...]
-    rounds: str  # how the finals went, in words
-    error_over_sdpa: float | None
+    contestants: tuple[Contestant, ...]  # of the finals, with error, energy and resources; empty where nobody knows
     parts: tuple[Part, ...]
     choices: tuple[Choice, ...]
     reproduce: str  # the command that searches again
@@ -194,9 +193,9 @@ def _ranking(cards: list[Card], device: Device | None) -> Ranking:
     return Ranking(
         measured=measured,
         cards=tuple(cards),
-        mean=figures.geometric_mean(lead.ratio for lead in leads) if leads else None,
-        faster=sum(lead.ratio > 1.0 and not lead.even for lead in leads),
-        even=sum(lead.even for lead in leads),
+        mean=figures.geometric_mean(map(figures.middle, leads)) if leads else None,
+        faster=sum(figures.standing(lead) == "good" for lead in leads),
+        even=sum(map(figures.even, leads)),
         with_rivals=len(leads),
         strips=charts.strips(entries) if measured else None,
         roofline=charts.roofline(entries, device, measured=measured),
@@ -229,12 +228,10 @@ def _card(
     return Card(
         anchor=anchor,
         entry=entry,
-        best=None if rival is None else (rival[0], evidence.lead(entry, figures.others(entry)[0])),
+        best=None if rival is None else (rival[0], figures.lead_over(entry, figures.others(entry)[0])),
         peak_share=charts.peak_share(entry, device),
         timings=_timings(entry),
-        finalists=evidence.finalists(entry),
-        rounds=evidence.rounds(entry),
-        error_over_sdpa=evidence.error_over_sdpa(entry),
+        contestants=contestants(entry, name),
         parts=_parts(entry),
         choices=listing.choices(entry),
         reproduce=reproduce(entry, name),
@@ -254,10 +251,12 @@ def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
         return ()
     slowest = max([own.median_us, *(rival.measurement.median_us for rival in entry.rivals)])
 
-    def row(name: str, kernel: bool, measurement: Measurement, lead: Lead, error: float | None, energy: Any) -> Timing:
+    def row(
+        name: str, measurement: Measurement, lead: float | Interval, error: float | None, energy: Energy | None
+    ) -> Timing:
         return Timing(
             name=name,
-            kernel=kernel,
+            kernel=measurement is own,
             chosen=name == figures.choice(entry),
             median_us=measurement.median_us,
             p20_us=measurement.p20_us,
@@ -265,17 +264,16 @@ def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
             tflops=measurement.tflops,
             lead=lead,
             max_error=error,
-            joules=evidence.joules(energy),
-            watts=evidence.watts(energy),
+            joules=energy.joules if energy is not None else None,
+            watts=energy.watts if energy is not None else None,
             share=_share(measurement.median_us, slowest),
         )
 
-    checked = evidence.kernel_error(entry)
-    if checked is None and entry.verdict is not None:
-        checked = entry.verdict.max_error
-    timings = [row(entry.template, True, own, Lead(ratio=1.0), checked, evidence.kernel_energy(entry))]
+    best = entry.finals.finalists[0] if entry.finals is not None else None
+    error = best.max_error if best is not None else entry.verdict.max_error if entry.verdict is not None else None
+    timings = [row(entry.template, own, 1.0, error, best.energy if best is not None else None)]
     for one in entry.rivals:
-        timings.append(row(one.name, False, one.measurement, evidence.lead(entry, one), one.max_error, one))
+        timings.append(row(one.name, one.measurement, figures.lead_over(entry, one), one.max_error, one.energy))
     return tuple(sorted(timings, key=lambda timing: (timing.median_us, timing.name)))
 
 
@@ -296,19 +294,19 @@ def _share(value: float, largest: float) -> float:
 
 
 def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
-    leads: dict[str, list[Lead]] = {}
+    leads: dict[str, list[float | Interval]] = {}
     for entry in entries:
         for rival in entry.rivals:
-            leads.setdefault(rival.name, []).append(evidence.lead(entry, rival))
+            leads.setdefault(rival.name, []).append(figures.lead_over(entry, rival))
     return tuple(
         Standing(
             name=name,
             problems=len(found),
-            mean=figures.geometric_mean(lead.ratio for lead in found),
-            lowest=min(lead.ratio for lead in found),
-            highest=max(lead.ratio for lead in found),
-            faster=sum(lead.ratio > 1.0 and not lead.even for lead in found),
-            even=sum(lead.even for lead in found) if any(lead.low is not None for lead in found) else None,
+            mean=figures.geometric_mean(map(figures.middle, found)),
+            lowest=min(map(figures.middle, found)),
+            highest=max(map(figures.middle, found)),
+            faster=sum(figures.standing(lead) == "good" for lead in found),
+            even=sum(map(figures.even, found)) if any(isinstance(lead, Interval) for lead in found) else None,
         )
         for name, found in sorted(leads.items())
     )

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from autoattn.entry import KERNEL, CacheEntry, Rival
+from autoattn.rounds import Interval
 from autoattn.trial import Evidence
 from autoattn.variant import Value, Variant
-
-if TYPE_CHECKING:
-    from autoattn.report.evidence import Lead
 
 OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 
@@ -35,11 +32,15 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x" if math.isfinite(ratio) else "-"
 
 
-def ratio(lead: Lead) -> str:
-    """A ratio of times with its interval, where it has one."""
-    if lead.low is None or lead.high is None:
-        return times(lead.ratio)
-    return f"{times(lead.ratio)} [{lead.low:.2f}, {lead.high:.2f}]"
+def within(lead: Interval) -> str:
+    """A ratio of times with its confidence interval."""
+    digits = 3 if max(lead.high - lead.ratio, lead.ratio - lead.low) < 0.01 else 2  # as many as it holds
+    return f"{lead.ratio:.{digits}f}x ({lead.low:.{digits}f}-{lead.high:.{digits}f})"
+
+
+def against(lead: float | Interval) -> str:
+    """A ratio of times, with its interval where it has one."""
+    return within(lead) if isinstance(lead, Interval) else times(lead)
 
 
 def percent(share: float | None) -> str:
@@ -89,15 +90,55 @@ def others(entry: CacheEntry) -> list[Rival]:
 
 def lead(entry: CacheEntry, rival: Rival) -> float:
     """How many times as long as the winning kernel the rival takes; above 1 the kernel is faster."""
-    return rival.measurement.median_us / entry.time_us
+    return rival.lead.ratio if rival.lead is not None else rival.measurement.median_us / entry.time_us
 
 
-def best_rival(entry: CacheEntry) -> tuple[str, float] | None:
-    """The fastest rival from elsewhere and the kernel's lead over it; None where nothing was measured."""
+def lead_over(entry: CacheEntry, rival: Rival) -> float | Interval:
+    """The same with its confidence interval, where it has one."""
+    return rival.lead if rival.lead is not None else lead(entry, rival)
+
+
+def even(one: float | Interval) -> bool:
+    """Whether an interval holds 1, so that nobody is known to be faster."""
+    return isinstance(one, Interval) and one.low <= 1.0 <= one.high
+
+
+def middle(one: float | Interval) -> float:
+    """The ratio itself."""
+    return one.ratio if isinstance(one, Interval) else one
+
+
+def standing(one: float | Interval) -> str:
+    """Whether a kernel with such a lead is faster, in a word for the page's colours; "" when nobody is."""
+    return "" if even(one) else "good" if middle(one) > 1.0 else "bad"
+
+
+def best_rival(entry: CacheEntry) -> tuple[str, float, str] | None:
+    """The fastest rival from elsewhere, the kernel's lead over it, and that in words with its interval.
+
+    None where nothing was measured.
+    """
     if entry.evidence is not Evidence.MEASURED or not others(entry):
         return None
     fastest = others(entry)[0]
-    return fastest.name, lead(entry, fastest)
+    ratio = lead(entry, fastest)
+    return fastest.name, ratio, against(fastest.lead or ratio)
+
+
+def ties(entry: CacheEntry) -> str:
+    """How many finalists are as good as the winner, in words; "" where there is none, or nobody knows."""
+    count = len(entry.finals.tied) if entry.finals is not None else 0
+    return f"{count} as good" if count else ""
+
+
+def finals(entry: CacheEntry) -> str:
+    """How the finals went, in words; "" where nobody knows."""
+    known = entry.finals
+    if known is None:
+        return ""
+    rounds = f"{known.rounds} rounds" + (f", {known.discarded} more discarded" if known.discarded else "")
+    tied = ties(entry) or "nobody as good"
+    return f"{rounds}; {tied} as the winner{'' if known.decided else ', not decided for want of rounds'}"
 
 
 def choice(entry: CacheEntry) -> str:
