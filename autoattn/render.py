@@ -62,11 +62,12 @@ def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
 def _why_no_bound(variant: Variant, problem: Problem, traits: Traits) -> str | None:
     """Why a kernel without softmax cannot be; None when it can."""
     bare = not (problem.modifiers.names or problem.mask.sparse or problem.packed or traits.lse)
+    bare = bare and variant.as_dict().get("SPLITS", 1) == 1
     if variant.template == "triton/forward" and bare and problem.dtype is not DType.FLOAT8:
         return None
     return (
-        "only triton/forward has a kernel without softmax, for dense problems that change no scores and want no LSE, "
-        f"got {variant.template} and {problem}; leave this bound out"
+        "only triton/forward has a kernel without softmax, for dense problems that change no scores, want no LSE and "
+        f"split no keys, got {variant.template} and {problem}; leave this bound out"
     )
 
 
