@@ -23,7 +23,7 @@ from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
 from autoattn.problem import Op
 from autoattn.raw import Samples
-from autoattn.report import contents
+from autoattn.report import commands, figures
 from autoattn.variant import digest_of
 
 SCHEMA = 1
@@ -225,7 +225,7 @@ def _readme(files: list[CacheFile]) -> str:
             lines.append(f"### {entry.problem}")
             lines.append(
                 f"{entry.evidence.value}, {entry.time_us:.6g} us, kernel `kernels/{entry.source_digest}.py`; made with "
-                f"{contents.versions(entry) or 'unknown versions'}. Searched by"
+                f"{figures.versions(entry) or 'unknown versions'}. Searched by"
             )
-            lines.append(f"```sh\n{contents.reproduce(entry, file.device)}\n```")
+            lines.append(f"```sh\n{commands.reproduce(entry, file.device)}\n```")
     return "\n\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -245,10 +246,14 @@ def studies(kept: Storage) -> dict[str, list[Trial]]:
         CacheError: the journal cannot be read.
         StorageError: the server cannot.
     """
+    return {name: [trial for _, trial in trials] for name, trials in _dated(kept).items()}
+
+
+def _dated(kept: Storage) -> dict[str, list[tuple[datetime, Trial]]]:
     try:
         return {
             study.study_name: [
-                _trial(frozen)
+                (frozen.datetime_complete or frozen.datetime_start or datetime.fromtimestamp(0), _trial(frozen))
                 for frozen in kept.kept.get_all_trials(study._study_id, deepcopy=False)
                 if _TRIAL in frozen.user_attrs or frozen.state is TrialState.COMPLETE
             ]
@@ -265,3 +270,12 @@ def journalled(journal: Path) -> dict[str, list[Trial]]:
         CacheError: the journal cannot be read.
     """
     return studies(storage.unchanged(journal))
+
+
+def dated(journal: Path) -> dict[str, list[tuple[datetime, Trial]]]:
+    """The same, each trial with the moment when it ended.
+
+    Raises:
+        CacheError: the journal cannot be read.
+    """
+    return _dated(storage.unchanged(journal))

@@ -18,6 +18,9 @@ ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32",
 
 MAX_LINE = 120  # characters of a rendered line
 
+# The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
+# so that no cache entry can hold it and no call runs it.
+NO_SOFTMAX = "none"
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
@@ -43,7 +46,9 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
 
 
 def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
-    """Why a template cannot read tensors that lie as `traits` say, in one sentence; None when it can."""
+    """Why a template has no such kernel for tensors that lie as `traits` say, in one sentence; None when it has."""
+    if variant["softmax"] == NO_SOFTMAX and (reason := _why_no_bound(variant, problem, traits)) is not None:
+        return reason
     step = traits.alignment * problem.dtype.bytes
     needed = space.load(variant.template).step_bytes
     if step >= needed:
@@ -51,6 +56,18 @@ def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
     return (
         f"the TMA unit reads rows that begin at multiples of {needed} bytes, got tensors where only {step} divide "
         "every step; make them contiguous, or use triton/forward"
+    )
+
+
+def _why_no_bound(variant: Variant, problem: Problem, traits: Traits) -> str | None:
+    """Why a kernel without softmax cannot be; None when it can."""
+    bare = not (problem.modifiers.names or problem.mask.sparse or problem.packed or traits.lse)
+    bare = bare and variant.as_dict().get("SPLITS", 1) == 1
+    if variant.template == "triton/forward" and bare and problem.dtype is not DType.FLOAT8:
+        return None
+    return (
+        "only triton/forward has a kernel without softmax, for dense problems that change no scores, want no LSE and "
+        f"split no keys, got {variant.template} and {problem}; leave this bound out"
     )
 
 
@@ -107,7 +124,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "visible": _visible(problem),
         "needs_mask": _needs_mask(problem),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
-        "redo": hides or variant["softmax"] == "first_max",
+        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == "first_max"),
         "on_scores": modifiers.on_scores,
         "softcap": modifiers.softcap,
         "alibi": modifiers.alibi,

@@ -6,9 +6,10 @@ distinct encoding is shown to it once per process: an instruction's name is a fu
 (`_name_bits`), and what it said is remembered. A kernel made of known encodings costs a few milliseconds.
 
 Which loops are reported. A loop is a natural loop of the control-flow graph (a branch back to a block that dominates
-it). The loops over keys are the innermost ones that hold a matrix product and an exp2. A pass of such a loop is a path
-from its head back to its head; where it can branch (a mask that only some blocks need, a rescale that only some blocks
-need) the lightest and the heaviest path through both a product and an exp2 are read. Then:
+it). The loops over keys are the innermost ones that hold a matrix product and an exp2, or a product alone where none
+holds both: a kernel without softmax. A pass of such a loop is a path from its head back to its head; where it can
+branch (a mask that only some blocks need, a rescale that only some blocks need) the lightest and the heaviest path
+through all of that are read. Then:
 
 - loops around a loop of its own that loads from memory are left out when others are not: they are the second chance
   that adds values key by key, where these may be NaN or infinite;
@@ -43,6 +44,7 @@ DETAILED = (*TENSOR, "MUFU", "LDSM", "STSM", "LDG", "LDGSTS", "LDS", "STS", "LDL
 _WIDTH = re.compile(r"\.(32|64|128)$|\.(U8|S8|U16|S16)(?=\.|$)")
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)[ ;]([^;]*)")
 _ALWAYS = 7  # the predicate PT
+PRODUCT, EXP2 = 1, 2  # what a path through a loop over keys holds
 _UNIFORM_BRANCH = 0x547
 _UNKNOWN = "?"  # an encoding that the disassembler did not print
 
@@ -317,9 +319,9 @@ def _natural_loops(after: list[list[int]], order: list[int], parent: dict[int, i
 
 
 def _passes(
-    head: int, body: set[int], blocks: list[list[str]], after: list[list[int]], order: list[int]
+    head: int, body: set[int], blocks: list[list[str]], after: list[list[int]], order: list[int], wanted: int
 ) -> tuple[list[str], list[str]]:
-    """The lightest and the heaviest path from the head back to the head, through a product and an exp2."""
+    """The lightest and the heaviest path from the head back to the head, through all that is `wanted` (_kinds)."""
     place = {block: i for i, block in enumerate(order)}
     has = {block: _kinds(blocks[block]) for block in body}
     # block -> kinds met on the way -> (instructions, path), for the lightest and the heaviest way there
@@ -330,7 +332,7 @@ def _passes(
         for side, better in ((light, min), (heavy, max)):
             for kinds, (cost, path) in side.get(block, {}).items():
                 for follower in after[block]:
-                    if follower == head and kinds == 3:
+                    if follower == head and kinds & wanted == wanted:
                         ends[side is heavy].append((cost, path))
                     elif follower in body and place[follower] > place[block]:
                         way = (cost + len(blocks[follower]), [*path, follower])
@@ -343,11 +345,11 @@ def _passes(
 
 
 def _kinds(names: list[str]) -> int:
-    """1 if a matrix product is among them, plus 2 if an exp2 is."""
+    """PRODUCT if a matrix product is among them, plus EXP2 if an exp2 is."""
     fused = names.count("FFMA")  # IEEE float32: 2 * head_dim of them per exp2, where scaling a score takes one
     product = fused >= 24 and fused > 8 * names.count("MUFU.EX2")
     product = product or any(name.partition(".")[0] in TENSOR for name in names)
-    return product + 2 * ("MUFU.EX2" in names)
+    return PRODUCT * product + EXP2 * ("MUFU.EX2" in names)
 
 
 def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
@@ -356,22 +358,25 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
     order, parent = _dominators(after)
     passes = []
     loops = _natural_loops(after, order, parent)
-    holding = {h: b for h, b in loops.items() if any(_passes(h, b, blocks, after, order))}
     loading = [body for body in loops.values() if any(_loads(blocks[block]) for block in body)]
-    seldom = {head for head, body in holding.items() if any(inner < body for inner in loading)}
-    if len(seldom) < len(holding):
-        holding = {head: body for head, body in holding.items() if head not in seldom}
-    for head in sorted(holding):
-        if not any(other != head and holding[other] < holding[head] for other in holding):
-            passes.append(_passes(head, holding[head], blocks, after, order))
+    for wanted in (PRODUCT | EXP2, PRODUCT):  # a kernel without softmax has products alone
+        holding = {h: b for h, b in loops.items() if any(_passes(h, b, blocks, after, order, wanted))}
+        seldom = {head for head, body in holding.items() if any(inner < body for inner in loading)}
+        if len(seldom) < len(holding):
+            holding = {head: body for head, body in holding.items() if head not in seldom}
+        for head in sorted(holding):
+            if not any(other != head and holding[other] < holding[head] for other in holding):
+                passes.append(_passes(head, holding[head], blocks, after, order, wanted))
+        if passes:
+            break
     if not passes:  # nothing that looks like attention: the whole kernel once is the honest upper bound
         return [name for name, _, _ in code], []
     fewest = min(_maxima(light) for light, _ in passes)
     passes = [p for p in passes if _maxima(p[0]) <= fewest + 8] or passes
     plain = min((light for light, _ in passes), key=lambda names: (_masking(names), len(names)))
     masked = max((heavy for _, heavy in passes), key=lambda names: (_masking(names), -len(names)))
-    # A mask selects once per score, and each score has an exp2.
-    masks = _masking(masked) - _masking(plain) > masked.count("MUFU.EX2") / 2
+    # A mask selects once per score, and each score has an exp2; without softmax, loops that count on a few select less.
+    masks = _masking(masked) - _masking(plain) > (masked.count("MUFU.EX2") / 2 or 8)
     return plain, masked if masks else []
 
 

@@ -63,5 +63,5 @@ def test_the_shapes_file_unfolds_into_as_many_problems_as_the_page_says() -> Non
 
 
 def test_the_page_counts_the_parameters_of_the_search() -> None:
-    assert len(space.load("triton/forward").choices) == 13
-    assert "thirteen parameters" in PAGE.replace("\n", " ")
+    assert len(space.load("triton/forward").choices) == 15
+    assert "fifteen parameters" in PAGE.replace("\n", " ")

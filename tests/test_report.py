@@ -86,6 +86,12 @@ def sections_of(*entries: CacheEntry) -> list[contents.Section]:
     return contents.gather([file])
 
 
+def cards(sections: list[contents.Section]) -> tuple[contents.Card, ...]:
+    """The measured problems of the first section."""
+    assert sections[0].measured is not None
+    return sections[0].measured.cards
+
+
 def test_both_files_are_written_and_named(folder: Path, tmp_path: Path) -> None:
     page, twin = report.build(folder, tmp_path / "new" / "out")
     assert (page, twin) == (tmp_path / "new" / "out" / "report.html", tmp_path / "new" / "out" / "report.md")
@@ -127,6 +133,7 @@ def test_every_fact_of_a_measured_entry_stands_in_both() -> None:
 def test_the_twin_has_the_same_summary_rows(folder: Path, tmp_path: Path) -> None:
     page, twin = (path.read_text(encoding="utf-8") for path in report.build(folder, tmp_path))
     flat = [[" ".join(cell.split()) for cell in row] for row in Page(page).rows]
+    flat += [row[:-1] for row in flat if len(row) == 8]  # the page draws in a last column what the twin cannot
     rows = markdown_rows(twin)
     for row in rows:
         if row[0].startswith("bf16") or row[0] in ("Problem", "Rival", "sdpa-flash", "template default"):
@@ -167,7 +174,7 @@ def test_text_of_a_cache_cannot_act_in_the_twin() -> None:
     assert "\x1b" not in text
     assert "\n# head" not in text
     rows = [row for row in markdown_rows(text) if "alert" in row[0]]
-    assert sorted(len(row) for row in rows) == [5, 6]  # among the rivals, and in the problem's own table
+    assert sorted(len(row) for row in rows) == [6, 7]  # among the rivals, and in the problem's own table
 
 
 def test_a_fence_is_longer_than_any_in_the_source() -> None:
@@ -187,18 +194,18 @@ def test_a_kernel_that_problems_share_is_shown_once() -> None:
     one, other = samples.problem(), samples.problem(batch=8)
     params = samples.measured(one).params
     sections = sections_of(samples.measured(one, params=params), samples.measured(other, params=params))
-    first, second = sections[0].measured
-    assert first.source
-    assert (second.source, second.same_as) == ("", first.anchor)
-    assert Page(report.html_text(sections)).tags.count("pre") == 3  # a command each, the kernel once
+    first, second = cards(sections)
+    assert first.source.text
+    assert (second.source.text, second.source.same_as) == ("", first.anchor)
+    assert Page(report.html_text(sections)).text.count("@triton.jit\ndef forward") == 1
 
 
 def test_a_source_that_is_not_the_one_that_was_timed_says_so() -> None:
-    changed = sections_of(samples.measured(source_digest="f" * 16))[0].measured[0]
-    assert "template has changed" in changed.source_note
+    changed = cards(sections_of(samples.measured(source_digest="f" * 16)))[0]
+    assert "template has changed" in changed.source.note
     entry = samples.measured()
     same = replace(entry, source_digest=render.render(entry.problem, entry.variant).digest)
-    assert sections_of(same)[0].measured[0].source_note == ""
+    assert cards(sections_of(same))[0].source.note == ""
 
 
 def test_sections_with_measurements_come_first(folder: Path) -> None:
@@ -258,7 +265,7 @@ def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
 
 
 def test_the_commands_name_every_part_of_the_problem() -> None:
-    card = sections_of(samples.measured())[0].measured[0]
+    card = cards(sections_of(samples.measured()))[0]
     assert card.entry.evidence is Evidence.MEASURED
     assert card.render == (
         "autoattn render --device h200 --dtype bfloat16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1024 --seq-kv 4096 "
@@ -269,7 +276,7 @@ def test_the_commands_name_every_part_of_the_problem() -> None:
 def test_the_commands_and_names_of_online_numerics_say_so() -> None:
     online = samples.problem(numerics=Numerics.ONLINE)
     sections = sections_of(samples.measured(online))
-    card = sections[0].measured[0]
+    card = cards(sections)[0]
     assert "--layout bhsd --numerics online" in card.render
     assert "--layout bhsd --numerics online" in card.reproduce
     for text in (report.html_text(sections), report.markdown_text(sections)):

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from autoattn import __version__
-from autoattn.cli import bench, cache, devices, explain, render, report, show, tune, verify
+from autoattn.cli import ablate, bench, cache, devices, explain, render, report, show, tune, verify
 from autoattn.errors import AutoattnError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -49,7 +49,7 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
     commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
 
 
-for module in (tune, show, explain, render, verify, report, bench, devices):
+for module in (tune, show, explain, render, verify, report, bench, ablate, devices):
     add(app, module.__name__.rpartition(".")[2], module.command, module.EXAMPLES)
 
 tools = typer.Typer(

@@ -59,7 +59,7 @@ def command(
     options.at_least("--seconds", 0.0, seconds)
     options.at_least("--rounds", 1, rounds)
     options.at_least("--seed", 0, seed)
-    problems = _picked(shapes, group, only)
+    problems = picked(shapes, group, only)
     from autoattn import bench
     from autoattn import peers as others
     from autoattn.comparison import Inputs, Options, Ours, Run
@@ -77,7 +77,12 @@ def command(
     _go(run, bench.rows(problems, chosen, settings), out)
 
 
-def _picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> list[Problem]:
+def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> list[Problem]:
+    """The problems of a file that --group and --only leave.
+
+    Raises:
+        UsageError: they leave none.
+    """
     problems = [one.problem for one in options.problems_of(shapes, group, None)]
     picked = [one for one in problems if not only or any(text in str(one) for text in only)]
     if not picked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import jinja2
 
 from autoattn import cache
 from autoattn.errors import StateError
-from autoattn.report import contents, figures, files, finals
+from autoattn.report import contents, figures, files, finals, listing
 
 FOLDER = Path(__file__).parent
 
@@ -27,12 +28,12 @@ def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
         CacheError: a cache file is damaged, newer or foreign.
         OSError: `out` cannot be written.
     """
-    sections = contents.gather(cache.read_folder(cache_folder))
+    sections = contents.gather(cache.read_folder(cache_folder), cache_folder)
     if not sections:
         raise StateError(
             f"a report needs cache entries, found none in {cache_folder}; run autoattn tune, or name a --cache"
         )
-    page, twin = html_text(sections), markdown_text(sections)
+    page, twin = html_text(sections, cache_folder), markdown_text(sections, cache_folder)
     out.mkdir(parents=True, exist_ok=True)
     written = out / "report.html", out / "report.md"
     files.write(written[0], page)
@@ -40,14 +41,18 @@ def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
     return written
 
 
-def html_text(sections: list[contents.Section]) -> str:
-    """The report as one HTML document without scripts, links to other hosts or files beside it."""
-    return environment(autoescape=True).get_template("report.html.j2").render(_facts(sections))
+def html_text(sections: list[contents.Section], source: Path = Path("cache")) -> str:
+    """The report as one HTML document without scripts, links to other hosts or files beside it.
+
+    Args:
+        source: the cache, for the command that writes the report again.
+    """
+    return environment(autoescape=True).get_template("report.html.j2").render(_facts(sections, source))
 
 
-def markdown_text(sections: list[contents.Section]) -> str:
+def markdown_text(sections: list[contents.Section], source: Path = Path("cache")) -> str:
     """The same rows in Markdown."""
-    return environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections))
+    return environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections, source))
 
 
 class Verbatim(str):
@@ -68,8 +73,14 @@ def fenced(text: str, language: str = "") -> Verbatim:
     return Verbatim(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
 
-def _facts(sections: list[contents.Section]) -> dict[str, object]:
-    return {"sections": sections, "versions": contents.versions, "finals_head": finals.HEAD}
+def _facts(sections: list[contents.Section], source: Path) -> dict[str, object]:
+    command = f"autoattn report --cache {shlex.quote(str(source))} --out report"
+    return {"sections": sections, "command": command, "finals_head": finals.HEAD}
+
+
+def _place(percent: float) -> str:
+    """A place in a chart, short: a report has thousands of them."""
+    return f"{percent:.1f}".removesuffix(".0")
 
 
 def environment(*, autoescape: bool = False, finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
@@ -90,11 +101,17 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         error=figures.error,
         choice=figures.choice,
         tile=figures.tile,
-        best_rival=figures.best_rival,
+        tile_of=figures.tile_of,
         against=figures.against,
+        standing=figures.standing,
+        percent=figures.percent,
+        energy=figures.energy,
+        place=_place,
+        versions=figures.versions,
         finals=figures.finals,
         counts=figures.counts,
         settings=figures.settings,
+        differing=listing.differing,
         fenced=fenced,
     )
     return made

@@ -1,21 +1,24 @@
-"""What a report says, gathered from cache files before a template lays it out."""
+"""What a report says, gathered from cache files and journals before a template lays it out."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoattn import render, space
+from autoattn.device import Device
 from autoattn.entry import CacheEntry
-from autoattn.errors import AutoattnError
-from autoattn.problem import Bias, DType, Modifiers, Numerics, Problem
-from autoattn.report import figures
+from autoattn.report import charts, figures, history, listing
+from autoattn.report.charts import Detail, Parallel, Strips
+from autoattn.report.commands import rendering, reproduce
 from autoattn.report.finals import Contestant, contestants
+from autoattn.report.history import History, Importance, Reason
+from autoattn.report.listing import Choice, Difference, Listing, Shelf
+from autoattn.report.plot import Plot
 from autoattn.rounds import Interval
-from autoattn.trial import Evidence, Measurement
+from autoattn.trial import Energy, Evidence, Measurement
 
 if TYPE_CHECKING:
     from autoattn.cache import CacheFile
@@ -32,9 +35,10 @@ class Timing:
     p20_us: float
     p80_us: float
     tflops: float
-    lead: float  # its time over the kernel's; above 1 the kernel is faster
-    interval: Interval | None  # of the lead; None where the rounds were too few, or before they were kept
+    lead: float | Interval  # its time over the kernel's; above 1 the kernel is faster
     max_error: float | None
+    joules: float | None  # of one call
+    watts: float | None
     share: float  # its time over the slowest one's, 0..1
 
 
@@ -57,14 +61,24 @@ class Card:
 
     anchor: str
     entry: CacheEntry
+    best: tuple[str, float | Interval] | None  # the fastest rival from elsewhere
+    peak_share: float | None  # of the card's peak rate; None where that is unknown
     timings: tuple[Timing, ...]
     contestants: tuple[Contestant, ...]  # of the finals, with error, energy and resources; empty where nobody knows
     parts: tuple[Part, ...]
+    choices: tuple[Choice, ...]
     reproduce: str  # the command that searches again
     render: str  # the command that writes the kernel
-    source: str  # the kernel's text; empty when it cannot be rendered or another card shows it
-    source_note: str  # why it is empty, or in what it differs from what the entry holds
-    same_as: str  # anchor of the card that shows the same source
+    source: Listing
+    difference: Difference | None  # from the runner-up; None without one
+    history: History
+    progress: Plot | None
+    parallel: tuple[tuple[str, Parallel], ...]  # template -> its variants
+
+    @property
+    def kernel_joules(self) -> float | None:
+        """Of one call of the kernel; None where nobody counted."""
+        return next((timing.joules for timing in self.timings if timing.kernel), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +90,36 @@ class Standing:
     mean: float  # geometric mean of the leads
     lowest: float
     highest: float
+    faster: int  # problems on which the kernel is faster than the rival
+    even: int | None  # on which nobody is known to be: the interval holds 1; None where no entry has intervals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The problems of a section that were measured, or those that were predicted: they never share a table."""
+
+    measured: bool
+    cards: tuple[Card, ...]
+    mean: float | None  # geometric mean of the leads over each problem's best rival; None where there is none
+    faster: int  # problems on which the kernel beats its best rival
+    even: int
+    with_rivals: int
+    strips: Strips | None
+    roofline: Plot | None
+    outcomes: dict[str, int]  # outcome -> trials, over all problems
+    reasons: tuple[Reason, ...]
+    importances: tuple[Importance, ...]
+    missing: dict[str, int]  # why a search's trials are not here -> problems
+
+    @property
+    def trials(self) -> int:
+        """Of all problems."""
+        return sum(self.outcomes.values())
+
+    @property
+    def energy(self) -> bool:
+        """Whether any kernel or rival has its energy counted."""
+        return any(timing.joules is not None for card in self.cards for timing in card.timings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,130 +131,117 @@ class Section:
     fingerprint: str
     op: str
     anchor: str
-    measured: tuple[Card, ...]
-    predicted: tuple[Card, ...]
+    measured: Ranking | None
+    predicted: Ranking | None
     standings: tuple[Standing, ...]
-    outcomes: dict[str, int] = field(default_factory=dict)  # outcome -> trials, over all problems
     versions: tuple[str, ...] = ()
+    facts: Device | None = None  # what is known of the card; None where nobody described it
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        """What is there, measured first."""
+        return [one for one in (self.measured, self.predicted) if one is not None]
 
 
-def gather(files: list[CacheFile]) -> list[Section]:
-    """Turns cache files into sections, one for each device and operation."""
+def gather(files: list[CacheFile], folder: Path | None = None) -> list[Section]:
+    """Turns cache files into sections, one for each device and operation.
+
+    Args:
+        folder: the cache, beside whose files the journals of the searches lie; None leaves them out.
+    """
     sections = []
+    shelf, detail = Shelf(), Detail.among(sum(len(file.entries) for file in files))
     for file in sorted(files, key=lambda file: file.device):
         for op in sorted({entry.problem.op.value for entry in file.entries.values()}):
-            sections.append(_section(file, op))
-    return sorted(sections, key=lambda section: not section.measured)  # what was measured comes first
+            sections.append(_section(file, op, folder, shelf, detail))
+    return sorted(sections, key=lambda section: section.measured is None)  # what was measured comes first
 
 
-def _section(file: CacheFile, op: str) -> Section:
-    shown: dict[str, str] = {}  # source -> anchor of the card that shows it
+def _section(file: CacheFile, op: str, folder: Path | None, shelf: Shelf, detail: Detail) -> Section:
+    device = charts.device_of(file.device)
     entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
     entries.sort(key=lambda entry: entry.problem.order)
+    measured = [entry for entry in entries if entry.evidence is Evidence.MEASURED]
+    predicted = [entry for entry in entries if entry.evidence is not Evidence.MEASURED]
     # Measured first, so that the source stands beside a measurement where it can.
-    entries.sort(key=lambda entry: entry.evidence is not Evidence.MEASURED)
-    cards = [_card(entry, file.device, shown) for entry in entries]
-    outcomes: Counter[str] = Counter()
-    for entry in entries:
-        outcomes.update(entry.search.outcomes)
+    rankings = [
+        _ranking([_card(entry, file.device, device, folder, shelf, detail) for entry in kind], device) if kind else None
+        for kind in (measured, predicted)
+    ]
     return Section(
         device=file.device,
         full_name=file.fingerprint.split("/")[0] or file.device,
         fingerprint=file.fingerprint,
         op=op,
         anchor=_anchor(file.device, op),
-        measured=tuple(card for card in cards if card.entry.evidence is Evidence.MEASURED),
-        predicted=tuple(card for card in cards if card.entry.evidence is not Evidence.MEASURED),
-        standings=_standings(entries),
-        outcomes=dict(outcomes.most_common()),
-        versions=tuple(sorted({versions(entry) for entry in entries})),
+        measured=rankings[0],
+        predicted=rankings[1],
+        standings=_standings(measured),
+        versions=tuple(sorted({figures.versions(entry) for entry in entries})),
+        facts=device,
     )
 
 
-def versions(entry: CacheEntry) -> str:
-    """The versions that an entry was made with, on one line."""
-    return ", ".join(f"{name} {version}" for name, version in sorted(entry.versions.items()))
+def _ranking(cards: list[Card], device: Device | None) -> Ranking:
+    entries = [card.entry for card in cards]
+    measured = entries[0].evidence is Evidence.MEASURED
+    leads = [card.best[1] for card in cards if card.best is not None]
+    outcomes: Counter[str] = Counter()
+    for entry in entries:
+        outcomes.update(entry.search.outcomes)
+    histories = [card.history for card in cards]
+    return Ranking(
+        measured=measured,
+        cards=tuple(cards),
+        mean=figures.geometric_mean(map(figures.middle, leads)) if leads else None,
+        faster=sum(figures.standing(lead) == "good" for lead in leads),
+        even=sum(map(figures.even, leads)),
+        with_rivals=len(leads),
+        strips=charts.strips(entries) if measured else None,
+        roofline=charts.roofline(entries, device, measured=measured),
+        outcomes=dict(outcomes.most_common()),
+        reasons=tuple(history.reasons(histories)),
+        importances=tuple(history.importances(histories)),
+        missing=dict(Counter(_kind_of_missing(one.missing) for one in histories if one.missing).most_common()),
+    )
+
+
+def _kind_of_missing(words: str) -> str:
+    """The same words for all problems whose journal is not there."""
+    if words.startswith("there is no journal"):
+        return "there is no journal beside the cache file: it stays on the machine that tuned"
+    return words
 
 
 def _anchor(*words: str) -> str:
     return "-".join("".join(sign if sign.isalnum() and sign.isascii() else "-" for sign in word) for word in words)
 
 
-def _card(entry: CacheEntry, device: str, shown: dict[str, str]) -> Card:
-    anchor = _anchor(device, entry.problem.key)
-    source, note = _source(entry)
-    same_as = shown.get(source, "") if source else ""
-    if source:
-        shown.setdefault(source, anchor)
+def _card(
+    entry: CacheEntry, name: str, device: Device | None, folder: Path | None, shelf: Shelf, detail: Detail
+) -> Card:
+    anchor = _anchor(name, entry.problem.key)
+    found = history.read(folder, name, entry)
+    rival = figures.best_rival(entry)
+    templates = sorted({trial.variant.template for trial in found.trials})
+    drawn = ((name, charts.parallel(found, name, detail.lines // len(templates))) for name in templates)
     return Card(
         anchor=anchor,
         entry=entry,
+        best=None if rival is None else (rival[0], figures.lead_over(entry, figures.others(entry)[0])),
+        peak_share=charts.peak_share(entry, device),
         timings=_timings(entry),
-        contestants=contestants(entry, device),
+        contestants=contestants(entry, name),
         parts=_parts(entry),
-        reproduce=reproduce(entry, device),
-        render=rendering(entry, device),
-        source="" if same_as else source,
-        source_note=note,
-        same_as=same_as,
+        choices=listing.choices(entry),
+        reproduce=reproduce(entry, name),
+        render=rendering(entry, name),
+        source=shelf.listing(entry, anchor),
+        difference=shelf.difference(entry, anchor),
+        history=found,
+        progress=charts.progress(found, detail, measured=entry.evidence is Evidence.MEASURED),
+        parallel=tuple((template, plot) for template, plot in drawn if plot is not None),
     )
-
-
-def reproduce(entry: CacheEntry, device: str) -> str:
-    """The command that searches an entry again."""
-    return (
-        f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
-        f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
-        + (f" --objective {shlex.quote(entry.search.objective)}" if entry.search.objective != "time" else "")
-    )
-
-
-def rendering(entry: CacheEntry, device: str) -> str:
-    """The command that writes an entry's kernel."""
-    return f"autoattn render --device {shlex.quote(device)} {arguments(entry.problem)} --out kernel.py"
-
-
-def arguments(problem: Problem) -> str:
-    """The problem as options of the command line."""
-    words = [f"--dtype {problem.dtype.value} --batch {problem.batch} --heads {problem.heads_q}"]
-    if problem.heads_kv != problem.heads_q:
-        words.append(f"--heads-kv {problem.heads_kv}")
-    words.append(f"--seq-q {problem.seq_q}")
-    if problem.seq_kv != problem.seq_q:
-        words.append(f"--seq-kv {problem.seq_kv}")
-    words.append(f"--head-dim {problem.head_dim}")
-    if problem.head_dim_v != problem.head_dim:
-        words.append(f"--head-dim-v {problem.head_dim_v}")
-    words.append(f"--mask {problem.mask} --layout {problem.layout.value}")
-    if problem.packed:
-        words.append(f"--tokens {problem.tokens_q}x{problem.tokens_kv}")
-    if problem.dtype is DType.FLOAT32:
-        words.append(f"--precision {problem.precision.value}")
-    if problem.numerics is not Numerics.ANY:
-        words.append(f"--numerics {problem.numerics.value}")
-    words += [f"--modifier {shlex.quote(modifier)}" for modifier in _modifiers(problem.modifiers)]
-    return " ".join(words)
-
-
-def _modifiers(modifiers: Modifiers) -> list[str]:
-    found = [name for name in ("softcap", "alibi", "sinks", "dropout") if getattr(modifiers, name)]
-    found += [f"bias={modifiers.bias.value}"] if modifiers.bias is not Bias.NONE else []
-    return [*found, *([f"score_mod={modifiers.score_mod}"] if modifiers.score_mod else [])]
-
-
-def _source(entry: CacheEntry) -> tuple[str, str]:
-    """The winner's text, and what a reader must know of it."""
-    try:
-        if not space.load(entry.template).holds(entry.params):
-            return "", f"The kernel cannot be rendered: it was tuned in another search space of {entry.template}."
-        source = render.render(entry.problem, entry.variant)
-    except (AutoattnError, OSError) as error:
-        return "", f"The kernel cannot be rendered: {error}"
-    if source.digest != entry.source_digest:
-        return source.text, (
-            f"The template has changed since: this is {source.digest}, the entry rests on {entry.source_digest}."
-        )
-    return source.text, ""
 
 
 def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
@@ -218,27 +249,31 @@ def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
     own = entry.measurement
     if own is None:
         return ()
-    error = entry.verdict.max_error if entry.verdict is not None else None
-    rows: list[tuple[str, bool, Measurement, float | None, Interval | None]]
-    rows = [(entry.template, True, own, error, None)]
-    rows += [(r.name, False, r.measurement, r.max_error, r.lead) for r in entry.rivals]
-    slowest = max(measurement.median_us for _, _, measurement, _, _ in rows)
-    timings = [
-        Timing(
+    slowest = max([own.median_us, *(rival.measurement.median_us for rival in entry.rivals)])
+
+    def row(
+        name: str, measurement: Measurement, lead: float | Interval, error: float | None, energy: Energy | None
+    ) -> Timing:
+        return Timing(
             name=name,
-            kernel=kernel,
+            kernel=measurement is own,
             chosen=name == figures.choice(entry),
             median_us=measurement.median_us,
             p20_us=measurement.p20_us,
             p80_us=measurement.p80_us,
             tflops=measurement.tflops,
-            lead=interval.ratio if interval is not None else measurement.median_us / own.median_us,
-            interval=interval,
+            lead=lead,
             max_error=error,
+            joules=energy.joules if energy is not None else None,
+            watts=energy.watts if energy is not None else None,
             share=_share(measurement.median_us, slowest),
         )
-        for name, kernel, measurement, error, interval in rows
-    ]
+
+    best = entry.finals.finalists[0] if entry.finals is not None else None
+    error = best.max_error if best is not None else entry.verdict.max_error if entry.verdict is not None else None
+    timings = [row(entry.template, own, 1.0, error, best.energy if best is not None else None)]
+    for one in entry.rivals:
+        timings.append(row(one.name, one.measurement, figures.lead_over(entry, one), one.max_error, one.energy))
     return tuple(sorted(timings, key=lambda timing: (timing.median_us, timing.name)))
 
 
@@ -259,18 +294,19 @@ def _share(value: float, largest: float) -> float:
 
 
 def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
-    leads: dict[str, list[float]] = {}
+    leads: dict[str, list[float | Interval]] = {}
     for entry in entries:
-        if entry.evidence is Evidence.MEASURED:
-            for rival in entry.rivals:
-                leads.setdefault(rival.name, []).append(figures.lead(entry, rival))
+        for rival in entry.rivals:
+            leads.setdefault(rival.name, []).append(figures.lead_over(entry, rival))
     return tuple(
         Standing(
             name=name,
-            problems=len(ratios),
-            mean=figures.geometric_mean(ratios),
-            lowest=min(ratios),
-            highest=max(ratios),
+            problems=len(found),
+            mean=figures.geometric_mean(map(figures.middle, found)),
+            lowest=min(map(figures.middle, found)),
+            highest=max(map(figures.middle, found)),
+            faster=sum(figures.standing(lead) == "good" for lead in found),
+            even=sum(map(figures.even, found)) if any(isinstance(lead, Interval) for lead in found) else None,
         )
-        for name, ratios in sorted(leads.items())
+        for name, found in sorted(leads.items())
     )

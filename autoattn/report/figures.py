@@ -43,6 +43,20 @@ def against(lead: float | Interval) -> str:
     return within(lead) if isinstance(lead, Interval) else times(lead)
 
 
+def percent(share: float | None) -> str:
+    """A share in percent."""
+    if share is None or not math.isfinite(share):
+        return "-"
+    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.1f}%" if share >= 0.0005 else "<0.1%"
+
+
+def energy(joules: float | None) -> str:
+    """Joules as millijoules where they are few, with the unit."""
+    if joules is None or not math.isfinite(joules):
+        return "-"
+    return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.3g} mJ"
+
+
 def error(value: float | None) -> str:
     """A numeric error, two significant digits."""
     return "-" if value is None or math.isnan(value) else f"{value:.1e}"
@@ -59,6 +73,11 @@ def settings(params: Mapping[str, Value]) -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(params.items()))
 
 
+def versions(entry: CacheEntry) -> str:
+    """The versions that an entry was made with, on one line."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(entry.versions.items()))
+
+
 def printable(text: object) -> str:
     """One line without control characters: what a file holds must not steer a terminal or break a table."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(text))
@@ -72,6 +91,26 @@ def others(entry: CacheEntry) -> list[Rival]:
 def lead(entry: CacheEntry, rival: Rival) -> float:
     """How many times as long as the winning kernel the rival takes; above 1 the kernel is faster."""
     return rival.lead.ratio if rival.lead is not None else rival.measurement.median_us / entry.time_us
+
+
+def lead_over(entry: CacheEntry, rival: Rival) -> float | Interval:
+    """The same with its confidence interval, where it has one."""
+    return rival.lead if rival.lead is not None else lead(entry, rival)
+
+
+def even(one: float | Interval) -> bool:
+    """Whether an interval holds 1, so that nobody is known to be faster."""
+    return isinstance(one, Interval) and one.low <= 1.0 <= one.high
+
+
+def middle(one: float | Interval) -> float:
+    """The ratio itself."""
+    return one.ratio if isinstance(one, Interval) else one
+
+
+def standing(one: float | Interval) -> str:
+    """Whether a kernel with such a lead is faster, in a word for the page's colours; "" when nobody is."""
+    return "" if even(one) else "good" if middle(one) > 1.0 else "bad"
 
 
 def best_rival(entry: CacheEntry) -> tuple[str, float, str] | None:

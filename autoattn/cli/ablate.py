@@ -1,0 +1,111 @@
+"""`autoattn ablate`: what each step of our kernels costs, and what the two products alone would take."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoattn.cli import options
+from autoattn.cli.bench import picked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from autoattn.ablation import Row, Run
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --out ablations[/]\n\n"
+    "[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --device a30 --out ablations[/]"
+)
+INTERRUPTED = 130  # 128 + SIGINT
+
+
+def command(
+    shapes: Annotated[Path, typer.Argument(metavar="SHAPES", help="YAML file of problems (docs/shapes.md).")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("ablations"),
+    device: options.Device = "auto",
+    group: options.Groups = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Of each problem: a sample of every kernel a round.")] = 15,
+    seed: Annotated[int, typer.Option("--seed", help="Of the order within rounds.")] = 0,
+) -> None:
+    """Change one step of a template's default kernel at a time (barriers, softmax, masks, persistence) and time each,
+    beside the same kernel without softmax: not attention, but the bound that the two products set.
+
+    When the device is in this machine, kernels are checked and measured; when it is not, the model predicts what it
+    knows. Writes DIR/ablations.md and DIR/ablations.csv anew after each problem.
+    """
+    options.at_least("--rounds", 1, rounds)
+    options.at_least("--seed", 0, seed)
+    problems = picked(shapes, group, only)
+    from autoattn import ablate, ablation, gpu
+
+    card, measured = gpu.resolve(device)
+    words = ["autoattn", "ablate", str(shapes), "--device", card.name]
+    for name, values in (("--group", group), ("--only", only)):
+        words += [word for value in values or () for word in (name, value)]
+    run = ablation.Run(
+        machine=ablate.machine(card, measured=measured),
+        command=shlex.join([*words, "--rounds", str(rounds), "--seed", str(seed), "--out", str(out)]),
+        device=card,
+        measured=measured,
+        planned=len(problems),
+    )
+    settings = ablation.Options(rounds=rounds, seed=seed)
+    _go(run, ablate.run(problems, card, measured=measured, options=settings), out)
+
+
+def _go(run: Run, rows: Iterator[list[Row]], out: Path) -> None:
+    """Runs problem by problem, and writes all that is known after each."""
+    from autoattn.cli import terminal
+    from autoattn.report import ablation
+
+    console = terminal.console()
+    console.print(
+        f"{run.device.full_name}: {run.planned} problems, {'measured' if run.measured else 'predicted by the model'}",
+        soft_wrap=True,
+    )
+    interrupted = False
+    try:
+        for number, found in enumerate(rows, start=1):
+            run.rows += found
+            for row in found:
+                console.print(f"[{number}/{run.planned}] {line(row)}", soft_wrap=True, markup=False)
+            ablation.write(run, out)
+    except KeyboardInterrupt:
+        interrupted = True
+    for path in ablation.write(run, out):
+        console.print(str(path), soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not any(row.baseline is not None for row in run.rows):
+        raise typer.Exit(1)
+
+
+def line(row: Row) -> str:
+    """One finished problem with one template."""
+    from autoattn.report import ablation, figures
+
+    head = f"{row.problem}, {row.template}: "
+    if not row.cells:
+        return head + figures.printable(row.note)
+    if row.baseline is None:
+        return head + figures.printable(f"no baseline: {ablation.state(row.cells[0])}")
+    words = [f"baseline {figures.tflops(row.tflops(row.baseline))} TFLOP/s"]
+    if row.bound is not None:
+        words.append(f"no softmax {figures.tflops(row.tflops(row.bound))}")
+    others = [cell for cell in row.cells if cell not in (row.baseline, row.bound)]
+    best = max(others, key=lambda cell: _or_nothing(row.over_baseline(cell)), default=None)
+    if best is not None:
+        words.append(f"best change {best.change.name} {ablation.precise(row.over_baseline(best))}")
+    return head + ", ".join(words)
+
+
+def _or_nothing(ratio: float) -> float:
+    return ratio if ratio == ratio else 0.0

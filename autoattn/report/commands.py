@@ -1,0 +1,50 @@
+"""The commands that repeat what a report shows."""
+
+from __future__ import annotations
+
+import shlex
+
+from autoattn.entry import CacheEntry
+from autoattn.problem import Bias, DType, Modifiers, Numerics, Problem
+
+
+def reproduce(entry: CacheEntry, device: str) -> str:
+    """The command that searches an entry again."""
+    return (
+        f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
+        f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
+        + (f" --objective {shlex.quote(entry.search.objective)}" if entry.search.objective != "time" else "")
+    )
+
+
+def rendering(entry: CacheEntry, device: str) -> str:
+    """The command that writes an entry's kernel."""
+    return f"autoattn render --device {shlex.quote(device)} {arguments(entry.problem)} --out kernel.py"
+
+
+def arguments(problem: Problem) -> str:
+    """The problem as options of the command line."""
+    words = [f"--dtype {problem.dtype.value} --batch {problem.batch} --heads {problem.heads_q}"]
+    if problem.heads_kv != problem.heads_q:
+        words.append(f"--heads-kv {problem.heads_kv}")
+    words.append(f"--seq-q {problem.seq_q}")
+    if problem.seq_kv != problem.seq_q:
+        words.append(f"--seq-kv {problem.seq_kv}")
+    words.append(f"--head-dim {problem.head_dim}")
+    if problem.head_dim_v != problem.head_dim:
+        words.append(f"--head-dim-v {problem.head_dim_v}")
+    words.append(f"--mask {problem.mask} --layout {problem.layout.value}")
+    if problem.packed:
+        words.append(f"--tokens {problem.tokens_q}x{problem.tokens_kv}")
+    if problem.dtype is DType.FLOAT32:
+        words.append(f"--precision {problem.precision.value}")
+    if problem.numerics is not Numerics.ANY:
+        words.append(f"--numerics {problem.numerics.value}")
+    words += [f"--modifier {shlex.quote(modifier)}" for modifier in _modifiers(problem.modifiers)]
+    return " ".join(words)
+
+
+def _modifiers(modifiers: Modifiers) -> list[str]:
+    found = [name for name in ("softcap", "alibi", "sinks", "dropout") if getattr(modifiers, name)]
+    found += [f"bias={modifiers.bias.value}"] if modifiers.bias is not Bias.NONE else []
+    return [*found, *([f"score_mod={modifiers.score_mod}"] if modifiers.score_mod else [])]
