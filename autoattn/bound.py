@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from autoattn.compile import Descriptor, Kernel
+from autoattn.compile import Descriptor, Kernel, described
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
@@ -84,8 +84,8 @@ def bind(
     """The launch `kernel.launch(grid, arguments)`, ready for tensors that lie elsewhere.
 
     Args:
-        order: names of the arguments whose addresses a launch takes, in its order. The descriptor of argument `name`
-            goes by the address of `name`_ptr.
+        order: names of the arguments whose addresses a launch takes, in its order. The descriptors of a
+            tensor `name` go by the address of `name`_ptr.
         scratch: int32 numbers that scratch_ptr needs; None where the kernel has no such argument.
     """
     direct = _Direct.of(kernel)
@@ -97,7 +97,7 @@ def bind(
         given = arguments.get(name)
         if isinstance(given, Descriptor):
             encode = direct.encoder(len(maps)) if direct else None
-            maps.append((len(flat), order.index(f"{name}_ptr"), _Maps(given, encode)))
+            maps.append((len(flat), order.index(f"{described(name)}_ptr"), _Maps(given, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
             continue
         if name in order:

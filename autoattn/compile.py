@@ -174,6 +174,11 @@ class Descriptor:
         return self.address
 
 
+def described(name: str) -> str:
+    """The tensor that a descriptor's argument is of: one that is read in several boxes has one for each, as key_low."""
+    return name.removesuffix("_low").removesuffix("_high").removesuffix("_rest")
+
+
 def inspect(source: Source, arch: int) -> StaticReport:
     """Compiles and reads the machine code.
 

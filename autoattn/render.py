@@ -97,7 +97,8 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
     hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
-    params = {**space.load(variant.template).fixed, **variant.as_dict()}
+    points = space.load(variant.template)
+    params = {**points.fixed, **points.params_of(variant)}
     split, products = bool(params["HEAD_SPLIT"]), params["products"]
     least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
@@ -110,9 +111,10 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "parts_qk": _parts(problem.head_dim, split, least),
-        "parts_v": _parts(problem.head_dim_v, split, least),
+        "parts_v": _parts(problem.head_dim_v, params["HEAD_SPLIT"] == 1, least),
         "whole_qk": _parts(problem.head_dim, False, least),
         "whole_v": _parts(problem.head_dim_v, False, least),
+        "tiles_n": _key_tiles(int(variant["BLOCK_N"])),
         "packed": problem.packed,
         "left": mask.bounded_left,
         "right": bool(mask.right),
@@ -174,6 +176,17 @@ def _parts(head_dim: int, split: bool, least: int) -> list[dict[str, object]]:
     return [
         {"suffix": suffix, "begin": begin, "width": width, "masked": begin + width > head_dim}
         for suffix, begin, width in zip(suffixes, begins, widths, strict=False)
+    ]
+
+
+def _key_tiles(block_n: int) -> list[dict[str, object]]:
+    """The tiles that hold a block of keys: one, or two where the block is no power of two."""
+    widths = pieces(block_n)
+    if len(widths) == 1:
+        return [{"suffix": "", "begin": 0, "width": block_n, "size": "BLOCK_N"}]
+    return [
+        {"suffix": "", "begin": 0, "width": widths[0], "size": "TILE_N"},
+        {"suffix": "_rest", "begin": widths[0], "width": widths[1], "size": "REST_N"},
     ]
 
 

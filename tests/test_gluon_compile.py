@@ -226,7 +226,9 @@ def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.Mon
     rendered = source(problem(head_dim=72, mask="causal"), BLOCK_M=128, schedule="dynamic")
     ((grid, given),) = launched(one, rendered, monkeypatch)
     assert grid == (2, 1, 1)
-    described = given["query"]
+    described = given["query_low"]
+    assert given["query_high"] == described, "one tensor, read in two boxes"
+    assert given["key_low"] == given["key_high"] != described
     assert described.shape == (1, 4, 200, 72)
     assert described.strides[1:] == (72, 4 * 72, 1)
     assert all(step % 8 == 0 for step in described.strides[:-1])

@@ -313,6 +313,10 @@ GOLDEN_SOURCES = {
         Variant.of("gluon/forward", GLUON),
         Traits(alignment=16, lse=True),
     ),
+    "gluon_bf16_d80_two_tiles": render.render(
+        kernels.problem(dtype=DType.BFLOAT16, head_dim=80),
+        Variant.of("gluon/forward", GLUON | {"BLOCK_N": 96, "HEAD_SPLIT": 1}),
+    ),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoattn import arrivals, bound
 from autoattn.bound import Bound
-from autoattn.compile import Descriptor, Kernel
+from autoattn.compile import Descriptor, Kernel, described
 from autoattn.errors import TensorError
 from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Layout, Problem
@@ -168,7 +168,7 @@ def _arguments(
         if hasattr(kernel.module, "turned"):  # room for the values, of which they are copied for each launch
             shape = kernel.module.turned(problem.batch, problem.heads_kv, operands.key.shape[2])
             views["value_columns"] = arguments["value_columns_ptr"] = operands.value.new_empty(shape)
-        arguments |= {name: Descriptor.of(views[name]) for name in kernel.module.DESCRIPTORS}
+        arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.module.DESCRIPTORS}
     return arguments
 
 
