@@ -73,7 +73,7 @@ class Planted:
     traits: Traits = field(default_factory=Traits)
     sm_count: int = 1
     launches: int = 0
-    again: None = None  # it has no second pass
+    before: None = None  # it has no pass before
 
     @property
     def source(self) -> Any:

@@ -96,7 +96,7 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
         (["explain", *ONE, "--device", "a99"], "got 'a99'"),
         (["render"], "render needs a problem"),
         (["render", "--device", "a30", *ONE, "--param", "BLOCK_M"], "--param must be NAME=VALUE, got 'BLOCK_M'"),
-        (["render", "--device", "a30", *ONE, "--param", "BLOCK_Q=64"], "got 'BLOCK_Q'; it has HEAD_SPLIT"),
+        (["render", "--device", "a30", *ONE, "--param", "BLOCK_Q=64"], "got 'BLOCK_Q'; it has PACK_GQA"),
         (["render", "--device", "a30", *ONE, "--param", "BLOCK_M=65"], "--param BLOCK_M must be one of"),
         (["render", "--device", "a30", *ONE, "--param", "softmax=x');import os#"], "--param softmax must be one of"),
         (["render", "--device", "a30", *ONE, "--template", "../../etc/passwd"], "a template is named family/operation"),

@@ -340,7 +340,9 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen["loaded"].append(source)
         return Kernel(source=source, module=None, compiled=None, device=device, sm_count=132)  # type: ignore[arg-type]
 
-    def launch(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> None:
+    def launch(
+        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool
+    ) -> None:
         seen["launched"] += 1
         seen["problem"] = one
         seen["traits"] = forward.traits_of(operands.query, operands.key, operands.value, output)
