@@ -1,38 +1,30 @@
-"""Problems and a device -> the cache: search, finals, entry, one problem after another."""
+"""Problems and a device -> the cache: a search and the entry that came of it, one problem after another."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import triton
 
-from autoattn import __version__, cache, contest, finals, gpu, raw, render, resources, storage
+from autoattn import cache, contest, gpu, render, resources, storage, winner
 from autoattn.contest import Contest
 from autoattn.device import Device
-from autoattn.entry import KERNEL, CacheEntry, Candidate, SearchRecord
+from autoattn.entry import CacheEntry
 from autoattn.errors import UsageError
-from autoattn.jobs import finalist_name
 from autoattn.ledger import Ledger
 from autoattn.plan import Effort, Listener, Objective, Options, Progress, Summary
 from autoattn.problem import Op, Problem
-from autoattn.rounds import Round
 from autoattn.space import SearchSpace
 from autoattn.storage import Storage
 from autoattn.study import Study
-from autoattn.trial import Evidence, Outcome, Trial, Verdict
+from autoattn.trial import Evidence, Trial
 from autoattn.variant import Variant
-from autoattn.workers import Failure
+from autoattn.winner import Searched
 from autoattn.workshop import Workshop
 
-CANDIDATES = 5  # runners-up that an entry keeps
-# A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
-# says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
-ELSEWHERE = 0.9
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
 
 
@@ -132,12 +124,24 @@ class _Run:
         study.enqueue(elsewhere)
         study.enqueue(variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3])
         self._search(study, sibling=bool(relatives))
-        working = [trial for trial in study.trials.values() if trial.outcome is Outcome.OK]
-        if not working:
-            return _why_none(study)
-        if self.measured:
-            return self._finals(study, working, default, old)
-        return self._ranking(study, working, set(elsewhere))
+        search = Searched(
+            problem=self.problem,
+            device=self.device,
+            options=self.options,
+            shop=self.shop,
+            study=study,
+            spaces=self.spaces,
+        )
+        if not search.working:
+            return search.why_none()
+        if not self.measured:
+            return winner.predicted(search, set(elsewhere))
+        best = min(trial.time_us for trial in search.working if trial.time_us is not None)
+        self.listen(
+            _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
+        )
+        previous = next(iter(self._known_variants(old)), None) if old is not None else None
+        return winner.measured(search, default, previous)
 
     def _study(self, one: SearchSpace) -> Study:
         journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"
@@ -179,121 +183,6 @@ class _Run:
             time.sleep(LISTEN_SECONDS)
             study.hear()
             self.shop.search(study, more=more, late=late, heard=heard)
-
-    def _ranking(self, study: Contest, working: list[Trial], elsewhere: set[Variant]) -> CacheEntry | str:
-        """The predicted entry: by the model, leaning on what was measured elsewhere; numerics by the interpreter."""
-
-        def rank(trial: Trial) -> tuple[float, str]:
-            assert trial.prediction is not None
-            return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
-
-        ranked: list[Trial] = []
-        for trial in sorted(working, key=rank):
-            verdict = self.shop.rehearse(self.problem, trial.variant)
-            if isinstance(verdict, Verdict) and verdict.ok:
-                ranked.append(trial)
-            if len(ranked) > CANDIDATES:
-                break
-        if not ranked:
-            return "no variant gave right numbers in the interpreter"
-        winner = ranked[0]
-        return self._entry(
-            study,
-            winner,
-            Evidence.PREDICTED,
-            candidates=[(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None],
-        )
-
-    def _finals(
-        self, study: Contest, working: list[Trial], default: Variant, old: CacheEntry | None
-    ) -> CacheEntry | str:
-        """The measured entry: the best few, the template's default and the previous winner, against the rivals."""
-        trials = {trial.variant: trial for trial in working}
-        objective, profile = self.options.objective, self.options.profile
-        previous = next(iter(self._known_variants(old)), None) if old is not None else None
-        chosen = [trial.variant for trial in finals.shortlist(working, profile.finalists, objective)]
-        variants = list(dict.fromkeys([*chosen, *(one for one in (default, previous) if one in trials)]))
-        best = min(trial.time_us for trial in working if trial.time_us is not None)
-        self.listen(
-            _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
-        )
-        result = self.shop.final(
-            self.problem,
-            variants,
-            seconds=profile.final_seconds,
-            seed=self.options.seed,
-            energy_seconds=self.options.energy_seconds,
-        )
-        if isinstance(result, Failure):
-            return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        finalists = [trials[variant] for variant in variants]
-        decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
-        if isinstance(decision, str):
-            return decision
-        self._keep(finalists, result.rounds, decision.winner)
-        return self._entry(
-            study, decision.winner, Evidence.MEASURED, candidates=list(decision.others), decision=decision
-        )
-
-    def _keep(self, finalists: list[Trial], taken: tuple[Round, ...], winner: Trial) -> None:
-        """Keeps the raw samples beside the journal."""
-        if not taken:
-            return
-        names = {finalist_name(place): trial.digest for place, trial in enumerate(finalists)}
-        samples = raw.Samples(
-            problem=self.problem,
-            fingerprint=self.device.fingerprint,
-            winner=winner.digest,
-            seed=self.options.seed,
-            kernels={name: digest for name, digest in names.items() if name in taken[0].times_us},
-            rounds=taken,
-            versions=_versions(self.measured),
-        )
-        raw.write(raw.path_of(self.options.cache, self.device.name, self.problem.key), samples)
-
-    def _entry(
-        self,
-        study: Contest,
-        winner: Trial,
-        evidence: Evidence,
-        *,
-        candidates: list[tuple[Trial, float]],
-        decision: finals.Decision | None = None,
-    ) -> CacheEntry:
-        outcomes = Counter(trial.outcome.value for trial in study.trials.values())
-        return CacheEntry(
-            problem=self.problem,
-            evidence=evidence,
-            choice=decision.choice if decision is not None else KERNEL,
-            template=winner.variant.template,
-            params=winner.variant.as_dict(),
-            source_digest=winner.digest,
-            space_digest=self.spaces[winner.variant.template].digest,
-            verdict=_both(winner.verdict, decision.verdict) if decision is not None else None,
-            measurement=decision.measurement if decision is not None else None,
-            prediction=winner.prediction,
-            report=winner.report,
-            rivals=decision.rivals if decision is not None else (),
-            candidates=tuple(
-                Candidate(
-                    template=trial.variant.template,
-                    params=trial.variant.as_dict(),
-                    source_digest=trial.digest,
-                    time_us=time_us,
-                )
-                for trial, time_us in candidates[:CANDIDATES]
-            ),
-            finals=decision.finals if decision is not None else None,
-            search=SearchRecord(
-                effort=self.options.effort.value,
-                seed=self.options.seed,
-                trials=len(study.trials),
-                objective=self.options.objective.value,
-                outcomes=dict(sorted(outcomes.items())),
-                spaces=contest.digests(self.spaces.values()),
-            ),
-            versions=_versions(self.measured),
-        )
 
     def _known_variants(self, entry: CacheEntry) -> list[Variant]:
         """The winner and the runners-up, as far as the search space still holds them."""
@@ -367,34 +256,6 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
         and entry.search.spaces == contest.digests(contest.spaces(entry.problem, device, measured))
         and entry.versions.get("triton") == triton.__version__
     )
-
-
-def _both(small: Verdict | None, full: Verdict) -> Verdict:
-    """One verdict over the small cases and the full size: the closer call speaks."""
-    if small is None:
-        return full
-    closer = max((small, full), key=lambda verdict: verdict.max_error / verdict.allowed)
-    return Verdict(
-        ok=True,
-        checks=small.checks + full.checks,
-        max_error=closer.max_error,
-        rms_error=max(small.rms_error, full.rms_error),
-        allowed=closer.allowed,
-    )
-
-
-def _why_none(study: Contest) -> str:
-    outcomes = Counter((trial.outcome.value, trial.detail) for trial in study.trials.values())
-    if not outcomes:
-        return "the search was given no time or no trials; allow more with --trials or --timeout"
-    (outcome, detail), count = outcomes.most_common(1)[0]
-    return f"none of {len(study.trials)} variants worked; {count} ended with {outcome}: {detail}"
-
-
-def _versions(measured: bool) -> dict[str, str]:
-    versions = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
-    driver = gpu.driver_version() if measured else None
-    return versions | ({"driver": driver} if driver is not None else {})
 
 
 def _progress(

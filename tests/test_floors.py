@@ -37,6 +37,7 @@ FLOORS = (
     },
     {
         "tune",
+        "winner",
         "plan",
         "study",
         "ledger",

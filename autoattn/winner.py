@@ -1,0 +1,183 @@
+"""A finished search -> the entry of the cache: by the finals where the card is here, else by the model's ranking."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from autoattn import __version__, contest, finals, gpu, raw
+from autoattn.contest import Contest
+from autoattn.device import Device
+from autoattn.entry import KERNEL, CacheEntry, Candidate, SearchRecord
+from autoattn.jobs import finalist_name
+from autoattn.plan import Options
+from autoattn.problem import Problem
+from autoattn.rounds import Round
+from autoattn.space import SearchSpace
+from autoattn.trial import Evidence, Outcome, Trial, Verdict
+from autoattn.variant import Variant
+from autoattn.workers import Failure
+from autoattn.workshop import Workshop
+
+CANDIDATES = 5  # runners-up that an entry keeps
+# A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
+# says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
+ELSEWHERE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """One problem's finished search, and the workshop in which the rest is done."""
+
+    problem: Problem
+    device: Device
+    options: Options
+    shop: Workshop
+    study: Contest
+    spaces: Mapping[str, SearchSpace]  # by template
+
+    @property
+    def working(self) -> list[Trial]:
+        """The trials that may win."""
+        return [trial for trial in self.study.trials.values() if trial.outcome is Outcome.OK]
+
+    def why_none(self) -> str:
+        """In words, why no trial works."""
+        outcomes = Counter((trial.outcome.value, trial.detail) for trial in self.study.trials.values())
+        if not outcomes:
+            return "the search was given no time or no trials; allow more with --trials or --timeout"
+        (outcome, detail), count = outcomes.most_common(1)[0]
+        return f"none of {len(self.study.trials)} variants worked; {count} ended with {outcome}: {detail}"
+
+
+def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
+    """The predicted entry, or in words why there is none.
+
+    By the model, leaning on `elsewhere`, what was measured on other cards; numerics by Triton's interpreter.
+    """
+
+    def rank(trial: Trial) -> tuple[float, str]:
+        assert trial.prediction is not None
+        return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
+
+    ranked: list[Trial] = []
+    for trial in sorted(search.working, key=rank):
+        verdict = search.shop.rehearse(search.problem, trial.variant)
+        if isinstance(verdict, Verdict) and verdict.ok:
+            ranked.append(trial)
+        if len(ranked) > CANDIDATES:
+            break
+    if not ranked:
+        return "no variant gave right numbers in the interpreter"
+    others = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
+    return _entry(search, ranked[0], others)
+
+
+def measured(search: Searched, default: Variant, previous: Variant | None) -> CacheEntry | str:
+    """The measured entry, or in words why there is none.
+
+    The best few of the search, the template's default and the previous winner meet the rivals in the finals.
+    """
+    trials = {trial.variant: trial for trial in search.working}
+    objective, profile = search.options.objective, search.options.profile
+    chosen = [trial.variant for trial in finals.shortlist(search.working, profile.finalists, objective)]
+    variants = list(dict.fromkeys([*chosen, *(one for one in (default, previous) if one in trials)]))
+    result = search.shop.final(
+        search.problem,
+        variants,
+        seconds=profile.final_seconds,
+        seed=search.options.seed,
+        energy_seconds=search.options.energy_seconds,
+    )
+    if isinstance(result, Failure):
+        return f"the finals ended with a {result.outcome.value}: {result.detail}"
+    finalists = [trials[variant] for variant in variants]
+    decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
+    if isinstance(decision, str):
+        return decision
+    _keep(search, finalists, result.rounds, decision.winner)
+    return _entry(search, decision.winner, decision.others, decision)
+
+
+def _keep(search: Searched, finalists: list[Trial], taken: tuple[Round, ...], winner: Trial) -> None:
+    """Keeps the raw samples beside the journal."""
+    if not taken:
+        return
+    names = {finalist_name(place): trial.digest for place, trial in enumerate(finalists)}
+    samples = raw.Samples(
+        problem=search.problem,
+        fingerprint=search.device.fingerprint,
+        winner=winner.digest,
+        seed=search.options.seed,
+        kernels={name: digest for name, digest in names.items() if name in taken[0].times_us},
+        rounds=taken,
+        versions=_versions(on_card=True),
+    )
+    raw.write(raw.path_of(search.options.cache, search.device.name, search.problem.key), samples)
+
+
+def _entry(
+    search: Searched,
+    winner: Trial,
+    candidates: Sequence[tuple[Trial, float]],
+    decision: finals.Decision | None = None,
+) -> CacheEntry:
+    """The entry of the winner; measured where the finals decided, and else predicted."""
+    outcomes = Counter(trial.outcome.value for trial in search.study.trials.values())
+    return CacheEntry(
+        problem=search.problem,
+        evidence=Evidence.MEASURED if decision is not None else Evidence.PREDICTED,
+        choice=decision.choice if decision is not None else KERNEL,
+        template=winner.variant.template,
+        params=winner.variant.as_dict(),
+        source_digest=winner.digest,
+        space_digest=search.spaces[winner.variant.template].digest,
+        verdict=_both(winner.verdict, decision.verdict) if decision is not None else None,
+        measurement=decision.measurement if decision is not None else None,
+        prediction=winner.prediction,
+        report=winner.report,
+        rivals=decision.rivals if decision is not None else (),
+        candidates=tuple(
+            Candidate(
+                template=trial.variant.template,
+                params=trial.variant.as_dict(),
+                source_digest=trial.digest,
+                time_us=time_us,
+            )
+            for trial, time_us in candidates[:CANDIDATES]
+        ),
+        finals=decision.finals if decision is not None else None,
+        search=SearchRecord(
+            effort=search.options.effort.value,
+            seed=search.options.seed,
+            trials=len(search.study.trials),
+            objective=search.options.objective.value,
+            outcomes=dict(sorted(outcomes.items())),
+            spaces=contest.digests(search.spaces.values()),
+        ),
+        versions=_versions(on_card=decision is not None),
+    )
+
+
+def _both(small: Verdict | None, full: Verdict) -> Verdict:
+    """One verdict over the small cases and the full size: the closer call speaks."""
+    if small is None:
+        return full
+    closer = max((small, full), key=lambda verdict: verdict.max_error / verdict.allowed)
+    return Verdict(
+        ok=True,
+        checks=small.checks + full.checks,
+        max_error=closer.max_error,
+        rms_error=max(small.rms_error, full.rms_error),
+        allowed=closer.allowed,
+    )
+
+
+def _versions(*, on_card: bool) -> dict[str, str]:
+    versions = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
+    driver = gpu.driver_version() if on_card else None
+    return versions | ({"driver": driver} if driver is not None else {})
