@@ -7,7 +7,6 @@ search space allows there. A seed names the calls: the same `--seed`, and `--onl
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import os
 import platform
@@ -26,6 +25,7 @@ import drawn  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from drawn import Call, Compare, Drawn  # noqa: E402
+from kept import keep  # noqa: E402
 
 from autoattn import gpu, render, space  # noqa: E402
 from autoattn.device import Device  # noqa: E402
@@ -33,7 +33,6 @@ from autoattn.errors import SpaceError  # noqa: E402
 from autoattn.trial import Outcome  # noqa: E402
 from autoattn.workers import Failure, Pool  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 SECONDS = 120.0  # of one job; a hanging kernel costs as much
 CALLS_PER_KERNEL = 4  # on the card, where compiling takes longer than running
 AHEAD = 4  # jobs a worker that are drawn before they can run
@@ -187,8 +186,7 @@ def main() -> int:
     print(text)
     if options.write:
         name = "cpu" if device is None else device.name
-        path = RESULTS / f"{datetime.date.today().isoformat()}_fuzz_{name}.md"
-        path.write_text(text, encoding="utf-8")
+        keep(f"fuzz_{name}", text)
     return 1 if tally.failures else 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import difflib
 import os
 import platform
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from kept import keep
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -35,7 +35,6 @@ from autoattn import __version__, ledger, storage  # noqa: E402
 from autoattn.trial import Trial  # noqa: E402
 from autoattn.variant import Variant  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 CHOICES: dict[str, list[Any]] = {"BLOCK_M": [16, 32], "BLOCK_N": [16, 32], "num_warps": [1], "num_stages": [1, 2]}
 TRIALS = 8  # all that those choices allow
 ASKED = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16")
@@ -281,8 +280,7 @@ def main() -> int:
     )
     print(text)
     if asked.write:
-        path = RESULTS / f"{datetime.date.today().isoformat()}_{asked.write}.md"
-        path.write_text(text, encoding="utf-8")
+        keep(asked.write, text)
     return 1 if faults else 0
 
 

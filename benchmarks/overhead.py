@@ -22,17 +22,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 
 import torch
 import triton
+from kept import keep
 from torch.nn.attention import sdpa_kernel
 
 import autoattn
 from autoattn import functional, gpu, rivals
 
 DEVICE = torch.device("cuda")
-RESULTS = Path(__file__).parent / "results"
 WARM = 100  # rounds that are not counted
 ROUNDS_IN_FLIGHT = 16  # with a dozen calls each; CUDA's queue holds 1024 launches
 SHAPES = (  # batch, query heads, key heads, tokens, head dim, causal
@@ -155,8 +154,7 @@ def main() -> None:
         print("\n".join(found), flush=True)
         lines += found
     if asked.write:
-        path = RESULTS / f"{date.today()}_{card.name}_overhead.md"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        path = keep(f"{card.name}_overhead", "\n".join(lines))
         print(f"\nwrote {path}")
 
 

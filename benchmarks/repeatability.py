@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+from kept import keep
+
 from autoattn import cache, finals, gpu, profiles, raw, recording, resources, rounds, shapes, simulate, space
 from autoattn.entry import CacheEntry
 from autoattn.finals import Decision
@@ -41,7 +43,6 @@ from autoattn.workshop import MEASURED_WINDOW, Workshop
 
 HERE = Path(__file__).parent
 RECORDINGS = HERE / "data" / "recordings" / Evidence.MEASURED.value
-RESULTS = HERE / "results"
 SPREADS = (0.002, 0.005, 0.01, 0.03)  # of one sample, as a share of its time
 OUTLIERS, OUTLIER = 0.01, 1.3  # so many samples take so much longer
 DRIFT = 0.02  # of the clock, common to all samples of a round
@@ -353,8 +354,7 @@ def main() -> None:
     text = "\n".join([title, "", command, about, "", *lines]).rstrip()
     print(text)
     if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{date.today()}_repeatability_{options.mode}.md").write_text(f"{text}\n")
+        keep(f"repeatability_{options.mode}", text)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ differences are rendered for real; each problem has another winner and runner-up
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import platform
 import statistics
@@ -24,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import browser  # noqa: E402
 import searched  # noqa: E402
 from browser import Browser  # noqa: E402
+from kept import keep  # noqa: E402
 
 from autoattn import __version__, report  # noqa: E402
 
@@ -45,8 +45,7 @@ def main() -> None:
         text = measured(Path(room), path, options.problems, options.trials)
     print(text)
     if options.write:
-        name = f"{datetime.date.today().isoformat()}_report_{options.problems}x{options.trials}.md"
-        (ROOT / "benchmarks" / "results" / name).write_text(text, encoding="utf-8")
+        keep(f"report_{options.problems}x{options.trials}", text)
 
 
 def measured(room: Path, path: str, problems: int, trials: int) -> str:

@@ -8,7 +8,6 @@ its number find a mutant again.
 from __future__ import annotations
 
 import argparse
-import datetime
 import multiprocessing
 import platform
 import random
@@ -27,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import samples  # noqa: E402
 import spoilt  # noqa: E402
+from kept import keep  # noqa: E402
 from spoilt import Fate, Kind  # noqa: E402
 
 from autoattn import __version__, cache, resources  # noqa: E402
@@ -35,7 +35,6 @@ from autoattn.errors import AutoattnError  # noqa: E402
 from autoattn.problem import Op  # noqa: E402
 from autoattn.trial import Evidence  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 SHARED = 20  # problems that all writers write
 OWN = 100_000  # batches from one writer's first problem to the next one's
 LARGEST = 6000  # bytes of a shapes file that is spoilt; larger ones only take longer
@@ -276,8 +275,7 @@ def main() -> int:
     text = "\n\n".join([f"# {title}", command, text, versions]) + "\n"
     print(text)
     if asked.write:
-        path = RESULTS / f"{datetime.date.today().isoformat()}_{asked.command}.md"
-        path.write_text(text, encoding="utf-8")
+        keep(asked.command, text)
     return 1 if faults else 0
 
 

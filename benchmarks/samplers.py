@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import optuna
+from kept import keep
 
 from autoattn import profiles, recording, simulate, space
 from autoattn.recording import Recording
@@ -29,7 +30,6 @@ from autoattn.variant import Variant
 from autoattn.workshop import MEASURED_WINDOW
 
 RECORDINGS = Path(__file__).parent / "data" / "recordings"
-RESULTS = Path(__file__).parent / "results"
 SHIPPED = "triton/forward"  # whose seeds are tried first
 TRIALS = 64  # of each search: twice what `standard` spends
 SHARES = (0.05, 0.02)
@@ -155,8 +155,7 @@ def main() -> None:
     text = "\n".join(lines).rstrip()
     print(text)
     if options.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{date.today()}_samplers_{evidence.value}.md").write_text(f"{text}\n")
+        keep(f"samplers_{evidence.value}", text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -128,12 +127,3 @@ class Browser:
             for event in self.events
             if event.get("method") == "Network.requestWillBeSent"
         ]
-
-    def screenshot(
-        self, path: Path, *, whole: bool = False, clip: tuple[float, float, float, float] | None = None
-    ) -> None:
-        """A PNG of what is seen, of the whole page, or of (x, y, width, height)."""
-        params: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole or clip is not None}
-        if clip is not None:
-            params["clip"] = dict(zip(("x", "y", "width", "height"), clip, strict=True), scale=1)
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", **params)["data"]))

@@ -43,8 +43,7 @@ def largest_error(
     if layout == "bshd":
         output, query, key, value = (tensor.transpose(1, 2) for tensor in (output, query, key, value))
     group = query.shape[1] // key.shape[1]
-    keep = band(query.shape[2], key.shape[2], causal)
-    keep = None if keep is None else keep.to(query.device)
+    keep = band(query.shape[2], key.shape[2], causal).to(query.device)
     worst = 0.0
     for batch in {0, query.shape[0] - 1}:
         for head in {0, query.shape[1] - 1}:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from functional_calls_gpu import no_shipped_cache, normal  # noqa: F401 - a fixture
+from threads import together
 from torch import Tensor
 
 import autoattn
@@ -80,11 +80,7 @@ def test_threads_may_share_a_stream() -> None:
                 if not torch.equal(call(), wanted):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work)
     assert wrong == []
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import together
 from torch import Tensor
 
 import autoattn
@@ -705,10 +705,6 @@ def test_threads_may_call_at_once(card: Noted, monkeypatch: pytest.MonkeyPatch) 
         except Exception as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work)
     assert wrong == []
     assert len(card.ordinary) + len(card.prepared) == 240

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import triton
+from threads import together
 from torch import Tensor
 
 import autoattn
@@ -192,11 +192,7 @@ def test_threads_on_streams_of_their_own_get_what_is_theirs() -> None:
                 if not torch.equal(autoattn.attention(*inputs[number]), wanted[number]):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work)
     assert wrong == []
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import spoilt
@@ -15,10 +13,13 @@ from cache_files import FORWARD
 from samples import H200, current, measured, predicted, problem
 from spoilt import Kind
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import robustness
+
 from autoattn import cache, resources
 from autoattn.errors import ShapesError
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "robustness.py"
 SHAPES = """
 version: 1
 defaults: {dtype: bf16, batch: 4, heads: 32, head_dim: 128}
@@ -26,17 +27,6 @@ groups:
   prefill: {problems: [{seq: [1024, 2048], mask: [causal, "window:128,0"]}]}
   decode: {defaults: {heads_kv: 8}, problems: [{seq_q: 1, seq_kv: 4096, softcap: true}]}
 """
-
-
-@pytest.fixture(scope="module")
-def robustness() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("robustness", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["robustness"] = module  # its processes find its functions by this name
-    spec.loader.exec_module(module)
-    return module
 
 
 def text_of(kind: Kind, folder: Path) -> str:
@@ -107,12 +97,12 @@ def test_the_judge_sees_a_traceback_and_a_sentence_that_is_none(
     assert spoilt.fate(Kind.SHAPES, placed(tmp_path, 0, SHAPES.encode())).fault
 
 
-def test_a_seed_and_a_number_name_a_mutant(robustness: ModuleType) -> None:
+def test_a_seed_and_a_number_name_a_mutant() -> None:
     assert [robustness.drawn(0, number) for number in range(20)] == [robustness.drawn(0, n) for n in range(20)]
     assert robustness.drawn(0, 3) != robustness.drawn(1, 3)
 
 
-def test_the_count_of_what_is_lost_sees_each_loss(robustness: ModuleType) -> None:
+def test_the_count_of_what_is_lost_sees_each_loss() -> None:
     own, shared = predicted(problem(batch=1), time_us=5.0), measured(problem(batch=2), time_us=6.0)
     told = [robustness.Written(own={own.problem.key: 5.0}, shared={shared.problem.key: {6.0, 7.0}})]
     found = {entry.problem.key: entry for entry in (own, shared)}
@@ -122,10 +112,7 @@ def test_the_count_of_what_is_lost_sees_each_loss(robustness: ModuleType) -> Non
         assert len(robustness.lost({**found, entry.problem.key: entry}, told)) == 1
 
 
-def test_three_processes_that_write_one_cache_lose_nothing(
-    robustness: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # which the processes take over
+def test_three_processes_that_write_one_cache_lose_nothing() -> None:
     text, faults = robustness.writers(3, 2.0)
     assert faults == 0, text
     (merged,) = [line for line in text.splitlines() if line.startswith("| entries merged")]

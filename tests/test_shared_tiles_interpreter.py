@@ -37,6 +37,15 @@ def small(**changes: Any) -> Problem:
     return kernels.problem(**{"batch": 1, "heads_q": 2, "heads_kv": 1, "seq_q": 37, "seq_kv": 85, **changes})
 
 
+def broken(child: Pool, right: str, wrong: str, **chosen: Any) -> interpreted.Result:
+    """What the gate says of a kernel in which `wrong` stands where `right` stood."""
+    one = small(mask="causal")
+    source = kernels.source(one, **chosen)
+    assert right in source.text
+    fault = replace(source, text=source.text.replace(right, wrong))
+    return interpreted.result(child, Run(source=fault, problem=one, make=interpreted.dense))
+
+
 # --- programs that share a tile ---------------------------------------------------------------------------------------
 
 
@@ -140,11 +149,7 @@ def test_a_launch_leaves_its_counters_at_zero_and_reads_no_part_that_it_did_not_
     ("inner_end = tl.maximum(begin_n, tl.minimum(inner_end, end_n))", "inner_end = inner_end"),
 ])  # fmt: skip
 def test_a_fault_in_the_sharing_is_seen(child: Pool, right: str, wrong: str) -> None:
-    one = small(mask="causal")
-    source = kernels.source(one, SPLITS=4)
-    assert right in source.text
-    broken = replace(source, text=source.text.replace(right, wrong))
-    assert not interpreted.result(child, Run(source=broken, problem=one, make=interpreted.dense)).ok
+    assert not broken(child, right, wrong, SPLITS=4).ok
 
 
 # --- heads that share keys as rows of a tile --------------------------------------------------------------------------
@@ -179,8 +184,4 @@ def test_values_that_are_no_numbers_reach_only_the_rows_that_see_them_in_every_h
     ("stop_m = (start_r + BLOCK_M - 1) // group_size + 1", "stop_m = start_m + 1"),
 ])  # fmt: skip
 def test_a_fault_in_the_packing_of_heads_is_seen(child: Pool, right: str, wrong: str) -> None:
-    one = small(mask="causal")
-    source = kernels.source(one, PACK_GQA=1)
-    assert right in source.text
-    broken = replace(source, text=source.text.replace(right, wrong))
-    assert not interpreted.result(child, Run(source=broken, problem=one, make=interpreted.dense)).ok
+    assert not broken(child, right, wrong, PACK_GQA=1).ok
