@@ -126,9 +126,16 @@ def test_render_writes_the_templates_default_as_python(autoattn: Run) -> None:
     code, out, _ = autoattn("render", "--device", "a30", *ONE)
     assert code == 0
     assert out.splitlines()[0] == f"# {samples.problem()}, for NVIDIA A30"
-    assert "# default of the template; source digest " in out.splitlines()[1]
+    assert "# default of triton/forward; source digest " in out.splitlines()[1]
     compile(out, "kernel.py", "exec")
     assert "@triton.jit" in out
+
+
+def test_render_writes_the_default_that_a_call_would_run(autoattn: Run) -> None:
+    told = json.loads(autoattn("explain", "--device", "h200", *ONE, "--json")[1])
+    assert told["level"] == "default"
+    text = autoattn("render", "--device", "h200", *ONE)[1]
+    assert text.splitlines()[1].startswith(f"# default of {told['variant']['template']}; ")
 
 
 def test_render_prefers_the_winner_of_the_cache(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:

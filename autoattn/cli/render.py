@@ -85,8 +85,8 @@ def _text(
     if entry is not None:
         variant, origin = entry.variant, f"{entry.evidence.value} winner of the cache"
     else:
-        template = template or f"triton/{problem.op.value}"
-        variant, origin = space.load(template).default(problem, card), "default of the template"
+        variant = _default(problem, card) if template is None else space.load(template).default(problem, card)
+        origin = f"default of {variant.template}"
     if settings:
         variant, origin = changed(variant, settings), f"{origin}, changed by --param"
     source = render.render(problem, variant, render.natural_traits(problem, lse=lse))
@@ -94,6 +94,20 @@ def _text(
     if (reason := space.load(variant.template).why_infeasible(variant, problem, card)) is not None:
         header.append(f"cannot run on that device: {reason}")
     return "".join(f"# {line}\n" for line in header) + source.text
+
+
+def _default(problem: Problem, card: Device) -> Variant:
+    """What a call runs of a problem that was never tuned: the default of the first template that has one."""
+    from autoattn import space
+    from autoattn.errors import SpaceError
+
+    reasons = []
+    for one in space.of(problem.op):
+        try:
+            return one.default(problem, card)
+        except SpaceError as error:
+            reasons.append(str(error))
+    raise SpaceError("; ".join(reasons))
 
 
 def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:
