@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,6 +169,18 @@ def test_every_room_stands_on_one_floor() -> None:
     rooms = {room_of(path) for path in MODULES} - {FACE}
     counts = {room: sum(room in floor for floor in FLOORS) for room in rooms}
     assert {room: count for room, count in counts.items() if count != 1} == {}
+
+
+def test_the_documents_name_every_room() -> None:
+    named = set(re.findall(r"`(\w+)`", "".join(line for line in lines_of("docs/design.md") if line.startswith("| `"))))
+    assert set().union(*FLOORS) - {"__main__"} - named == set()
+    for number, rooms in enumerate(FLOORS):
+        (row,) = (line for line in lines_of("CONTRIBUTING.md") if line.startswith(f"| {number} "))
+        assert set(row.split("|")[2].replace(" ", "").split(",")) == rooms - {"__main__"}
+
+
+def lines_of(document: str) -> list[str]:
+    return (PACKAGE.parent / document).read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(
