@@ -63,5 +63,7 @@ def test_the_shapes_file_unfolds_into_as_many_problems_as_the_page_says() -> Non
 
 
 def test_the_page_counts_the_parameters_of_the_search() -> None:
-    assert len(space.load("triton/forward").choices) == 15
-    assert "fifteen parameters" in PAGE.replace("\n", " ")
+    page = PAGE.replace("\n", " ")
+    for template, count in {"triton/forward": "fifteen", "gluon/forward": "twenty"}.items():
+        assert f"(templates/{template}.py.j2), {count} parameters)" in page
+        assert len(space.load(template).choices) == {"fifteen": 15, "twenty": 20}[count]

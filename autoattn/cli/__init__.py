@@ -1,4 +1,4 @@
-"""The command line: `autoattn tune | show | explain | render | verify | report | devices`."""
+"""The command line, `autoattn`: a module for each command, and what they share."""
 
 from autoattn.cli.app import main
 
