@@ -1,4 +1,4 @@
-"""Where templates, search spaces, the shipped cache and the shapes live; also the only door to YAML."""
+"""Where templates, search spaces and the shipped cache live; also the only door to YAML."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ def space_path(name: str) -> Path:
 def template_names(op: Op) -> list[str]:
     """The templates of an operation, sorted, found by looking: a new family adds files and edits no registry."""
     return sorted(f"{path.parent.name}/{op.value}" for path in root().glob(f"templates/*/{op.value}.py.j2"))
-
-
-def shapes_path() -> Path:
-    """The shapes that are tuned when nobody names a file."""
-    return root() / "shapes.yaml"
 
 
 def shipped_cache() -> Path:

@@ -25,8 +25,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_checkout_serves_its_own_files() -> None:
     assert resources.root() == CHECKOUT
-    assert resources.shapes_path() == CHECKOUT / "shapes.yaml"
-    assert resources.shapes_path().is_file()
     assert resources.shipped_cache() == CHECKOUT / "cache"
 
 

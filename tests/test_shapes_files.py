@@ -17,15 +17,15 @@ from autoattn.problem import DType, Layout, Precision, Problem
 
 CHECKOUT = Path(__file__).parent.parent
 SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
-OTHERS = ("float32", "h200_dense", "h200_dense_online", "head_dims", "modifiers", "packed", "sparse")
+OTHERS = ("float32", "h200_dense", "h200_dense_online", "head_dims", "hopper", "modifiers", "packed", "sparse")
 
 
 def in_group(group: str) -> list[Problem]:
-    return [named.problem for named in shapes.load(resources.shapes_path()) if group in named.groups]
+    return [named.problem for named in shapes.load(CHECKOUT / "shapes.yaml") if group in named.groups]
 
 
 def test_the_root_file_holds_the_promise() -> None:
-    found = shapes.load(resources.shapes_path())
+    found = shapes.load(CHECKOUT / "shapes.yaml")
     assert Counter(named.groups for named in found) == {("seed-003",): 12, ("seed-001",): 81, ("seed-000",): 2}
 
 
@@ -92,6 +92,14 @@ def test_the_other_files_hold_what_their_names_say() -> None:
     assert {one.packed for one in found["packed"]} == {True, False}
     assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}
     assert {one.precision for one in found["float32"]} == set(Precision)
+    assert {one.dtype for one in found["hopper"]} == {DType.BFLOAT16, DType.FLOAT8}
+    assert {str(one.mask) for one in found["hopper"]} == {
+        "window:128,0",
+        "window:1024,0",
+        "full",
+        "causal:bottom-right",
+    }
+    assert {one.seq_kv for one in found["hopper"] if one.seq_q == 1} == {8192, 131072}
     alone = [one.modifiers.names for one in found["modifiers"] if one.dtype is DType.BFLOAT16]
     assert {len(names) for names in alone} == {0, 1}
     assert len(alone) == len(set(alone)) == 9

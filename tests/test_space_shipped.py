@@ -14,7 +14,7 @@ import pytest
 from kernels import every_point
 from samples import A30, H200, problem
 
-from autoattn import profiles, resources, shapes, space
+from autoattn import profiles, shapes, space
 from autoattn.errors import SpaceError
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Modifiers, Numerics, Precision, Problem
@@ -22,7 +22,8 @@ from autoattn.space import SearchSpace, facts_of
 from autoattn.variant import Variant
 
 SHIPPED = space.load("triton/forward")
-SHAPES = [resources.shapes_path(), *sorted(Path(__file__).parent.parent.glob("benchmarks/shapes/*.yaml"))]
+CHECKOUT = Path(__file__).parent.parent
+SHAPES = [CHECKOUT / "shapes.yaml", *sorted(CHECKOUT.glob("benchmarks/shapes/*.yaml"))]
 every_shipped_rule = pytest.mark.parametrize("place", range(len(SHIPPED.require)))
 
 
