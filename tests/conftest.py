@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -48,6 +49,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoning(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton's cache is empty, so that kernels are compiled here."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 @pytest.fixture(autouse=True)

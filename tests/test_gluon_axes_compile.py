@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-from pathlib import Path
 from typing import Any
 
 import kernels
@@ -17,13 +16,10 @@ from autoattn.compile import build, inspect, load_module
 from autoattn.problem import DType, Problem
 from autoattn.variant import Source, Value, Variant
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+
 TEMPLATE = "gluon/forward"
 H200 = profiles.named("h200")
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def problem(**changes: Any) -> Problem:

@@ -21,6 +21,8 @@ from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Modifiers, Problem
 from autoattn.variant import Source, Traits, Value, Variant
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+
 TEMPLATE = "gluon/forward"
 H200 = profiles.named("h200")
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
@@ -36,11 +38,6 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 72, "mask": "causal", "layout": Layout.PACKED, "dtype": DType.FLOAT16}, Traits()),
     ({"head_dim": 64, "mask": "window:600,64", "layout": Layout.PACKED}, Traits(lse=True)),
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def problem(**changes: Any) -> Problem:

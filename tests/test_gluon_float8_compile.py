@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import kernels
@@ -15,13 +14,10 @@ from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Problem
 from autoattn.variant import Source, Traits, Value
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+
 TEMPLATE = "gluon/forward"
 H200 = profiles.named("h200")
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def problem(**changes: Any) -> Problem:
@@ -38,9 +34,9 @@ def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Sour
 @pytest.mark.parametrize("softmax", ["online", "first_max"])
 def test_weights_become_a_factor_where_they_are(softmax: str) -> None:
     """Two keys and the two that lie 8 further on are one word of a factor, so that the loop moves no bytes."""
+    chosen = {"softmax": softmax, "ping_pong": "named", "software_exp2": 0, "queries_in": "shared"}
     plain, small = (
-        inspect(source(problem(dtype=dtype), softmax=softmax, ping_pong="named", software_exp2=0), 90).loop
-        for dtype in (DType.BFLOAT16, DType.FLOAT8)
+        inspect(source(problem(dtype=dtype), **chosen), 90).loop for dtype in (DType.BFLOAT16, DType.FLOAT8)
     )
     assert small["F2FP"] == plain["F2FP"]
     assert small.get("SHFL", 0) == plain.get("SHFL", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import kernels
@@ -14,6 +13,8 @@ from autoattn import compile, profiles, render, space
 from autoattn.compile import inspect, load_module
 from autoattn.problem import DType, Layout, Problem
 from autoattn.variant import Source, Traits, Value
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 TEMPLATE = "gluon/forward"
 H200 = profiles.named("h200")
@@ -38,11 +39,6 @@ KINDS: tuple[tuple[dict[str, Any], dict[str, Value]], ...] = (
     ({"head_dim": 80, "mask": "causal", **PACKED}, {"HEAD_SPLIT": 2, "softmax": "first_max"}),
 )
 PIECED = pytest.mark.parametrize(("kind", "params"), KINDS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def problem(**changes: Any) -> Problem:

@@ -24,14 +24,11 @@ from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Op, Precision, Problem
 from autoattn.variant import Source, Traits, Variant
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200"}
 # Those for every card; test_gluon_compile.py has the family for Hopper.
 TEMPLATES = [name for op in Op for name in resources.template_names(op) if name.startswith("triton/")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
 def kinds() -> Iterator[tuple[Problem, Traits]]:
