@@ -222,7 +222,7 @@ def stopper(finalists: Sequence[str], *, seconds: float, now: Callable[[], float
         if count < MIN_ROUNDS:
             return False
         spent = now() - begin
-        if count >= LOOKS[0]:
+        if looked < len(LOOKS) and count >= LOOKS[looked]:  # else no look can have been reached since the last one
             counted = len(good(rounds))
             passed = sum(counted >= look for look in LOOKS)
             if passed > looked:

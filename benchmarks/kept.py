@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from datetime import date
 from pathlib import Path
+
+from autoattn import __version__
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -13,3 +16,12 @@ def keep(name: str, text: str) -> Path:
     path = RESULTS / f"{date.today()}_{name}.md"
     path.write_text(text.rstrip() + "\n", encoding="utf-8")
     return path
+
+
+def tell(title: str, command: str, text: str, name: str | None) -> None:
+    """Prints what a command found, with what it ran on, and keeps it under a name if there is one."""
+    versions = f"autoattn {__version__}, Python {platform.python_version()}, {platform.system()}"
+    text = "\n\n".join([f"# {title}", f"`{command}`", text, versions]) + "\n"
+    print(text)
+    if name:
+        keep(name, text)

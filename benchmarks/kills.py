@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import difflib
 import os
-import platform
 import random
 import shutil
 import signal
@@ -26,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kept import keep
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoattn import __version__, ledger, storage  # noqa: E402
+from kept import tell  # noqa: E402
+
+from autoattn import ledger, storage  # noqa: E402
 from autoattn.trial import Trial  # noqa: E402
 from autoattn.variant import Variant  # noqa: E402
 
@@ -274,13 +274,7 @@ def main() -> int:
     arguments = f"--kills {asked.kills} --seed {asked.seed} --tuners {asked.tuners} --share {asked.share:g}"
     if asked.storage:
         arguments += f" --storage {storage.shown(asked.storage)}"
-    versions = f"autoattn {__version__}, Python {platform.python_version()}, {platform.system()}"
-    text = (
-        "\n\n".join(["# Kills at random moments", f"`python benchmarks/kills.py {arguments}`", text, versions]) + "\n"
-    )
-    print(text)
-    if asked.write:
-        keep(asked.write, text)
+    tell("Kills at random moments", f"python benchmarks/kills.py {arguments}", text, asked.write)
     return 1 if faults else 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import platform
 import random
 import shutil
 import sys
@@ -26,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import samples  # noqa: E402
 import spoilt  # noqa: E402
-from kept import keep  # noqa: E402
+from kept import tell  # noqa: E402
 from spoilt import Fate, Kind  # noqa: E402
 
-from autoattn import __version__, cache, resources  # noqa: E402
+from autoattn import cache, resources  # noqa: E402
 from autoattn.entry import CacheEntry  # noqa: E402
 from autoattn.errors import AutoattnError  # noqa: E402
 from autoattn.problem import Op  # noqa: E402
@@ -270,12 +269,8 @@ def main() -> int:
     else:
         title, arguments = "Spoilt cache and YAML files", f"--count {asked.count} --seed {asked.seed}"
         text, faults = mutants(asked.seed, asked.count, asked.jobs)
-    command = f"`python benchmarks/robustness.py {asked.command} {arguments}`"
-    versions = f"autoattn {__version__}, Python {platform.python_version()}, {platform.system()}"
-    text = "\n\n".join([f"# {title}", command, text, versions]) + "\n"
-    print(text)
-    if asked.write:
-        keep(asked.command, text)
+    command = f"python benchmarks/robustness.py {asked.command} {arguments}"
+    tell(title, command, text, asked.command if asked.write else None)
     return 1 if faults else 0
 
 

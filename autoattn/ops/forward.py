@@ -71,7 +71,6 @@ def launch(
     Args:
         output: [batch, heads_q, seq_q, head_dim_v] view
         lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
-
         counting: give the launch a scratch that nobody else writes to later.
 
     Returns:
