@@ -33,6 +33,7 @@ from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 
 INSTRUCTION_BYTES = 16
+MOVES = 0.02  # of a loop's instructions may move registers to and from memory; more than that is not worth measuring
 _EM_CUDA = 190
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info
 
@@ -99,8 +100,9 @@ def why_slow(report: StaticReport, cubin: bytes) -> str:
     # A product of several instructions starts them together, unless each waits for the one before it.
     if 2 < products <= report.loop.get("WARPGROUP.ARRIVE", 0):
         return f"ptxas serialised its {products} warpgroup products a block, for want of registers"
-    if spills := sum(count for name, count in report.loop.items() if name.startswith(("LDL", "STL"))):
-        return f"each block of keys moves registers to and from memory in {spills} instructions"
+    moves = sum(count for name, count in report.loop.items() if name.startswith(("LDL", "STL")))
+    if moves > MOVES * sum(report.loop.values()):
+        return f"each block of keys moves registers to and from memory in {moves} instructions"
     return ""
 
 
