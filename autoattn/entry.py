@@ -80,6 +80,24 @@ class Finals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorstCase:
+    """A winner that keeps its first maximum, on inputs that have it compute as many tiles twice as can be."""
+
+    median_us: float
+    slowdown: float  # its time over that on normal inputs, the median over rounds that had both
+    rounds: int
+    max_error: float  # largest absolute error against float64, at the problem's full size
+    tiles: int = 0  # of one call; 0 where a kernel does not tell which of them it computed twice
+    redone: int = 0  # those that were computed twice
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.median_us < math.inf and 0.0 < self.slowdown < math.inf and self.max_error >= 0.0):
+            raise ValueError("a worst case must have times above 0 and finite, and an error of at least 0")
+        if not 0 <= self.redone <= self.tiles or self.rounds < 1:
+            raise ValueError("a worst case must have a round, and at most as many tiles computed twice as tiles")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """How the winner was found."""
 
@@ -115,6 +133,7 @@ class CacheEntry:
     rivals: tuple[Rival, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     finals: Finals | None = None  # None where nothing was measured, and in entries that are older than this field
+    worst: WorstCase | None = None  # None where no maximum is kept, and in entries that are older than this field
     search: SearchRecord
     versions: dict[str, str] = field(default_factory=dict)  # autoattn, torch, triton and, when measured, driver
 

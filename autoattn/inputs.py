@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -20,6 +21,8 @@ LOUD = 6.0  # a factor on queries
 LOUD_RISE = 30.0  # what scores of LOUD times a normal number reach
 STEEP_QUERY = 16.0  # one element of each query
 STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
+OUTGROWN = 1024.0  # a factor on the scale of scores
+OUTGROWN_RISE = 5.0 * OUTGROWN  # what they reach
 SOFTCAP = 2.0  # near the size of the scores, so that it shows
 DROPOUT = 0.25
 SINKS = 4  # keys at the begin of a sequence that trained-like queries look at
@@ -34,6 +37,7 @@ class Scores(str, Enum):
     LOUD = "loud"  # row maxima move by more than 2**8 from block to block
     STEEP = "steep"  # they rise so far that weights around the first block's maximum overflow, even in float32
     TRAINED = "trained"  # as trained models have them: every query looks at the first keys, values have heavy tails
+    OUTGROWN = "outgrown"  # so far apart that every maximum is outgrown by keys that come later, in whatever order
     WILD = "wild"  # the last key and its value are NaN, and two more values inf and -inf
 
 
@@ -74,7 +78,7 @@ def make(
         """Another one at each call, so that a kernel which takes one for another is seen."""
         return normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None
 
-    return Operands(
+    made = Operands(
         query=query,
         key=key,
         value=value,
@@ -96,6 +100,18 @@ def make(
         mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),
         score_captures=_captured(problem, modifiers.score_mod, SCORE_NAMES, device, generator),
     )
+    return outgrown(made) if scores is Scores.OUTGROWN else made
+
+
+def outgrown(operands: Operands) -> Operands:
+    """The same tensors, with scores that outgrow the maximum of whatever keys a tile begins with.
+
+    Scores of normal tensors then have a spread of 1,024. A row's largest one lies above that of its first block by
+    more than float32's exponents reach, 89, unless it is in that block: with as many rows as a tile has, one of them
+    has its largest elsewhere, whether keys are walked from the first or from the last one, under every mask. Only
+    tiles that see no other block than the first are spared.
+    """
+    return replace(operands, scale=operands.scale * OUTGROWN, softcap=operands.softcap * OUTGROWN)
 
 
 def tensor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 
-from autoattn import compile, rivals, rounds, validate
-from autoattn.entry import Rival
+from autoattn import compile, inputs, rivals, rounds, validate
+from autoattn.entry import Rival, WorstCase
 from autoattn.errors import CompileError
+from autoattn.inputs import Scores
 from autoattn.mask import MaskKind
 from autoattn.measure import Call, Stopwatch, summary
 from autoattn.ops import forward
@@ -24,6 +26,7 @@ from autoattn.validate import Case, Gate
 from autoattn.variant import Source
 from autoattn.workers import Failure
 
+WORST_SECONDS = 0.05  # of rounds, but at least three
 SPOT_ROWS = 64  # query rows that are compared at full size; the small cases compare all
 Memory = dict[Hashable, Any]
 
@@ -177,6 +180,53 @@ class Final:
             ),
             rounds=tuple(taken),
             energies=tuple(used.get(name) for name in names),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgrow:
+    """Checks and times a kernel that keeps its first maximum, on inputs that have it compute its tiles twice."""
+
+    problem: Problem
+    source: Source
+    seed: int
+
+    def run(self, memory: Memory) -> WorstCase | Failure:
+        """Its worst case, or what went wrong."""
+        with _failures() as failed:
+            kernel = _kernel(memory, self.source)
+            usual = _full_case(memory, self.problem).operands
+            worst = inputs.outgrown(usual)
+            case = validate.case_of(
+                self.problem, worst, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN, rows=SPOT_ROWS
+            )
+            verdict = validate.judge(kernel, [case])
+            if not verdict.ok:
+                return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
+            output = forward.empty_output(self.problem, usual.query)
+            flags = forward.launch(kernel, self.problem, worst, output, None, counting=True)
+            return self._timed(
+                _stopwatch(memory),
+                partial(forward.launch, kernel, self.problem, usual, output, None),
+                partial(forward.launch, kernel, self.problem, worst, output, None),
+                verdict,
+                flags,
+            )
+        return failed[0]
+
+    def _timed(
+        self, stopwatch: Stopwatch, usual: Call, worst: Call, verdict: Verdict, flags: torch.Tensor | None
+    ) -> WorstCase:
+        taken = stopwatch.rounds({"usual": usual, "worst": worst}, seconds=WORST_SECONDS, seed=self.seed).times_us
+        return WorstCase(
+            median_us=statistics.median(taken["worst"]),
+            slowdown=statistics.median(
+                slow / quick for slow, quick in zip(taken["worst"], taken["usual"], strict=True)
+            ),
+            rounds=len(taken["worst"]),
+            max_error=verdict.max_error,
+            tiles=len(flags) if flags is not None else 0,
+            redone=int(flags.sum()) if flags is not None else 0,
         )
 
 

@@ -21,6 +21,7 @@ MAX_LINE = 120  # characters of a rendered line
 # The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
 # so that no cache entry can hold it and no call runs it.
 NO_SOFTMAX = "none"
+FIRST_MAX = "first_max"  # the one that keeps its first maximum, and computes a tile twice that outgrows it
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
@@ -126,7 +127,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "visible": _visible(problem),
         "needs_mask": _needs_mask(problem),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
-        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == "first_max"),
+        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
         "on_scores": modifiers.on_scores,
         "softcap": modifiers.softcap,
         "alibi": modifiers.alibi,

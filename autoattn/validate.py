@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autoattn import inputs, reference
 from autoattn.compile import Kernel
-from autoattn.inputs import LOUD_RISE, STEEP_RISE, Scores
+from autoattn.inputs import LOUD_RISE, OUTGROWN_RISE, STEEP_RISE, Scores
 from autoattn.mask import Mask, MaskKind
 from autoattn.operands import Operands
 from autoattn.ops import forward
@@ -32,7 +32,8 @@ from autoattn.trial import Verdict
 
 ERROR_RATIO = 2.0  # times PyTorch's own error in the low precision
 FLOAT32_ULPS = {Precision.IEEE: 8, Precision.TF32: 8, Precision.TF32X3: 64}  # of the largest value
-RISES = {Scores.LOUD: LOUD_RISE, Scores.STEEP: STEEP_RISE}  # the size that scores reach
+# The size that scores reach
+RISES = {Scores.LOUD: LOUD_RISE, Scores.STEEP: STEEP_RISE, Scores.OUTGROWN: OUTGROWN_RISE}
 LSE_ERROR = 2e-3  # and as much times the largest LSE; scores of 16-bit inputs are exact to float32
 GUARD_ROWS = 3  # NaN rows behind each sequence; odd, so that strides are no multiple of the tile either
 # (seq_q, seq_kv): one row, one key, tile multiples, one more or less, primes, more queries than keys.

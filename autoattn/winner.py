@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from autoattn import __version__, contest, finals, gpu, raw
+from autoattn import __version__, contest, finals, gpu, raw, render
 from autoattn.contest import Contest
 from autoattn.device import Device
-from autoattn.entry import KERNEL, CacheEntry, Candidate, SearchRecord
+from autoattn.entry import KERNEL, CacheEntry, Candidate, SearchRecord, WorstCase
 from autoattn.jobs import finalist_name
 from autoattn.plan import Options
 from autoattn.problem import Problem
@@ -80,7 +80,8 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
 def measured(search: Searched, default: Variant, previous: Variant | None) -> CacheEntry | str:
     """The measured entry, or in words why there is none.
 
-    The best few of the search, the template's default and the previous winner meet the rivals in the finals.
+    The best few of the search, the template's default and the previous winner meet the rivals in the finals. A winner
+    that keeps its first maximum is timed once more where that does it no good.
     """
     trials = {trial.variant: trial for trial in search.working}
     objective, profile = search.options.objective, search.options.profile
@@ -99,8 +100,13 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> Ca
     decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
     if isinstance(decision, str):
         return decision
+    worst: WorstCase | Failure | None = None
+    if decision.winner.variant["softmax"] == render.FIRST_MAX:
+        worst = search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
+    if isinstance(worst, Failure):
+        return f"the winner's worst case ended with a {worst.outcome.value}: {worst.detail}"
     _keep(search, finalists, result.rounds, decision.winner)
-    return _entry(search, decision.winner, decision.others, decision)
+    return _entry(search, decision.winner, decision.others, decision, worst)
 
 
 def _keep(search: Searched, finalists: list[Trial], taken: tuple[Round, ...], winner: Trial) -> None:
@@ -125,6 +131,7 @@ def _entry(
     winner: Trial,
     candidates: Sequence[tuple[Trial, float]],
     decision: finals.Decision | None = None,
+    worst: WorstCase | None = None,
 ) -> CacheEntry:
     """The entry of the winner; measured where the finals decided, and else predicted."""
     outcomes = Counter(trial.outcome.value for trial in search.study.trials.values())
@@ -151,6 +158,7 @@ def _entry(
             for trial, time_us in candidates[:CANDIDATES]
         ),
         finals=decision.finals if decision is not None else None,
+        worst=worst,
         search=SearchRecord(
             effort=search.options.effort.value,
             seed=search.options.seed,

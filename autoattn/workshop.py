@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from autoattn import model, render, space
 from autoattn.contest import Contest
 from autoattn.device import Device
-from autoattn.jobs import Final, Finished, Inspect, Rehearse, Screen, Screened, kind_of
+from autoattn.entry import WorstCase
+from autoattn.jobs import Final, Finished, Inspect, Outgrow, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
 from autoattn.problem import DType, Precision, Problem, padded, pieces
 from autoattn.rounds import PATIENCE
@@ -153,6 +154,12 @@ class Workshop:
         result: Finished | Failure = self._bench.result(
             job, FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds, place=0
         )
+        return result
+
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
+        """Times a finalist that keeps its first maximum where it computes its tiles twice, on the finals' GPU."""
+        job = Outgrow(problem=problem, source=render.render(problem, variant), seed=seed)
+        result: WorstCase | Failure = self._bench.result(job, FINAL_SECONDS, place=0)
         return result
 
     def _begin(self, problem: Problem, variant: Variant) -> Source:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cache_files import FORWARD, left_behind, refusal
-from samples import A30, H200, certified, measured, predicted, problem
+from samples import A30, H200, certified, measured, predicted, problem, worst
 
 from autoattn import cache, resources
 from autoattn.device import Device
@@ -126,7 +126,7 @@ def test_a_file_that_changed_is_read_anew(folder: Path) -> None:
 def test_what_an_entry_does_not_have_of_its_finals_leaves_no_trace(folder: Path) -> None:
     path = cache.merge(folder, H200, FORWARD, [measured(), predicted(problem(batch=2))])
     text = path.read_text(encoding="utf-8")
-    for name in ("finals", "lead", "energy", "objective"):
+    for name in ("finals", "worst", "lead", "energy", "objective"):
         assert f'"{name}"' not in text
     assert text.count('"rms_error"') == 1, "of the verdict"
     assert [one.finals for one in cache.read(path).entries.values()] == [None, None]
@@ -140,6 +140,11 @@ def test_what_an_entry_has_of_its_finals_is_read_back(folder: Path) -> None:
     assert entry.finals == certified().finals
     assert [one.source_digest for one in entry.finals.tied] == ["aa" * 8]
     assert [(one.lead, one.energy) for one in entry.rivals] == [(one.lead, one.energy) for one in certified().rivals]
+
+
+def test_the_worst_case_of_an_entry_is_read_back(folder: Path) -> None:
+    path = cache.merge(folder, H200, FORWARD, [measured(worst=worst())])
+    assert [entry.worst for entry in cache.read(path).entries.values()] == [worst()]
 
 
 def test_the_shipped_entries_read_as_they_always_did() -> None:

@@ -87,14 +87,16 @@ def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch:
 
 def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(problem: Problem, device: Device | None, folder: Path | None = None) -> dispatch.Explanation:
-        return replace(explained(problem, device, folder), entry=samples.certified(one))
+        return replace(explained(problem, device, folder), entry=samples.certified(one, worst=samples.worst()))
 
     monkeypatch.setattr(dispatch, "explain", told)
     one = samples.problem()
     _, out, _ = autoattn("explain", "--device", "h200", *ONE)
     assert "  finals   128 rounds, 3 more discarded; 1 as good as the winner\n" in out
     assert "  over     sdpa-cudnn 0.91x (0.90-0.92), sdpa-flash 1.42x (1.40-1.44)\n" in out
+    assert "  worst    2.32x its usual time, 928.4 us; 1,920 of 2,048 tiles are computed twice\n" in out
     one = samples.problem(batch=7)  # a near problem's finals say nothing of this one
+    assert "worst" not in autoattn("explain", "--device", "h200", *ONE)[1]
     assert "finals" not in autoattn("explain", "--device", "h200", *ONE)[1]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import certified, measured, measurement, predicted, prediction, problem
+from samples import certified, measured, measurement, predicted, prediction, problem, worst
 
 from autoattn.entry import KERNEL, CacheEntry, Finalist
 from autoattn.trial import Energy, Evidence, Measurement, Outcome, Trial, Verdict
@@ -119,9 +119,27 @@ def test_an_entry_runs_its_own_kernel_unless_it_says_otherwise() -> None:
     assert entry.choice == KERNEL == "kernel"
 
 
-@pytest.mark.parametrize("entry", [measured(), certified(), predicted()], ids=["measured", "certified", "predicted"])
+ENTRIES = {
+    "measured": measured(),
+    "certified": certified(),
+    "worst": certified(worst=worst()),
+    "predicted": predicted(),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
 def test_an_entry_survives_json(entry: CacheEntry) -> None:
     assert msgspec.json.decode(msgspec.json.encode(entry), type=CacheEntry) == entry
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"median_us": 0.0}, {"slowdown": math.nan}, {"slowdown": math.inf}, {"max_error": -1.0}, {"rounds": 0},
+     {"redone": 2049}, {"redone": -1}, {"tiles": 0}],
+)  # fmt: skip
+def test_a_worst_case_that_nobody_can_have_measured_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a worst case must have"):
+        worst(**changes)
 
 
 def test_entries_and_trials_are_frozen() -> None:

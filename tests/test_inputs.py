@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoattn import inputs
+from autoattn import inputs, reference
 from autoattn.inputs import Scores
 from autoattn.problem import Bias, DType, Layout, Modifiers
 
@@ -55,6 +56,31 @@ def test_steep_scores_overflow_in_float32_around_the_first_keys() -> None:
     scores = operands.query[:, :2] @ operands.key.mT * operands.scale
     rise = scores[..., -1] - scores[..., :16].amax(-1)
     assert float(rise.max()) > 89.0
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["from the first key", "from the last key"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:128,0", "window:100,40"])
+def test_outgrown_scores_overflow_in_every_tile_around_its_first_keys(mask: str, backwards: bool) -> None:
+    """But in tiles that see these keys alone."""
+    one = kernels.problem(dtype=DType.FLOAT32, head_dim=64, seq_q=640, seq_kv=640, mask=mask)
+    operands = made(one, scores=Scores.OUTGROWN)
+    seen = reference.visible(one, operands, torch.arange(640))[0]
+    scores = (operands.query @ operands.key.repeat_interleave(one.group_size, 1).mT * operands.scale)[:, :, :]
+    scores = scores.masked_fill(~seen, -math.inf)
+    spared = 0
+    for start in range(0, 640, 64):  # tiles of 64 rows walk blocks of 64 keys
+        keys = seen[start : start + 64].any(0).nonzero().flatten()
+        # A kernel walks backwards from the last block that all of a tile's rows see in full, and those it cuts.
+        last = int(seen[start].nonzero().max()) // 64 * 64 if backwards else 0
+        anchor = start if one.mask.bounded_left and not backwards else last
+        first = slice(anchor, None if backwards else anchor + 64)
+        tile = scores[:, :, start : start + 64]
+        if set(keys.tolist()) <= set(range(640)[first]):
+            spared += 1
+            continue
+        rise = tile.amax(-1) - tile[..., first].amax(-1)
+        assert float(rise.amax(-1).min()) > 89.0, (start, "in every head of every sequence some row must overflow")
+    assert spared <= 1
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kernels
+import pytest
+import torch
 
 from autoattn import render
-from autoattn.jobs import Final, finalist_name
+from autoattn.jobs import Final, Outgrow, finalist_name
+from autoattn.measure import Rounds
 from autoattn.rounds import Pulse, Round
 from autoattn.trial import Energy, Verdict
 
@@ -75,3 +78,24 @@ def test_energy_is_counted_where_it_is_asked_for() -> None:
     assert found.energies == (Energy(joules=0.1, watts=500.0), None, Energy(joules=0.3, watts=500.0))
     assert found.rivals[0].energy == Energy(joules=0.5, watts=500.0)
     assert stopwatch.asked[-3:] == [0.25] * 3
+
+
+class Paired:
+    """A stopwatch on a card that slows down and down, and on which the worst case takes 2, 3 and 2.5 times as long."""
+
+    def rounds(self, calls: Mapping[str, Any], *, seconds: float, seed: int) -> Rounds:
+        assert (list(calls), seconds, seed) == (["usual", "worst"], 0.05, 7)
+        usual = [10.0, 100.0, 1000.0]
+        return Rounds(times_us={"usual": usual, "worst": [20.0, 300.0, 2500.0]}, pulses=[])
+
+
+@pytest.mark.parametrize(
+    ("flags", "counted"), [(torch.tensor([1, 0, 1, 1], dtype=torch.int32), (4, 3)), (None, (0, 0))]
+)
+def test_the_worst_case_is_told_over_the_usual_one_of_the_same_rounds(
+    flags: torch.Tensor | None, counted: tuple[int, int]
+) -> None:
+    job = Outgrow(problem=PROBLEM, source=render.render(PROBLEM, kernels.variant()), seed=7)
+    found = job._timed(Paired(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
+    assert (found.slowdown, found.median_us, found.rounds, found.max_error) == (2.5, 300.0, 3, 1e-3)
+    assert (found.tiles, found.redone) == counted

@@ -113,3 +113,19 @@ def test_how_the_finals_went_is_told_in_words() -> None:
     alone = replace(entry, finals=replace(entry.finals, finalists=entry.finals.finalists[:1]))
     assert figures.finals(alone) == "128 rounds, 3 more discarded; nobody as good as the winner"
     assert figures.finals(samples.measured()) == ""
+
+
+@pytest.mark.parametrize("text", [report.markdown_text, report.html_text])
+def test_the_report_shows_the_worst_case_of_a_kept_maximum(text: object) -> None:
+    assert callable(text)
+    shown = text(sections(samples.certified(worst=samples.worst()))).replace("\\", "")
+    assert "2.32x its usual time, 928.4 us; 1,920 of 2,048 tiles are computed twice" in shown
+    assert "11 rounds" in shown
+    assert "3.4e-03" in shown
+    assert "outgrow" not in text(sections(samples.certified()))
+
+
+def test_a_worst_case_without_counted_tiles_says_so() -> None:
+    entry = samples.certified(worst=samples.worst(tiles=0, redone=0))
+    assert figures.worst(entry) == "2.32x its usual time, 928.4 us; tiles that it does not count are computed twice"
+    assert figures.worst(samples.certified()) == ""

@@ -14,7 +14,7 @@ import samples
 
 from autoattn import cache, contest, finals, gpu, plan, raw, render, space, storage, tune
 from autoattn.device import Device
-from autoattn.entry import KERNEL, Rival
+from autoattn.entry import KERNEL, Rival, WorstCase
 from autoattn.errors import CacheError, UsageError
 from autoattn.jobs import Finished, finalist_name
 from autoattn.ledger import Ledger, studies
@@ -46,6 +46,7 @@ class Pretended:
     rivals: tuple[Rival, ...] = ()
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
     asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
+    outgrown: ClassVar[list[tuple[Variant, int]]] = []  # whose worst case was asked for, with the seed
 
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         self.measured = measured
@@ -98,6 +99,12 @@ class Pretended:
             energies=tuple(Energy(joules=self.joules(one), watts=500.0) for one in variants),
         )
 
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
+        self.outgrown.append((variant, seed))
+        return WorstCase(
+            median_us=2.5 * self.time_us(variant), slowdown=2.5, rounds=7, max_error=2e-3, tiles=64, redone=63
+        )
+
     def joules(self, variant: Variant) -> float:
         return self.time_us(variant)
 
@@ -107,7 +114,7 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": []})
+    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": [], "outgrown": []})
     monkeypatch.setattr(tune, "Workshop", fresh)
     return fresh
 
@@ -571,6 +578,51 @@ def test_finals_that_are_lost_leave_no_entry_and_the_next_problem_goes_on(
     summary = run(tmp_path, SMALL, other, measured=True)
     assert summary.failed == {SMALL.key: "the finals ended with a crash: the process died (SIGSEGV)"}
     assert list(summary.entries) == [other.key]
+
+
+FIRST_MAX = replace(SMALL, seq_q=512, seq_kv=512)  # long enough for a maximum that is kept
+
+
+def only(softmax: str, monkeypatch: pytest.MonkeyPatch, pretended: type[Pretended]) -> None:
+    """Has the variants with this softmax be the fastest by far."""
+    monkeypatch.setattr(
+        pretended, "time_us", lambda self, variant: 100.0 + len(str(variant)) - 50.0 * (variant["softmax"] == softmax)
+    )
+
+
+def test_a_winner_that_keeps_its_first_maximum_has_its_worst_case_told(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only("first_max", monkeypatch, pretended)
+    summary = run(tmp_path, FIRST_MAX, measured=True, trials=30, seed=3)
+    entry = summary.entries[FIRST_MAX.key]
+    assert entry.variant["softmax"] == "first_max"
+    assert pretended.outgrown == [(entry.variant, 3)], "the winner alone, once"
+    assert entry.worst is not None
+    assert (entry.worst.slowdown, entry.worst.redone, entry.worst.tiles) == (2.5, 63, 64)
+    assert cache.read(summary.path).entries[FIRST_MAX.key].worst == entry.worst
+
+
+def test_another_winner_has_no_worst_case(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only("online", monkeypatch, pretended)
+    entry = run(tmp_path, FIRST_MAX, measured=True, trials=30).entries[FIRST_MAX.key]
+    assert entry.variant["softmax"] == "online"
+    assert (pretended.outgrown, entry.worst) == ([], None)
+
+
+def test_a_winner_that_is_wrong_in_its_worst_case_leaves_no_entry(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Failure(outcome=Outcome.WRONG_RESULT, detail="two runs on the same inputs differ")
+    only("first_max", monkeypatch, pretended)
+    monkeypatch.setattr(pretended, "outgrow", lambda self, problem, variant, seed: wrong)
+    summary = run(tmp_path, FIRST_MAX, measured=True, trials=30)
+    assert summary.failed == {
+        FIRST_MAX.key: "the winner's worst case ended with a wrong result: two runs on the same inputs differ"
+    }
+    assert not summary.path.exists()
 
 
 def test_the_verdict_of_an_entry_covers_the_gate_and_the_full_size(

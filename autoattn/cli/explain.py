@@ -86,5 +86,7 @@ def _print(answer: Explanation) -> None:
         leads = [f"{one.name} {figures.against(one.lead)}" for one in figures.others(answer.entry) if one.lead]
         print(f"  finals   {figures.printable(figures.finals(answer.entry))}")
         print(f"  over     {figures.printable(', '.join(leads) or 'nobody, or too few rounds')}")
+    if answer.entry is not None and answer.entry.worst is not None and answer.entry.problem == answer.problem:
+        print(f"  worst    {figures.printable(figures.worst(answer.entry))}")
     for position, step in enumerate(answer.steps, start=1):
         print(f"  {position:>7}. {figures.printable(step)}")

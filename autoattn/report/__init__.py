@@ -109,6 +109,7 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         place=_place,
         versions=figures.versions,
         finals=figures.finals,
+        worst=figures.worst,
         counts=figures.counts,
         settings=figures.settings,
         differing=listing.differing,

@@ -141,6 +141,15 @@ def finals(entry: CacheEntry) -> str:
     return f"{rounds}; {tied} as the winner{'' if known.decided else ', not decided for want of rounds'}"
 
 
+def worst(entry: CacheEntry) -> str:
+    """The time of a kernel that keeps its first maximum where scores outgrow it, in words; "" where nobody knows."""
+    known = entry.worst
+    if known is None:
+        return ""
+    tiles = f"{known.redone:,} of {known.tiles:,} tiles" if known.tiles else "tiles that it does not count"
+    return f"{times(known.slowdown)} its usual time, {microseconds(known.median_us)} us; {tiles} are computed twice"
+
+
 def choice(entry: CacheEntry) -> str:
     """What a call runs on: the entry's own kernel by its template, else the rival that is faster."""
     return entry.template if entry.choice == KERNEL else entry.choice

@@ -1,0 +1,117 @@
+"""The worst case of kernels that keep their first maximum, on a real card: what is computed twice, and rightly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import kernels
+import pytest
+import torch
+
+from autoattn import compile, gpu, inputs, render, space
+from autoattn.device import Device
+from autoattn.entry import WorstCase
+from autoattn.inputs import Scores
+from autoattn.jobs import Outgrow
+from autoattn.ops import forward
+from autoattn.problem import DType, Problem
+from autoattn.variant import Variant
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+HOPPER, PLAIN = "gluon/forward", "triton/forward"
+HEADS = 2 * 8  # of all sequences
+FACTS: dict[str, Any] = {
+    "dtype": DType.BFLOAT16, "batch": 2, "heads_q": 8, "heads_kv": 8, "seq_q": 4096, "seq_kv": 4096, "head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def card() -> Device:
+    present = gpu.present()
+    assert present is not None
+    return present
+
+
+def keeping(one: Problem, card: Device, template: str, **changes: Any) -> Variant:
+    """The first seed that keeps its first maximum, changed; skips where the card has no such kernel."""
+    points = space.load(template)
+    for seed in points.seeds_for(one, card):
+        if seed["softmax"] == render.FIRST_MAX:
+            variant = Variant.of(template, {**seed.as_dict(), **changes})
+            assert points.why_infeasible(variant, one, card) is None
+            return variant
+    pytest.skip(f"{template} has no seed that keeps its first maximum here")
+
+
+def worst_of(one: Problem, variant: Variant) -> WorstCase:
+    """It is as right as these types can say it: a row is nearly one value, or a mean of two whose scores are close."""
+    found = Outgrow(problem=one, source=render.render(one, variant), seed=0).run({})
+    assert isinstance(found, WorstCase), found
+    assert found.max_error < {DType.FLOAT16: 0.01, DType.BFLOAT16: 0.06, DType.FLOAT8: 0.6}[one.dtype]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "persistent", "one_tile"])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_worst_inputs_have_hoppers_kernels_compute_their_tiles_twice(
+    mask: str, dtype: DType, schedule: str, card: Device
+) -> None:
+    """All tiles but, under a causal mask, those of the first rows, which see no other keys than their first block's."""
+    one = kernels.problem(**{**FACTS, "mask": mask, "dtype": dtype})
+    changes: dict[str, Any] = {"schedule": schedule}
+    if schedule == "one_tile":
+        changes |= {"query_stages": 1, "output_buffer": "shared"}
+    found = worst_of(one, keeping(one, card, HOPPER, **changes))
+    assert found.tiles >= HEADS * 4096 // 256
+    spared = HEADS if mask == "causal" else 0
+    assert found.tiles - spared <= found.redone <= found.tiles
+    assert 1.2 < found.slowdown < 8.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mask": "window:1024,0"}, {"dtype": DType.FLOAT8}, {"head_dim": 64}, {"seq_q": 2048, "heads_kv": 2}],
+    ids=["window", "float8", "head dim 64", "fewer queries, grouped"],
+)
+def test_nearly_all_of_other_problems_tiles_are_computed_twice(changes: dict[str, Any], card: Device) -> None:
+    one = kernels.problem(**{**FACTS, **changes})
+    found = worst_of(one, keeping(one, card, HOPPER))
+    assert found.tiles - HEADS <= found.redone <= found.tiles
+    assert found.slowdown > 1.2
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window:1024,0", "blocks:128x128,0.5"])
+def test_the_worst_inputs_have_plain_tritons_kernels_compute_their_tiles_twice(mask: str, card: Device) -> None:
+    """They do not count tiles. A kernel that never computes one again leaves NaN in each that should have been."""
+    one = kernels.problem(**{**FACTS, "mask": mask})
+    variant = keeping(one, card, PLAIN)
+    found = worst_of(one, variant)
+    assert (found.tiles, found.redone) == (0, 0)
+    assert found.slowdown > 1.2
+    source = render.render(one, variant)
+    test = "if tl.max(tl.where(spoilt == 0.0, 0, 1)) > 0:"
+    assert source.text.count(test) == 1
+    never = replace(source, text=source.text.replace(test, test.replace("> 0:", "> 1:")))
+    operands = inputs.make(one, CUDA, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN)
+    output = forward.empty_output(one, operands.query)
+    forward.launch(compile.load(never, CUDA), one, operands, output, None)
+    rows = int(variant["BLOCK_M"])
+    spoilt = output.isnan().any(3).unflatten(2, (-1, rows)).any(3)  # [batch, heads, tiles]
+    first = math.ceil(int(variant["BLOCK_N"]) / rows)  # tiles that may see the first block alone
+    assert bool(spoilt[:, :, 0 if mask == "full" else first :].all())
+
+
+def test_normal_inputs_have_no_worst_case(card: Device) -> None:
+    """What the test above calls spoilt is not so without scores that outgrow a maximum."""
+    one = kernels.problem(**{**FACTS, "mask": "causal"})
+    source = render.render(one, keeping(one, card, HOPPER))
+    operands = inputs.make(one, CUDA, torch.Generator().manual_seed(1))
+    output = forward.empty_output(one, operands.query)
+    flags = forward.launch(compile.load(source, CUDA), one, operands, output, None, counting=True)
+    assert flags is not None
+    assert int(flags.sum()) == 0
