@@ -51,7 +51,7 @@ def worst_of(one: Problem, variant: Variant) -> WorstCase:
     """It is as right as these types can say it: a row is nearly one value, or a mean of two whose scores are close."""
     found = Outgrow(problem=one, source=render.render(one, variant), seed=0).run({})
     assert isinstance(found, WorstCase), found
-    assert found.max_error < {DType.FLOAT16: 0.01, DType.BFLOAT16: 0.06, DType.FLOAT8: 0.6}[one.dtype]
+    assert found.max_error < {DType.FLOAT16: 0.01, DType.BFLOAT16: 0.06}[one.dtype]
     return found
 
 
@@ -75,8 +75,8 @@ def test_the_worst_inputs_have_hoppers_kernels_compute_their_tiles_twice(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mask": "window:1024,0"}, {"dtype": DType.FLOAT8}, {"head_dim": 64}, {"seq_q": 2048, "heads_kv": 2}],
-    ids=["window", "float8", "head dim 64", "fewer queries, grouped"],
+    [{"mask": "window:1024,0"}, {"head_dim": 64}, {"seq_q": 2048, "heads_kv": 2}],
+    ids=["window", "head dim 64", "fewer queries, grouped"],
 )
 def test_nearly_all_of_other_problems_tiles_are_computed_twice(changes: dict[str, Any], card: Device) -> None:
     one = kernels.problem(**{**FACTS, **changes})
