@@ -24,6 +24,8 @@ MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes 
 MOST_ROOMS = 256  # streams with a scratch
 LEAST_ROOM = 4096  # numbers
 _KNOWN = "3.6."  # Triton whose C function is called below with its arguments in their order; others may have another
+_STREAM = 3  # its place among what a launch takes, behind the grid
+_DEFAULT = 0  # the stream that no graph can capture (cudaErrorStreamCaptureUnsupported)
 _OF_EACH_THREAD = 2  # cudaStreamPerThread, one handle for the streams of all threads
 
 
@@ -32,14 +34,13 @@ class Bound:
     """A launch of a kernel that takes the addresses of its call's tensors."""
 
     compiled: Any  # Triton's CompiledKernel
-    launch: Callable[..., object]  # takes grid, stream, `settings`, metadata, hooks and arguments, in this order
-    settings: tuple[object, ...]
+    launch: Callable[..., object]
+    given: list[object]  # what `launch` takes: grid, stream, settings, metadata, hooks, arguments; None where one moves
+    begin: int  # the place of the first argument
     index: int  # of the device
-    grid: tuple[int, int, int]
-    arguments: list[object]  # None where one is moving
-    pointers: tuple[tuple[int, int], ...]  # (place among the arguments, place among the addresses)
+    pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
     maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
-    scratch: tuple[int, int, int] | None  # (place among the arguments, place among the addresses, int32 numbers)
+    scratch: tuple[int, int, int] | None  # (place in `given`, place among the addresses, int32 numbers)
     device_of: Callable[[], int]  # -> current device
     stream_of: Callable[[int], int]  # device -> handle of its current stream
 
@@ -48,29 +49,32 @@ class Bound:
 
         Where the kernel needs a scratch and its address is 0, the launch takes one.
         """
-        if self.device_of() == self.index:
-            self._launch(addresses)
+        if self.device_of() != self.index:
+            with torch.cuda.device(self.index):
+                self._launch(addresses)
             return
-        with torch.cuda.device(self.index):
-            self._launch(addresses)
+        self._launch(addresses)
 
     def _launch(self, addresses: Addresses) -> None:
         """Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is."""
-        arguments = self.arguments.copy()
+        given = self.given.copy()
         for place, number in self.pointers:
-            arguments[place] = addresses[number]
+            given[place] = addresses[number]
         for place, number, maps in self.maps:
-            arguments[place] = maps[addresses[number]]
-        stream = self.stream_of(self.index)
+            given[place] = maps[addresses[number]]
+        given[_STREAM] = stream = self.stream_of(self.index)
         if self.scratch is not None:
             place, number, size = self.scratch
             if not addresses[number]:
                 room = _room(self.index, stream, size)  # held until the launch is in the stream
-                arguments[place] = room.address
+                given[place] = room.address
         hooks = triton.knobs.runtime
         enter, leave = _set(hooks.launch_enter_hook), _set(hooks.launch_exit_hook)
-        facts = None if enter is leave is None else self.compiled.launch_metadata(self.grid, stream, *arguments)
-        self.launch(*self.grid, stream, *self.settings, facts, enter, leave, *arguments)
+        if enter is not None or leave is not None:
+            begin = self.begin
+            facts = self.compiled.launch_metadata(tuple(given[:_STREAM]), stream, *given[begin:])
+            given[begin - 3 : begin] = facts, enter, leave
+        self.launch(*given)
 
 
 def _set(hook: Any) -> Any:
@@ -88,8 +92,12 @@ def bind(
             tensor `name` go by the address of `name`_ptr.
         scratch: int32 numbers that scratch_ptr needs; None where the kernel has no such argument.
     """
-    direct = _Direct.of(kernel)
-    flat: list[object] = []
+    direct, compiled = _Direct.of(kernel), kernel.compiled
+    settings: tuple[object, ...] = compiled.function, compiled.packed_metadata
+    if direct:
+        settings = compiled.function, direct.cooperative, direct.dependent, None, None, compiled.packed_metadata
+    flat: list[object] = [*grid, 1, 1, None, *settings, None, None, None]
+    begin = len(flat)
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Maps]] = []
     room = None
@@ -105,17 +113,12 @@ def bind(
             if name == "scratch_ptr" and scratch is not None:
                 room = len(flat), order.index(name), scratch
         flat.append(None if name in order else given)
-    compiled = kernel.compiled
-    settings: tuple[object, ...] = compiled.function, compiled.packed_metadata
-    if direct:
-        settings = compiled.function, direct.cooperative, direct.dependent, None, None, compiled.packed_metadata
     return Bound(
         compiled=compiled,
         launch=direct.launch if direct else compiled.run,
-        settings=settings,
+        given=flat,
+        begin=begin,
         index=kernel.device.index,
-        grid=(*grid, 1, 1),
-        arguments=flat,
         pointers=tuple(pointers),
         maps=tuple(maps),
         scratch=room,
@@ -222,7 +225,7 @@ def _room(index: int, stream: int, size: int) -> _Room:
     because its handle is the same is one stream here too. A graph that is being captured may be replayed anywhere, so
     that each of its launches has a room of its own, with a memset before it, in the memory that belongs to the graph.
     """
-    if stream == _OF_EACH_THREAD or torch.cuda.is_current_stream_capturing():
+    if stream != _DEFAULT and (stream == _OF_EACH_THREAD or torch.cuda.is_current_stream_capturing()):
         return _Room.of(size, index)
     room = _rooms.get((index, stream))
     if room is None or room.size < size:

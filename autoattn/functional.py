@@ -87,10 +87,16 @@ def attention(
         ProblemError: a size is not supported, or the mask is unknown.
         CacheError: a cache file is damaged or newer.
     """
-    asked = prepared.key(
-        (query, key, value), window, mask, causal, bias, softcap, alibi_slopes, sinks, score_mod, dropout, scale,
-        layout, precision, numerics, query_scale, key_scale, value_scale, return_lse,
-    )  # fmt: skip
+    seldom = None
+    if not (
+        window is mask is bias is alibi_slopes is sinks is score_mod is precision is numerics is None
+        and query_scale is key_scale is value_scale is None
+    ):
+        seldom = (
+            window, mask, bias, alibi_slopes, sinks, score_mod, precision, numerics,
+            query_scale, key_scale, value_scale,
+        )  # fmt: skip
+    asked = prepared.key(query, key, value, (), (causal, softcap, dropout, scale, layout, return_lse), seldom)
     if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
         return found
     call = arguments.read(
@@ -156,9 +162,15 @@ def packed_attention(
         CacheError: a cache file is damaged or newer.
     """
     tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+    seldom = None
+    if not (
+        window is alibi_slopes is sinks is score_mod is precision is numerics is None
+        and query_scale is key_scale is value_scale is None
+    ):
+        seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
     asked = prepared.key(
-        tensors, window, causal, softcap, alibi_slopes, sinks, score_mod, dropout, scale, precision, numerics,
-        query_scale, key_scale, value_scale, return_lse, max_seqlen_q, max_seqlen_kv,
+        query, key, value, (cu_seqlens_q, cu_seqlens_kv),
+        (causal, softcap, dropout, scale, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
     if (known := prepared.find(asked)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
@@ -311,13 +323,17 @@ def _broadcast(
 
     The last is None where the output has them already.
     """
+    heads = -3 if enable_gqa else -2  # where the axes end that are broadcast
+    if mask is None and type(query) is type(key) is type(value) is Tensor and query.dim() == 4:  # as most calls are
+        outer = query.shape[:heads]
+        if outer == key.shape[:heads] == value.shape[:heads]:
+            return query, key, value, None, None
     tensors = (("query", query), ("key", key), ("value", value), *((("attn_mask", mask),) if mask is not None else ()))
     for name, tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
         if tensor.dim() < 2 and name != "attn_mask":
             raise TensorError(f"{name} must be [..., seq, head_dim], got shape {tuple(tensor.shape)}; add axes")
-    heads = -3 if enable_gqa else -2  # where the axes end that are broadcast
     outer = query.shape[:heads]
     if query.dim() == 4 and outer == key.shape[:heads] == value.shape[:heads] and (mask is None or mask.dim() <= 4):
         return query, key, value, mask, None

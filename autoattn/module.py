@@ -64,8 +64,13 @@ class Attention(torch.nn.Module):
     ) -> Tensor:
         """[batch, heads_q, seq_q, head_dim] (or BSHD) -> the same with the value's head dim; a mask replaces the
         module's own."""
-        given = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, **self._own(mask)}
-        output = functional.attention(query, key, value, **given)
+        # Not by _own: to make its dictionary costs the host as much as to find a prepared call.
+        output = functional.attention(
+            query, key, value, mask=self.mask if mask is None else mask, causal=self.causal, window=self.window,
+            bias=bias, softcap=self.softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=self.score_mod,
+            dropout=self.dropout if self.training else 0.0, scale=self.scale, layout=self.layout,
+            precision=self.precision, numerics=self.numerics,
+        )  # fmt: skip
         assert isinstance(output, Tensor)
         return output
 

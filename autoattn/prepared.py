@@ -39,45 +39,53 @@ _FLOAT32 = torch.float32
 _ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 
 
-def key(tensors: tuple[Any, ...], window: Any, *words: Any) -> Key | None:
+def key(
+    query: Any, key: Any, value: Any, offsets: tuple[Any, ...], words: tuple[Any, ...], seldom: tuple[Any, ...] | None
+) -> Key | None:
     """All that decides how a call is answered; None when that takes more than a look at its arguments.
 
+    It is written out where a loop would be shorter, since every call pays for it.
+
     Args:
-        tensors: query, key, value, and cu_seqlens_q and cu_seqlens_kv of a packed call.
-        words: the other arguments, but for the seed of a dropout, which is never prepared.
+        offsets: cu_seqlens_q and cu_seqlens_kv of a packed call.
+        words: arguments that are mostly given, or have a default other than None.
+        seldom: the window and the others, but for the seed of a dropout, which is never prepared; None where all of
+            them are None.
     """
     if torch.compiler.is_compiling():
         return None
-    if window is not None:
-        if type(window) is not tuple:
+    if seldom is not None:
+        window = seldom[0]
+        if window is not None and type(window) is not tuple:
             return None
-        words += window
+        words += (*seldom[1:], *(window or ()), window is None)
     kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
-    if not _WORDS.issuperset(kinds):
+    if not (_WORDS.issuperset(kinds) and type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS):
         return None
-    facts: list[Hashable] = []
-    address, learns = 0, False
+    others: tuple[Hashable, ...] = ()
     try:
-        for tensor in tensors:
+        address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        for tensor in offsets:
             if type(tensor) not in _TENSORS:
                 return None
-            facts += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            others += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
             address |= tensor.data_ptr()
-            learns = learns or tensor.requires_grad
+        dtype, device = query.dtype, query.device
+        if not (dtype is key.dtype is value.dtype and device == key.device == value.device):
+            return None  # no such call is prepared: it is an error, or autocast gives it other tensors
+        kind = "cuda" if query.is_cuda else "cpu"
+        return (
+            dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), others,
+            address & _ALIGNED,
+            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            dtype is _FLOAT32 and torch.get_float32_matmul_precision(),
+            arguments.asked_numerics(),
+            kinds,
+            words,
+        )  # fmt: skip
     except RuntimeError:  # a sparse or nested tensor has no strides, one under torch.func.vmap no address
         return None
-    query = tensors[0]
-    kind = "cuda" if query.is_cuda else "cpu"
-    return (
-        *facts,
-        address & _ALIGNED,
-        learns and torch.is_grad_enabled(),
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        query.dtype is _FLOAT32 and torch.get_float32_matmul_precision(),
-        arguments.asked_numerics(),
-        kinds,
-        words,
-    )
 
 
 def find(asked: Key | None) -> Callable[..., Answer | None] | None:
@@ -142,7 +150,7 @@ class _Kernel:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
         output = query.new_empty_strided(*self.output)  # in the dtype of the query: other calls are not prepared
-        lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=torch.float32)
+        lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=_FLOAT32)
         counted = self.tiles and redone.counting  # then nobody else may have the scratch later
         scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
         counters = None if self.shared is None else arrivals.room(query.device, self.shared[0])

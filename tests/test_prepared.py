@@ -182,7 +182,7 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted)
     (known,) = prepared._known.values()
     tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5]), strict=True))
     for place, number in known.launch.pointers:
-        assert card.prepared[0][1][place] == tensors[POINTERS[number]].data_ptr()
+        assert sum(card.prepared[0], ())[place] == tensors[POINTERS[number]].data_ptr()
     assert len(known.launch.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
 
 
@@ -281,7 +281,7 @@ def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Noted, monkeypa
     assert passed[2] == value.data_ptr()
     assert passed[3] > 0
     assert card.prepared[0][1][0] is passed[0], "a descriptor is made once for an address"
-    assert not any(isinstance(one, Tensor) for one in known_launch().arguments)
+    assert not any(isinstance(one, Tensor) for one in known_launch().given)
 
 
 def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,9 +373,6 @@ calls = st.tuples(tensor_facts, few_words)
 def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
     """A call's key, and all that the ordinary way decides of it; an error is a decision too."""
     facts, asked = call
-    asked = {"window": None, "mask": None, "causal": False, "softcap": 0.0, "score_mod": None, "dropout": 0.0,
-             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False,
-             **asked}  # fmt: skip
     tensors = [torch.zeros(shape, dtype=facts["dtype"]) for shape in (facts["shapes"][0], *facts["shapes"][1:] * 2)]
     changed = facts["place"]
     moved = shifted(tensors[changed], facts["by"])
@@ -394,14 +391,14 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
             torch.set_grad_enabled(facts["grad"]),
             torch.autocast("cpu", dtype=kind, enabled=kind is not None),
         ):
-            return prepared.key(tuple(tensors), *asked.values()), decided(tensors, asked)
+            return key_of(*tensors, **asked), decided(tensors, asked)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
     given = {name: word for name, word in asked.items() if name != "return_lse"}
-    lse = asked["return_lse"]
+    lse = asked.get("return_lse", False)
     try:
         call = arguments.read(*tensors, **given, seed=1)  # type: ignore[arg-type]
         plan = answer.plan(call, lse=lse)
@@ -465,10 +462,11 @@ EACH: dict[str, dict[str, Any]] = {
 
 
 def key_of(*tensors: Any, **asked: Any) -> Any:
-    asked = {"window": None, "mask": None, "causal": False, "softcap": 0.0, "score_mod": None, "dropout": 0.0,
-             "scale": None, "layout": "bhsd", "precision": None, "numerics": None, "return_lse": False,
-             **asked}  # fmt: skip
-    return prepared.key(tensors, *asked.values())
+    """The key that `attention` asks for."""
+    with mock.patch.object(prepared, "find") as find:
+        functional.attention(*tensors, **asked)
+    find.assert_called_once()
+    return find.call_args.args[0]
 
 
 def test_each_argument_makes_another_key() -> None:
@@ -489,8 +487,8 @@ def test_each_fact_of_a_tensor_makes_another_key() -> None:
         key_of(query, key, strided(value, 4)),
         key_of(shifted(query, 1), key, value),
         key_of(query, shifted(key, 2), value),
-        key_of(query, key, value.half()),
-        key_of(query, key, value.to("meta")),
+        key_of(*(tensor.half() for tensor in (query, key, value))),
+        key_of(*(tensor.to("meta") for tensor in (query, key, value))),
         key_of(query, key, value.clone().requires_grad_()),
     ]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -519,6 +517,7 @@ def test_where_more_than_a_look_is_needed_there_is_no_key() -> None:
     for asked in ({"mask": query > 0}, {"score_mod": lambda score, *place: score}, {"window": [3, 0]},
                   {"scale": torch.tensor(1.0)}, {"mask": object()}):  # fmt: skip
         assert key_of(query, key, value, **asked) is None
+    assert key_of(query, key.float(), value) is key_of(query, key, value.to("meta")) is None, "an error, or autocast's"
     subclass = query.as_subclass(type("Own", (Tensor,), {}))
     for tensor in (subclass, query.to_sparse(), query.tolist(), None):
         assert key_of(tensor, key, value) is None
@@ -686,7 +685,7 @@ def test_nothing_prepared_holds_a_tensor(card: Noted) -> None:
     autoattn.attention(*three(), return_lse=True)
     autoattn.packed_attention(*packed())
     for known in prepared._known.values():
-        assert not any(isinstance(given, Tensor) for given in known.launch.arguments)
+        assert not any(isinstance(given, Tensor) for given in known.launch.given)
 
 
 def test_threads_may_call_at_once(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
