@@ -215,6 +215,11 @@ def test_a_launch_that_may_overlap_others_of_its_stream_has_zeros_of_its_own(
     assert not rooms[0].tensor.any()
 
 
+def test_the_default_stream_which_no_graph_captures_is_not_asked(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
+    assert bound._room(0, 0, 300) is bound._room(0, 0, 300)
+
+
 def test_streams_without_end_do_not_keep_a_scratch_each(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound, "MOST_ROOMS", 3)
     for stream in range(10, 20):
