@@ -109,6 +109,7 @@ def test_random_variants_of_random_kinds_pass_or_are_refused_by_the_compiler(see
 HOPPER_MASKS = (
     "full", "causal", "causal:top-left", "window:128,0", "window:100,30", "window:-1,64", "window:128,-1",
     "packed full", "packed causal", "packed window:100,0",
+    "blocks:128x128,0.5", "blocks:64x32,0.1",
 )  # fmt: skip
 HOPPER_DIMS = ((64, 64), (128, 128), (256, 256), (56, 56), (80, 80), (96, 96), (16, 16), (192, 128), (64, 128))
 

@@ -24,6 +24,7 @@ from autoattn.variant import Source, Traits, Value, Variant
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 TEMPLATE = "gluon/forward"
+ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
 H200 = profiles.named("h200")
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 128}, Traits()),
@@ -37,6 +38,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 128, "layout": Layout.PACKED}, Traits(lse=True)),
     ({"head_dim": 72, "mask": "causal", "layout": Layout.PACKED, "dtype": DType.FLOAT16}, Traits()),
     ({"head_dim": 64, "mask": "window:600,64", "layout": Layout.PACKED}, Traits(lse=True)),
+    ({"head_dim": 128, "mask": "blocks:128x128,0.5"}, Traits(lse=True)),
+    ({"head_dim": 64, "mask": Mask.blocks(256, 64, 0.5, ALIKE)}, Traits()),
 )
 
 
@@ -137,7 +140,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
     "multiple of 16 bytes": ({"head_dim": 57}, {}),
     "256 columns": ({"head_dim_v": 512}, {}),
     "sees all that its tile sees": ({"mask": "causal"}, {"BLOCK_M": 64, "mask_loop": "split_own", "ping_pong": "none"}),
-    "block tables": ({"mask": "blocks:128x128,0.5"}, {}),
+    "one row of the block table": ({"mask": "blocks:64x128,0.5"}, {"BLOCK_M": 128}),
+    "a step's keys": ({"mask": "blocks:128x64,0.5"}, {"BLOCK_N": 128}),
+    "first whole block": ({"mask": "blocks:128x128,0.5"}, {"softmax": "first_max", "overlap": 0}),
     "changes no scores": ({"modifiers": Modifiers(softcap=True)}, {}),
     "registers": ({}, {"BLOCK_M": 192, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
     "shared memory": ({"head_dim": 256}, {"BLOCK_N": 64, "query_stages": 2}),
