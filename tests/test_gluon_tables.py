@@ -1,0 +1,104 @@
+"""Block tables in the Gluon family: what its machine code says of the walk over a table; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import kernels
+import pytest
+
+from autoattn import profiles, render, sass, space
+from autoattn.compile import build, inspect
+from autoattn.problem import DType, Problem
+from autoattn.variant import Source, Value, Variant
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+
+TEMPLATE = "gluon/forward"
+LABEL = re.compile(r"^(\.L_x_\d+):")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;(.*)$")
+# The unit of a uniform register that an instruction writes: "UIADD3 UR4, ..." or "UIADD3.64 UR4, ..." for UR4 and UR5
+WRITTEN = re.compile(r"^(U[A-Z0-9]+|R2UR|S2UR|VOTEU|REDUX)(\S*) (?:!?UP[T\d], |P\d, )*UR(\d+)\b")
+
+
+def problem(mask: str) -> Problem:
+    sizes = {"batch": 4, "heads_q": 16, "heads_kv": 16, "seq_q": 4096, "seq_kv": 4096, "head_dim": 128}
+    return kernels.problem(**sizes, dtype=DType.BFLOAT16, mask=mask)
+
+
+def source(mask: str, **changes: Value) -> Source:
+    one = problem(mask)
+    default = space.load(TEMPLATE).default(one, profiles.named("h200")).as_dict()
+    return render.render(one, Variant.of(TEMPLATE, default | changes))
+
+
+def listing(cubin: bytes, folder: Path) -> tuple[list[str], list[list[int]], int]:
+    """Instructions, those that may come right before each, and where the roles of the warps part."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    said = subprocess.run([sass.disassembler(), "-c", "-ndf", str(file)], capture_output=True, text=True, check=True)
+    code: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in said.stdout.splitlines():
+        if found := LABEL.match(line.strip()):
+            labels[found[1]] = len(code)
+        elif found := INSTRUCTION.match(line):
+            code.append((found[1], found[2]))
+    before: list[list[int]] = [[] for _ in code]
+    for place, (text, rest) in enumerate(code):
+        bare = re.sub(r"^@!?U?P\d+ ", "", text)
+        leaves = bare.startswith(("BRA", "BRX", "EXIT"))
+        if leaves:
+            for label in re.findall(r"\.L_x_\d+", text + rest):
+                before[labels[label]].append(place)
+        if (not leaves or bare != text) and place + 1 < len(code):
+            before[place + 1].append(place)
+    return [text for text, _ in code], before, next(i for i, (text, _) in enumerate(code) if text.startswith("BRX"))
+
+
+def never_made(code: list[str], before: list[list[int]], roles: int) -> list[str]:
+    """Products with a descriptor that some way from the beginning of their role does not make."""
+    writers: dict[int, set[int]] = {}
+    for place, text in enumerate(code):
+        if found := WRITTEN.match(text):
+            wide = ".64" in found[2] or "WIDE" in found[2]
+            for register in range(int(found[3]), int(found[3]) + 1 + wide):
+                writers.setdefault(register, set()).add(place)
+    lost = []
+    for place, text in enumerate(code):
+        if (found := re.search(r"gdesc\[UR(\d+)\]", text)) and text.startswith("HGMMA"):
+            first = int(found[1]) + (2 if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text) else 0)
+            for register in range(first, int(found[1]) + 4):
+                seen, ways = set(), list(before[place])
+                while ways:
+                    way = ways.pop()
+                    if way not in seen and (way not in writers.get(register, ()) or way <= roles):
+                        seen.add(way)
+                        ways += before[way]
+                if roles in seen or 0 in seen:
+                    lost.append(f"{text}: UR{register}")
+    return lost
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"softmax": "online", "overlap": 0, "ping_pong": "none"}, {"softmax": "vote"}, {"softmax": "first_max"}],
+    ids=lambda changes: str(changes["softmax"]),
+)
+def test_whole_blocks_find_the_queries_in_a_tile_without_partial_ones(
+    changes: dict[str, Value], tmp_path: Path
+) -> None:
+    """ptxas took their descriptor from the loop over partial blocks, even where that does not run (Triton 3.6)."""
+    compiled = build(source("blocks:128x128,0.5", **changes), 90)
+    code, before, roles = listing(compiled.asm["cubin"], tmp_path)
+    assert sum(text.startswith("HGMMA") for text in code) >= 32
+    assert never_made(code, before, roles) == []
+
+
+def test_a_table_costs_the_loop_over_whole_blocks_nothing() -> None:
+    masks = ("full", "blocks:128x128,0.5")
+    dense, listed = (inspect(source(mask, softmax="vote"), 90).loop for mask in masks)
+    assert abs(sum(listed.values()) - sum(dense.values())) < 16
+    assert "LDG" not in "".join(listed)
