@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import os
 import signal
+import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +33,7 @@ WARP_SIZE = 32
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
 MAX_SPILLED = 2048
+_JIT_INPUT_PTX = 1  # CU_JIT_INPUT_PTX of cuda.h
 BEFORE = "_before"  # behind the name of a kernel: the one that is launched before it
 
 
@@ -114,10 +117,14 @@ class Kernel:
             self.compiled[(*grid, 1, 1)](*ordered)
 
 
-def load(source: Source, device: torch.device) -> Kernel:
+def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -> Kernel:
     """Compiles for the card `device` and makes the kernel ready to launch there.
 
     A CPU device gives a kernel that runs in Triton's interpreter, in a process started with TRITON_INTERPRET=1.
+
+    Args:
+        ptx_arch: an older compute capability to write the PTX for, of which the driver then makes the card's machine
+            code; so an Ampere kernel's numbers can be checked on Hopper. None means the card's own.
 
     Raises:
         CompileError: the compiler refused, or the kernel does not fit the card.
@@ -129,13 +136,17 @@ def load(source: Source, device: torch.device) -> Kernel:
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
     if device.index is None:  # launches ask for the stream of a numbered device
         device = torch.device(device.type, torch.cuda.current_device())
-    before = _ready(source, module, device, before=True) if hasattr(module, source.name + BEFORE) else None
-    return replace(_ready(source, module, device), before=before)
+    before = _ready(source, module, device, ptx_arch, before=True) if hasattr(module, source.name + BEFORE) else None
+    return replace(_ready(source, module, device, ptx_arch), before=before)
 
 
-def _ready(source: Source, module: ModuleType, device: torch.device, *, before: bool = False) -> Kernel:
+def _ready(
+    source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, *, before: bool = False
+) -> Kernel:
     properties = torch.cuda.get_device_properties(device)
-    compiled = build(source, properties.major * 10 + properties.minor, before=before)
+    compiled = build(source, ptx_arch or properties.major * 10 + properties.minor, before=before)
+    if ptx_arch is not None:
+        compiled.kernel = translated(compiled.asm["ptx"], device)
     try:
         with torch.cuda.device(device):
             compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
@@ -145,6 +156,32 @@ def _ready(source: Source, module: ModuleType, device: torch.device, *, before: 
     return Kernel(
         source=source, module=module, compiled=compiled, device=device, sm_count=properties.multi_processor_count
     )
+
+
+@lru_cache(maxsize=256)
+def translated(ptx: str, device: torch.device) -> bytes:
+    """The cubin that the driver makes for a card of a PTX text, which may be written for an older one.
+
+    Raises:
+        CompileError: the driver refused; it says why only in its number of the error.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    link, cubin, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+    text = ptx.encode() + b"\0"
+    steps: list[Callable[[], int]] = [
+        lambda: driver.cuLinkCreate_v2(0, None, None, ctypes.byref(link)),
+        lambda: driver.cuLinkAddData_v2(link, _JIT_INPUT_PTX, text, ctypes.c_size_t(len(text)), b"", 0, None, None),
+        lambda: driver.cuLinkComplete(link, ctypes.byref(cubin), ctypes.byref(size)),
+    ]
+    torch.cuda.synchronize(device)  # makes the card's context this thread's own
+    try:
+        for step in steps:
+            if error := step():
+                raise CompileError(f"the driver must translate older PTX, got CUDA error {error}; update the driver")
+        return ctypes.string_at(cubin, size.value)
+    finally:
+        if link:
+            driver.cuLinkDestroy(link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,15 +216,20 @@ def described(name: str) -> str:
     return name.removesuffix("_low").removesuffix("_high").removesuffix("_rest")
 
 
-def inspect(source: Source, arch: int) -> StaticReport:
+def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:
     """Compiles and reads the machine code.
+
+    Args:
+        ptx_arch: an older compute capability to write the PTX for; ptxas then makes code for `arch` of it, as the
+            driver does where `load` is given the same.
 
     Raises:
         CompileError: the compiler refused, or it made code of warpgroup products that is no use.
     """
-    compiled = build(source, arch)
+    compiled = build(source, ptx_arch or arch)
+    cubin = compiled.asm["cubin"] if ptx_arch is None else _assembled(compiled.asm["ptx"], arch)
     report = sass.read(
-        compiled.asm["cubin"],
+        cubin,
         digest=source.digest,
         arch=arch,
         shared_bytes=compiled.metadata.shared,
@@ -195,11 +237,25 @@ def inspect(source: Source, arch: int) -> StaticReport:
     )
     _check_spills(compiled, report.spilled_bytes)
     module = load_module(source)
-    if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, compiled.asm["cubin"])):
+    if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, cubin)):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     if hasattr(module, source.name + BEFORE):
         build(source, arch, before=True)  # into Triton's cache, while the card is busy with another variant
     return report
+
+
+def _assembled(ptx: str, arch: int) -> bytes:
+    """The cubin that Triton's ptxas makes of a PTX text."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        text.write_text(ptx, encoding="utf-8")
+        command = [triton.knobs.nvidia.ptxas.path, f"--gpu-name=sm_{arch}", str(text), "-o", str(cubin)]
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
+            raise CompileError(f"ptxas must make code for sm_{arch} of an older PTX, got {said}") from error
+        return cubin.read_bytes()
 
 
 def was_killed(error: CompileError) -> bool:

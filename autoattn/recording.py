@@ -19,19 +19,20 @@ from autoattn.device import Device
 from autoattn.errors import UsageError
 from autoattn.problem import Problem
 from autoattn.space import SearchSpace
-from autoattn.trial import Evidence, Measurement, Outcome, Prediction, Trial
+from autoattn.trial import Evidence, Measurement, Outcome, Prediction, StaticReport, Trial
 from autoattn.variant import Value, Variant
 
 FORMAT = 1
 NOT_RECORDED = "nobody recorded this variant"
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One variant. Its time is in microseconds, and null unless the outcome is ok."""
 
     params: dict[str, int | str]
     outcome: Outcome
     time_us: float | None
+    report: StaticReport | None = None
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,9 +117,16 @@ class RecordedSpace(SearchSpace):
             yield left.pop()
 
 
-def trial_of(problem: Problem, evidence: Evidence, variant: Variant, outcome: Outcome, time_us: float | None) -> Trial:
-    """A trial that says what a recording knows: outcome and time, in microseconds."""
-    trial = Trial(variant=variant, outcome=outcome, digest=variant.digest)
+def trial_of(
+    problem: Problem,
+    evidence: Evidence,
+    variant: Variant,
+    outcome: Outcome,
+    time_us: float | None,
+    report: StaticReport | None = None,
+) -> Trial:
+    """A trial that says what a recording knows: outcome, time in microseconds, and what the machine code says."""
+    trial = Trial(variant=variant, outcome=outcome, digest=variant.digest, report=report)
     if time_us is None:
         return trial
     if evidence is Evidence.PREDICTED:
@@ -129,9 +137,16 @@ def trial_of(problem: Problem, evidence: Evidence, variant: Variant, outcome: Ou
 
 
 def of_trials(
-    trials: Iterable[Trial], *, problem: Problem, device: str, evidence: Evidence, versions: dict[str, str], source: str
+    trials: Iterable[Trial],
+    *,
+    problem: Problem,
+    device: str,
+    evidence: Evidence,
+    versions: dict[str, str],
+    source: str,
+    reports: bool = False,
 ) -> Recording:
-    """The recording of a study's trials, all of one template.
+    """The recording of a study's trials, all of one template; with what their machine code says, if `reports`.
 
     Raises:
         UsageError: the trials are of several templates, none worked, or one's time does not rest on `evidence`.
@@ -144,7 +159,8 @@ def of_trials(
                 f"a recording must hold {evidence.value} times alone, got another one of {trial.variant}; "
                 "keep the two apart"
             )
-        found[trial.variant] = trial_of(problem, evidence, trial.variant, trial.outcome, time_us)
+        report = trial.report if reports else None
+        found[trial.variant] = trial_of(problem, evidence, trial.variant, trial.outcome, time_us, report)
     templates = sorted({variant.template for variant in found})
     if len(templates) > 1:
         raise UsageError(f"a recording must be of one template, got {', '.join(templates)}; record each by itself")
@@ -171,7 +187,7 @@ def write(recording: Recording, path: Path) -> None:
         source=recording.source,
     )
     lines = [
-        _Line(params=variant.as_dict(), outcome=trial.outcome, time_us=trial.time_us)
+        _Line(params=variant.as_dict(), outcome=trial.outcome, time_us=trial.time_us, report=trial.report)
         for variant, trial in recording.trials.items()
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +213,9 @@ def read(path: Path) -> Recording:
             line = msgspec.json.decode(text, type=_Line)
             variant = Variant.of(header.template, dict(line.params))
             _check(line, variant, trials)
-            trials[variant] = trial_of(header.problem, header.evidence, variant, line.outcome, line.time_us)
+            trials[variant] = trial_of(
+                header.problem, header.evidence, variant, line.outcome, line.time_us, line.report
+            )
     except (OSError, ValueError, UsageError) as error:  # msgspec's errors are ValueErrors
         words = " ".join(str(error).split())[:200]
         raise UsageError(
