@@ -13,6 +13,7 @@ through all of that are read. Then:
 
 - loops around a loop of its own that loads from memory are left out when others are not: they are the second chance
   that adds values key by key, where these may be NaN or infinite;
+- so are loops that multiply more than others do: the same second chance, where one more product finds such values;
 - loops that track a running maximum (FMNMX) are left out when another loop does not: they are the second chance of the
   `first_max` softmax, which runs when a tile overflowed;
 - `loop` is the lightest path of the loop with the fewest masking instructions (ISETP, FSEL and their kin);
@@ -373,6 +374,7 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
             break
     if not passes:  # nothing that looks like attention: the whole kernel once is the honest upper bound
         return [name for name, _, _ in code], []
+    passes = _without_flags(passes)
     fewest = min(_maxima(light) for light, _ in passes)
     passes = [p for p in passes if _maxima(p[0]) <= fewest + 8] or passes
     plain = min((light for light, _ in passes), key=lambda names: (_masking(names), len(names)))
@@ -380,6 +382,20 @@ def _key_loops(code: list[Instruction]) -> tuple[list[str], list[str]]:
     # A mask selects once per score, and each score has an exp2; without softmax, loops that count on a few select less.
     masks = _masking(masked) - _masking(plain) > (masked.count("MUFU.EX2") / 2 or 8)
     return plain, masked if masks else []
+
+
+def _without_flags(passes: list[tuple[list[str], list[str]]]) -> list[tuple[list[str], list[str]]]:
+    """The passes without those of second chances that multiply more: the weights with flags of NaN and infinity too."""
+    tensor = any(_tensor(light) for light, _ in passes)
+    products = [_tensor(light) if tensor else light.count("FFMA") for light, _ in passes]
+    fewest = min((count for count in products if count), default=0)
+    return [
+        one for one, count in zip(passes, products, strict=True) if (not tensor or count) and 5 * count <= 6 * fewest
+    ]
+
+
+def _tensor(names: list[str]) -> int:
+    return sum(name.partition(".")[0] in TENSOR for name in names)
 
 
 def _loads(names: list[str]) -> bool:
