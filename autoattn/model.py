@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autoattn import waves
 from autoattn.device import Device
 from autoattn.problem import DType, Precision, Problem, pieces
+from autoattn.program import WARPGROUP, Program, program_of
 from autoattn.trial import Prediction, StaticReport
 from autoattn.variant import Value
 
@@ -30,7 +31,6 @@ FMA = frozenset(("FMUL", "FADD", "FFMA", "FMUL2", "FADD2", "FFMA2", "HFMA2", "IM
 SLOW = frozenset(("MUFU", "I2F", "F2I", "F2F"))  # sixteen lanes an SM
 MEMORY = {"STS": 1.0, "LDS": 1.0, "LDL": 1.0, "STL": 1.0, "STSM": 4.0, "SHFL": 1.0}  # SM cycles of 128 bytes, 32 bit
 WIDTH = {"128": 4.0, "64": 2.0}
-WARPGROUP = ("HGMMA", "QGMMA")  # products of a warpgroup, of 16 or 32 bits and of 8
 # Issued in the shadow of a product
 FEEDS = frozenset(("HMMA", "QMMA", *WARPGROUP, "UTCHMMA", "UTCQMMA", "LDSM", "LDGSTS", "LDG"))
 # Bytes that an SM draws from the L2 per cycle while all others do. sm_80: 5,120 a cycle for 108 SMs (A100 whitepaper),
@@ -54,6 +54,8 @@ class Constants:
     spill_latency: float = 40.0  # cycles of each reload of a spilled register
     serial_product: float = 31.0  # cycles of each warpgroup instruction beyond a pass's own four
     warp_overlap: float = 0.25  # w warps of a block on a scheduler overlap like w ** warp_overlap blocks
+    ahead: float = 0.0  # workers that one whose next product runs beside its softmax counts for, beyond itself
+    walking: float = 1.0  # share of a tile's setup that shows where the same program walks on to the next one
 
 
 BOUNDS = {
@@ -64,6 +66,8 @@ BOUNDS = {
     "spill_latency": (20.0, 200.0),
     "serial_product": (0.0, 100.0),
     "warp_overlap": (0.0, 1.0),
+    "ahead": (0.0, 2.0),
+    "walking": (0.0, 1.0),
 }
 CONSTANTS = Constants()
 
@@ -133,10 +137,11 @@ class Demand:
 
 
 def demand(
-    problem: Problem, device: Device, params: Mapping[str, Value], loop: Mapping[str, int], num_warps: int,
+    problem: Problem, device: Device, params: Mapping[str, Value], loop: Mapping[str, int], program: Program,
     constants: Constants = CONSTANTS,
 ) -> Demand:  # fmt: skip
-    """What a pass costs, from the tile's shape and the loop's instruction mix."""
+    """What a worker's pass costs, from its tile's shape and the loop's instruction mix."""
+    num_warps = program.warps
     shares = num_warps / SCHEDULERS  # warps of a block on each scheduler, at best
     counts = {"alu": 0, "fma": 0, "slow": 0, "issued": 0}
     shared = operands = 0.0
@@ -153,23 +158,23 @@ def demand(
     lanes = 16 if device.arch == 80 else 32  # float32 lanes of a scheduler
     issue = max(counts["issued"], 2 * counts["alu"], WARP / lanes * counts["fma"])
     return Demand(
-        tensor=max(_tensor_cycles(problem, device, params, loop, num_warps), operands),
+        tensor=max(_tensor_cycles(problem, device, params, loop, program), operands),
         issue=max(shares, 1.0) * issue,
         exp=max(shares, 1.0) * 8 * counts["slow"],
-        shared=shared + _synchronous_copy(problem, params, loop),
-        latency=_latency(params, loop, constants),
+        shared=shared + (0.0 if program.specialised else _synchronous_copy(problem, params, loop)),
+        latency=_latency(params, loop, program, constants),
     )
 
 
 def _tensor_cycles(
-    problem: Problem, device: Device, params: Mapping[str, Value], loop: Mapping[str, int], num_warps: int
+    problem: Problem, device: Device, params: Mapping[str, Value], loop: Mapping[str, int], program: Program
 ) -> float:
     """Cycles of the two products on an SM's tensor cores; 0 where they run on the float32 lanes."""
-    parts = BFLOAT16_PARTS.get(str(params["products"]), 0)
+    parts = BFLOAT16_PARTS.get(str(params.get("products")), 0)
     if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE and not parts:
         return 0.0
     rate = _tensor_rate(problem, device, parts) / (device.sm_count * device.clock_mhz * 1e6)  # flop per SM and cycle
-    block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
+    block_m, block_n, num_warps = program.rows, program.block_n, program.warps
     depth, depth_v = _widths(problem, params)
     scores, sums = (2 * block_m * block_n * elements / rate for elements in (depth, depth_v))
     warpgroup = [opcode for opcode in loop if opcode.startswith(WARPGROUP)]
@@ -199,9 +204,11 @@ def _tensor_rate(problem: Problem, device: Device, parts: int) -> float:
 
 def _widths(problem: Problem, params: Mapping[str, Value]) -> tuple[int, int]:
     """Elements that tiles hold of a head of query and key, and of value."""
-    if params["HEAD_SPLIT"]:
-        return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
-    return problem.head_dim_padded, problem.head_dim_v_padded
+    split = int(params.get("HEAD_SPLIT", 0))
+    return (
+        sum(pieces(problem.head_dim)) if split else problem.head_dim_padded,
+        sum(pieces(problem.head_dim_v)) if split == 1 else problem.head_dim_v_padded,
+    )
 
 
 def _synchronous_copy(problem: Problem, params: Mapping[str, Value], loop: Mapping[str, int]) -> float:
@@ -217,9 +224,11 @@ def _key_bytes(problem: Problem, params: Mapping[str, Value]) -> int:
     return int(params["BLOCK_N"]) * (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
 
 
-def _latency(params: Mapping[str, Value], loop: Mapping[str, int], constants: Constants) -> float:
+def _latency(params: Mapping[str, Value], loop: Mapping[str, int], program: Program, constants: Constants) -> float:
     loads = 0.0
-    if not _copies_ahead(loop):
+    if program.specialised:  # one slot: the next keys come once these are read
+        loads = constants.one_ahead * (int(params["num_stages"]) == 1)
+    elif not _copies_ahead(loop):
         loads = 1 + constants.behind_barrier * (params["barrier"] in ("after_qk", "before_pv"))
     elif int(params["num_stages"]) <= 2:
         loads = constants.one_ahead
@@ -233,7 +242,9 @@ def _latency(params: Mapping[str, Value], loop: Mapping[str, int], constants: Co
     )
 
 
-def pass_cycles(cost: Demand, blocks: float, num_warps: int, constants: Constants = CONSTANTS) -> float:
+def pass_cycles(
+    cost: Demand, blocks: float, num_warps: int, constants: Constants = CONSTANTS, *, ahead: bool = False
+) -> float:
     """Cycles between two passes that an SM completes, when `blocks` blocks share it.
 
     A closed network of queues, solved by approximate mean value analysis (Schweitzer 1979). Warps of one block that
@@ -241,6 +252,7 @@ def pass_cycles(cost: Demand, blocks: float, num_warps: int, constants: Constant
     """
     parts = max(1.0, num_warps / SCHEDULERS) ** constants.warp_overlap
     # Blocks of fewer than four warps share the schedulers out among them.
+    parts *= 1 + constants.ahead * ahead
     customers = max(1.0, blocks * min(1.0, num_warps / SCHEDULERS)) * parts
     services = [cycles / parts for cycles in cost.stations()]
     queues = [customers / len(services)] * len(services)
@@ -267,7 +279,7 @@ class _Work:
     masked: waves.Array  # [tiles] of the one that does
     costs: tuple[Demand, Demand]  # of a pass of each
     setup: float  # cycles of a tile outside its loops
-    warps: int  # of a block
+    program: Program
     constants: Constants
 
     @property
@@ -276,18 +288,23 @@ class _Work:
 
     def rows(self, blocks: int) -> waves.Array:
         """Cycles that each row tile of a head holds a slot, when `blocks` blocks share an SM."""
-        each = [blocks * pass_cycles(cost, blocks, self.warps, self.constants) for cost in self.costs]
+        workers = blocks * self.program.workers
+        each = [
+            workers * pass_cycles(cost, workers, self.program.warps, self.constants, ahead=self.program.ahead)
+            for cost in self.costs
+        ]
         return self.plain * each[0] + self.masked * each[1] + self.setup
 
     def unit_cycles(self) -> dict[str, float]:
         """Cycles of an SM's time that all passes together ask of each unit."""
-        passes = (float(self.plain.sum()) * self.heads, float(self.masked.sum()) * self.heads)
+        each = self.heads * self.program.workers
+        passes = (float(self.plain.sum()) * each, float(self.masked.sum()) * each)
         found = {
             unit: sum(n * getattr(cost, unit) for n, cost in zip(passes, self.costs, strict=True))
             for unit in ("tensor", "issue", "exp", "shared")
         }
         for unit in ("tensor", "issue", "exp"):  # a block of fewer than four warps leaves schedulers to others
-            found[unit] *= min(1.0, self.warps / SCHEDULERS)
+            found[unit] *= min(1.0, self.program.warps / SCHEDULERS)
         return found
 
 
@@ -308,7 +325,7 @@ def predict(
         raise ValueError(f"a prediction needs a kernel that can run; {reason}")
     work = _work(problem, device, params, report, constants)
     fitting = occupancy(device, report.registers, report.shared_bytes, report.num_warps)
-    resident = min(fitting, int(params["PERSISTENT"]) or fitting)
+    resident = min(fitting, work.program.persistent or fitting)
     resident = max(1, min(resident, -(-work.tiles // device.sm_count)))
     hertz = device.sustained_clock_mhz * 1e6
     memory = _memory_seconds(problem, device, params, work.plain + work.masked, device.sm_count * resident, hertz)
@@ -327,19 +344,20 @@ def predict(
 def _work(
     problem: Problem, device: Device, params: Mapping[str, Value], report: StaticReport, constants: Constants
 ) -> _Work:
+    program = program_of(params, report)
     mask_loop = str(params["mask_loop"]) if report.masked_loop else "every"
     together, splits = _together(problem, params), int(params.get("SPLITS", 1))
     plain, masked = waves.key_blocks(problem, int(params["BLOCK_M"]), int(params["BLOCK_N"]), mask_loop, together)
     if splits > 1:
         plain, masked = waves.shared(plain, masked, splits)
     first, second = (
-        demand(problem, device, params, loop, report.num_warps, constants)
+        demand(problem, device, params, loop, program, constants)
         for loop in (report.loop, report.masked_loop or report.loop)
     )
     return _Work(
         heads=waves.heads_of(problem, together), plain=plain, masked=masked, costs=(first, second),
-        setup=_setup(params, report, constants) + _adding_up(problem, params, constants),
-        warps=report.num_warps, constants=constants,
+        setup=_setup(params, report, program, constants) + _adding_up(problem, params, constants),
+        program=program, constants=constants,
     )  # fmt: skip
 
 
@@ -349,8 +367,8 @@ def _cycles(work: _Work, device: Device, params: Mapping[str, Value], resident: 
     descending = params["row_order"] == "descending"
     group = int(params["HEAD_GROUP"]) or work.heads
     slots = device.sm_count * resident
-    if persistent := int(params["PERSISTENT"]):
-        programs = min(work.tiles, persistent * device.sm_count)
+    if work.program.persistent and work.program.dealt:
+        programs = min(work.tiles, work.program.persistent * device.sm_count)
         rounds = -(-programs // slots)
         return rounds * waves.dealt_makespan(full, work.heads, group, descending=descending, programs=programs)
 
@@ -368,8 +386,10 @@ def _bound(parts_us: Mapping[str, float], time_us: float) -> str:
     return unit if parts_us[unit] >= time_us / 2 else "latency"
 
 
-def _setup(params: Mapping[str, Value], report: StaticReport, constants: Constants) -> float:
+def _setup(params: Mapping[str, Value], report: StaticReport, program: Program, constants: Constants) -> float:
     """Cycles of a tile outside its loops: Q arrives, each loop's first keys arrive, the output is written."""
+    if program.specialised:
+        return constants.load_latency * 3 * (constants.walking if program.persistent else 1.0)
     loops = 2 if report.masked_loop and params["mask_loop"] == "split" else 1
     again = params["softmax"] == "first_max"  # reads the first block for its maximum alone
     return constants.load_latency * (2 + loops + again)

@@ -13,6 +13,7 @@ from autoattn.compile import inspect
 from autoattn.mask import Mask
 from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
 from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.program import program_of
 from autoattn.trial import StaticReport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -191,7 +192,8 @@ def test_dealt_tiles_take_as_long_as_the_program_with_most_of_them():
 
 
 def cost(device=A100, of=None, loop=PLAIN, num_warps=4, **params):
-    return demand(of or problem(), device, PARAMS | params, loop, num_warps)
+    params = PARAMS | params
+    return demand(of or problem(), device, params, loop, program_of(params, report(num_warps=num_warps)))
 
 
 def test_tensor_time_is_flops_over_peak():

@@ -5,6 +5,7 @@ import struct
 import subprocess
 from collections import Counter
 
+import kernels
 import pytest
 import triton
 import triton.language as tl
@@ -12,7 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from autoattn import sass
+from autoattn.compile import inspect
 from autoattn.errors import CompileError
+from autoattn.problem import DType
 
 BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS = 64, 32, 64, 4
 
@@ -327,3 +330,15 @@ def test_a_kernel_without_a_key_loop_is_reported_whole():
     plain, masked = Program()(*PRODUCT, *EXP).key_loops()
     assert plain == Counter([*PRODUCT, *EXP, "EXIT"])
     assert masked == Counter()
+
+
+@pytest.mark.parametrize(("arch", "product"), [(80, "HMMA"), (90, "HGMMA")])
+def test_the_second_chance_that_multiplies_flags_is_not_taken_for_the_loop_that_masks(arch, product):
+    """Of the shipped template, whose second chance also finds values of NaN and infinity by a product."""
+    of = kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal")
+    report = inspect(kernels.source(of, BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3), arch)
+    counts = [
+        {name: n for name, n in loop.items() if name.startswith(product)} for loop in (report.loop, report.masked_loop)
+    ]
+    assert counts[0] == counts[1] != {}
+    assert report.masked_loop["FSEL"] == 32  # one for each score of a thread

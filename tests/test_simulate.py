@@ -16,7 +16,7 @@ from autoattn.ledger import Ledger, journalled
 from autoattn.recording import NOT_RECORDED, Recording
 from autoattn.simulate import Run
 from autoattn.study import DEFAULT, Sampler, Study
-from autoattn.trial import Evidence, Outcome, Trial
+from autoattn.trial import Evidence, Outcome, StaticReport, Trial
 from autoattn.variant import Variant
 
 RECORDINGS = Path(__file__).parent.parent / "benchmarks" / "data" / "recordings"
@@ -251,3 +251,18 @@ def test_a_damaged_recording_is_named_with_its_line(tmp_path: Path, damage: obje
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.jsonl must be a recording"):
         recording.read(tmp_path / "none.jsonl")
+
+
+def test_what_the_machine_code_says_is_kept_only_where_it_is_asked_for(tmp_path):
+    report = StaticReport(
+        digest="d", arch=90, registers=168, spilled_bytes=8, shared_bytes=1024, num_warps=4, code_bytes=64,
+        loop={"HGMMA": 4}, masked_loop={"FSEL": 2},
+    )  # fmt: skip
+    trials = [Trial(variant=variant(1, 1), outcome=Outcome.OK, report=report, measurement=measurement(problem(), 5.0))]
+    facts = {
+        "problem": problem(), "device": "a30", "evidence": Evidence.MEASURED, "versions": {}, "source": "made up",
+    }  # fmt: skip
+    for reports, expected in ((True, report), (False, None)):
+        recording.write(recording.of_trials(trials, **facts, reports=reports), tmp_path / "one.jsonl")
+        assert recording.read(tmp_path / "one.jsonl").trials[variant(1, 1)].report == expected
+    assert "report" not in (tmp_path / "one.jsonl").read_text()
