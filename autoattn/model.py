@@ -52,6 +52,7 @@ class Constants:
     one_ahead: float = 1.0  # share of it that two stages still show
     behind_barrier: float = 0.65  # share of it that a second load adds when a barrier keeps it from starting early
     spill_latency: float = 40.0  # cycles of each reload of a spilled register
+    barrier_latency: float = 150.0  # cycles of each barrier of a pass beyond two
     serial_product: float = 31.0  # cycles of each warpgroup instruction beyond a pass's own four
     warp_overlap: float = 0.25  # w warps of a block on a scheduler overlap like w ** warp_overlap blocks
     ahead: float = 0.0  # workers that one whose next product runs beside its softmax counts for, beyond itself
@@ -64,6 +65,7 @@ BOUNDS = {
     "one_ahead": (0.0, 1.0),
     "behind_barrier": (0.0, 1.0),
     "spill_latency": (20.0, 200.0),
+    "barrier_latency": (0.0, 500.0),
     "serial_product": (0.0, 100.0),
     "warp_overlap": (0.0, 1.0),
     "ahead": (0.0, 2.0),
@@ -238,6 +240,7 @@ def _latency(params: Mapping[str, Value], loop: Mapping[str, int], program: Prog
         constants.pass_latency
         + constants.load_latency * loads
         + constants.spill_latency * reloads
+        + constants.barrier_latency * max(0, loop.get("BAR", 0) - 2) * (not program.specialised)
         + constants.serial_product * max(0, waits - 4)
     )
 
@@ -369,8 +372,7 @@ def _cycles(work: _Work, device: Device, params: Mapping[str, Value], resident: 
     slots = device.sm_count * resident
     if work.program.persistent and work.program.dealt:
         programs = min(work.tiles, work.program.persistent * device.sm_count)
-        rounds = -(-programs // slots)
-        return rounds * waves.dealt_makespan(full, work.heads, group, descending=descending, programs=programs)
+        return waves.dealt_makespan(full, work.heads, group, descending=descending, programs=programs, slots=slots)
 
     def slowdown(left: int) -> float:
         """Of the last tiles, which have the SMs to themselves."""

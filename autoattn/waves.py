@@ -138,14 +138,14 @@ def _last_tiles(order: Array, heads: int, group: int, count: int) -> Array:
     return np.concatenate(found)[-count:]
 
 
-def dealt_makespan(costs: Array, heads: int, group: int, *, descending: bool, programs: int) -> float:
+def dealt_makespan(costs: Array, heads: int, group: int, *, descending: bool, programs: int, slots: int) -> float:
     """The same for persistent programs, which deal the tiles out round robin whatever each has to do."""
-    tiles = len(costs) * heads
     order = costs[::-1] if descending else costs
-    worst = 0.0
-    for program in {0, programs // 2, programs - 1}:
-        tile = np.arange(program, tiles, programs)
-        place = tile % (group * len(order))
-        members = np.minimum(group, heads - tile // (group * len(order)) * group)
-        worst = max(worst, float(order[place // members].sum()))
-    return worst
+    tile = np.arange(len(costs) * heads)
+    place = tile % (group * len(order))
+    members = np.minimum(group, heads - tile // (group * len(order)) * group)
+    works = np.bincount(tile % programs, weights=order[place // members], minlength=programs)
+    ready = [0.0] * slots
+    for work in works.tolist():
+        heapreplace(ready, ready[0] + work)
+    return max(ready)

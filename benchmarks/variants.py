@@ -2,8 +2,9 @@
 
 Needs a Hopper card. For each problem of benchmarks/shapes/variants.yaml and each family of kernels it draws the seeds,
 neighbours of seeds and uniformly random variants, checks each against the reference and times those that are right,
-however slow. The group `ampere` is compiled to sm_80's PTX, of which the driver makes the card's machine code. Each
-family of a problem becomes a recording with reports, on which benchmarks/model_quality.py judges the model.
+however slow; what is recorded already is left out. The group `ampere` is compiled to sm_80's PTX, of which the driver
+makes the card's machine code. Each family of a problem becomes a recording with reports, on which
+benchmarks/model_quality.py judges the model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,22 @@ class Subject:
 
     @property
     def name(self) -> str:
-        family = f"sm_{self.ptx_arch}" if self.ptx_arch else self.template.partition("/")[0]
-        return f"{DEVICE.name}_{family}_{self.problem.key}"
+        """Of its recording."""
+        return name_of(self.problem, self.template, self.ptx_arch)
+
+
+def name_of(problem: Problem, template: str, ptx_arch: int | None) -> str:
+    """What tells a family's recording of a problem from others."""
+    family = f"sm_{ptx_arch}" if ptx_arch else template.partition("/")[0]
+    return f"{DEVICE.name}_{family}_{problem.key}"
+
+
+def _families(group: str) -> tuple[str, ...]:
+    return FAMILIES if group == "hopper" else FAMILIES[:1]
+
+
+def _ptx_arch(group: str) -> int | None:
+    return None if group == "hopper" else AMPERE.arch
 
 
 def drawn(problem: Problem, template: str, device: Device, count: int, seed: int) -> list[Variant]:
@@ -93,10 +108,10 @@ def _near(
             yield variant
 
 
-def subjects(cards: int, count: int) -> Iterator[Subject]:
+def subjects(cards: int, count: int, known: Callable[[str], bool] = lambda name: False) -> Iterator[Subject]:
     """What is measured: a part of each group, then the next, so that a run that is cut short has some of all.
 
-    The two families of a problem are measured on one card.
+    The two families of a problem are measured on one card. Subjects whose names are known are left out.
     """
     groups: dict[str, list[Problem]] = {}
     for named in shapes.load(SHAPES):
@@ -104,15 +119,20 @@ def subjects(cards: int, count: int) -> Iterator[Subject]:
     order = [
         ((n + 0.5) / len(problems), group, one) for group, problems in groups.items() for n, one in enumerate(problems)
     ]
-    for place, (_, group, problem) in enumerate(sorted(order, key=lambda one: one[0])):
-        for template in FAMILIES if group == "hopper" else FAMILIES[:1]:
+    wanted = [
+        (seed, group, problem, templates)
+        for seed, (_, group, problem) in enumerate(sorted(order, key=lambda one: one[0]))
+        if (templates := [one for one in _families(group) if not known(name_of(problem, one, _ptx_arch(group)))])
+    ]
+    for place, (seed, group, problem, templates) in enumerate(wanted):
+        for template in templates:
             device = DEVICE if group == "hopper" else AMPERE
-            variants = drawn(problem, template, device, count, place)
+            variants = drawn(problem, template, device, count, seed)
             if group == "numbers":
                 variants = space.load(template).seeds_for(problem, device)
             sources = {variant: render.render(problem, variant) for variant in variants}
             yield Subject(
-                problem=problem, template=template, ptx_arch=None if group == "hopper" else AMPERE.arch,
+                problem=problem, template=template, ptx_arch=_ptx_arch(group),
                 gate=group != "hopper", card=place % cards, variants=sources,
             )  # fmt: skip
 
@@ -229,7 +249,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TARGET, help="the folder of the recordings")
     options = parser.parse_args()
     cards = options.cards.split(",")
-    survey = Survey(subjects(len(cards), options.count), cards, options.seconds)
+    coming = subjects(len(cards), options.count, lambda name: (options.out / f"{name}.jsonl").exists())
+    survey = Survey(coming, cards, options.seconds)
     survey.run()
     for subject in survey.begun:
         if not subject.done:

@@ -14,7 +14,19 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "autoattn"
 
 FLOORS = (
-    {"errors", "mask", "problem", "variant", "trial", "entry", "device", "profiles", "arithmetic", "rounds"},
+    {
+        "errors",
+        "mask",
+        "problem",
+        "variant",
+        "trial",
+        "entry",
+        "device",
+        "profiles",
+        "arithmetic",
+        "rounds",
+        "published",
+    },
     {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording", "raw"},
     {
         "reference",
@@ -27,6 +39,7 @@ FLOORS = (
         "measure",
         "model",
         "waves",
+        "program",
         "gpu",
         "rivals",
         "peers",

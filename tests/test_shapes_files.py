@@ -17,7 +17,17 @@ from autoattn.problem import DType, Layout, Precision, Problem
 
 CHECKOUT = Path(__file__).parent.parent
 SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
-OTHERS = ("float32", "h200_dense", "h200_dense_online", "head_dims", "hopper", "modifiers", "packed", "sparse")
+OTHERS = (
+    "float32",
+    "h200_dense",
+    "h200_dense_online",
+    "head_dims",
+    "hopper",
+    "modifiers",
+    "packed",
+    "sparse",
+    "variants",
+)
 
 
 def in_group(group: str) -> list[Problem]:

@@ -41,6 +41,12 @@ def test_a_run_that_is_cut_short_has_some_of_every_group():
     assert {one.template for one in first} == set(variants.FAMILIES)
 
 
+def test_what_is_recorded_already_is_left_out():
+    names = [next(found).name for found in [variants.subjects(1, 1)] for _ in range(3)]
+    left = next(variants.subjects(1, 1, {names[0], names[2]}.__contains__))
+    assert left.name == names[1]
+
+
 @pytest.mark.slow
 def test_a_survey_records_what_became_of_each_variant_with_its_machine_code(monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "Look", planted_looks.Look)

@@ -15,6 +15,12 @@ from autoattn.errors import StateError
 from autoattn.report import contents, figures, files, finals, listing
 
 FOLDER = Path(__file__).parent
+# What stands below predictions beside published times.
+PROVES = (
+    "The other kernel is well tuned, so that a right prediction for one of ours comes near its time: this shows "
+    "whether the size of the predictions is believable. It does not show that they rank variants rightly on this card, and at "
+    "which clock the other kernel ran is not known."
+)
 
 
 def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
@@ -75,7 +81,7 @@ def fenced(text: str, language: str = "") -> Verbatim:
 
 def _facts(sections: list[contents.Section], source: Path) -> dict[str, object]:
     command = f"autoattn report --cache {shlex.quote(str(source))} --out report"
-    return {"sections": sections, "command": command, "finals_head": finals.HEAD}
+    return {"sections": sections, "command": command, "finals_head": finals.HEAD, "proves": PROVES}
 
 
 def _place(percent: float) -> str:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoattn import published
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
+from autoattn.published import Published
 from autoattn.report import charts, figures, history, listing
 from autoattn.report.charts import Detail, Parallel, Strips
 from autoattn.report.commands import rendering, reproduce
@@ -74,6 +76,7 @@ class Card:
     history: History
     progress: Plot | None
     parallel: tuple[tuple[str, Parallel], ...]  # template -> its variants
+    published: Published | None  # what another kernel took on such a card, beside a prediction
 
     @property
     def kernel_joules(self) -> float | None:
@@ -241,6 +244,7 @@ def _card(
         history=found,
         progress=charts.progress(found, detail, measured=entry.evidence is Evidence.MEASURED),
         parallel=tuple((template, plot) for template, plot in drawn if plot is not None),
+        published=None if entry.measurement is not None else published.time_of(entry.problem, name),
     )
 
 
