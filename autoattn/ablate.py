@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 import autoattn
-from autoattn import compile, gpu, inputs, model, reference, render, space, validate
+from autoattn import compile, gpu, inputs, model, occupancy, reference, render, space, validate
 from autoattn.ablation import Cell, Change, Options, Row, changes
 from autoattn.device import Device
 from autoattn.errors import CompileError, SpaceError
@@ -124,7 +124,7 @@ def _compiled(
     result = inspected[render.render(problem, change.variant).digest]
     if isinstance(result, Failure):
         return Cell(change=change, outcome=result.outcome, detail=result.detail)
-    if (reason := model.why_unlaunchable(device, result)) is not None:
+    if (reason := occupancy.why_unlaunchable(device, result)) is not None:
         return Cell(change=change, outcome=Outcome.INFEASIBLE, detail=reason, report=result)
     return Cell(change=change, outcome=Outcome.OK, report=result)
 

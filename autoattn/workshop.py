@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autoattn import model, render, space
+from autoattn import model, occupancy, render, space
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import WorstCase
@@ -199,7 +199,7 @@ class Workshop:
         if isinstance(report, Failure):
             return replace(trial, outcome=report.outcome, detail=report.detail)
         trial = replace(trial, report=report)
-        reason = model.why_unlaunchable(self.device, report)
+        reason = occupancy.why_unlaunchable(self.device, report)
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
         if self.device.peak_flops and space.load(slot.variant.template).interpreted:

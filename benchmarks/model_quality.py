@@ -1,8 +1,9 @@
 """How well the model of autoattn/model.py ranks kernels that were measured: `python benchmarks/model_quality.py`.
 
-The data are 284 variants of one forward kernel, measured on an H200 (benchmarks/data/h200_triton_variants.json):
-causal, bfloat16, 4 sequences of 16 heads and 4,096 tokens, head dims 64 and 128, every block masked. `--fit` fits the
-constants anew; leaving one head dim out fits on the other one alone.
+The data are what benchmarks/variants.py measured on an H200 (benchmarks/data/variants/), a recording for each family of
+kernels and problem, and 284 variants of an older kernel (benchmarks/data/h200_triton_variants.json). `--left-out` fits
+the constants anew for each problem on all the others, and judges them on it alone: that is the honest table. `--fit`
+prints constants fitted on everything, which autoattn/calibration.py holds.
 """
 
 from __future__ import annotations
@@ -10,39 +11,70 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path as File
+from typing import Any
 
-from autoattn import model, profiles
+import numpy as np
+from kept import tell
+
+from autoattn import model, profiles, recording
+from autoattn.calibration import BOUNDS, CONSTANTS, FITTED, Constants
 from autoattn.mask import Mask
-from autoattn.model import BOUNDS, CONSTANTS, Constants
+from autoattn.occupancy import occupancy
 from autoattn.problem import DType, Problem
+from autoattn.program import Path, path_of
 from autoattn.trial import StaticReport
 from autoattn.variant import Value
 
-DATA = Path(__file__).parent / "data" / "h200_triton_variants.json"
-# The file counts opcodes by their first word. These are 128 bits wide, or exp2, in every one of these kernels' loops.
+DATA = File(__file__).parent / "data"
+OLDER = DATA / "h200_triton_variants.json"
+VARIANTS = DATA / "variants"
+# The older file counts opcodes by their first word. These are 128 bits wide, or exp2, in every one of its loops.
 SPELT_OUT = {"MUFU": "MUFU.EX2", "STS": "STS.128", "LDG": "LDG.128", "LDGSTS": "LDGSTS.128"}
 # Code 2 stood before P V, below the load of the values: the machine code is that without a barrier, register for
 # register. In the templates the load comes after the barrier, so that "before_pv" would say something else.
 BARRIERS = {0: "none", 1: "after_qk", 2: "none"}
 DEVICE = profiles.named("h200")
+FEWEST = 10  # variants of a row of the table: of fewer, the first ten are all
+# Of a fit
+ROUNDS, STEP, FAR, SHIFT = 12, 0.02, 0.8, 0.15
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
+    """A variant that was measured."""
+
     problem: Problem
     params: dict[str, Value]
     report: StaticReport
     median_ms: float
 
+    @property
+    def path(self) -> Path:
+        """Whose constants hold for it."""
+        return path_of(self.report, self.params)
 
-def load(path: Path = DATA) -> list[Case]:
-    """The measured variants."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The measured variants of one family for one problem."""
+
+    name: str
+    problem: Problem
+    cases: tuple[Case, ...]
+
+
+def older() -> list[Case]:
+    """The 284 variants."""
     cases = []
-    for number, trial in enumerate(json.loads(path.read_text())["trials"]):
+    for number, trial in enumerate(json.loads(OLDER.read_text())["trials"]):
         head_dim, block_m, block_n, num_warps, num_stages, barrier = trial["variant"]
         counts = {SPELT_OUT.get(opcode, opcode): n for opcode, n in trial["loop_counts"].items()}
         params: dict[str, Value] = {
@@ -60,6 +92,25 @@ def load(path: Path = DATA) -> list[Case]:
         )  # fmt: skip
         cases.append(Case(problem=problem, params=params, report=report, median_ms=trial["median_ms"]))
     return cases
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All that was measured."""
+    found = []
+    for path in sorted(VARIANTS.glob("*.jsonl")):
+        recorded = recording.read(path)
+        cases = tuple(
+            Case(problem=recorded.problem, params=v.as_dict(), report=trial.report, median_ms=trial.time_us / 1e3)
+            for v, trial in recorded.trials.items()
+            if trial.time_us is not None and trial.report is not None
+        )
+        family = path.name.removeprefix(f"{DEVICE.name}_").partition("_forward")[0]
+        found.append(Row(name=family, problem=recorded.problem, cases=cases))
+    for head_dim in (64, 128):
+        own = tuple(case for case in older() if case.problem.head_dim == head_dim)
+        found.append(Row(name="older", problem=own[0].problem, cases=own))
+    return tuple(found)
 
 
 # --- quality ----------------------------------------------------------------------------------------------------------
@@ -94,61 +145,137 @@ def regret(cases: Sequence[Case], predicted: Sequence[float], first: int) -> flo
     return min(cases[i].median_ms for i in chosen) / min(case.median_ms for case in cases) - 1
 
 
-def by_model(constants: Constants) -> Callable[[Case], float]:
-    return lambda case: model.predict(case.problem, DEVICE, case.params, case.report, constants).time_us / 1e3
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Of predictions for one row."""
+
+    row: Row
+    spearman: float
+    first: float  # regret of the first choice
+    ten: float  # and of the first ten
+    error: float  # root mean square of log time, about its mean
+    bias: float  # predicted over measured, geometric mean
+
+    def cells(self) -> str:
+        """The row of a Markdown table."""
+        return (
+            f"| {self.row.name} | {self.row.problem} | {len(self.row.cases)} | {self.spearman:.3f} | {self.first:.1%} "
+            f"| {self.ten:.1%} | {self.error:.0%} | {self.bias:.2f} |"
+        )
 
 
-def quality(cases: Sequence[Case], predictor: Callable[[Case], float]) -> str:
-    predicted = [predictor(case) for case in cases]
-    measured = [case.median_ms for case in cases]
+def milliseconds(case: Case, constants: Mapping[Path, Constants] = CONSTANTS) -> float:
+    """What the model says of a case."""
+    return model.predict(case.problem, DEVICE, case.params, case.report, constants).time_us / 1e3
+
+
+def quality(row: Row, predicted: Sequence[float]) -> Quality:
+    measured = [case.median_ms for case in row.cases]
     logs = [math.log(p / m) for p, m in zip(predicted, measured, strict=True)]
-    center = sum(logs) / len(logs)
-    return (
-        f"{spearman(predicted, measured):9.3f} {regret(cases, predicted, 1):8.1%} {regret(cases, predicted, 10):8.1%} "
-        f"{math.sqrt(sum(x * x for x in logs) / len(logs)):7.1%} {math.exp(center):6.2f}"
+    return Quality(
+        row=row,
+        spearman=spearman(predicted, measured),
+        first=regret(row.cases, predicted, 1),
+        ten=regret(row.cases, predicted, 10),
+        error=statistics.pstdev(logs),
+        bias=math.exp(statistics.fmean(logs)),
     )
+
+
+def table(found: Sequence[Quality]) -> list[str]:
+    """A row for each family and problem, and one for each family."""
+    lines = ["| family | problem | variants | Spearman | first choice | best of ten | error | bias |"]
+    lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
+    judged = [one for one in found if len(one.row.cases) > FEWEST]
+    lines += [one.cells() for one in judged]
+    lines += ["", "| family | problems | variants | Spearman: median, lowest | best of ten: median, worst |"]
+    lines.append("|---|--:|--:|--:|--:|")
+    for family in [*sorted({one.row.name for one in judged}), "all"]:
+        own = [one for one in judged if family in (one.row.name, "all")]
+        scores, tens = [one.spearman for one in own], [one.ten for one in own]
+        lines.append(
+            f"| {family} | {len(own)} | {sum(len(one.row.cases) for one in own)} | {statistics.median(scores):.3f}, "
+            f"{min(scores):.3f} | {statistics.median(tens):.1%}, {max(tens):.1%} |"
+        )
+    return lines
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-def fit(cases: Sequence[Case], seed: int = 0, steps: int = 600) -> Constants:
-    """Least squares of the logarithm of the time, by random steps inside BOUNDS; equal kernels are predicted once."""
-    distinct: dict[tuple[object, ...], tuple[Case, list[float]]] = {}
-    for case in cases:
-        key = (*case.params.items(), *case.report.loop.items(), case.report.registers, case.problem.head_dim)
-        distinct.setdefault(key, (case, []))[1].append(math.log(case.median_ms))
+def fit(found: Sequence[Row], path: Path) -> Constants:
+    """Least squares of the logarithm of the time about each row's mean, by Levenberg and Marquardt inside BOUNDS.
 
-    def loss(values: dict[str, float]) -> float:
-        predictor = by_model(Constants(**values))
-        total = 0.0
-        for case, logs in distinct.values():
-            guess = math.log(predictor(case))
-            total += sum((guess - log) ** 2 for log in logs)
-        return total
+    The mean itself counts little: what a whole problem takes is no matter of ranks. Equal kernels are predicted once.
+    """
+    groups = [_distinct(row, path) for row in found]
+    groups = [group for group in groups if len(group) > 3]
+    names = FITTED[path]
+    low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
+    start = CONSTANTS[path]
 
-    draw = random.Random(seed)
-    best = {name: (low + high) / 2 for name, (low, high) in BOUNDS.items()}
-    least, width = loss(best), 0.3
-    for step in range(steps):
-        tried = dict(best)
-        for name in draw.sample(sorted(BOUNDS), draw.choice((1, 1, 2, 3))):
-            low, high = BOUNDS[name]
-            tried[name] = min(high, max(low, tried[name] + draw.gauss(0, width * (high - low))))
-        if (found := loss(tried)) < least:
-            best, least = tried, found
-        if step % 100 == 99:
-            width *= 0.6
-    return Constants(**best)
+    def residuals(place: Array) -> Array:
+        values = dict(zip(names, (low + place * (high - low)).tolist(), strict=True))
+        constants = {path: replace(start, **values)}
+        parts = []
+        for group in groups:
+            logs = np.array([math.log(milliseconds(case, constants) / ms) for case, ms, _ in group])
+            weights = np.sqrt([count for _, _, count in group])
+            mean = float(np.average(logs, weights=weights**2))
+            parts.append(weights * np.clip(logs - mean, -FAR, FAR))
+            parts.append(np.array([math.sqrt(SHIFT * len(group)) * mean]))
+        return np.concatenate(parts)
+
+    place = np.full(len(names), 0.3)
+    now, damping = residuals(place), 0.1
+    for _ in range(ROUNDS):
+        slopes = np.empty((len(now), len(names)))
+        for at in range(len(names)):
+            moved = place.copy()
+            moved[at] += STEP if place[at] < 0.5 else -STEP
+            slopes[:, at] = (residuals(moved) - now) / (moved[at] - place[at])
+        for _ in range(4):
+            square = slopes.T @ slopes
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -slopes.T @ now)
+            tried = np.clip(place + step, 0.0, 1.0)
+            then = residuals(tried)
+            if then @ then < now @ now:
+                place, now, damping = tried, then, damping / 3
+                break
+            damping *= 4
+    found_values = (low + place * (high - low)).tolist()
+    return replace(start, **{name: float(f"{value:.3g}") for name, value in zip(names, found_values, strict=True)})
 
 
-NAIVE: dict[str, Callable[[Case], float]] = {
+def _distinct(row: Row, path: Path) -> list[tuple[Case, float, int]]:
+    """A case for each kernel, with the geometric mean of its times and how many there are."""
+    kernels: dict[tuple[object, ...], list[Case]] = {}
+    for case in row.cases:
+        if case.path is path:
+            key = (*case.params.items(), *case.report.loop.items(), case.report.registers)
+            kernels.setdefault(key, []).append(case)
+    return [(same[0], statistics.geometric_mean(one.median_ms for one in same), len(same)) for same in kernels.values()]
+
+
+def fitted(without: Problem | None = None) -> dict[Path, Constants]:
+    """Constants of every kind of machine code, from all rows but those of one problem."""
+    left = [row for row in rows() if row.problem != without]
+    return {**CONSTANTS, **{path: fit(left, path) for path in FITTED}}
+
+
+def left_out(problem: Problem) -> list[Quality]:
+    """The rows of one problem, by constants fitted on the others."""
+    constants = fitted(problem)
+    own = [row for row in rows() if row.problem == problem]
+    return [quality(row, [milliseconds(case, constants) for case in row.cases]) for row in own]
+
+
+NAIVE = {
     "fewest instructions a score": lambda c: (
-        sum(c.report.loop.values()) * int(c.params["num_warps"]) / (int(c.params["BLOCK_M"]) * int(c.params["BLOCK_N"]))
+        sum(c.report.loop.values()) * c.report.num_warps / (int(c.params["BLOCK_M"]) * int(c.params["BLOCK_N"]))
     ),
     "most warps on an SM": lambda c: (
-        1.0
-        / (model.occupancy(DEVICE, c.report.registers, c.report.shared_bytes, c.report.num_warps) * c.report.num_warps)
+        1 / (occupancy(DEVICE, c.report.registers, c.report.shared_bytes, c.report.num_warps) * c.report.num_warps)
     ),
     "largest tile without spills": lambda c: (
         (1 + c.report.spilled_bytes) / (int(c.params["BLOCK_M"]) * int(c.params["BLOCK_N"]))
@@ -156,23 +283,46 @@ NAIVE: dict[str, Callable[[Case], float]] = {
 }
 
 
+def naive() -> list[str]:
+    """What simpler rules reach."""
+    lines = ["| rule | Spearman: median, lowest | best of ten: median, worst |", "|---|--:|--:|"]
+    for name, rule in NAIVE.items():
+        found = [quality(row, [rule(case) for case in row.cases]) for row in rows() if len(row.cases) > FEWEST]
+        scores, tens = [one.spearman for one in found], [one.ten for one in found]
+        lines.append(
+            f"| {name} | {statistics.median(scores):.2f}, {min(scores):.2f} | {statistics.median(tens):.0%}, "
+            f"{max(tens):.0%} |"
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--left-out", action="store_true", help="judge each problem by constants fitted on the others")
     parser.add_argument("--fit", action="store_true", help="fit the constants to all of the data and print them")
-    cases = load()
-    if parser.parse_args().fit:
-        print({name: float(f"{value:.3g}") for name, value in asdict(fit(cases)).items()})
+    parser.add_argument("--jobs", type=int, default=2, help="processes that fit")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    if options.fit:
+        for path, constants in fitted().items():
+            print(
+                path.value, {name: value for name, value in asdict(constants).items() if name in FITTED.get(path, ())}
+            )
         return
-    head_dims = sorted({case.problem.head_dim for case in cases})
-    print(f"{len(cases)} variants; regret: of the first choice, and of the best of the first ten")
-    print(f"{'':44} {'spearman':>9} {'first':>8} {'ten':>8} {'error':>7} {'bias':>6}")
-    for head_dim in head_dims:
-        own = [case for case in cases if case.problem.head_dim == head_dim]
-        others = [case for case in cases if case.problem.head_dim != head_dim]
-        print(f"{f'D={head_dim}, constants as shipped':44} {quality(own, by_model(CONSTANTS))}")
-        print(f"{f'D={head_dim}, constants fitted without it':44} {quality(own, by_model(fit(others)))}")
-        for name, predictor in NAIVE.items():
-            print(f"{f'D={head_dim}, {name}':44} {quality(own, predictor)[:27]}")
+    if options.left_out:
+        with ProcessPoolExecutor(options.jobs) as pool:
+            problems = list(dict.fromkeys(row.problem for row in rows()))
+            found = [one for part in pool.map(left_out, problems) for one in part]
+    else:
+        found = [quality(row, [milliseconds(case) for case in row.cases]) for row in rows()]
+    command = "python benchmarks/model_quality.py" + " --left-out" * options.left_out
+    text = "\n".join([*table(sorted(found, key=lambda one: one.row.name)), "", *naive()])
+    tell(
+        "How well the model ranks",
+        command,
+        text,
+        "model_quality" + "_left_out" * options.left_out if options.write else None,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import triton
 
-from autoattn import model, profiles, recording, render, space
+from autoattn import model, occupancy, profiles, recording, render, space
 from autoattn.jobs import Inspect
 from autoattn.mask import Mask
 from autoattn.problem import DType, Problem
@@ -118,7 +118,7 @@ def _predictions(problem: Problem, reports: dict[Variant, StaticReport | Failure
         trial = Trial(variant=variant, outcome=Outcome.OK)
         if isinstance(report, Failure):
             trial = replace(trial, outcome=report.outcome)
-        elif model.why_unlaunchable(DEVICE, report) is not None:
+        elif occupancy.why_unlaunchable(DEVICE, report) is not None:
             trial = replace(trial, outcome=Outcome.INFEASIBLE)
         else:
             guess = model.predict(problem, DEVICE, variant.as_dict(), report)

@@ -8,18 +8,24 @@ import kernels
 import numpy as np
 import pytest
 
+from autoattn import demand as demands
 from autoattn import model, profiles, waves
+from autoattn.calibration import BOUNDS, CONSTANTS, FITTED
 from autoattn.compile import inspect
+from autoattn.demand import demand, pass_cycles
 from autoattn.mask import Mask
-from autoattn.model import demand, occupancy, pass_cycles, predict, why_unlaunchable
+from autoattn.model import predict
+from autoattn.occupancy import occupancy, why_unlaunchable
 from autoattn.problem import DType, Layout, Precision, Problem
-from autoattn.program import program_of
+from autoattn.program import Path as Kind
+from autoattn.program import path_of, program_of
 from autoattn.trial import StaticReport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import model_quality
 
 A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
+MMA = CONSTANTS[Kind.SYNCHRONOUS]
 PARAMS = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
     "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
@@ -184,8 +190,19 @@ def test_longest_rows_first_end_no_later():
 
 
 def test_dealt_tiles_take_as_long_as_the_program_with_most_of_them():
-    dealt = waves.dealt_makespan(np.array([3.0, 1.0]), 4, 1, descending=False, programs=3)
+    dealt = waves.dealt_makespan(np.array([3.0, 1.0]), 4, 1, descending=False, programs=3, slots=3)
     assert dealt == 7.0  # 3 1 3 1 3 1 3 1 dealt to three: 3+1+3, 1+3+1, 3+1
+
+
+def test_the_program_with_most_work_counts_wherever_it_is():
+    """Four heads dealt together: of eight programs the second four have the long rows alone."""
+    dealt = waves.dealt_makespan(np.array([1.0, 5.0]), 8, 4, descending=False, programs=8, slots=8)
+    assert dealt == 10.0
+
+
+def test_persistent_programs_that_do_not_fit_at_once_run_one_after_another():
+    dealt = waves.dealt_makespan(np.array([2.0]), 8, 1, descending=False, programs=4, slots=2)
+    assert dealt == 8.0  # two tiles each, two programs in turn
 
 
 # --- one pass ---------------------------------------------------------------------------------------------------------
@@ -193,7 +210,7 @@ def test_dealt_tiles_take_as_long_as_the_program_with_most_of_them():
 
 def cost(device=A100, of=None, loop=PLAIN, num_warps=4, **params):
     params = PARAMS | params
-    return demand(of or problem(), device, params, loop, program_of(params, report(num_warps=num_warps)))
+    return demand(of or problem(), device, params, loop, program_of(params, report(num_warps=num_warps)), MMA)
 
 
 def test_tensor_time_is_flops_over_peak():
@@ -223,11 +240,11 @@ def test_warpgroup_products_with_few_keys_are_bound_by_shared_memory():
 
 def test_a_lone_block_pays_for_everything_in_turn():
     alone = cost()
-    assert pass_cycles(alone, 1, 4) == pytest.approx(sum(alone.stations()) + alone.latency)
+    assert pass_cycles(alone, 1, 4, MMA) == pytest.approx(sum(alone.stations()) + alone.latency)
 
 
 def test_more_blocks_never_lower_the_throughput_nor_beat_the_slowest_unit():
-    shared = [pass_cycles(cost(), blocks, 4) for blocks in range(1, 17)]
+    shared = [pass_cycles(cost(), blocks, 4, MMA) for blocks in range(1, 17)]
     assert shared == sorted(shared, reverse=True)
     assert shared[-1] >= max(cost().stations())
     assert shared[-1] < 1.3 * max(cost().stations())
@@ -315,7 +332,7 @@ def test_products_made_of_bfloat16_show_in_the_machine_code_as_often_as_they_are
         )
     ]
     once, three, six = (loop["HMMA.16816.F32.BF16"] for loop in loops)
-    assert {"bf16x3": three / once, "bf16x6": six / once} == model.BFLOAT16_PARTS
+    assert {"bf16x3": three / once, "bf16x6": six / once} == demands.BFLOAT16_PARTS
 
 
 def test_time_grows_with_the_batch_once_the_card_is_full():
@@ -378,20 +395,91 @@ def test_a_prediction_is_never_faster_than_any_of_its_parts():
 
 
 def test_the_model_ranks_the_measured_kernels_as_well_as_its_page_says():
-    cases = model_quality.load()
-    assert len(cases) == 284
-    for head_dim, correlation in ((64, 0.94), (128, 0.92)):
-        own = [case for case in cases if case.problem.head_dim == head_dim]
-        predicted = [model_quality.by_model(model.CONSTANTS)(case) for case in own]
-        assert model_quality.spearman(predicted, [case.median_ms for case in own]) > correlation
-        assert model_quality.regret(own, predicted, 1) < 0.1
-        assert model_quality.regret(own, predicted, 10) < 0.05
+    judged = [row for row in model_quality.rows() if len(row.cases) > model_quality.FEWEST]
+    assert sum(len(row.cases) for row in judged) > 600
+    for row in judged:
+        found = model_quality.quality(row, [model_quality.milliseconds(case) for case in row.cases])
+        assert found.spearman > 0.85, f"{row.name} {row.problem}: {found.spearman}"
+        assert found.ten < 0.1, f"{row.name} {row.problem}: {found.ten}"
 
 
 def test_constants_lie_within_their_bounds():
-    for name, (low, high) in model.BOUNDS.items():
-        assert low <= getattr(model.CONSTANTS, name) <= high
-    assert set(model.BOUNDS) == set(model.Constants.__dataclass_fields__)
+    assert set(BOUNDS) == set(MMA.__dataclass_fields__)
+    for constants in CONSTANTS.values():
+        assert all(low <= getattr(constants, name) <= high for name, (low, high) in BOUNDS.items())
+    assert set(CONSTANTS) == set(Kind)
+
+
+def test_a_fit_finds_the_constants_that_times_were_made_with():
+    kind = Kind.SYNCHRONOUS
+    true = {**CONSTANTS, kind: replace(CONSTANTS[kind], pass_latency=300.0, barrier_latency=200.0)}
+    rows = [row for row in model_quality.rows() if row.name == "sm_80"]
+    made = [
+        replace(
+            row,
+            cases=tuple(replace(case, median_ms=model_quality.milliseconds(case, true)) for case in row.cases),
+        )
+        for row in rows
+    ]
+    found = model_quality.fit(made, kind)
+    assert found.pass_latency == pytest.approx(300.0, rel=0.1)
+    assert found.barrier_latency == pytest.approx(200.0, rel=0.1)
+    assert set(FITTED[kind]) <= set(BOUNDS)
+
+
+# --- kinds of machine code --------------------------------------------------------------------------------------------
+
+SPECIALISED = {
+    "BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "softmax": "online", "overlap": 1, "mask_loop": "split",
+    "schedule": "dynamic", "HEAD_GROUP": 1, "row_order": "descending",
+}  # fmt: skip
+HOPPER = {
+    "HGMMA.64x128x16.F32.BF16.SS": 8, "HGMMA.64x128x16.F32.BF16.RS": 8, "MUFU.EX2": 64, "FFMA": 64, "FADD": 64,
+    "F2FP": 32, "WARPGROUP.ARRIVE": 2, "WARPGROUP.DEPBAR.LE": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "loop", "kind"),
+    [
+        (PARAMS, PLAIN, Kind.SYNCHRONOUS),
+        (PARAMS, HOPPER, Kind.WARPGROUP),
+        (SPECIALISED, HOPPER, Kind.SPECIALISED),
+        (PARAMS, {"FFMA": 4096, "MUFU.EX2": 16}, Kind.LANES),
+    ],
+)
+def test_each_kind_of_machine_code_has_constants_of_its_own(params, loop, kind):
+    assert path_of(report(loop=loop), params) is kind
+
+
+def specialised(**params):
+    """The prediction for a program of two workers and one that loads, on an H200."""
+    kernel = report(arch=90, registers=168, shared_bytes=200_000, num_warps=12, loop=HOPPER, masked_loop={})
+    of = problem("full", head_dim=128, head_dim_v=128)
+    return predict(of, H200, SPECIALISED | params, kernel)
+
+
+def test_workers_of_a_program_share_its_keys_and_have_rows_of_their_own():
+    params = SPECIALISED | {"BLOCK_M": 192}
+    program = program_of(params, report(num_warps=16))
+    assert (program.workers, program.rows, program.warps) == (3, 64, 4)
+    assert program.specialised
+    assert not program_of(PARAMS, report()).specialised
+
+
+def test_work_in_the_shadow_of_products_is_faster():
+    assert specialised(overlap=1).time_us < specialised(overlap=0).time_us
+
+
+def test_one_slot_costs_more_than_two_and_most_where_products_run_ahead():
+    costs = [
+        specialised(num_stages=1, overlap=overlap).time_us - specialised(overlap=overlap).time_us for overlap in (0, 1)
+    ]
+    assert 0 < costs[0] < costs[1]
+
+
+def test_programs_that_walk_on_save_the_beginnings_of_tiles():
+    assert specialised(schedule="dynamic").time_us < specialised(schedule="one_tile").time_us
 
 
 # --- shared tiles and packed heads ------------------------------------------------------------------------------------

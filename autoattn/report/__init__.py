@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parent
 # What stands below predictions beside published times.
 PROVES = (
     "The other kernel is well tuned, so that a right prediction for one of ours comes near its time: this shows "
-    "whether the size of the predictions is believable. It does not show that they rank variants rightly on this card, and at "
-    "which clock the other kernel ran is not known."
+    "whether the size of the predictions is believable. It does not show that they rank variants rightly on this card, "
+    "and at which clock the other kernel ran is not known."
 )
 
 

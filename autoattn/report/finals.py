@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoattn import model, profiles
+from autoattn import occupancy, profiles
 from autoattn.device import Device
 from autoattn.entry import CacheEntry, Finalist
 from autoattn.errors import DeviceError
@@ -123,7 +123,7 @@ def _kernel(entry: CacheEntry, one: Finalist, card: Device | None, base: float |
     facts = (one.registers, one.shared_bytes, one.num_warps)
     fitting = None
     if card is not None and None not in facts:
-        fitting = model.occupancy(card, *(fact or 0 for fact in facts))
+        fitting = occupancy.occupancy(card, *(fact or 0 for fact in facts))
     return Contestant(
         name=_name(entry, one),
         winner=one.source_digest == entry.source_digest,
