@@ -79,8 +79,8 @@ def read(
     if order is None:
         raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it")
     given = getattr(query, "dtype", None)
-    query, key, value = _autocast(query, key, value)
-    _check_tensors(query, key, value, AXES[order])
+    query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value, AXES[order])
     if order is Layout.BSHD:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batch, _, seq_q, _ = query.shape
@@ -128,8 +128,8 @@ def read_packed(
         ProblemError: they do, but it is not supported.
     """
     given = getattr(query, "dtype", None)
-    query, key, value = _autocast(query, key, value)
-    _check_tensors(query, key, value, AXES[Layout.PACKED])
+    query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value, AXES[Layout.PACKED])
     seq_q, seq_kv = longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if cu_seqlens_q.shape != cu_seqlens_kv.shape:
         raise TensorError(
@@ -226,7 +226,7 @@ def _posed(**facts: Any) -> Problem:
     return Problem(**facts).simplified()
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What PyTorch's own attention makes of tensors under autocast; other things are left to the checks."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else ""
     if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
@@ -240,7 +240,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, ...]) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, ...]) -> None:
     """Refuses what is no query, key and value with the named axes."""
     axes = f"[{', '.join(names)}]"
     for name, tensor in (("query", query), ("key", key), ("value", value)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -13,6 +14,14 @@ from autoattn import expression
 from autoattn.errors import TensorError
 
 STEADY = ("torch", "math", "operator")  # packages whose own functions do not change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traced:
+    """A function that was traced before: its text, and the tensors that it reads."""
+
+    text: str
+    captures: tuple[Tensor, ...]
 
 
 class UnknownError(Exception):

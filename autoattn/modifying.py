@@ -119,7 +119,9 @@ def _sinks(sinks: Any, heads: int, device: torch.device) -> Tensor:
 def _score_mod(score_mod: Any, sizes: Mapping[str, int], device: torch.device) -> tuple[str, tuple[Tensor, ...]]:
     """The text of a score_mod, and the tensors that it reads."""
     captured: tuple[Tensor, ...] = ()
-    if not isinstance(score_mod, str):
+    if isinstance(score_mod, captures.Traced):
+        score_mod, captured = score_mod.text, score_mod.captures
+    elif not isinstance(score_mod, str):
         from autoattn.trace import trace  # only who gives a function needs PyTorch's tracer
 
         score_mod, captured = trace(score_mod, SCORE_NAMES, device)

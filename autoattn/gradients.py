@@ -1,0 +1,114 @@
+"""The backward pass of torch.ops.autoattn.attention, itself an operator: torch.ops.autoattn.attention_backward.
+
+There is no backward kernel yet. `_gradients` is the one place where one goes: today it computes the call once more with
+PyTorch, from query, key and value, and lets PyTorch differentiate that. What is saved is linear in the lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoattn import operators
+from autoattn.errors import TensorError
+from autoattn.operators import INPUTS, LEARNING, LISTS, TENSORS, WORDS, library
+
+Gradients = tuple[Tensor | list[None] | None, ...]
+
+library.define(
+    f"attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse, {INPUTS}, *, "
+    f"bool[] learns, {WORDS}) -> Tensor[]"
+)
+_BEFORE = 4  # arguments of it that stand in front of the inputs
+
+
+def _gradients(
+    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, given: dict[str, Any],
+    learners: list[str],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the named tensors, by PyTorch.
+
+    Args:
+        grad_output, grad_lse: of what the operator returned, None for 0; not both are None.
+        output, lse: what it returned, of which a kernel needs the LSE.
+        given: the operator's arguments.
+    """
+    asked = {**given, "return_lse": grad_lse is not None}
+    with torch.enable_grad():
+        leaves = {name: given[name].detach().requires_grad_() for name in learners}
+        again, again_lse = operators.answered(asked | leaves)
+        pairs = [
+            (made, push) for made, push in ((again, grad_output), (again_lse, grad_lse)) if made is not None is not push
+        ]
+        made, pushes = zip(*pairs, strict=True)
+        found = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if one is None else one.contiguous()
+        for leaf, one in zip(leaves.values(), found, strict=True)
+    ]
+
+
+@torch.library.impl(library, "attention_backward", "CompositeExplicitAutograd")
+def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
+    """Gradients of those of LEARNING that learn, in its order, contiguous."""
+    given = operators.named(tensors[_BEFORE:], words)
+    # The dispatcher has left autograd behind, so that nothing would be recorded.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        return _gradients(*tensors[:_BEFORE], given, _learners(learns))
+
+
+@torch.library.register_fake("autoattn::attention_backward", lib=library)
+def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
+    given = operators.named(tensors[_BEFORE:], words)
+    return [given[name].new_empty(given[name].shape) for name in _learners(learns)]
+
+
+def _learners(learns: list[bool]) -> list[str]:
+    return [name for name, one in zip(LEARNING, learns, strict=True) if one]
+
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps the inputs, the output and the LSE; nothing that grows with queries times keys."""
+    ctx.set_materialize_grads(False)
+    if not keyword_only_inputs["return_lse"]:
+        ctx.mark_non_differentiable(output[1])
+    ctx.words = keyword_only_inputs
+    ctx.lengths = [-1 if one is None else len(one) if isinstance(one, list) else 1 for one in inputs]
+    flat = [part for one in inputs for part in (one if isinstance(one, list) else [one]) if part is not None]
+    ctx.save_for_backward(*output, *flat)
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    output, lse, *flat = ctx.saved_tensors
+    inputs: list[Any] = []
+    for name, length in zip(TENSORS, ctx.lengths, strict=True):
+        parts = [flat.pop(0) for _ in range(length)]
+        inputs.append(None if length < 0 else parts if name in LISTS else parts[0])
+    nothing: list[Any] = [[None] * len(one) if isinstance(one, list) else None for one in inputs]
+    if grad_output is None and grad_lse is None:
+        return tuple(nothing[: len(ctx.needs_input_grad)])
+    given = len(ctx.needs_input_grad)  # the dispatcher leaves out what is the default, and wants no gradients of it
+    learns = [place < given and bool(ctx.needs_input_grad[place]) for place in range(len(LEARNING))]
+    found = torch.ops.autoattn.attention_backward(
+        grad_output, grad_lse, output, lse, *inputs, learns=learns, **ctx.words
+    )
+    for place, one in enumerate(learns):
+        if one:
+            nothing[place] = found.pop(0)
+    return tuple(nothing[:given])
+
+
+def _no_second(ctx: Any, *pushes: Any) -> Gradients:
+    raise TensorError(
+        "attention in torch.compile or torch.func must be differentiated once, got a second time, for which there is "
+        "no formula; use the formula in plain PyTorch where second derivatives are needed"
+    )
+
+
+torch.library.register_autograd("autoattn::attention", _differentiate, setup_context=_save, lib=library)
+torch.library.register_autograd("autoattn::attention_backward", _no_second, lib=library)
