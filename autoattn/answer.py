@@ -207,8 +207,6 @@ def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     tensors = _tensors(problem, operands)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "an input needs a gradient, and there is no backward kernel yet"
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing, and the kernels are not custom operators yet"
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
         return "a tensor subclass has rules of its own"
     if not torch.finfo(torch.float32).tiny <= operands.scale <= MAX_SCALE:

@@ -75,9 +75,7 @@ def read(
         TensorError: the arguments do not make one attention call.
         ProblemError: they do, but it is not supported.
     """
-    order = _LAYOUTS.get(layout) if isinstance(layout, str) else None
-    if order is None:
-        raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it")
+    order = layout_of(layout)
     given = getattr(query, "dtype", None)
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, AXES[order])
@@ -95,6 +93,14 @@ def read(
     return _call(
         (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
     )
+
+
+def layout_of(layout: Any) -> Layout:
+    """The layout of a call that is not packed."""
+    order = _LAYOUTS.get(layout) if isinstance(layout, str) else None
+    if order is None:
+        raise TensorError(f"layout must be bhsd or bshd, got {layout!r}; correct it")
+    return order
 
 
 def read_packed(
@@ -131,11 +137,7 @@ def read_packed(
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, AXES[Layout.PACKED])
     seq_q, seq_kv = longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
-        raise TensorError(
-            "cu_seqlens_q and cu_seqlens_kv must describe as many sequences, got "
-            f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_kv.shape[0] - 1}; give a sequence without keys a length of 0"
-        )
+    packing.check_pair(cu_seqlens_q, cu_seqlens_kv)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     batch = cu_seqlens_q.shape[0] - 1
     changed = modifying.read(query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed)
@@ -167,8 +169,8 @@ def longest(
     """
     tokens_q, tokens_kv = query.shape[0], key.shape[0]
     # A maximum may be a bound that is far too high; no sequence is longer than all tokens.
-    seq_q = min(_length("max_seqlen_q", max_seqlen_q), tokens_q)
-    seq_kv = min(_length("max_seqlen_kv", max_seqlen_kv), tokens_kv)
+    seq_q = min(length_of("max_seqlen_q", max_seqlen_q), tokens_q)
+    seq_kv = min(length_of("max_seqlen_kv", max_seqlen_kv), tokens_kv)
     packing.check("cu_seqlens_q", cu_seqlens_q, tokens_q, seq_q, query.device)
     packing.check("cu_seqlens_kv", cu_seqlens_kv, tokens_kv, seq_kv, query.device)
     return seq_q, seq_kv
@@ -205,11 +207,12 @@ def _call(
         precision=precision,
         **facts,
     )
+    scale = scale_of(scale)
     operands = Operands(
         query=query,
         key=key,
         value=value,
-        scale=_scale(scale, problem),
+        scale=problem.head_dim**-0.5 if scale is None else scale,
         **others,
         **_float8_scales(query, batch, problem, float8),
     )
@@ -279,7 +282,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
         )
 
 
-def _length(name: str, given: Any) -> int:
+def length_of(name: str, given: Any) -> int:
     try:
         length = -1 if isinstance(given, bool) else operator.index(given)
     except (TypeError, ValueError):
@@ -289,9 +292,10 @@ def _length(name: str, given: Any) -> int:
     return length
 
 
-def _scale(scale: float | None, problem: Problem) -> float:
+def scale_of(scale: Any) -> float | None:
+    """The caller's scale, which may be None."""
     try:
-        return problem.head_dim**-0.5 if scale is None else float(scale)
+        return None if scale is None else float(scale)
     except (TypeError, ValueError):
         raise TensorError(f"scale must be a number or None, got {scale!r}; correct it") from None
 

@@ -37,6 +37,15 @@ def fingerprint(function: Any) -> Any:
     return _fingerprint(function, set())
 
 
+def is_fixed(function: Any) -> bool:
+    """Whether a function's code alone says what it does: it captures nothing, and reads no numbers from elsewhere."""
+    if not isinstance(function, FunctionType) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+        return False
+    known = function.__globals__
+    found = [known[name] for name in _names(function.__code__) if name in known]
+    return all(isinstance(one, ModuleType) and _steady(one.__name__) for one in found)
+
+
 def check(text: str, names: tuple[str, ...], captures: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
     """Checks that tensors are what a text declares, and long enough where a name indexes them.
 

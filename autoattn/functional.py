@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoattn import answer, arguments, prepared
+from autoattn import answer, arguments, gradients, operators, prepared
 from autoattn.answer import forget as forget
 from autoattn.dispatch import Explanation
 from autoattn.errors import TensorError
@@ -99,6 +99,15 @@ def attention(
     asked = prepared.key(query, key, value, (), (causal, softcap, dropout, scale, layout, return_lse), seldom)
     if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
         return found
+    if asked is None and operators.is_watched(query, key, value):
+        from autoattn import traced  # which imports this module, and is for those who trace
+
+        return traced.attention(
+            query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
+            layout=layout, precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
+            value_scale=value_scale, return_lse=return_lse,
+        )  # fmt: skip
     call = arguments.read(
         query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
@@ -177,6 +186,15 @@ def packed_attention(
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (found := known(*tensors)) is not None:
             return found
+    if asked is None and operators.is_watched(*tensors):
+        from autoattn import traced
+
+        return traced.packed_attention(
+            *tensors, max_seqlen_q, max_seqlen_kv, causal=causal, window=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
+            precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
+            value_scale=value_scale, return_lse=return_lse,
+        )  # fmt: skip
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,

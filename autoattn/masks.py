@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from autoattn import blocks, captures, expression, reference, trace
+from autoattn.captures import Traced
 from autoattn.errors import ProblemError, TensorError
-from autoattn.expression import MASK_NAMES
+from autoattn.expression import MASK_NAMES, SCORE_NAMES
 from autoattn.mask import Mask
 from autoattn.operands import BlockTable
 
@@ -28,6 +29,7 @@ CPU = torch.device("cpu")
 BLOCK = 128  # queries and keys of a block, as PyTorch's create_block_mask has it
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # b, h, q_idx, kv_idx -> whether the pair counts
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # score, b, h, q_idx, kv_idx -> score
 Rows = Sequence[Sequence[int]]  # the blocks of keys that each block of queries sees
 
 
@@ -213,6 +215,23 @@ def dilated_window(
         return (distance <= left) & (distance >= -right) & (distance % rate == 0)
 
     return from_mod(near, seq_q=seq_q, seq_kv=seq_kv, device=device, block_size=block_size)
+
+
+def score(score_mod: ScoreMod, *, device: torch.device | str = CPU) -> Traced:
+    """A score_mod that is traced here instead of at each call, for the argument `score_mod` of `autoattn.attention`.
+
+    torch.compile can take it whatever the function reads; where it is a function, it must not read tensors or numbers
+    of its surroundings there. Numbers are those of now; tensors are read when the kernel runs.
+
+    Args:
+        score_mod: (score, b, h, q_idx, kv_idx) -> score, of 0-d tensors.
+        device: of the tensors that it reads.
+
+    Raises:
+        ProblemError: the function is no arithmetic (autoattn.trace).
+    """
+    text, captured = trace.trace(score_mod, SCORE_NAMES, torch.device(device))
+    return Traced(text=text, captures=captured)
 
 
 def check(block_sparse: BlockSparse, *, batch: int, heads: int, seq_q: int, seq_kv: int, device: torch.device) -> None:

@@ -57,8 +57,8 @@ def read(
         return _BIAS_ALONE[bias]
     heads = query.shape[1]
     found: dict[str, Any] = {
-        "softcap": _number("softcap", softcap, float("inf"), "0 switches it off"),
-        "dropout": _number("dropout", dropout, 1.0, "0 keeps every weight"),
+        "softcap": softcap_of(softcap),
+        "dropout": dropout_of(dropout),
     }
     text = ""
     if score_mod is not None:
@@ -87,6 +87,28 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
     if tensor.device != device:
         raise TensorError(f"{name} must be on the query's device {device}, got {tensor.device}; move it")
+
+
+def softcap_of(given: Any) -> float:
+    """The caller's softcap; 0 is none."""
+    return _number("softcap", given, float("inf"), "0 switches it off")
+
+
+def dropout_of(given: Any) -> float:
+    """The share of weights that the caller drops."""
+    return _number("dropout", given, 1.0, "0 keeps every weight")
+
+
+def seed_of(seed: Any) -> int:
+    """The caller's seed."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        raise TensorError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}; correct it")
+    return seed
+
+
+def draw() -> Tensor:
+    """[1] int64: a new seed from PyTorch's generator of the CPU, which torch.manual_seed sets."""
+    return torch.randint(2**62, (1,))
 
 
 def _number(name: str, given: Any, below: float, words: str) -> float:
@@ -130,13 +152,11 @@ def _score_mod(score_mod: Any, sizes: Mapping[str, int], device: torch.device) -
 
 
 def _seed(seed: Any, device: torch.device) -> int:
-    """The caller's seed, or a new one from PyTorch's generator of the CPU, which torch.manual_seed sets."""
+    """The caller's seed, or a new one."""
     if seed is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise TensorError(
                 "dropout in a CUDA graph must have a seed, got None, which would be drawn once and kept; give seed="
             )
-        return int(torch.randint(2**62, (1,)))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        raise TensorError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}; correct it")
-    return seed
+        return int(draw())
+    return seed_of(seed)

@@ -42,8 +42,8 @@ _DEFAULTS = {argument.name: argument.default_value for argument in operator._sch
 
 
 def is_watched(*tensors: Any) -> bool:
-    """Whether somebody watches the dispatcher who would not see a kernel's launch: a mode, torch.func, FakeTensors."""
-    if torch._C._len_torch_dispatch_stack():
+    """Whether somebody would not see a kernel's launch: torch.compile, a dispatch mode, torch.func, FakeTensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     # FakeTensor is told by its name, since its module is one that most programs do not load.

@@ -27,16 +27,33 @@ class _Contents:
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> _Contents
 
 
+def check_pair(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
+    """Refuses offsets of queries and of keys that describe different numbers of sequences."""
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise TensorError(
+            "cu_seqlens_q and cu_seqlens_kv must describe as many sequences, got "
+            f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_kv.shape[0] - 1}; give a sequence without keys a length of 0"
+        )
+
+
 def check(name: str, cu_seqlens: Tensor, tokens: int, longest: int, device: torch.device) -> None:
     """Refuses offsets that describe no sequences of at most `longest` tokens inside a tensor of `tokens`.
 
     The contents are read once for each state of the tensor, which waits for the GPU. They are not read while a CUDA
-    graph is captured or torch.compile traces, where nothing can be waited for: kernels clamp what they read, so that
-    wrong offsets then give wrong rows but never touch foreign memory.
+    graph is captured, where nothing can be waited for: kernels clamp what they read, so that wrong offsets then give
+    wrong rows but never touch foreign memory.
 
     Raises:
         TensorError: the offsets are no contiguous int32 [sequences + 1] on `device`, or contradict themselves.
     """
+    check_form(name, cu_seqlens, device)
+    if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    _check_contents(name, _contents(cu_seqlens), tokens, longest)
+
+
+def check_form(name: str, cu_seqlens: Tensor, device: torch.device) -> None:
+    """The same of what can be known without reading the offsets."""
     if not isinstance(cu_seqlens, Tensor):
         raise TensorError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}; convert it first")
     if cu_seqlens.dtype is not torch.int32:
@@ -48,11 +65,6 @@ def check(name: str, cu_seqlens: Tensor, tokens: int, longest: int, device: torc
         )
     if cu_seqlens.device != device:
         raise TensorError(f"{name} must be on the query's device {device}, got {cu_seqlens.device}; move it")
-    if torch.compiler.is_compiling() or device.type == "meta":
-        return
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return
-    _check_contents(name, _contents(cu_seqlens), tokens, longest)
 
 
 def _check_contents(name: str, found: _Contents, tokens: int, longest: int) -> None:

@@ -58,15 +58,13 @@ def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: 
     table, captures, name = None, (), "bias"
     if isinstance(mask, Tensor):
         if bias is not None:
-            raise TensorError(
-                "mask and bias must not both be tensors, got two; make them one with bias.masked_fill(~mask, -inf)"
-            )
+            raise two_tensors()
         bias, name = mask, "mask"
     elif mask is not None:
         said = _words(mask)
         sparse = _block_sparse(mask, query, seq_kv) if said is None else None
         if shape != _FULL:
-            raise _contradiction(said, causal, window)
+            raise contradiction(None if said is None else str(said), causal, window)
         if sparse is not None:
             said, table, captures = sparse.mask, sparse.table, sparse.captures
         shape = said or _FULL
@@ -105,14 +103,22 @@ def _words(mask: Any) -> Mask | None:
     return mask
 
 
-def _contradiction(found: Mask | None, causal: Any, window: Any) -> TensorError:
+def two_tensors() -> TensorError:
+    """The error of a call with a tensor as mask and another as bias."""
+    return TensorError(
+        "mask and bias must not both be tensors, got two; make them one with bias.masked_fill(~mask, -inf)"
+    )
+
+
+def contradiction(found: str | None, causal: Any, window: Any) -> TensorError:
+    """The error of a call that says twice what is seen: by a mask's words, None for a table, and by causal or window."""
     name, given = ("causal", causal) if causal is not False else ("window", window)
     if found is None:
         return TensorError(
             f"a block table and {name} must not come together, got {name}={given!r}; say it in the mask's function"
         )
     return TensorError(
-        f"mask and {name} must not both say which keys a query sees, got mask={str(found)!r} and {name}={given!r}; "
+        f"mask and {name} must not both say which keys a query sees, got mask={found!r} and {name}={given!r}; "
         "give one of them"
     )
 

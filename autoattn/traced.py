@@ -1,0 +1,192 @@
+"""Calls that somebody traces, or watches the dispatcher for: the functions' arguments -> torch.ops.autoattn.attention.
+
+Dynamo follows this code, so it is plain: what is no tensor becomes words and numbers of the operator while it traces,
+and no length is compared with anything. Wrong arguments raise the sentence that the functions have for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoattn import answer, arguments, captures, functional, masks, modifying, operators, packing, seeing, trace
+from autoattn.captures import Traced
+from autoattn.errors import ProblemError, TensorError
+from autoattn.expression import SCORE_NAMES
+from autoattn.mask import Mask
+from autoattn.problem import Layout
+
+Answer = Tensor | tuple[Tensor, Tensor]
+_WHOLE = Mask()
+_SAYABLE = (str, Tensor, Mask, masks.BlockSparse)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:
+    """`autoattn.attention` as one operator; all arguments are given."""
+    mod = _mod(given["score_mod"], query)
+    mask = given["mask"]
+    if mod is None or not (mask is None or isinstance(mask, _SAYABLE) or not torch.compiler.is_dynamo_compiling()):
+        return _eagerly(functional.attention, query, key, value, **given)
+    if _has_rules(query, key, value):
+        return _by_pytorch(query, key, value, **given)
+    layout = arguments.layout_of(given["layout"])
+    query, key, value, precision = _three(query, key, value, layout, given["precision"])
+    words, table, bias = _seen(mask, given["causal"], given["window"], given["bias"])
+    if bias is not None:
+        modifying.check_tensor("bias", bias, query.device)
+    asked = {**_asked(query, given), **mod, **_pieces(table)}
+    found = operators.operator(query, key, value, bias, mask=words, layout=layout.value, precision=precision, **asked)
+    return found if given["return_lse"] else found[0]
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, **given: Any,
+) -> Answer:  # fmt: skip
+    """`autoattn.packed_attention` as one operator; all arguments are given."""
+    mod = _mod(given["score_mod"], query)
+    if mod is None:
+        tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+        return _eagerly(functional.packed_attention, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+    query, key, value, precision = _three(query, key, value, Layout.PACKED, given["precision"])
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        packing.check_form(name, offsets, query.device)
+    packing.check_pair(cu_seqlens_q, cu_seqlens_kv)
+    found = operators.operator(
+        query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
+        max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
+        mask=str(seeing.band(given["causal"], given["window"])), layout=Layout.PACKED.value, precision=precision,
+        **_asked(query, given), **mod,
+    )  # fmt: skip
+    return found if given["return_lse"] else found[0]
+
+
+# --- What goes another way --------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable(
+    reason="autoattn.attention was given a BlockMask, or a score_mod that reads tensors or numbers of its surroundings; "
+    "make it one before, with autoattn.masks.from_block_mask or autoattn.masks.score"
+)
+def _eagerly(function: Any, *tensors: Any, **given: Any) -> Answer:
+    """The call outside of the graph: here torch.compile breaks it."""
+    found: Answer = function(*tensors, **given)
+    return found
+
+
+def _has_rules(*tensors: Tensor) -> bool:
+    """Whether a tensor is of a class with rules of its own, such as DTensor, which know PyTorch's attention."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors)
+
+
+def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any) -> Answer:
+    """PyTorch's own attention, traced."""
+    call = arguments.read(query, key, value, **given)
+    output, lse = answer.run(call, answer.plan(call, lse=return_lse), lse=return_lse)
+    output = output.transpose(1, 2) if given["layout"] == Layout.BSHD.value else output
+    return output if lse is None else (output, lse)
+
+
+# --- The operator's arguments -----------------------------------------------------------------------------------------
+
+
+def _three(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, precision: Any
+) -> tuple[Tensor, Tensor, Tensor, str | None]:
+    """Query, key and value as autocast makes them, and the precision, which is a choice of float32 alone."""
+    given = getattr(query, "dtype", None)
+    query, key, value = arguments.autocast(query, key, value)
+    arguments.check_tensors(query, key, value, arguments.AXES[layout])
+    _check_words("precision", precision, "ieee, tf32, tf32x3")
+    cast = given is torch.float32 and query.dtype is not torch.float32
+    return query, key, value, None if cast else precision
+
+
+def _seen(mask: Any, causal: Any, window: Any, bias: Any) -> tuple[str, Any, Tensor | None]:
+    """The words of a mask, a table of blocks, and a bias."""
+    shape = seeing.band(causal, window)
+    if mask is None:
+        return str(shape), None, bias
+    if isinstance(mask, Tensor):
+        if bias is not None:
+            raise seeing.two_tensors()
+        return str(shape), None, mask
+    words = mask if isinstance(mask, str) else str(mask) if isinstance(mask, Mask) else None
+    if shape != _WHOLE:
+        raise seeing.contradiction(words, causal, window)
+    return (str(_WHOLE), mask, bias) if words is None else (words, None, bias)
+
+
+def _pieces(table: Any) -> dict[str, Any]:
+    """A table of blocks as the operator takes it."""
+    if table is None:
+        return {}
+    if not isinstance(table, masks.BlockSparse):  # FlexAttention's, and nobody follows this code
+        with _disable_current_modes():
+            table = masks.from_block_mask(table)
+    sparse, table = table, table.table
+    return {
+        "table": [table.full_counts, table.full_blocks, table.partial_counts, table.partial_blocks],
+        "table_sizes": [table.block_q, table.block_kv, sparse.seq_q, sparse.seq_kv],
+        "density": sparse.mask.density,
+        "mask_mod": sparse.mask.mod,
+        "mask_captures": list(sparse.captures) or None,
+    }
+
+
+def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """What changes weights, and what both functions have."""
+    dropout, seed = modifying.dropout_of(given["dropout"]), given["seed"]
+    _check_words("numerics", given["numerics"], "any, online")
+    asked: dict[str, Any] = {
+        "softcap": modifying.softcap_of(given["softcap"]),
+        "dropout": dropout,
+        "scale": arguments.scale_of(given["scale"]),
+        "numerics": given["numerics"],
+        "return_lse": bool(given["return_lse"]),
+    }
+    if dropout > 0.0:
+        # A number that is drawn while the graph runs, and that the backward pass gets again.
+        asked.update({"drawn_seed": modifying.draw()} if seed is None else {"seed": modifying.seed_of(seed)})
+    for name in operators.LEARNING[4:]:
+        if given[name] is not None:
+            modifying.check_tensor(name, given[name], query.device)
+            asked[name] = given[name]
+    return asked
+
+
+def _check_words(name: str, given: Any, known: str) -> None:
+    """Refuses what the operator cannot even take; which words there are, the function checks when it runs."""
+    if given is not None and not isinstance(given, str):
+        raise TensorError(f"{name} must be {known} or None, got {given!r}; correct it")
+
+
+def _mod(score_mod: Any, query: Tensor) -> dict[str, Any] | None:
+    """A score_mod as the operator takes it; None for a function that may mean another thing in the next call."""
+    if score_mod is None or isinstance(score_mod, str):
+        return {"score_mod": score_mod or ""}
+    if isinstance(score_mod, Traced):
+        return {"score_mod": score_mod.text, "score_captures": list(score_mod.captures) or None}
+    if torch.compiler.is_dynamo_compiling():
+        text = _text(score_mod)
+        return None if text is None else {"score_mod": text}
+    with _disable_current_modes():
+        text, captured = trace.trace(score_mod, SCORE_NAMES, query.device)
+    return {"score_mod": text, "score_captures": list(captured) or None}
+
+
+def _text(function: Any) -> str | None:
+    """The text of a function whose code says all, which is what Dynamo knows it by; None for others."""
+    try:
+        return trace.trace(function, SCORE_NAMES)[0] if captures.is_fixed(function) else None
+    except ProblemError:  # outside of the graph it is raised with its sentence
+        return None
+
+
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
