@@ -21,6 +21,7 @@ from autoattn.ops.forward import DTYPE
 from autoattn.problem import Layout
 from autoattn.reference import TORCH_DTYPE
 
+VMAP = "Vmap"  # PyTorch's name of the one transform that takes no derivative
 PACKED = Layout.PACKED.value
 LEARNING = (  # the tensors that may need a gradient
     *("query", "key", "value", "bias", "alibi_slopes", "sinks"),
@@ -42,12 +43,21 @@ _DEFAULTS = {argument.name: argument.default_value for argument in operator._sch
 
 
 def is_watched(*tensors: Any) -> bool:
-    """Whether somebody would not see a kernel's launch: torch.compile, a dispatch mode, torch.func, FakeTensors."""
+    """Whether somebody would not see a kernel's launch: torch.compile, a dispatch mode, FakeTensors, torch.vmap.
+
+    Transforms of torch.func that differentiate are left to PyTorch's own attention, whose derivatives they can take.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    # FakeTensor is told by its name, since its module is one that most programs do not load.
-    return any(isinstance(one, Tensor) and (wrapped(one) or type(one).__name__ == "FakeTensor") for one in tensors)
+    if any(type(one).__name__ == "FakeTensor" for one in tensors):  # by name: most programs do not load its module
+        return True
+    return transforms() == (VMAP,)
+
+
+def transforms() -> tuple[str, ...]:
+    """The kinds of torch.func's transforms that are active."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return tuple(sorted({level.key().name for level in stack}))
 
 
 def named(tensors: Sequence[Any], words: dict[str, Any]) -> dict[str, Any]:

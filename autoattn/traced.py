@@ -30,7 +30,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     mask = given["mask"]
     if mod is None or not (mask is None or isinstance(mask, _SAYABLE) or not torch.compiler.is_dynamo_compiling()):
         return _eagerly(functional.attention, query, key, value, **given)
-    if _has_rules(query, key, value):
+    if _is_pytorchs(query, key, value):
         return _by_pytorch(query, key, value, **given)
     layout = arguments.layout_of(given["layout"])
     query, key, value, precision = _three(query, key, value, layout, given["precision"])
@@ -78,11 +78,21 @@ def _eagerly(function: Any, *tensors: Any, **given: Any) -> Answer:
     return found
 
 
-def _has_rules(*tensors: Tensor) -> bool:
-    """Whether a tensor is of a class with rules of its own, such as DTensor, which know PyTorch's attention."""
+def _is_pytorchs(*tensors: Tensor) -> bool:
+    """Whether Dynamo traces what knows PyTorch's attention alone: DTensor and other classes with rules of their own, and
+    derivatives by torch.func."""
     if not torch.compiler.is_dynamo_compiling():
         return False
-    return any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors)
+    if any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors):
+        return True
+    return _is_differentiated()
+
+
+def _is_differentiated() -> bool:
+    return operators.transforms() not in ((), (operators.VMAP,))
+
+
+_is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo guards on the transforms itself
 
 
 def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any) -> Answer:
