@@ -283,10 +283,13 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
 
 
 def length_of(name: str, given: Any) -> int:
-    try:
-        length = -1 if isinstance(given, bool) else operator.index(given)
-    except (TypeError, ValueError):
-        length = -1
+    if isinstance(given, int) and not isinstance(given, bool):
+        length = given  # as it is: for Dynamo it may be a symbol, and operator.index would make it a number
+    else:
+        try:
+            length = -1 if isinstance(given, bool) else operator.index(given)
+        except (TypeError, ValueError):
+            length = -1
     if length < 0:
         raise TensorError(f"{name} must be a whole number from 0, got {given!r}; give the longest sequence's tokens")
     return length

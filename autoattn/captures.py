@@ -39,7 +39,12 @@ def fingerprint(function: Any) -> Any:
 
 def is_fixed(function: Any) -> bool:
     """Whether a function's code alone says what it does: it captures nothing, and reads no numbers from elsewhere."""
-    if not isinstance(function, FunctionType) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+    if (
+        not isinstance(function, FunctionType)
+        or function.__closure__
+        or function.__defaults__
+        or function.__kwdefaults__
+    ):
         return False
     known = function.__globals__
     found = [known[name] for name in _names(function.__code__) if name in known]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoattn import answer, arguments, gradients, operators, prepared
+from autoattn import answer, arguments, operators, prepared
 from autoattn.answer import forget as forget
 from autoattn.dispatch import Explanation
 from autoattn.errors import TensorError

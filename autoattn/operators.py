@@ -2,7 +2,7 @@
 
 torch.compile, torch.export, FakeTensors, dispatch modes and torch.func see one operator with known shapes. When it runs
 it does what the function would. Calls that nobody traces do not come here: the dispatcher and Python's registrations
-take several times as long as the rest of a small call. Its backward pass is in `gradients`.
+take several times as long as the rest of a small call. Its backward pass is in `differentiate`.
 """
 
 from __future__ import annotations
@@ -75,14 +75,12 @@ def answered(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     return (found, None) if isinstance(found, Tensor) else found
 
 
-@torch.library.impl(library, "attention", "CompositeExplicitAutograd")
 def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     """Output and LSE, contiguous; the LSE has no elements when it is not asked for."""
     output, lse = answered(named(tensors, words))
     return output.contiguous(), output.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
 
 
-@torch.library.register_fake("autoattn::attention", lib=library)
 def _shapes(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     given = named(tensors, words)
     query, value = given["query"], given["value"]
@@ -91,6 +89,10 @@ def _shapes(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
         return output, query.new_empty(0, dtype=torch.float32)
     axes = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), PACKED: (1, 0)}[given["layout"]]
     return output, query.new_empty([query.shape[axis] for axis in axes], dtype=torch.float32)
+
+
+library.impl("attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("autoattn::attention", _shapes, lib=library)
 
 
 def _asked(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: 
         said = _words(mask)
         sparse = _block_sparse(mask, query, seq_kv) if said is None else None
         if shape != _FULL:
-            raise contradiction(None if said is None else str(said), causal, window)
+            raise contradiction(None if said is None else str(mask), causal, window)
         if sparse is not None:
             said, table, captures = sparse.mask, sparse.table, sparse.captures
         shape = said or _FULL
@@ -111,7 +111,7 @@ def two_tensors() -> TensorError:
 
 
 def contradiction(found: str | None, causal: Any, window: Any) -> TensorError:
-    """The error of a call that says twice what is seen: by a mask's words, None for a table, and by causal or window."""
+    """The error of a call that says what is seen by a mask's words (None: a table) and by causal or window."""
     name, given = ("causal", causal) if causal is not False else ("window", window)
     if found is None:
         return TensorError(

@@ -6,7 +6,8 @@ and no length is compared with anything. Wrong arguments raise the sentence that
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from autoattn.expression import SCORE_NAMES
 from autoattn.mask import Mask
 from autoattn.problem import Layout
 
-Answer = Tensor | tuple[Tensor, Tensor]
+Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _WHOLE = Mask()
 _SAYABLE = (str, Tensor, Mask, masks.BlockSparse)
 
@@ -29,7 +30,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     mod = _mod(given["score_mod"], query)
     mask = given["mask"]
     if mod is None or not (mask is None or isinstance(mask, _SAYABLE) or not torch.compiler.is_dynamo_compiling()):
-        return _eagerly(functional.attention, query, key, value, **given)
+        broken: Answer = _eagerly(functional.attention, query, key, value, **given)
+        return broken
     if _is_pytorchs(query, key, value):
         return _by_pytorch(query, key, value, **given)
     layout = arguments.layout_of(given["layout"])
@@ -38,7 +40,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     if bias is not None:
         modifying.check_tensor("bias", bias, query.device)
     asked = {**_asked(query, given), **mod, **_pieces(table)}
-    found = operators.operator(query, key, value, bias, mask=words, layout=layout.value, precision=precision, **asked)
+    found: tuple[Tensor, Tensor] = operators.operator(
+        query, key, value, bias, mask=words, layout=layout.value, precision=precision, **asked
+    )  # fmt: skip
     return found if given["return_lse"] else found[0]
 
 
@@ -50,12 +54,13 @@ def packed_attention(
     mod = _mod(given["score_mod"], query)
     if mod is None:
         tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
-        return _eagerly(functional.packed_attention, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+        broken: Answer = _eagerly(functional.packed_attention, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+        return broken
     query, key, value, precision = _three(query, key, value, Layout.PACKED, given["precision"])
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         packing.check_form(name, offsets, query.device)
     packing.check_pair(cu_seqlens_q, cu_seqlens_kv)
-    found = operators.operator(
+    found: tuple[Tensor, Tensor] = operators.operator(
         query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
         max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
         max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
@@ -68,19 +73,23 @@ def packed_attention(
 # --- What goes another way --------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable(
-    reason="autoattn.attention was given a BlockMask, or a score_mod that reads tensors or numbers of its surroundings; "
-    "make it one before, with autoattn.masks.from_block_mask or autoattn.masks.score"
+def _outside(function: Callable[..., Answer], *tensors: Any, **given: Any) -> Answer:
+    """The call as it is, outside of the graph: here torch.compile breaks it."""
+    return function(*tensors, **given)
+
+
+_eagerly = torch.compiler.disable(
+    _outside,
+    reason="a BlockMask, or a score_mod that reads tensors or numbers of its surroundings, must be read before; give "
+    "what autoattn.masks.from_block_mask or autoattn.masks.score makes of it",
 )
-def _eagerly(function: Any, *tensors: Any, **given: Any) -> Answer:
-    """The call outside of the graph: here torch.compile breaks it."""
-    found: Answer = function(*tensors, **given)
-    return found
 
 
 def _is_pytorchs(*tensors: Tensor) -> bool:
-    """Whether Dynamo traces what knows PyTorch's attention alone: DTensor and other classes with rules of their own, and
-    derivatives by torch.func."""
+    """Whether Dynamo traces what knows PyTorch's attention alone.
+
+    That are DTensor and other classes with rules of their own, and derivatives by torch.func.
+    """
     if not torch.compiler.is_dynamo_compiling():
         return False
     if any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors):

@@ -383,7 +383,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask and window": (
         {"mask": "causal", "window": (3, 0)},
-        "mask and window must not both say which keys a query sees, got mask='causal:bottom-right' and window=(3, 0); ",
+        "mask and window must not both say which keys a query sees, got mask='causal' and window=(3, 0); ",
     ),
     "Mask and window": ({"mask": Mask(), "window": (3, 0)}, "got mask='full' and window=(3, 0); give one of them"),
     "table and causal": (

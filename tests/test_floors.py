@@ -81,6 +81,9 @@ FLOORS = (
         "masks",
         "dilated",
         "multihead",
+        "operators",
+        "differentiate",
+        "traced",
     },
     {"verify", "bundle", "bench", "ablate", "ablation", "comparison", "report", "cli", "__main__"},
 )

@@ -189,7 +189,7 @@ def test_one_input_that_needs_a_gradient_is_enough() -> None:
         assert tensors[place].grad.abs().max() > 0.0
 
 
-# --- autocast, meta, torch.compile ------------------------------------------------------------------------------------
+# --- autocast, meta ---------------------------------------------------------------------------------------------------
 
 
 def test_autocast_counts_in_the_low_precision_as_pytorch_does() -> None:
@@ -216,30 +216,6 @@ def test_meta_tensors_get_the_shape_of_the_answer() -> None:
     assert autoattn.explain(*tensors, layout="bshd").reason.startswith("the tensors are on the meta")
     output, lse = autoattn.attention(*tensors, softcap=3.0, layout="bshd", return_lse=True)
     assert (lse.device.type, output.shape, lse.shape, lse.dtype) == ("meta", (2, 5, 4, 16), (2, 4, 5), torch.float32)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("causal", [False, True, "top-left"])
-def test_torch_compile_traces_it_whole(causal: bool | str, dynamic: bool) -> None:
-    torch._dynamo.reset()
-
-    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return 2.0 * autoattn.attention(query, key, value, causal=causal)
-
-    traced = torch.compile(twice, backend="eager", fullgraph=True, dynamic=dynamic)
-    for sizes in ((5, 7, 4, 2), (7, 5, 4, 2), (6, 6, 4, 4)):
-        tensors = inputs(*sizes)
-        close(traced(*tensors), 2.0 * expected(tensors, causal))
-
-
-@pytest.mark.parametrize("name", ["window", "padding, causal", "bias", "softcap", "all"])
-def test_torch_compile_gives_the_same_for_what_else_is_asked(name: str) -> None:
-    """What PyTorch's own attention can say is traced whole; the plain formula breaks the graph."""
-    torch._dynamo.reset()
-    given, meant = ASKED[name]
-    whole = "softcap" not in given
-    traced = torch.compile(lambda *tensors: autoattn.attention(*tensors, **given), backend="eager", fullgraph=whole)
-    close(traced(*inputs()), formula.attention(*inputs(), **meant)[0])
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

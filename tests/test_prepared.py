@@ -600,12 +600,22 @@ def test_wrong_offsets_are_seen_though_the_call_was_prepared(card: Noted) -> Non
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
 
 
-def test_torch_compile_traces_the_ordinary_way(card: Noted) -> None:
-    tensors = three(dtype=torch.float32)
-    autoattn.attention(*tensors)
+def test_a_compiled_call_runs_what_was_prepared_for_it(card: Noted) -> None:
+    """The operator answers as the function does, which knows its second call."""
+    tensors = three()
     traced = torch.compile(lambda *given: autoattn.attention(*given), backend="eager", fullgraph=True)
-    assert torch.allclose(traced(*tensors), torch.nn.functional.scaled_dot_product_attention(*tensors), atol=1e-5)
-    assert (len(card.ordinary), len(card.prepared)) == (1, 0)
+    for _ in range(3):
+        assert traced(*tensors).shape == tensors[0].shape
+    assert (len(card.ordinary), len(card.prepared)) == (1, 2)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_compiled_training_step_runs_the_kernel_forward(card: Noted, learns: bool) -> None:
+    tensors = [tensor.requires_grad_(learns) for tensor in three()]
+    torch.compile(lambda *given: autoattn.attention(*given), backend="aot_eager", fullgraph=True)(*tensors)
+    assert len(card.ordinary) == 1
+    autoattn.attention(*tensors)  # where nobody traces, what needs a gradient goes to PyTorch
+    assert len(card.ordinary) + len(card.prepared) == (1 if learns else 2)
 
 
 # --- PyTorch's part ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ PyTorch, from query, key and value, and lets PyTorch differentiate that. What is
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from autoattn import operators
 from autoattn.errors import TensorError
 from autoattn.operators import INPUTS, LEARNING, LISTS, TENSORS, WORDS, library
 
-Gradients = tuple[Tensor | list[None] | None, ...]
+Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
 
 library.define(
     f"attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse, {INPUTS}, *, "
@@ -50,19 +50,22 @@ def _gradients(
     ]
 
 
-@torch.library.impl(library, "attention_backward", "CompositeExplicitAutograd")
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     """Gradients of those of LEARNING that learn, in its order, contiguous."""
     given = operators.named(tensors[_BEFORE:], words)
     # The dispatcher has left autograd behind, so that nothing would be recorded.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        return _gradients(*tensors[:_BEFORE], given, _learners(learns))
+        grad_output, grad_lse, output, lse = tensors[:_BEFORE]
+        return _gradients(grad_output, grad_lse, output, lse, given, _learners(learns))
 
 
-@torch.library.register_fake("autoattn::attention_backward", lib=library)
 def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     given = operators.named(tensors[_BEFORE:], words)
     return [given[name].new_empty(given[name].shape) for name in _learners(learns)]
+
+
+library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("autoattn::attention_backward", _shapes, lib=library)
 
 
 def _learners(learns: list[bool]) -> list[str]:
@@ -72,7 +75,9 @@ def _learners(learns: list[bool]) -> list[str]:
 # --- Autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
     """Keeps the inputs, the output and the LSE; nothing that grows with queries times keys."""
     ctx.set_materialize_grads(False)
     if not keyword_only_inputs["return_lse"]:
