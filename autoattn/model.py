@@ -144,7 +144,8 @@ def _together_seconds(seconds: tuple[float, ...], constants: Constants) -> float
     """What runs side by side: a little more than the longest, since each makes the others wait at times."""
     longest = max(seconds)
     power = constants.sharpness
-    return longest * sum((each / longest) ** power for each in seconds) ** (1 / power)
+    root: float = sum((each / longest) ** power for each in seconds) ** (1 / power)
+    return longest * root
 
 
 def _bound(parts_us: Mapping[str, float], time_us: float) -> str:
