@@ -1,9 +1,9 @@
 """Forward attention in Gluon for Hopper (sm_90), for one kind of problem.
 
     float8_e4m3, head dim 128, no mask
-    BLOCK_M=128 BLOCK_N=128 HEAD_GROUP=1 mask_loop=split num_stages=2 output_buffer=own overlap=1 ping_pong=mbarrier
+    BLOCK_M=128 BLOCK_N=128 HEAD_GROUP=1 mask_loop=split num_stages=2 output_buffer=own overlap=0 ping_pong=mbarrier
     producer_registers=24 queries_in=shared query_stages=2 row_order=descending row_sum=last schedule=dynamic
-    slot_release=named softmax=first_max software_exp2=4 v_wait=late
+    slot_release=named softmax=lazy software_exp2=4 v_wait=late
 
 Rendered by autoattn from the template gluon/forward; it imports only triton and stands alone. One warp, the producer,
 has the TMA unit bring tiles of queries, keys and values into shared memory; CONSUMERS warpgroups of four warps own
@@ -20,7 +20,6 @@ The arguments in DESCRIPTORS are TMA descriptors of [batch, heads, seq, head_dim
 [batch, heads_kv, head_dim_v, keys] that turned() measures and forward_before fills.
 scratch is int32 and belongs to one launch at a time. [0] counts the tiles that were given out, [1] the programs that
 have got their last; both must be 0 and are 0 again afterwards.
-[2 + tile] is 1 if that tile had to be computed again, which its own program did after its other tiles, and else 0.
 """
 
 import triton
@@ -43,8 +42,8 @@ BLOCK_N = gl.constexpr(128)  # keys a step
 STAGES = gl.constexpr(2)  # blocks of keys, and of values, that shared memory holds
 QUERY_STAGES = gl.constexpr(2)  # tiles of queries that it holds for each consumer
 HEAD_GROUP = gl.constexpr(1)  # heads next to one another in program order; 0 means all
-TOO_LARGE = gl.constexpr(1152921504606846976.0)  # a row whose weights sum to 2**60 is computed again
-BOOST = gl.constexpr(4.0)  # weights of at most 1 become float8 as 2**BOOST times as much, to use more of its exponents
+GROWTH = gl.constexpr(1.0)  # a row's maximum may grow by 2 before the row is rescaled to it: float8 ends at 448
+BOOST = gl.constexpr(7.0)  # weights of at most 1 become float8 as 2**BOOST times as much, to use more of its exponents
 LOWEST = gl.constexpr(-3.0e38)  # below every score, but finite: LOWEST - LOWEST is 0, not NaN
 ELEMENT = gl.constexpr(gl.float8e4nv)
 RESULT = gl.constexpr(gl.bfloat16)
@@ -55,6 +54,16 @@ SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 SCORE_KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
 OUTPUT_ROWS = gl.constexpr(gl.SliceLayout(1, OUTPUTS))
 OUTPUT_DIMS = gl.constexpr(gl.SliceLayout(0, OUTPUTS))
+# PTX: a thread's 64 outputs times their rows' factors, unless no lane of the warp has a factor other than 1. A
+# branch on a vote keeps ptxas from hoisting the products above their test. Registers 0 and 2 are of the two rows.
+RESCALE = gl.constexpr(
+    "{ .reg .pred grew, any; .reg .f32 both; "
+    "mul.rn.f32 both, $128, $130; setp.neu.f32 grew, both, 0f3F800000; "
+    "vote.sync.any.pred any, grew, 0xffffffff; @!any bra.uni done; "
+    + " ".join(f"mul.rn.f32 ${i}, ${i}, ${64 + i + 64};" for i in range(64))
+    + " done: }"
+)
+RESCALE_REGISTERS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
 
 # TMA descriptors: argument -> block and layout of a [batch, heads, seq, head_dim] view
 DESCRIPTORS = {
@@ -104,14 +113,9 @@ def turned(batch, heads_kv, seq_kv):
     return batch, heads_kv, 128, triton.cdiv(seq_kv, 16) * 16
 
 
-def tiles(batch, heads_q, seq_q):
-    """Tiles of which scratch says whether they were computed again."""
-    return batch * heads_q * triton.cdiv(seq_q, 128)
-
-
 def scratch(batch, heads_q, seq_q):
     """Numbers that a launch needs room for."""
-    return 2 + 3 * batch * heads_q * triton.cdiv(seq_q, 128)
+    return 2
 
 
 # Barriers of the hardware: 0 to 5 belong to Triton, 6 and up to the ring.
@@ -327,7 +331,6 @@ def powers(bound):
 
 
 POWERS = gl.constexpr(powers(""))  # of numbers that are not far above 0
-POWERS_AROUND = gl.constexpr(powers("min.NaN.f32 x, x, 0f42FE0000;"))  # at most 2**127, which is too large for a sum
 POWERS_REGISTERS = gl.constexpr("=f,=f,=f,=f,f,f,f,f")
 
 
@@ -339,8 +342,9 @@ def sum_of(weights):
 
 @gluon.jit
 def weigh(scores, row_max, row_sum, scale_log2):
-    """Weights of a block around a maximum that follows each row's, and what sums from before shrink by."""
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    """Weights of a block, and what sums from before shrink by."""
+    block_max = gl.max(scores, 1) * scale_log2
+    new_max = gl.where(block_max - row_max > GROWTH, block_max, row_max)
     shrink = gl.exp2(row_max - new_max)
     weights = gl.inline_asm_elementwise(
         POWERS, POWERS_REGISTERS, [scores * scale_log2 - (new_max - BOOST)[:, None]], dtype=gl.float32, is_pure=True,
@@ -351,22 +355,12 @@ def weigh(scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
-def weigh_around(scores, row_max, row_sum, scale_log2):
-    """Weights of a block around the maximum that each row came with."""
-    weights = gl.inline_asm_elementwise(
-        POWERS_AROUND, POWERS_REGISTERS, [scores * scale_log2 - (row_max - BOOST)[:, None]], dtype=gl.float32,
-        is_pure=True, pack=4
-    )
-    # No weight is larger than the sum that it is part of, and float8 ends at 448.
-    part_sum = sum_of(weights)
-    return weights, row_sum + gl.where(part_sum <= 448.0, part_sum, TOO_LARGE)
-
-
-@gluon.jit
 def rescale(acc, shrink):
     """The outputs so far in terms of a new maximum."""
     shrink = gl.convert_layout(shrink, OUTPUT_ROWS)[:, None]
-    return acc * shrink
+    return gl.inline_asm_elementwise(
+        RESCALE, RESCALE_REGISTERS, [acc, shrink], dtype=gl.float32, is_pure=True, pack=WIDTH_V // 2
+    )
 
 
 @gluon.jit
@@ -404,40 +398,55 @@ def as_factor(weights):
     return unpacked(packed(weights))
 
 
-@gluon.jit
-def halves(pairs):
-    """[..., 2]: the two numbers of 8 bits in each number of 16."""
-    low = pairs.to(gl.int8).to(ELEMENT, bitcast=True)
-    return gl.join(low, (pairs >> 8).to(gl.int8).to(ELEMENT, bitcast=True))
-
-
 
 
 @gluon.jit
 def step_inside(
-    c: gl.constexpr, block, begin, acc, weights, row_max, row_sum, shrink, slot, phase, value_slot, value_phase,
+    c: gl.constexpr, block, acc, row_max, row_sum, slot, phase,
     query_tile, keys, values, key_full, key_free, value_full, value_free, turns,
     start_m, batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
 ):
-    """A block of keys that all rows see; the softmax runs while the block before it is multiplied with its values."""
+    """A block of keys that all rows see."""
+    mbarrier.wait(key_full.index(slot), phase)
     take_turn(c, turns, slot, phase)
     score_token = multiply_keys(query_tile, keys, slot)
-    mbarrier.wait(value_full.index(value_slot), value_phase)
-    factor = unpacked(weights)
-    acc_token = multiply_values(factor, values, value_slot, acc)
     pass_turn(c, turns)
-    scores = warpgroup_mma_wait(num_outstanding=1, deps=(score_token,))
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(score_token,))
     free_key(key_free, slot)
-    new_weights, row_sum = weigh_around(scores, row_max, row_sum, scale_log2)
-    # To wait here for the next keys ends a basic block; else ptxas moves the wait for acc above the softmax.
-    slot, phase = advance(slot, phase)
-    mbarrier.wait(key_full.index(slot), phase, pred=block > begin)
-    read_slot = value_slot
-    value_slot, value_phase = advance(value_slot, value_phase)
+    weights, row_max, row_sum, shrink = weigh(scores, row_max, row_sum, scale_log2)
+    acc = rescale(acc, shrink)
+    weights = as_factor(weights)
+    mbarrier.wait(value_full.index(slot), phase)
+    acc_token = multiply_values(weights, values, slot, acc)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_token,))
-    free_value(value_free, read_slot)
-    weights = packed(new_weights)
-    return acc, weights, row_max, row_sum, shrink, slot, phase, value_slot, value_phase
+    free_value(value_free, slot)
+    slot, phase = advance(slot, phase)
+    return acc, row_max, row_sum, slot, phase
+
+
+@gluon.jit
+def step_cut(
+    c: gl.constexpr, block, acc, row_max, row_sum, slot, phase,
+    query_tile, keys, values, key_full, key_free, value_full, value_free, turns,
+    start_m, batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
+):
+    """A block of keys that the mask may cut."""
+    mbarrier.wait(key_full.index(slot), phase)
+    take_turn(c, turns, slot, phase)
+    score_token = multiply_keys(query_tile, keys, slot)
+    pass_turn(c, turns)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(score_token,))
+    free_key(key_free, slot)
+    scores = hide(scores, start_m, block * BLOCK_N, batch_heads, seq_q, seq_kv, heads_q, group_size)
+    weights, row_max, row_sum, shrink = weigh(scores, row_max, row_sum, scale_log2)
+    acc = rescale(acc, shrink)
+    weights = as_factor(weights)
+    mbarrier.wait(value_full.index(slot), phase)
+    acc_token = multiply_values(weights, values, slot, acc)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_token,))
+    free_value(value_free, slot)
+    slot, phase = advance(slot, phase)
+    return acc, row_max, row_sum, slot, phase
 
 
 @gluon.jit
@@ -461,31 +470,18 @@ def attend(
     row_max = gl.full([ROWS], LOWEST, gl.float32, SCORE_ROWS)
     row_sum = sum_of(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES))
     acc = gl.zeros([ROWS, WIDTH_V], gl.float32, OUTPUTS)
-    # The block that may be cut at its right, before whose values the next block's keys are multiplied.
-    value_slot = slot
-    value_phase = phase
-    mbarrier.wait(key_full.index(slot), phase)
-    take_turn(c, turns, slot, phase)
-    score_token = multiply_keys(query_tile, keys, slot)
-    pass_turn(c, turns)
-    scores = warpgroup_mma_wait(num_outstanding=0, deps=(score_token,))
-    free_key(key_free, slot)
-    scores = hide(scores, start_m, inner_end * BLOCK_N, batch_heads, seq_q, seq_kv, heads_q, group_size)
-    weights, row_max, row_sum, shrink = weigh(scores, row_max, row_sum, scale_log2)
-    weights = packed(weights)
-    slot, phase = advance(slot, phase)
-    mbarrier.wait(key_full.index(slot), phase, pred=inner_end > begin)
-    for block in range(inner_end - 1, begin - 1, -1):
-        acc, weights, row_max, row_sum, shrink, slot, phase, value_slot, value_phase = step_inside(
-            c, block, begin, acc, weights, row_max, row_sum, shrink, slot, phase, value_slot, value_phase,
+    for block in range(end - 1, inner_end - 1, -1):
+        acc, row_max, row_sum, slot, phase = step_cut(
+            c, block, acc, row_max, row_sum, slot, phase,
             query_tile, keys, values, key_full, key_free, value_full, value_free, turns,
             start_m, batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
         )
-    mbarrier.wait(value_full.index(value_slot), value_phase)
-    factor = unpacked(weights)
-    acc_token = multiply_values(factor, values, value_slot, acc)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_token,))
-    free_value(value_free, value_slot)
+    for block in range(inner_end - 1, begin - 1, -1):
+        acc, row_max, row_sum, slot, phase = step_inside(
+            c, block, acc, row_max, row_sum, slot, phase,
+            query_tile, keys, values, key_full, key_free, value_full, value_free, turns,
+            start_m, batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
+        )
     mbarrier.arrive(query_free.index(query_place), count=1)
 
     # A row that sees no key has sum 0: its output is 0 and its LSE -inf.
@@ -502,114 +498,6 @@ def attend(
     o_m = start_m + gl.arange(0, ROWS, SCORE_ROWS)
     log_sum = gl.where(total == 0.0, float("-inf"), (row_max + gl.log2(total) - BOOST) * 0.6931471805599453)
     gl.store(lse_ptr + (i_b * heads_q + i_h).to(gl.int64) * seq_q + o_m, log_sum, mask=o_m < seq_q)
-    # A sum that outgrew its bound, or an output that is no finite number, has the tile computed again.
-    right = (total < TOO_LARGE) & (gl.convert_layout(gl.sum(acc * 0.0, 1), SCORE_ROWS) == 0.0)
-    rows = start_m + gl.arange(0, ROWS, SCORE_ROWS)
-    wrong = (rows < seq_q) & (right == 0)
-    gl.store(scratch_ptr + 2 + tile + rows * 0, 1, mask=wrong)
-    tiles = gl.cdiv(seq_q, BLOCK_M) * batch_heads
-    gl.store(scratch_ptr + 2 + tiles + gl.program_id(0) + rows * 0, 1, mask=wrong)
-    return slot, phase
-
-
-@gluon.jit
-def wait_written():
-    """Waits until the outputs that this thread sent lie in memory, where others may then overwrite them."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.thread_barrier()
-
-
-@gluon.jit
-def has_wild(values, slot):
-    """Whether a block of values holds any NaN or inf."""
-    spread: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    value_tile = values.index(slot).reshape([WIDTH_V, BLOCK_N])
-    spoilt = gl.zeros([16, BLOCK_N], gl.float32, spread)
-    for part in gl.static_range(WIDTH_V // 16):
-        spoilt += value_tile.slice(part * 16, 16).load(spread).to(gl.float32) * 0.0
-    return gl.max(gl.max(gl.where(spoilt == 0.0, 0, 1), 1), 0)
-
-
-@gluon.jit
-def add_by_key(acc, weights, value_ptr, stride_vs, start_n, seq_kv):
-    """Adds a block of values key by key; one that is no finite number reaches only the rows that see its key.
-
-    The weight of a hidden pair is -1.
-    """
-    o_n = gl.arange(0, BLOCK_N, SCORE_KEYS)
-    o_even, o_odd = gl.split(gl.reshape(gl.arange(0, WIDTH_V, OUTPUT_DIMS), [WIDTH_V // 2, 2]))
-    o_pairs = o_even // 2
-    pairs_ptr = value_ptr.to(gl.pointer_type(gl.int16), bitcast=True)  # half as many registers
-    for n in range(BLOCK_N):
-        m_d = (o_pairs < 64) & (start_n + n < seq_kv)
-        pairs = gl.load(pairs_ptr + ((start_n + n).to(gl.int64) * stride_vs >> 1) + o_pairs, mask=m_d, other=0)
-        number = gl.convert_layout(gl.reshape(halves(pairs), [WIDTH_V]), OUTPUT_DIMS).to(gl.float32)[None, :]
-        weight = gl.convert_layout(gl.sum(gl.where((o_n == n)[None, :], weights, 0.0), 1), OUTPUT_ROWS)[:, None]
-        seen = gl.where(weight >= 0.0, number, 0.0)
-        acc += gl.where(number * 0.0 == 0.0, gl.maximum(weight, 0.0) * number, seen)
-    return acc
-
-
-@gluon.jit
-def attend_again(
-    c: gl.constexpr, tile, turn, slot, phase, value_ptr, stride_vb, stride_vh, stride_vs,
-    output, query_scale_ptr, key_scale_ptr, value_scale_ptr, lse_ptr, scratch_ptr, queries, outputs, query_full,
-    query_free,
-    keys, values, key_full, key_free, value_full, value_free, turns,
-    batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
-):
-    """A consumer's part in a tile that is computed again: around each row's own maximum, and past wild values."""
-    start_m, i_b, i_h, begin, end = place_of(tile, batch_heads, seq_q, seq_kv, heads_q, group_size)
-    start_m += c * ROWS
-    scale_place = i_b * (heads_q // group_size) + i_h // group_size
-    scale_log2 = scale_log2 * gl.load(query_scale_ptr + scale_place) * gl.load(key_scale_ptr + scale_place)
-    inner_end = end - 1  # which may be cut at the end of the sequence
-
-    value_ptr += i_b.to(gl.int64) * stride_vb + (i_h // group_size).to(gl.int64) * stride_vh
-    query_place, query_phase = query_slot(c, turn)
-    mbarrier.wait(query_full.index(query_place), query_phase)
-    query_tile = queries.index(query_place).reshape([ROWS, WIDTH])
-    row_max = gl.full([ROWS], LOWEST, gl.float32, SCORE_ROWS)
-    row_sum = sum_of(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES))
-    acc = gl.zeros([ROWS, WIDTH_V], gl.float32, OUTPUTS)
-    for block in range(end - 1, begin - 1, -1):
-        mbarrier.wait(key_full.index(slot), phase)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(multiply_keys(query_tile, keys, slot),))
-        free_key(key_free, slot)
-        mbarrier.wait(value_full.index(slot), phase)
-        wild = has_wild(values, slot)  # now, while there are few numbers in registers
-        if block >= inner_end:
-            scores = hide(scores, start_m, block * BLOCK_N, batch_heads, seq_q, seq_kv, heads_q, group_size)
-        weights, row_max, row_sum, shrink = weigh(scores, row_max, row_sum, scale_log2)
-        acc = rescale(acc, shrink)
-        if wild == 1:
-            weights = gl.where(scores == float("-inf"), -1.0, weights)
-            acc = add_by_key(acc, weights, value_ptr, stride_vs, block * BLOCK_N, seq_kv)
-        else:
-            factor = as_factor(weights)
-            acc_token = multiply_values(factor, values, slot, acc)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_token,))
-        free_value(value_free, slot)
-        slot, phase = advance(slot, phase)
-
-
-    # A row that sees no key has sum 0: its output is 0 and its LSE -inf.
-    total = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS)
-    share = gl.where(total == 0.0, 0.0, gl.load(value_scale_ptr + scale_place) / total)
-    # [ROWS, WIDTH_V]
-    rounded = (acc * gl.convert_layout(share, OUTPUT_ROWS)[:, None]).to(RESULT)
-    output_tile = outputs.index(c)
-    output_tile.reshape([ROWS, WIDTH_V]).store(rounded)
-    fence_async_shared()
-    if start_m < seq_q:
-        tma.async_copy_shared_to_global(output, [i_b, i_h, start_m, 0], output_tile)
-    o_m = start_m + gl.arange(0, ROWS, SCORE_ROWS)
-    log_sum = gl.where(total == 0.0, float("-inf"), (row_max + gl.log2(total) - BOOST) * 0.6931471805599453)
-    gl.store(lse_ptr + (i_b * heads_q + i_h).to(gl.int64) * seq_q + o_m, log_sum, mask=o_m < seq_q)
-    tma.store_wait(pendings=0)
-    mbarrier.arrive(query_free.index(query_place), count=1)
     return slot, phase
 
 
@@ -676,34 +564,6 @@ def consume(
 
 
 @gluon.jit
-def consume_again(
-    c: gl.constexpr, tile, value_ptr, stride_vb, stride_vh, stride_vs, output, query_scale_ptr, key_scale_ptr,
-    value_scale_ptr, lse_ptr, scratch_ptr, queries, outputs, query_full, query_free,
-    keys, values, key_full, key_free, value_full, value_free, turns,
-    batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
-):
-    """Consumer `c`, for the tiles that must be computed again."""
-    wait_written()
-    for free in gl.static_range(STAGES):
-        free_key(key_free, gl.to_tensor(free))
-        free_value(value_free, gl.to_tensor(free))
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    tiles = gl.cdiv(seq_q, BLOCK_M) * batch_heads
-    while tile >= 0:
-        if gl.load(scratch_ptr + 2 + tile) == 1:
-            slot, phase = attend_again(
-                c, tile, turn, slot, phase, value_ptr, stride_vb, stride_vh, stride_vs, output, query_scale_ptr,
-                key_scale_ptr, value_scale_ptr, lse_ptr, scratch_ptr, queries, outputs, query_full, query_free,
-                keys, values, key_full, key_free, value_full, value_free, turns,
-                batch_heads, seq_q, seq_kv, heads_q, group_size, scale_log2
-            )
-            turn += 1
-        tile = gl.load(scratch_ptr + 2 + 2 * tiles + tile)
-
-
-@gluon.jit
 def produce(
     query, key, value_columns, scratch_ptr, queries, outputs, query_full, query_free,
     keys, values, key_full, key_free, value_full, value_free, turns,
@@ -715,13 +575,7 @@ def produce(
     turn = gl.to_tensor(0)
     tile = gl.program_id(0)
     tiles = gl.cdiv(seq_q, BLOCK_M) * batch_heads
-    # Consumers that write 1 do so after these stores of 0, since they wait for what is loaded below.
-    gl.store(scratch_ptr + 2 + tiles + tile, 0)
-    before = gl.to_tensor(-1)
     while tile < tiles:
-        gl.store(scratch_ptr + 2 + tile, 0)
-        gl.store(scratch_ptr + 2 + 2 * tiles + tile, before)
-        before = tile
         load_first(
             tile, turn, slot, phase, query, key, queries, outputs, query_full, query_free, keys, values, key_full,
             key_free, value_full, value_free, turns, batch_heads, seq_q, seq_kv, heads_q, group_size
@@ -731,7 +585,6 @@ def produce(
             tile, slot, phase, key, value_columns, keys, values, key_full, key_free, value_full, value_free, turns,
             batch_heads, seq_q, seq_kv, heads_q, group_size
         )
-        coming = gl.where(coming < tiles, coming, tiles + tile)  # which tells forward where to begin again
         mbarrier.wait(next_free, (turn & 1) ^ 1)
         next_tile.store(gl.full([1], coming, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(next_full, count=1)
@@ -740,34 +593,6 @@ def produce(
     if gl.atomic_add(scratch_ptr + 1, 1) == gl.num_programs(0) - 1:
         gl.store(scratch_ptr, 0)  # no program asks any more, and the next launch finds zeros
         gl.store(scratch_ptr + 1, 0)
-    for free in gl.static_range(STAGES):  # the consumers' last arrivals
-        wait_free_key(key_free, gl.to_tensor(free), phase)
-        wait_free_value(value_free, gl.to_tensor(free), phase)
-
-
-@gluon.jit
-def produce_again(
-    tile, query, key, value_columns, scratch_ptr, queries, outputs, query_full, query_free,
-    keys, values, key_full, key_free, value_full, value_free, turns,
-    batch_heads, seq_q, seq_kv, heads_q, group_size
-):
-    """The producer, for the tiles that must be computed again."""
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    turn = gl.to_tensor(0)
-    tiles = gl.cdiv(seq_q, BLOCK_M) * batch_heads
-    while tile >= 0:
-        if gl.load(scratch_ptr + 2 + tile) == 1:
-            load_first(
-                tile, turn, slot, phase, query, key, queries, outputs, query_full, query_free, keys, values, key_full,
-                key_free, value_full, value_free, turns, batch_heads, seq_q, seq_kv, heads_q, group_size
-            )
-            slot, phase = load_rest(
-                tile, slot, phase, key, value_columns, keys, values, key_full, key_free, value_full, value_free, turns,
-                batch_heads, seq_q, seq_kv, heads_q, group_size
-            )
-            turn += 1
-        tile = gl.load(scratch_ptr + 2 + 2 * tiles + tile)
     for free in gl.static_range(STAGES):  # the consumers' last arrivals
         wait_free_key(key_free, gl.to_tensor(free), phase)
         wait_free_value(value_free, gl.to_tensor(free), phase)
@@ -811,24 +636,6 @@ def forward(
         [4, 1],  # warps; the first consumer has OPTIONS["num_warps"]
         [240, 24],  # registers of a thread; the first consumer has the rest
     )
-    # Here the warps are together again, and most often nothing is left to do. Roles of their own, rather than a second
-    # loop in those above, leave the registers of these as they are.
-    tiles = gl.cdiv(seq_q, BLOCK_M) * batch_heads
-    if gl.load(scratch_ptr + 2 + tiles + gl.program_id(0)) == 1:
-        tile = gl.max(next_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0) - tiles
-        drop_barriers(query_full, query_free, key_full, key_free, value_full, value_free)
-        init_barriers(query_full, query_free, key_full, key_free, value_full, value_free)
-        gl.warp_specialize(
-            [
-                (consume_again,
-                (0, tile, value_ptr, stride_vb, stride_vh, stride_vs) + results + shared + sizes + (scale_log2,)),
-                (consume_again,
-                (1, tile, value_ptr, stride_vb, stride_vh, stride_vs) + results + shared + sizes + (scale_log2,)),
-                (produce_again, (tile, query, key, value_columns, scratch_ptr) + shared + sizes),
-            ],
-            [4, 1],
-            [240, 24],
-        )
     drop_barriers(query_full, query_free, key_full, key_free, value_full, value_free)
     for place in gl.static_range(CONSUMERS):
         mbarrier.invalidate(turns.index(place))
