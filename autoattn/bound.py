@@ -69,17 +69,17 @@ class Bound:
                 room = _room(self.index, stream, size)  # held until the launch is in the stream
                 given[place] = room.address
         hooks = triton.knobs.runtime
-        enter, leave = _set(hooks.launch_enter_hook), _set(hooks.launch_exit_hook)
-        if enter is not None or leave is not None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # as _set, without calling it
             begin = self.begin
             facts = self.compiled.launch_metadata(tuple(given[:_STREAM]), stream, *given[begin:])
-            given[begin - 3 : begin] = facts, enter, leave
+            given[begin - 3 : begin] = facts, _set(enter), _set(leave)
         self.launch(*given)
 
 
 def _set(hook: Any) -> Any:
     """A launch hook; None for Triton's chain of hooks that holds none, which would be called all the same."""
-    return hook if getattr(hook, "calls", True) else None
+    return hook if getattr(hook, "calls", hook) else None
 
 
 def bind(

@@ -37,6 +37,7 @@ _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
 _watchers = torch._C._len_torch_dispatch_stack  # modes, which would not see a launch
 _FLOAT32 = torch.float32
+_ROOMS = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 _ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 
 
@@ -152,25 +153,34 @@ class _Kernel:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
         output = query.new_empty_strided(*self.output)  # in the dtype of the query: other calls are not prepared
         lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=_FLOAT32)
-        counted = self.tiles and redone.counting  # then nobody else may have the scratch later
-        scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
-        counters = None if self.shared is None else arrivals.room(query.device, self.shared[0])
-        partials = None if self.shared is None else query.new_empty(self.shared[1], dtype=torch.float32)
         addresses = (  # in the order of forward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
             output.data_ptr(),
             0 if lse is None else lse.data_ptr(),
-            0 if scratch is None else scratch.data_ptr(),
-            0 if counters is None else counters.data_ptr(),
-            0 if partials is None else partials.data_ptr(),
-            *(tensor.data_ptr() for tensor in offsets),
+            0,
+            0,
+            0,
         )
-        self.launch(addresses)
+        if offsets:
+            addresses += tuple(tensor.data_ptr() for tensor in offsets)
+        if self.shared is not None or redone.counting:
+            self._launch_with_rooms(query, addresses)
+        else:
+            self.launch(addresses)
+        return output if lse is None else (output, lse)
+
+    def _launch_with_rooms(self, query: Tensor, addresses: tuple[int, ...]) -> None:
+        """Gives the launch counters and room for parts, and a scratch of its own while somebody counts."""
+        counted = self.tiles and redone.counting  # then nobody else may have the scratch later
+        scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
+        counters = None if self.shared is None else arrivals.room(query.device, self.shared[0])
+        partials = None if self.shared is None else query.new_empty(self.shared[1], dtype=_FLOAT32)
+        rooms = (0 if room is None else room.data_ptr() for room in (scratch, counters, partials))
+        self.launch((*addresses[:_ROOMS], *rooms, *addresses[_ROOMS + 3 :]))
         if scratch is not None:
             redone.note(scratch[forward.FLAGS : forward.FLAGS + self.tiles])
-        return output if lse is None else (output, lse)
 
 
 def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kernel | None:
