@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autoattn import arguments, arrivals, redone, rivals
 from autoattn.arguments import Call
-from autoattn.bound import Bound
+from autoattn.bound import Addresses, Bound
 from autoattn.compile import Kernel
 from autoattn.mask import Mask
 from autoattn.ops import forward
@@ -153,7 +153,7 @@ class _Kernel:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
         output = query.new_empty_strided(*self.output)  # in the dtype of the query: other calls are not prepared
         lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=_FLOAT32)
-        addresses = (  # in the order of forward.POINTERS
+        addresses: Addresses = (  # in the order of forward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -171,7 +171,7 @@ class _Kernel:
             self.launch(addresses)
         return output if lse is None else (output, lse)
 
-    def _launch_with_rooms(self, query: Tensor, addresses: tuple[int, ...]) -> None:
+    def _launch_with_rooms(self, query: Tensor, addresses: Addresses) -> None:
         """Gives the launch counters and room for parts, and a scratch of its own while somebody counts."""
         counted = self.tiles and redone.counting  # then nobody else may have the scratch later
         scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
