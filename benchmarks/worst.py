@@ -1,0 +1,89 @@
+"""Measures what cached winners that keep their first maximum cost at worst, on the GPU that is here.
+
+python benchmarks/worst.py [--cache DIR] [--write]
+
+A winner of `autoattn tune` has its worst case in its entry (docs/finals.md). This does the same for entries that are
+older than that, without another search: it adds the worst case to the entries of a cache folder one by one, so that it
+can be interrupted and run again. With --write, the table of all of them is kept under benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from kept import tell
+
+from autoattn import cache, gpu, render, resources
+from autoattn.device import Device
+from autoattn.entry import CacheEntry
+from autoattn.problem import Op
+from autoattn.report import figures
+from autoattn.trial import Evidence
+from autoattn.workers import Failure
+from autoattn.workshop import Workshop
+
+
+def keeping(folder: Path, device: Device) -> list[CacheEntry]:
+    """The measured entries of a device whose winners keep their first maximum and are what renders today."""
+    return [
+        entry
+        for entry in cache.lookup(folder, device, Op.FORWARD).values()
+        if entry.evidence is Evidence.MEASURED
+        and entry.params.get("softmax") == render.FIRST_MAX
+        and cache.why_stale(entry) is None
+    ]
+
+
+def measure(folder: Path, device: Device) -> None:
+    """Adds what is missing."""
+    missing = [entry for entry in keeping(folder, device) if entry.worst is None]
+    with Workshop(device, measured=True) as shop:
+        for number, entry in enumerate(missing, start=1):
+            found = shop.outgrow(entry.problem, entry.variant, seed=0)
+            if isinstance(found, Failure):
+                words = f"{found.outcome.value}: {found.detail}"
+            else:
+                entry = replace(entry, worst=found)
+                cache.merge(folder, device, Op.FORWARD, [entry])
+                words = figures.worst(entry)
+            print(f"{number}/{len(missing)} {entry.problem}: {words}", flush=True)
+
+
+def table(entries: list[CacheEntry]) -> str:
+    """One line for each entry whose worst case is known, and the geometric mean of each template."""
+    lines = ["| problem | template | at worst | tiles computed twice | max error |", "|---|---|--:|--:|--:|"]
+    slowdowns: dict[str, list[float]] = {}
+    for entry in sorted(entries, key=lambda one: one.problem.order):
+        if (worst := entry.worst) is None:
+            continue
+        slowdowns.setdefault(entry.template, []).append(worst.slowdown)
+        tiles = f"{worst.redone:,} of {worst.tiles:,}" if worst.tiles else "not counted"
+        facts = entry.problem, entry.template, f"{worst.slowdown:.2f}x", tiles, figures.error(worst.max_error)
+        lines.append(f"| {' | '.join(map(str, facts))} |")
+    means = [
+        f"{name}: {len(found)} problems, {figures.geometric_mean(found):.2f}x its usual time in the geometric mean, "
+        f"{min(found):.2f}x to {max(found):.2f}x."
+        for name, found in sorted(slowdowns.items())
+    ]
+    return "\n".join([*means, "", *lines])
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cache", type=Path, default=resources.user_cache(), help="yours if left out")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    asked = parser.parse_args()
+    card = gpu.present()
+    if card is None:
+        parser.error("this measures on an NVIDIA GPU, and torch finds none")
+    measure(asked.cache, card)
+    title = f"What a kept maximum costs at worst, {card.full_name}"
+    name = f"{card.name}_worst" if asked.write else None
+    tell(title, "python benchmarks/worst.py", table(keeping(asked.cache, card)), name)
+
+
+if __name__ == "__main__":
+    main()
