@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autoattn import model, occupancy, render, space
+from autoattn import model, occupancy, render
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import WorstCase
@@ -202,7 +202,7 @@ class Workshop:
         reason = occupancy.why_unlaunchable(self.device, report)
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
-        if self.device.peak_flops and space.load(slot.variant.template).interpreted:
+        if self.device.peak_flops:
             prediction = model.predict(problem, self.device, slot.variant.as_dict(), report)
             trial = replace(trial, prediction=prediction)
         return trial

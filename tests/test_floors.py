@@ -26,6 +26,7 @@ FLOORS = (
         "arithmetic",
         "rounds",
         "published",
+        "quality",
     },
     {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording", "raw"},
     {

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import samples
 
-from autoattn import cache, profiles, render, report
+from autoattn import cache, profiles, quality, render, report
+from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
 from autoattn.mask import Mask
-from autoattn.problem import Numerics, Op
+from autoattn.problem import Layout, Numerics, Op
 from autoattn.report import contents, figures, files
 from autoattn.trial import Evidence
 
@@ -79,9 +80,8 @@ def markdown_rows(text: str) -> list[list[str]]:
     return [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def sections_of(*entries: CacheEntry) -> list[contents.Section]:
+def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[contents.Section]:
     known = {entry.problem.key: entry for entry in entries}
-    card = samples.H200
     file = cache.CacheFile(schema=1, op=Op.FORWARD, device=card.name, fingerprint=card.fingerprint, entries=known)
     return contents.gather([file])
 
@@ -152,6 +152,29 @@ def test_measured_and_predicted_stand_apart_and_predicted_carries_a_banner() -> 
         assert str(predicted.problem) in below
         assert str(predicted.problem) not in above
     assert "Nothing here was measured" not in report.html_text(sections_of(measured))
+
+
+def test_predictions_stand_beside_published_times_and_what_is_known_of_their_rank() -> None:
+    one = samples.problem(
+        batch=1, heads_q=128, heads_kv=128, seq_q=65536, seq_kv=65536, head_dim=56, head_dim_v=56, mask=Mask(),
+        layout=Layout.BSHD,
+    )  # fmt: skip
+    entry = samples.predicted(one)
+    assert entry.prediction is not None
+    entry = replace(entry, prediction=replace(entry.prediction, time_us=1.3845e6))  # 0.70 of what was published
+    for beside, texts in ((True, texts_of(samples.A30, entry)), (False, texts_of(samples.H200, entry))):
+        for text in texts:
+            assert ("0.70" in text) == beside
+            assert ("1,977,925" in text) == beside
+            assert (report.PROVES in text) == beside
+    for device, text in ((samples.A30, quality.known(80)), (samples.H200, quality.known(90))):
+        assert all(text in found for found in texts_of(device, entry))
+
+
+def texts_of(device: Device, entry: CacheEntry) -> list[str]:
+    """What both forms of a report of one predicted entry say."""
+    sections = sections_of(entry, card=device)
+    return [Page(report.html_text(sections)).text, re.sub(r"\\(.)", r"\1", report.markdown_text(sections))]
 
 
 def test_text_of_a_cache_cannot_act_in_the_page() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoattn import published
+from autoattn import published, quality
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.published import Published
@@ -144,6 +144,11 @@ class Section:
     def rankings(self) -> list[Ranking]:
         """What is there, measured first."""
         return [one for one in (self.measured, self.predicted) if one is not None]
+
+    @property
+    def quality(self) -> str:
+        """How well predictions for such a card rank, as far as it is known."""
+        return quality.known(self.facts.arch if self.facts is not None else 0)
 
 
 def gather(files: list[CacheFile], folder: Path | None = None) -> list[Section]:

@@ -1,0 +1,49 @@
+"""How well the model ranked kernels that were measured, in figures: what a report says beside predictions.
+
+Each problem was judged by constants fitted on all the others; docs/model.md has the tables and what they leave open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Of predictions for one family of kernels, on one card."""
+
+    card: str
+    problems: int
+    variants: int
+    spearman: float  # median over the problems
+    lowest: float
+    ten: float  # how much slower than the best measured one the best of the first ten was: median over the problems
+    worst: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.variants} random variants of {self.problems} problems, each judged by constants fitted on the "
+            f"others: rank correlation {self.spearman:.2f} in the median and {self.lowest:.2f} at least; the best of the "
+            f"first ten was {100 * self.ten:.1f}% slower than the best measured one in the median and "
+            f"{100 * self.worst:.1f}% at most"
+        )
+
+
+# Family, as benchmarks/model_quality.py names it -> what it prints with --left-out
+LEFT_OUT = {
+    "triton": Quality(card="NVIDIA H200", problems=0, variants=0, spearman=0.0, lowest=0.0, ten=0.0, worst=0.0),
+    "gluon": Quality(card="NVIDIA H200", problems=0, variants=0, spearman=0.0, lowest=0.0, ten=0.0, worst=0.0),
+    "sm_80": Quality(card="NVIDIA H200", problems=0, variants=0, spearman=0.0, lowest=0.0, ten=0.0, worst=0.0),
+}
+
+
+def known(arch: int) -> str:
+    """What is known of predictions for an architecture, in sentences."""
+    if arch == 90:
+        return f"How well they rank was measured on an {LEFT_OUT['triton'].card}, on {LEFT_OUT['triton']}."
+    if arch in (80, 86, 89):
+        return (
+            "How well they rank was measured on no card of this architecture, but for Ampere's instructions on an "
+            f"{LEFT_OUT['sm_80'].card}, whose driver translated them, on {LEFT_OUT['sm_80']}."
+        )
+    return "How well they rank was measured on no card whose machine code is like this one's."
