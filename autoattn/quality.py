@@ -23,8 +23,8 @@ class Quality:
     def __str__(self) -> str:
         return (
             f"{self.variants} random variants of {self.problems} problems, each judged by constants fitted on the "
-            f"others: rank correlation {self.spearman:.2f} in the median and {self.lowest:.2f} at least; the best of the "
-            f"first ten was {100 * self.ten:.1f}% slower than the best measured one in the median and "
+            f"others: rank correlation {self.spearman:.2f} in the median and {self.lowest:.2f} at least; the best of "
+            f"the first ten was {100 * self.ten:.1f}% slower than the best measured one in the median and "
             f"{100 * self.worst:.1f}% at most"
         )
 

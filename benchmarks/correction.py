@@ -1,0 +1,123 @@
+"""Whether a learned correction helps the model: `python benchmarks/correction.py`, on the data of model_quality.py.
+
+A ridge regression, by numpy, of what the model leaves of each variant's log time, on what the prediction and the
+machine code say; each kind of machine code has one of its own. Every problem is corrected by a regression on the
+others. Features and remainders are taken about the mean of their row, since ranks within a problem are what matters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from kept import tell
+from model_quality import DEVICE, FEWEST, Array, Case, Quality, Row, quality, rows
+
+from autoattn import model
+from autoattn.problem import Problem
+from autoattn.program import Path
+
+RIDGES = (3.0, 30.0, 100.0)
+FAR = 0.6  # of log time: what is further off counts as so much
+UNITS = ("tensor", "issue", "exp", "shared", "l2", "dram")
+SIZES = ("BLOCK_M", "BLOCK_N", "num_stages")
+OPCODES = (("LDL", "STL"), ("BAR",), ("BRA",), ("WARPGROUP",), ("",))  # those of the loop that begin so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The variants of a row that are one kind of machine code."""
+
+    path: Path
+    problem: Problem
+    features: Array  # [variants, features]
+    left: Array  # [variants] log of measured over predicted
+
+
+def features(case: Case) -> tuple[list[float], float]:
+    """What a correction may lean on, and the predicted milliseconds."""
+    found = model.predict(case.problem, DEVICE, case.params, case.report)
+    loop = case.report.loop
+    shares = [found.parts_us[unit] / found.time_us for unit in UNITS]
+    warps = [math.log(found.occupancy), math.log(found.occupancy * case.report.num_warps)]
+    sizes = [math.log(int(case.params[name])) for name in SIZES]
+    counts = [math.log1p(sum(n for opcode, n in loop.items() if opcode.startswith(kind))) for kind in OPCODES]
+    return [*shares, *warps, *sizes, *counts], found.time_us / 1e3
+
+
+@cache
+def parts() -> tuple[Part, ...]:
+    """All rows, apart by kind of machine code; of fewer than four variants nothing is learnt."""
+    found = []
+    for row in rows():
+        for path in Path:
+            own = [(features(case), case.median_ms) for case in row.cases if case.path is path]
+            if len(own) > 3:
+                left = [math.log(ms / predicted) for (_, predicted), ms in own]
+                seen = np.array([values for (values, _), _ in own])
+                found.append(Part(path=path, problem=row.problem, features=seen, left=np.array(left)))
+    return tuple(found)
+
+
+def learnt(path: Path, without: Problem, ridge: float) -> Array:
+    """The weight of each feature, from all problems but one."""
+    own = [part for part in parts() if part.path is path and part.problem != without]
+    width = len(parts()[0].features[0])
+    if not own:
+        return np.zeros(width)
+    seen = np.vstack([part.features - part.features.mean(0) for part in own])
+    left = np.concatenate([np.clip(part.left - part.left.mean(), -FAR, FAR) for part in own])
+    scale = seen.std(0) + 1e-9
+    seen = seen / scale
+    weights: Array = np.linalg.solve(seen.T @ seen + ridge * np.eye(width), seen.T @ left) / scale
+    return weights
+
+
+def corrected(row: Row, ridge: float | None) -> Quality:
+    """The quality of a row's corrected predictions; without a ridge, of the model's own."""
+    seen = [features(case) for case in row.cases]
+    predicted = [milliseconds for _, milliseconds in seen]
+    if ridge is not None:
+        for path in {case.path for case in row.cases}:
+            places = [place for place, case in enumerate(row.cases) if case.path is path]
+            own = np.array([seen[place][0] for place in places])
+            shifts = (own - own.mean(0)) @ learnt(path, row.problem, ridge)
+            for place, shift in zip(places, shifts.tolist(), strict=True):
+                predicted[place] *= math.exp(shift)
+    return quality(row, predicted)
+
+
+def line(name: str, found: Sequence[Quality]) -> str:
+    scores = [one.spearman for one in found]
+    firsts, tens = [one.first for one in found], [one.ten for one in found]
+    error = statistics.median(one.error for one in found)
+    return (
+        f"| {name} | {statistics.median(scores):.3f}, {min(scores):.3f} | {statistics.fmean(firsts):.1%}, "
+        f"{max(firsts):.1%} | {statistics.median(tens):.1%}, {max(tens):.1%} | {error:.1%} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    judged = [row for row in rows() if len(row.cases) > FEWEST]
+    lines = [
+        f"{len(judged)} rows, constants as shipped.",
+        "",
+        "| correction | Spearman: median, lowest | first choice: mean, worst | best of ten: median, worst | error |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for ridge in (None, *RIDGES):
+        found = [corrected(row, ridge) for row in judged]
+        lines.append(line("none" if ridge is None else f"ridge {ridge:g}", found))
+    name = "model_correction" if parser.parse_args().write else None
+    tell("Whether a learned correction helps the model", "python benchmarks/correction.py", "\n".join(lines), name)
+
+
+if __name__ == "__main__":
+    main()
