@@ -165,7 +165,10 @@ def _setup(params: Mapping[str, Value], report: StaticReport, program: Program, 
 
 def _together(problem: Problem, params: Mapping[str, Value]) -> int:
     """Query heads whose rows are dealt out as those of one head."""
-    return problem.group_size if params.get("PACK_GQA") else 1
+    packed = int(params.get("PACK_GQA", 0))
+    if "schedule" in params:  # Hopper's family says how many, triton/forward whether
+        return max(1, packed)
+    return problem.group_size if packed else 1
 
 
 def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constants) -> float:

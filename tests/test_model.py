@@ -467,6 +467,12 @@ def test_workers_of_a_program_share_its_keys_and_have_rows_of_their_own():
     assert not program_of(PARAMS, report()).specialised
 
 
+def test_each_family_counts_packed_heads_in_its_own_way():
+    of = problem(heads_q=32, heads_kv=4)
+    assert [model._together(of, PARAMS | {"PACK_GQA": packed}) for packed in (0, 1)] == [1, 8]
+    assert [model._together(of, SPECIALISED | {"PACK_GQA": packed}) for packed in (1, 4)] == [1, 4]
+
+
 def test_work_in_the_shadow_of_products_is_faster():
     assert specialised(overlap=1).time_us < specialised(overlap=0).time_us
 
