@@ -19,6 +19,7 @@ from autoattn.ops.forward import DTYPE
 from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 
 if TYPE_CHECKING:
+    from autoattn.captures import Traced
     from autoattn.mask import Mask
     from autoattn.masks import BlockSparse
 
@@ -58,7 +59,7 @@ def read(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    score_mod: str | Callable[..., Tensor] | None = None,
+    score_mod: str | Callable[..., Tensor] | Traced | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     scale: float | None = None,
@@ -117,7 +118,7 @@ def read_packed(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    score_mod: str | Callable[..., Tensor] | None = None,
+    score_mod: str | Callable[..., Tensor] | Traced | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     scale: float | None = None,
@@ -314,7 +315,7 @@ def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) 
         return Precision.IEEE
     if precision is not None:
         return Precision(precision)
-    # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
+    # Dynamo cannot trace the question; it comes here only with classes of tensors that PyTorch's attention answers.
     exact = torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest"
     return Precision.IEEE if exact else Precision.TF32
 
@@ -329,7 +330,7 @@ def _numerics(numerics: str | None) -> Numerics:
     """Which ways of keeping the maximum may answer."""
     name, none, way_out = "numerics", ", online or None", "correct it"
     if numerics is None:
-        # Dynamo cannot trace the question, and while it traces PyTorch's own attention answers.
+        # Dynamo cannot trace the question, see `_precision`.
         numerics = Numerics.ANY.value if torch.compiler.is_compiling() else asked_numerics() or Numerics.ANY.value
         name, none, way_out = NUMERICS, " or online", "correct or unset it"
     if not isinstance(numerics, str) or numerics not in _ANY_NUMERICS:

@@ -110,8 +110,8 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
 
 def _no_second(ctx: Any, *pushes: Any) -> Gradients:
     raise TensorError(
-        "attention in torch.compile or torch.func must be differentiated once, got a second time, for which there is "
-        "no formula; use the formula in plain PyTorch where second derivatives are needed"
+        "torch.ops.autoattn.attention must be differentiated once, got a second derivative, for which there is no "
+        "formula; write attention in plain PyTorch where it is needed"
     )
 
 

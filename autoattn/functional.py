@@ -16,6 +16,7 @@ from autoattn.errors import TensorError
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from autoattn.captures import Traced
     from autoattn.mask import Mask
     from autoattn.masks import BlockSparse
 
@@ -32,7 +33,7 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    score_mod: str | Callable[..., Tensor] | None = None,
+    score_mod: str | Callable[..., Tensor] | Traced | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     scale: float | None = None,
@@ -66,7 +67,8 @@ def attention(
         alibi_slopes: [heads_q] or [batch, heads_q] float32; scores lose slope * |p - key|, where p = i if causal is
             "top-left".
         sinks: [heads_q]; a score for each head that takes its share of the softmax and gives nothing.
-        score_mod: text of `autoattn.expression`, or a function (score, b, h, q_idx, kv_idx) -> score.
+        score_mod: text of `autoattn.expression`, a function (score, b, h, q_idx, kv_idx) -> score, or what
+            `autoattn.masks.score` made of one.
         dropout: share of the weights that is dropped, from 0 and below 1; the others grow by 1 / (1 - dropout).
         seed: of dropout, from 0 to 2**63 - 1; when None, one is drawn from PyTorch's generator of the CPU.
         scale: what products of query and key are multiplied by; 1 / sqrt(head_dim) when None.
@@ -136,7 +138,7 @@ def packed_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    score_mod: str | Callable[..., Tensor] | None = None,
+    score_mod: str | Callable[..., Tensor] | Traced | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     scale: float | None = None,

@@ -108,7 +108,7 @@ def seed_of(seed: Any) -> int:
 
 def draw() -> Tensor:
     """[1] int64: a new seed from PyTorch's generator of the CPU, which torch.manual_seed sets."""
-    return torch.randint(2**62, (1,))
+    return torch.randint(2**62, (1,), device="cpu")
 
 
 def _number(name: str, given: Any, below: float, words: str) -> float:

@@ -16,6 +16,7 @@ from autoattn.mask import Mask
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from autoattn.captures import Traced
     from autoattn.masks import BlockSparse
 
 ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision", "numerics")
@@ -35,7 +36,7 @@ class Attention(torch.nn.Module):
         causal: bool | str = False,
         window: tuple[int, int] | None = None,
         softcap: float = 0.0,
-        score_mod: str | Callable[..., Tensor] | None = None,
+        score_mod: str | Callable[..., Tensor] | Traced | None = None,
         dropout: float = 0.0,
         scale: float | None = None,
         layout: str = "bhsd",

@@ -216,6 +216,6 @@ def test_nothing_is_saved_that_grows_with_queries_times_keys() -> None:
 def test_a_second_derivative_is_refused_in_one_sentence() -> None:
     query, key, value = leaves(*inputs())
     (first,) = torch.autograd.grad(ATTENTION(query, key, value)[0].sum(), query, create_graph=True)
-    with pytest.raises(TensorError, match="must be differentiated once, got a second time") as caught:
+    with pytest.raises(TensorError, match="must be differentiated once, got a second derivative") as caught:
         first.sum().backward()
     assert "\n" not in str(caught.value)

@@ -326,6 +326,9 @@ def test_classes_with_rules_of_their_own_keep_pytorchs_attention() -> None:
         output = one(*ours)
         assert isinstance(output, TwoTensor)
         close(output.b, function(*(2.0 * tensor for tensor in inputs())))
+    torch._dynamo.reset()
+    graphs = torch._dynamo.explain(function)(*ours).graphs
+    assert ATTENTION not in [node.target for graph in graphs for node in graph.graph.nodes]
 
 
 @pytest.mark.parametrize("given", [{}, {"softcap": 1.5, "causal": True}], ids=str)
