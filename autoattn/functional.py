@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autoattn import answer, arguments, operators, prepared
+from autoattn import differentiate as differentiate  # registers the backward pass of the operator
 from autoattn.answer import forget as forget
 from autoattn.dispatch import Explanation
 from autoattn.errors import TensorError

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +222,14 @@ def test_a_second_derivative_is_refused_in_one_sentence() -> None:
     with pytest.raises(TensorError, match="must be differentiated once, got a second derivative") as caught:
         first.sum().backward()
     assert "\n" not in str(caught.value)
+
+
+def test_who_imports_the_functions_has_the_operator_and_its_backward_pass() -> None:
+    """As who loads an exported program must."""
+    script = (
+        "import torch; from autoattn import functional; query = torch.randn(1, 2, 3, 16, requires_grad=True); "
+        "print(torch.ops.autoattn.attention(query, query, query)[0].grad_fn.name())"
+    )
+    root = Path(__file__).parent.parent
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    assert "autoattn_attention" in run.stdout, run.stderr
