@@ -1,0 +1,61 @@
+"""Training under DDP and FSDP, eager and compiled, in a group of one process on the CPU: gradients stay the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autoattn
+
+TOKENS = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        autoattn.MultiheadAttention(32, 4, num_kv_heads=2, causal=True),
+        autoattn.MultiheadAttention(32, 4, causal=True, window=(3, 0)),
+    )
+
+
+def gradients(module: torch.nn.Module) -> list[Tensor]:
+    for parameter in module.parameters():
+        parameter.grad = None
+    module(TOKENS).sin().sum().backward()
+    found = [parameter.grad for parameter in module.parameters()]
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP"])
+def test_gradients_are_those_of_one_process(kind: str, compiled: bool) -> None:
+    plain = model()
+    expected = gradients(copy.deepcopy(plain))
+    module: torch.nn.Module = DistributedDataParallel(plain) if kind == "DDP" else sharded(plain)
+    if compiled:
+        module = torch.compile(module, backend="aot_eager")
+    for mine, other in zip(gradients(module), expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def sharded(module: torch.nn.Sequential) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh)
+    return module
