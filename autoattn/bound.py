@@ -14,19 +14,15 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.runtime import driver
 
 from autoattn.compile import Descriptor, Kernel, described
+from autoattn.zeros import ROOMS, Rooms
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
-MOST_ROOMS = 256  # streams with a scratch
-LEAST_ROOM = 4096  # numbers
 _KNOWN = "3.6."  # Triton whose C function is called below with its arguments in their order; others may have another
 _STREAM = 3  # its place among what a launch takes, behind the grid
-_DEFAULT = 0  # the stream that no graph can capture (cudaErrorStreamCaptureUnsupported)
-_OF_EACH_THREAD = 2  # cudaStreamPerThread, one handle for the streams of all threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,14 +36,14 @@ class Bound:
     index: int  # of the device
     pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
     maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
-    scratch: tuple[int, int, int] | None  # (place in `given`, place among the addresses, int32 numbers)
+    zeros: tuple[int, int, int, Rooms] | None  # (place in `given`, place among the addresses, numbers, whose)
     device_of: Callable[[], int]  # -> current device
     stream_of: Callable[[int], int]  # device -> handle of its current stream
 
     def __call__(self, addresses: Addresses) -> None:
         """Launches on the current stream of the kernel's device.
 
-        Where the kernel needs a scratch and its address is 0, the launch takes one.
+        Where the kernel needs zeros and their address is 0, the launch takes those of its stream.
         """
         if self.device_of() != self.index:
             with torch.cuda.device(self.index):
@@ -63,10 +59,10 @@ class Bound:
         for place, number, maps in self.maps:
             given[place] = maps[addresses[number]]
         given[_STREAM] = stream = self.stream_of(self.index)
-        if self.scratch is not None:
-            place, number, size = self.scratch
+        if self.zeros is not None:
+            place, number, size, rooms = self.zeros
             if not addresses[number]:
-                room = _room(self.index, stream, size)  # held until the launch is in the stream
+                room = rooms.room(self.index, stream, size)  # held until the launch is in the stream
                 given[place] = room.address
         hooks = triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -83,14 +79,18 @@ def _set(hook: Any) -> Any:
 
 
 def bind(
-    kernel: Kernel, grid: tuple[int], arguments: Mapping[str, object], order: tuple[str, ...], scratch: int | None
+    kernel: Kernel,
+    grid: tuple[int],
+    arguments: Mapping[str, object],
+    order: tuple[str, ...],
+    zeros: tuple[str, int] | None,
 ) -> Bound:
     """The launch `kernel.launch(grid, arguments)`, ready for tensors that lie elsewhere.
 
     Args:
         order: names of the arguments whose addresses a launch takes, in its order. The descriptors of a
             tensor `name` go by the address of `name`_ptr.
-        scratch: int32 numbers that scratch_ptr needs; None where the kernel has no such argument.
+        zeros: the argument that takes int32 zeros, and how many; None where the kernel has none.
     """
     direct, compiled = _Direct.of(kernel), kernel.compiled
     settings: tuple[object, ...] = compiled.function, compiled.packed_metadata
@@ -100,7 +100,7 @@ def bind(
     begin = len(flat)
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Maps]] = []
-    room = None
+    taken = None
     for name in kernel.module.SIGNATURE:
         given = arguments.get(name)
         if isinstance(given, Descriptor):
@@ -110,8 +110,8 @@ def bind(
             continue
         if name in order:
             pointers.append((len(flat), order.index(name)))
-            if name == "scratch_ptr" and scratch is not None:
-                room = len(flat), order.index(name), scratch
+            if zeros is not None and name == zeros[0]:
+                taken = len(flat), order.index(name), zeros[1], ROOMS[name]
         flat.append(None if name in order else given)
     return Bound(
         compiled=compiled,
@@ -121,7 +121,7 @@ def bind(
         index=kernel.device.index,
         pointers=tuple(pointers),
         maps=tuple(maps),
-        scratch=room,
+        zeros=taken,
         device_of=getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
         stream_of=driver.active.get_current_stream,
     )
@@ -195,52 +195,5 @@ class _Maps(dict[int, Any]):
         return made
 
 
-# --- scratch ----------------------------------------------------------------------------------------------------------
-
-
-def scratch(index: int, size: int) -> Tensor:
-    """int32 numbers for one launch on the current stream of a device, of which those that must be 0 are."""
-    with torch.cuda.device(index):
-        return _room(index, driver.active.get_current_stream(index), size).tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Room:
-    tensor: Tensor
-    size: int
-    address: int
-
-    @classmethod
-    def of(cls, size: int, index: int) -> _Room:
-        tensor = _zeros(size, index)
-        return cls(tensor=tensor, size=size, address=tensor.data_ptr())
-
-
-def _room(index: int, stream: int, size: int) -> _Room:
-    """The scratch of a launch on this stream of the current device.
-
-    A launch leaves zeros where it found some, and a stream runs one launch after the other, so that all of its launches
-    share a room, whichever threads they come from. One that is outgrown or dropped goes back to PyTorch's allocator,
-    which hands it out again in the order of the stream, as it does with every tensor: what PyTorch takes for one stream
-    because its handle is the same is one stream here too. A graph that is being captured may be replayed anywhere, so
-    that each of its launches has a room of its own, with a memset before it, in the memory that belongs to the graph.
-    """
-    if stream != _DEFAULT and (stream == _OF_EACH_THREAD or torch.cuda.is_current_stream_capturing()):
-        return _Room.of(size, index)
-    room = _rooms.get((index, stream))
-    if room is None or room.size < size:
-        room = _Room.of(max(LEAST_ROOM, 1 << (size - 1).bit_length()), index)
-        with _writing:
-            while len(_rooms) >= MOST_ROOMS:
-                del _rooms[next(iter(_rooms))]
-            _rooms[index, stream] = room
-    return room
-
-
-def _zeros(size: int, index: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", index))
-
-
 _filled: list[_Maps] = []  # one for each encoded descriptor: where it is
-_rooms: dict[tuple[int, int], _Room] = {}
 _writing = threading.Lock()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import arguments, arrivals, redone, rivals
+from autoattn import arguments, redone, rivals
 from autoattn.arguments import Call
 from autoattn.bound import Addresses, Bound
 from autoattn.compile import Kernel
@@ -145,9 +145,9 @@ class _Kernel:
     # Sizes and strides. PyTorch takes twice as long to make a tensor of a torch.Size, or of sizes alone.
     output: tuple[tuple[int, ...], tuple[int, ...]]
     lse: tuple[tuple[int, ...], tuple[int, ...]] | None
-    scratch: int  # numbers
-    tiles: int  # of which the scratch says whether they were computed again
-    shared: tuple[int, int] | None  # numbers of arrivals and of partial results
+    zeros: int  # numbers that a launch finds at zero
+    tiles: int  # of which they say afterwards whether they were computed again
+    partials: int  # numbers
     launch: Bound
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
@@ -165,19 +165,18 @@ class _Kernel:
         )
         if offsets:
             addresses += tuple(tensor.data_ptr() for tensor in offsets)
-        if self.shared is not None or redone.counting:
+        if self.partials or redone.counting:
             self._launch_with_rooms(query, addresses)
         else:
             self.launch(addresses)
         return output if lse is None else (output, lse)
 
     def _launch_with_rooms(self, query: Tensor, addresses: Addresses) -> None:
-        """Gives the launch counters and room for parts, and a scratch of its own while somebody counts."""
+        """Gives the launch room for parts, and a scratch of its own while somebody counts."""
         counted = self.tiles and redone.counting  # then nobody else may have the scratch later
-        scratch = query.new_zeros(self.scratch, dtype=torch.int32) if counted else None
-        counters = None if self.shared is None else arrivals.room(query.device, self.shared[0])
-        partials = None if self.shared is None else query.new_empty(self.shared[1], dtype=_FLOAT32)
-        rooms = (0 if room is None else room.data_ptr() for room in (scratch, counters, partials))
+        scratch = query.new_zeros(self.zeros, dtype=torch.int32) if counted else None
+        partials = query.new_empty(self.partials, dtype=_FLOAT32) if self.partials else None
+        rooms = (0 if room is None else room.data_ptr() for room in (scratch, None, partials))
         self.launch((*addresses[:_ROOMS], *rooms, *addresses[_ROOMS + 3 :]))
         if scratch is not None:
             redone.note(scratch[forward.FLAGS : forward.FLAGS + self.tiles])
@@ -188,12 +187,13 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
     if kernel.compiled is None or not output.is_contiguous():  # Triton's interpreter compiles nothing
         return None
     query = call.operands.query
+    needed = forward.zeros(kernel, call.problem, query)
     return _Kernel(
         output=(tuple(output.shape), output.stride()),
         lse=None if lse is None else (tuple(lse.shape), lse.stride()),
-        scratch=forward.scratch_size(kernel, call.problem, query) or 0,
+        zeros=0 if needed is None else needed[1],
         tiles=forward.tiles(kernel, call.problem, query),
-        shared=forward.shared_sizes(kernel, call.problem, query),
+        partials=forward.partials(kernel, call.problem, query),
         launch=forward.bind(kernel, call.problem, call.operands, *made),
     )
 

@@ -52,6 +52,20 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rooms of launches are empty, and what they are given lies in the host's memory."""
+    import torch
+
+    from autoattn import zeros
+
+    monkeypatch.setattr(zeros, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(zeros, "_settle", lambda index: None)
+    monkeypatch.setattr(zeros, "_slabs", {})
+    for rooms in zeros.ROOMS.values():
+        monkeypatch.setattr(rooms, "_found", {})
+
+
+@pytest.fixture
 def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton's cache is empty, so that kernels are compiled here."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))

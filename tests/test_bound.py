@@ -1,11 +1,10 @@
-"""Bound launches: what reaches the C function beneath Triton's launcher, descriptors encoded once, and the scratch.
+"""Bound launches: what reaches the C function beneath Triton's launcher, descriptors encoded once, and zeros.
 
 There is no card here: the C function and the encoder only note what they get.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from autoattn.compile import Descriptor, Kernel
 from autoattn.ops import forward
 from autoattn.ops.forward import POINTERS
 from autoattn.variant import Variant
+from autoattn.zeros import ROOMS
 
 TEMPLATE = "gluon/forward"
 H200 = profiles.named("h200")
@@ -51,14 +51,12 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     here = Card()
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(here)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(bound, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(bound, "_rooms", {})
     monkeypatch.setattr(bound, "_filled", [])
     monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
     yield here
@@ -91,7 +89,7 @@ def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
 
 def bind(card: Card, **launcher: Any) -> Bound:
     made, arguments = kernel(card, **launcher)
-    return bound.bind(made, (5,), arguments, POINTERS, 300)
+    return bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))
 
 
 def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> None:
@@ -105,7 +103,7 @@ def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> N
     ordered = [(arguments | moved)[name] for name in made.module.SIGNATURE]
     settings = ("function", False, False, None, None, "metadata", None, None, None)
     made.compiled.run.launch(*GRID, 7, *settings, *ordered)
-    bound.bind(made, (5,), arguments, POINTERS, 300)(ADDRESSES)
+    bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     by_triton, by_us = card.launched
     assert by_us == by_triton
     assert len(card.encoded) == 2 * len(made.module.DESCRIPTORS)
@@ -140,7 +138,7 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
     made.compiled.run = type("Run", (SimpleNamespace,), {"__call__": lambda self, *given: seen.append(given)})(
         **vars(made.compiled.run)
     )
-    bound.bind(made, (5,), arguments, POINTERS, 300)(ADDRESSES)
+    bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     assert seen[0][:8] == (*GRID, 7, "function", "metadata", None, None)
     assert [one.address for one in seen[0] if isinstance(one, Descriptor)] == [16, 32, 48, 64]
     assert len(seen[0]) == 9 + len(made.module.SIGNATURE)
@@ -149,7 +147,7 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
 def test_another_triton_is_not_called_past_its_launcher(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     made, arguments = kernel(card)
-    assert bound.bind(made, (5,), arguments, POINTERS, 300).launch is made.compiled.run
+    assert bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).launch is made.compiled.run
 
 
 def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,67 +159,28 @@ def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.Monk
     assert card.launched[0][10:13] == ("facts", enter, None)
 
 
-# --- scratch ----------------------------------------------------------------------------------------------------------
+# --- zeros ------------------------------------------------------------------------------------------------------------
 
 
 def taken(card: Card, launch: Bound) -> int:
-    """The address of the scratch that a launch takes by itself."""
+    """The address of the zeros that a launch takes by itself."""
     launch((*ADDRESSES[:5], 0, 0, 0))
-    (place, _, _) = launch.scratch or (0, 0, 0)
-    return card.launched[-1][place]
+    assert launch.zeros is not None
+    return card.launched[-1][launch.zeros[0]]
 
 
-def test_launches_on_a_stream_share_a_scratch_and_others_have_their_own(card: Card) -> None:
+def test_launches_take_the_zeros_of_their_stream(card: Card) -> None:
     one, other = bind(card), bind(card)
     first = taken(card, one)
+    assert first == ROOMS["scratch_ptr"].room(0, 7, 300).address
     assert taken(card, other) == first
     card.stream = 8
-    second = taken(card, one)
-    card.stream = 7
-    assert second != first == taken(card, one)
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(taken(card, other)))
-    thread.start()
-    thread.join()
-    assert found == [first], "a stream runs one launch after the other, whichever threads they come from"
+    assert taken(card, one) == ROOMS["scratch_ptr"].room(0, 8, 300).address != first
 
 
-def test_a_scratch_grows_and_is_zeroed_only_when_it_is_new(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    zeros = bound._zeros
-    monkeypatch.setattr(bound, "_zeros", lambda size, index: (made.append(size), zeros(size, index))[1])
-    for size in (300, 4096, 4097, 300, 8192):
-        assert bound._room(0, 7, size).tensor.numel() >= size
-    assert made == [4096, 8192]
-
-
-def test_a_call_that_brings_its_own_scratch_keeps_it(card: Card) -> None:
+def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:
     launch = bind(card)
     launch(ADDRESSES)
-    assert launch.scratch is not None
-    assert card.launched[0][launch.scratch[0]] == 96
-    assert bound._rooms == {}
-
-
-@pytest.mark.parametrize("why", ["captured", "the stream of each thread"])
-def test_a_launch_that_may_overlap_others_of_its_stream_has_zeros_of_its_own(
-    why: str, card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = 7 if why == "captured" else 2
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: why == "captured")
-    rooms = [bound._room(0, stream, 300) for _ in range(2)]
-    assert rooms[0].address != rooms[1].address
-    assert bound._rooms == {}
-    assert not rooms[0].tensor.any()
-
-
-def test_the_default_stream_which_no_graph_captures_is_not_asked(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
-    assert bound._room(0, 0, 300) is bound._room(0, 0, 300)
-
-
-def test_streams_without_end_do_not_keep_a_scratch_each(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "MOST_ROOMS", 3)
-    for stream in range(10, 20):
-        bound._room(0, stream, 300)
-    assert [*bound._rooms] == [(0, 17), (0, 18), (0, 19)]
+    assert launch.zeros is not None
+    assert card.launched[0][launch.zeros[0]] == 96
+    assert ROOMS["scratch_ptr"]._found == {}

@@ -12,11 +12,13 @@ from threads import together
 from torch import Tensor
 
 import autoattn
-from autoattn import bound, gpu
+from autoattn import gpu
+from autoattn.zeros import ROOMS
 
 pytestmark = pytest.mark.gpu
 
 CAUSAL: dict[str, Any] = {"causal": True}
+SCRATCH = ROOMS["scratch_ptr"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def hopper(no_shipped_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:  # 
     card = gpu.present()
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card: only its kernels have a scratch")
-    monkeypatch.setattr(bound, "_rooms", {})
+    monkeypatch.setattr(SCRATCH, "_found", {})
 
 
 def three(*, trips: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +54,7 @@ def test_each_launch_leaves_the_counters_at_zero(trips: bool) -> None:
     call, wanted = prepared_call(trips=trips)
     for _ in range(50):
         assert torch.equal(call(), wanted)
-    (room,) = bound._rooms.values()
+    (room,) = SCRATCH._found.values()
     assert room.tensor[:2].tolist() == [0, 0]
 
 
@@ -66,7 +68,7 @@ def test_streams_run_at_once_and_each_has_its_own() -> None:
                 found.append((call(), wanted) if number % 2 else (other(), of_other))
     torch.cuda.synchronize()
     assert all(torch.equal(one, right) for one, right in found)
-    assert len(bound._rooms) == 1 + len(streams)
+    assert len(SCRATCH._found) == 1 + len(streams)
 
 
 def test_threads_may_share_a_stream() -> None:

@@ -36,7 +36,7 @@ FLOORS = (
         "sass",
         "ops",
         "validate",
-        "arrivals",
+        "zeros",
         "measure",
         "model",
         "waves",

@@ -26,7 +26,7 @@ from threads import together
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, arguments, bound, dispatch, functional, gpu, prepared, render, rivals
+from autoattn import answer, arguments, bound, dispatch, functional, gpu, prepared, render, rivals, zeros
 from autoattn.compile import Descriptor, Kernel, load_module
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, TensorError
@@ -76,7 +76,7 @@ class Current:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
+def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
     """As if the CPU's tensors were on an A30 for which nothing was tuned."""
     noted = Noted()
 
@@ -87,9 +87,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
     monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
     monkeypatch.setattr(answer, "_why_not_on", lambda device: None)
     monkeypatch.setattr(answer.compile, "load", load)
-    monkeypatch.setattr(bound, "driver", driver)
-    monkeypatch.setattr(bound, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(bound, "_rooms", {})
+    for module in (bound, zeros):
+        monkeypatch.setattr(module, "driver", driver)
     monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)

@@ -17,7 +17,7 @@ import torch
 from test_prepared import CUDA, Noted, card, nothing_prepared, three  # noqa: F401 - fixtures
 
 import autoattn
-from autoattn import answer, bound, redone
+from autoattn import answer, redone
 from autoattn.compile import Kernel
 
 
@@ -59,8 +59,6 @@ def planted(monkeypatch: pytest.MonkeyPatch, tiles: int) -> Tripping:
         module.tiles = lambda batch, heads, seq: tiles
     made = Kernel(source=None, module=module, compiled=noted, device=CUDA, sm_count=1)  # type: ignore[arg-type]
     monkeypatch.setattr(answer.compile, "load", lambda source, device: made)
-    monkeypatch.setattr(bound, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(bound, "_rooms", {})
     return noted
 
 

@@ -121,15 +121,16 @@ class Twice:
         """Runs in the child: whether both gave the same, what the counters hold then, and whether any part was read."""
         operands = interpreted.dense(self.problem)
         kernel = load(self.source, interpreted.CPU)
-        sizes = forward.shared_sizes(kernel, self.problem, operands.query)
-        assert sizes is not None
-        room, parts = torch.zeros(sizes[0], dtype=torch.int32), torch.empty(sizes[1])
+        name, size = forward.zeros(kernel, self.problem, operands.query) or ("", 0)
+        assert name == "arrivals_ptr"
+        room = torch.zeros(size, dtype=torch.int32)
+        parts = torch.empty(forward.partials(kernel, self.problem, operands.query))
         outputs = []
         for filling in (float("nan"), 7.0):
             parts.fill_(filling)
             output = validate.empty_output(self.problem, 0, interpreted.CPU)
             arguments = forward._arguments(kernel, self.problem, operands, output, None)
-            arguments |= {"arrivals_ptr": room, "partial_ptr": parts}
+            arguments |= {name: room, "partial_ptr": parts}
             kernel.launch(forward._grid(kernel, self.problem, operands), arguments)
             outputs.append(output.clone())
         return torch.equal(*outputs), int(room.abs().sum()), bool((parts != 7.0).any())

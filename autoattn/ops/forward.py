@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from autoattn import arrivals, bound
+from autoattn import bound
 from autoattn.bound import Bound
 from autoattn.compile import Descriptor, Kernel, described
 from autoattn.errors import TensorError
@@ -15,6 +15,7 @@ from autoattn.operands import BlockTable, Operands
 from autoattn.problem import Layout, Problem
 from autoattn.reference import TORCH_DTYPE, drop_below
 from autoattn.variant import Traits
+from autoattn.zeros import ROOMS
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
@@ -77,17 +78,16 @@ def launch(
         [tiles] int32, 1 where a tile was computed again; None where a kernel does not say, or nobody counts.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
-    size = scratch_size(kernel, problem, operands.query)
-    if size is None:
-        room = None
-    elif counting or kernel.device.type != "cuda":
-        room = operands.query.new_zeros(size, dtype=torch.int32)
-    else:
-        room = bound.scratch(kernel.device.index, size)
-    arguments["scratch_ptr"] = room
-    if (sizes := shared_sizes(kernel, problem, operands.query)) is not None:
-        arguments["arrivals_ptr"] = arrivals.room(operands.query.device, sizes[0])
-        arguments["partial_ptr"] = operands.query.new_empty(sizes[1], dtype=torch.float32)
+    room = None
+    if (needed := zeros(kernel, problem, operands.query)) is not None:
+        name, size = needed
+        if counting or kernel.device.type != "cuda":
+            room = operands.query.new_zeros(size, dtype=torch.int32)
+        else:
+            room = ROOMS[name].here(kernel.device, size)
+        arguments[name] = room
+    if size := partials(kernel, problem, operands.query):
+        arguments["partial_ptr"] = operands.query.new_empty(size, dtype=torch.float32)
     if kernel.before is not None:
         grid = kernel.module.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
         kernel.before.launch(grid, arguments)
@@ -103,15 +103,19 @@ def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, l
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
     return bound.bind(
-        kernel, _grid(kernel, problem, operands), arguments, POINTERS, scratch_size(kernel, problem, operands.query)
+        kernel, _grid(kernel, problem, operands), arguments, POINTERS, zeros(kernel, problem, operands.query)
     )
 
 
-def scratch_size(kernel: Kernel, problem: Problem, query: Tensor) -> int | None:
-    """int32 numbers that a launch needs to itself while it runs; None where a kernel needs none."""
-    if not hasattr(kernel.module, "scratch"):
-        return None
-    return int(kernel.module.scratch(*_sizes(kernel, problem, query)))
+def zeros(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[str, int] | None:
+    """The argument for int32 zeros that a launch has to itself while it runs, and how many; None where it needs none.
+
+    scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
+    """
+    for name in ("scratch", "arrivals"):
+        if hasattr(kernel.module, name):
+            return f"{name}_ptr", int(getattr(kernel.module, name)(*_sizes(kernel, problem, query)))
+    return None
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
@@ -121,12 +125,11 @@ def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
     return int(kernel.module.tiles(*_sizes(kernel, problem, query)))
 
 
-def shared_sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int] | None:
-    """Numbers of arrivals_ptr and of partial_ptr where programs share tiles; None where they do not."""
-    if not hasattr(kernel.module, "arrivals"):
-        return None
-    sizes = _sizes(kernel, problem, query)
-    return kernel.module.arrivals(*sizes), kernel.module.partials(*sizes)
+def partials(kernel: Kernel, problem: Problem, query: Tensor) -> int:
+    """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
+    if not hasattr(kernel.module, "partials"):
+        return 0
+    return int(kernel.module.partials(*_sizes(kernel, problem, query)))
 
 
 def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
