@@ -35,26 +35,23 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     report: StaticReport | None = None
 
 
-class _Header(msgspec.Struct, forbid_unknown_fields=True):
-    recording: int
-    template: str
-    problem: Problem
-    device: str
-    evidence: Evidence
-    versions: dict[str, str]
-    source: str
+class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a recording is of: its first line."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """Each variant of one template that was tried for a problem on a device, and what became of it."""
-
+    recording: int  # the format
     template: str  # names the parameters' origin; a recording of an older kernel has a name of its own
     problem: Problem
     device: str  # the name of a profile
     evidence: Evidence  # what all times rest on
     versions: dict[str, str]  # package -> version that made the kernels
     source: str  # where the times are from, in words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Each variant of one template that was tried for a problem on a device, and what became of it."""
+
+    header: Header
     trials: dict[Variant, Trial]
 
     def __post_init__(self) -> None:
@@ -76,7 +73,7 @@ class Recording:
             for name, value in variant.params:
                 choices.setdefault(name, set()).add(value)
         return RecordedSpace(
-            template=self.template,
+            template=self.header.template,
             interpreted=False,
             triton=(),
             digest="",
@@ -164,34 +161,26 @@ def of_trials(
     templates = sorted({variant.template for variant in found})
     if len(templates) > 1:
         raise UsageError(f"a recording must be of one template, got {', '.join(templates)}; record each by itself")
-    return Recording(
+    header = Header(
+        recording=FORMAT,
         template=templates[0] if templates else "",
         problem=problem,
         device=device,
         evidence=evidence,
         versions=versions,
         source=source,
-        trials=found,
     )
+    return Recording(header=header, trials=found)
 
 
 def write(recording: Recording, path: Path) -> None:
     """Writes the file, a variant a line."""
-    header = _Header(
-        recording=FORMAT,
-        template=recording.template,
-        problem=recording.problem,
-        device=recording.device,
-        evidence=recording.evidence,
-        versions=recording.versions,
-        source=recording.source,
-    )
     lines = [
         _Line(params=variant.as_dict(), outcome=trial.outcome, time_us=trial.time_us, report=trial.report)
         for variant, trial in recording.trials.items()
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (header, *lines)))
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (recording.header, *lines)))
 
 
 def read(path: Path) -> Recording:
@@ -204,7 +193,7 @@ def read(path: Path) -> Recording:
     try:
         lines = path.read_bytes().splitlines()
         number = 1
-        header = msgspec.json.decode(lines[0] if lines else b"", type=_Header)
+        header = msgspec.json.decode(lines[0] if lines else b"", type=Header)
         if header.recording != FORMAT:
             raise ValueError(f"its format is {header.recording}")
         trials: dict[Variant, Trial] = {}
@@ -221,15 +210,7 @@ def read(path: Path) -> Recording:
         raise UsageError(
             f"{path} must be a recording of format {FORMAT}, but in line {number} {words}; record it again"
         ) from None
-    return Recording(
-        template=header.template,
-        problem=header.problem,
-        device=header.device,
-        evidence=header.evidence,
-        versions=header.versions,
-        source=header.source,
-        trials=trials,
-    )
+    return Recording(header=header, trials=trials)
 
 
 def _check(line: _Line, variant: Variant, before: dict[Variant, Trial]) -> None:

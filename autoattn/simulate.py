@@ -81,8 +81,8 @@ def search_of(
         seeds: variants to try first, where they were recorded.
         budget: as in Study, which tries all when there are no more than so many.
     """
-    device = profiles.named(recorded.device)
-    found = Study(None, recorded.space, recorded.problem, device, seed=seed, budget=budget, sampler=sampler)
+    device = profiles.named(recorded.header.device)
+    found = Study(None, recorded.space, recorded.header.problem, device, seed=seed, budget=budget, sampler=sampler)
     found.enqueue(seeds)
     return found
 

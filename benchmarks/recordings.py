@@ -137,7 +137,7 @@ def main() -> None:
     asked = Evidence(parser.parse_args().evidence)
     found = measured() if asked is Evidence.MEASURED else predicted(len(os.sched_getaffinity(0)))
     for one in found:
-        path = RECORDINGS / asked.value / f"{one.device}_{one.problem.key}.jsonl"
+        path = RECORDINGS / asked.value / f"{one.header.device}_{one.header.problem.key}.jsonl"
         recording.write(one, path)
         print(f"{len(one.trials)} variants, the best takes {one.best_us:.1f} us: {path}")
 

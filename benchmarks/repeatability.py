@@ -128,9 +128,11 @@ def searched(recorded: Recording, spread: float, seed: int, effort: Effort) -> T
     times = {digests[one]: trial.time_us for one, trial in recorded.trials.items() if trial.time_us is not None}
     noise = Noise(times, spread, seed)
     limit = PROFILES[effort].trials
-    shipped = space.load("triton/forward").seeds_for(recorded.problem, profiles.named(recorded.device))
+    shipped = space.load("triton/forward").seeds_for(recorded.header.problem, profiles.named(recorded.header.device))
     own = recorded.space.choices
-    seeds = [Variant.of(recorded.template, {name: v for name, v in one.params if name in own}) for one in shipped]
+    seeds = [
+        Variant.of(recorded.header.template, {name: v for name, v in one.params if name in own}) for one in shipped
+    ]
     study = simulate.search_of(recorded, Sampler.TPE, seed=0, seeds=seeds, budget=limit)
     flying: deque[Variant] = deque()
     found: list[Trial] = []
@@ -149,7 +151,7 @@ def searched(recorded: Recording, spread: float, seed: int, effort: Effort) -> T
             found.append(trial)
         study.record(trial)
     trials = finals.shortlist(found, PROFILES[effort].finalists, Objective.TIME)
-    return contest(recorded.problem, trials, noise, effort)
+    return contest(recorded.header.problem, trials, noise, effort)
 
 
 def met_again(entry: CacheEntry, spread: float, seed: int, effort: Effort) -> Tuned:
@@ -204,7 +206,7 @@ def simulated(tunes: int) -> list[str]:
     effort = Effort.STANDARD
     for path in sorted(RECORDINGS.glob("*.jsonl")):
         recorded = recording.read(path)
-        lines += [f"## Search and finals: {recorded.problem}, {len(recorded.trials)} variants", "", *HEAD]
+        lines += [f"## Search and finals: {recorded.header.problem}, {len(recorded.trials)} variants", "", *HEAD]
         for spread in SPREADS:
             lines.append(row(spread, [[searched(recorded, spread, seed, effort) for seed in range(tunes)]]))
         lines.append("")

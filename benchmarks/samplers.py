@@ -45,10 +45,11 @@ def recordings(evidence: Evidence) -> dict[Path, Recording]:
 
 def seeds_of(recorded: Recording) -> list[Variant]:
     """The shipped seeds for the recording's problem, in the recording's own parameters."""
-    shipped = space.load(SHIPPED).seeds_for(recorded.problem, profiles.named(recorded.device))
+    shipped = space.load(SHIPPED).seeds_for(recorded.header.problem, profiles.named(recorded.header.device))
     own = recorded.space.choices
     return [
-        Variant.of(recorded.template, {name: value for name, value in one.params if name in own}) for one in shipped
+        Variant.of(recorded.header.template, {name: value for name, value in one.params if name in own})
+        for one in shipped
     ]
 
 
@@ -111,9 +112,10 @@ def about(path: Path, recorded: Recording) -> str:
     regret = simulate.run(recorded, search, trials=len(seeds)).regret(len(seeds))
     failed = sum(trial.time_us is None for trial in recorded.trials.values())
     return (
-        f"- {recorded.problem}: {len(recorded.trials)} variants of {recorded.template}, {failed} of which failed, best "
-        f"{recorded.best_us:.1f} us. The {len(seeds)} shipped seeds among them end {regret:.1%} above it. "
-        f"Times: {recorded.source} (`{path.name}`)."
+        f"- {recorded.header.problem}: {len(recorded.trials)} variants of {recorded.header.template}, "
+        f"{failed} of which failed, best {recorded.best_us:.1f} us. "
+        f"The {len(seeds)} shipped seeds among them end {regret:.1%} above it. "
+        f"Times: {recorded.header.source} (`{path.name}`)."
     )
 
 
@@ -129,7 +131,7 @@ def experiment(evidence: Evidence, seeds: int, jobs: int) -> list[str]:
     lines = [*(about(path, recorded) for path, recorded in found.items()), ""]
     lines += table(results, f"All {len(found)} together", list(found))
     for path, recorded in found.items():
-        lines += table(results, str(recorded.problem), [path])
+        lines += table(results, str(recorded.header.problem), [path])
     return lines
 
 

@@ -105,7 +105,7 @@ def test_a_search_is_told_what_was_recorded_failures_too() -> None:
 def test_what_was_not_recorded_is_infeasible() -> None:
     one = grid()
     outside = Variant.of(TEMPLATE, {"a": 1, "b": 10})
-    assert one.space.why_infeasible(outside, one.problem, A30) == NOT_RECORDED
+    assert one.space.why_infeasible(outside, one.header.problem, A30) == NOT_RECORDED
     search = simulate.search_of(one, Sampler.ORDER, seed=0, seeds=[outside, variant(4, 4)])
     assert search.propose() == variant(4, 4)
 
@@ -155,7 +155,7 @@ def test_a_search_that_proposes_the_worst_is_seen(path: Path) -> None:
 def test_there_are_recordings_of_both_kinds_apart() -> None:
     assert {path.parent.name for path in PATHS} == {one.value for one in Evidence}
     for path in PATHS:
-        assert recording.read(path).evidence.value == path.parent.name
+        assert recording.read(path).header.evidence.value == path.parent.name
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}-{'-'.join(path.stem.split('_')[3:6])}")
@@ -189,7 +189,7 @@ def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: 
         one.record(Trial(variant=proposed, outcome=outcome, measurement=time_us, prediction=prediction(7.0)))
     assert list(journalled(journal)) == ["a study"]
     made = simulate.of_journal(journal, "a study", problem=problem(), device="a30", versions={"triton": "3.6.0"})
-    assert made.evidence is Evidence.MEASURED
+    assert made.header.evidence is Evidence.MEASURED
     recording.write(made, tmp_path / "made.jsonl")
     read = recording.read(tmp_path / "made.jsonl")
     search = simulate.search_of(read, Sampler.TPE, seed=0, seeds=order)
