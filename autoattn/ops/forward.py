@@ -77,7 +77,10 @@ def launch(
     Returns:
         [tiles] int32, 1 where a tile was computed again; None where a kernel does not say, or nobody counts.
     """
-    arguments = _arguments(kernel, problem, operands, output, lse)
+    columns = None
+    if hasattr(kernel.module, "turned"):  # room for the values, of which they are copied for each launch
+        columns = operands.value.new_empty(kernel.module.turned(problem.batch, problem.heads_kv, operands.key.shape[2]))
+    arguments = _arguments(kernel, problem, operands, output, lse, columns)
     room = None
     if (needed := zeros(kernel, problem, operands.query)) is not None:
         name, size = needed
@@ -99,7 +102,7 @@ def launch(
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:
     """The same launch, for calls that differ from this one in addresses alone, which it takes in the order of POINTERS.
 
-    The call must have no other tensors.
+    The call must have no other tensors, and its kernel none that runs before it.
     """
     arguments = _arguments(kernel, problem, operands, output, lse)
     return bound.bind(
@@ -146,9 +149,14 @@ def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, i
 
 
 def _arguments(
-    kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None
+    kernel: Kernel,
+    problem: Problem,
+    operands: Operands,
+    output: Tensor,
+    lse: Tensor | None,
+    columns: Tensor | None = None,
 ) -> dict[str, object]:
-    """All that a signature may name, but for scratch."""
+    """All that a signature may name, but for zeros; `columns` is room for the values that a kernel turns first."""
     arguments: dict[str, object] = {
         **_numbers(problem, operands),
         "query_ptr": operands.query,
@@ -167,9 +175,8 @@ def _arguments(
         arguments |= _table(operands.table)
     if hasattr(kernel.module, "DESCRIPTORS"):
         views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
-        if hasattr(kernel.module, "turned"):  # room for the values, of which they are copied for each launch
-            shape = kernel.module.turned(problem.batch, problem.heads_kv, operands.key.shape[2])
-            views["value_columns"] = arguments["value_columns_ptr"] = operands.value.new_empty(shape)
+        if columns is not None:
+            views["value_columns"] = arguments["value_columns_ptr"] = columns
         arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.module.DESCRIPTORS}
     return arguments
 
