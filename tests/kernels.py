@@ -81,17 +81,17 @@ def covering(choices: Mapping[str, Sequence[Any]], strength: int = 2) -> list[di
         point = dict(zip(group, values, strict=True))
         for name in names:
             if name not in point:
-                point[name] = max(choices[name], key=lambda value: _completed(point | {name: value}, missing))
+                full = [group for group in groups if name in group and point.keys() >= {*group} - {name}]
+                point[name] = max(choices[name], key=lambda value: _completed(point | {name: value}, full, missing))
         points.append({name: point[name] for name in names})
         missing -= {(group, tuple(point[name] for name in group)) for group in groups}
     return points
 
 
-def _completed(point: dict[str, Any], missing: set[tuple[tuple[str, ...], tuple[Any, ...]]]) -> int:
-    return sum(
-        all(name in point and point[name] == value for name, value in zip(group, values, strict=True))
-        for group, values in missing
-    )
+def _completed(
+    point: dict[str, Any], groups: Sequence[tuple[str, ...]], missing: set[tuple[tuple[str, ...], tuple[Any, ...]]]
+) -> int:
+    return sum((group, tuple(point[name] for name in group)) in missing for group in groups)
 
 
 MODIFIERS = (

@@ -7,35 +7,25 @@ import re
 import struct
 from typing import Any
 
-import kernels
+import gluon_kernels
 import numpy as np
 import pytest
+from gluon_kernels import H200, TEMPLATE, feasible, variant
 
-from autoattn import profiles, render, space
+from autoattn import render, space
 from autoattn.compile import build, inspect, load_module
-from autoattn.problem import DType, Problem
-from autoattn.variant import Source, Value, Variant
+from autoattn.problem import Problem
+from autoattn.variant import Source, Value
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
-TEMPLATE = "gluon/forward"
-H200 = profiles.named("h200")
-
 
 def problem(**changes: Any) -> Problem:
-    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 32, "seq_q": 4096, "seq_kv": 4096, "dtype": DType.BFLOAT16}
-    return kernels.problem(**{**sizes, "head_dim": 128, **changes})
-
-
-def variant(one: Problem, **changes: Value) -> Variant:
-    points = space.load(TEMPLATE)
-    found = points.variant({**points.params_of(points.default(one, H200)), **changes})
-    assert points.why_infeasible(found, one, H200) is None
-    return found
+    return gluon_kernels.problem(**{"head_dim": 128, **changes})
 
 
 def source(one: Problem, **changes: Value) -> Source:
-    return render.render(one, variant(one, **changes))
+    return render.render(one, feasible(one, **changes))
 
 
 # --- choices that came later ------------------------------------------------------------------------------------------
@@ -44,7 +34,7 @@ def source(one: Problem, **changes: Value) -> Source:
 def test_a_choice_that_came_later_leaves_the_text_alone_where_it_is_not_made() -> None:
     """So that what was tuned before stays valid."""
     one = problem()
-    old = variant(one)
+    old = feasible(one)
     text = render.render(one, old).text
     assert "CTAS" not in text
     assert "software" not in text
@@ -177,8 +167,7 @@ def test_two_programs_an_sm_halve_its_registers_and_its_memory() -> None:
 def test_what_two_programs_have_no_room_for_is_refused(
     facts: dict[str, Any], params: dict[str, Value], words: str
 ) -> None:
-    points, one = space.load(TEMPLATE), problem(**facts)
-    chosen = points.variant({**points.params_of(points.default(one, H200)), **SMALL, **params})
-    reason = points.why_infeasible(chosen, one, H200)
+    one = problem(**facts)
+    reason = space.load(TEMPLATE).why_infeasible(variant(one, **{**SMALL, **params}), one, H200)
     assert reason is not None
     assert words in reason

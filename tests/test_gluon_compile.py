@@ -11,6 +11,7 @@ from typing import Any
 import kernels
 import pytest
 import torch
+from gluon_kernels import H200, TEMPLATE, Spy, problem, source, variant
 
 from autoattn import compile, dispatch, inputs, profiles, render, space
 from autoattn.compile import Kernel, build, inspect, load_module
@@ -19,13 +20,11 @@ from autoattn.errors import CompileError
 from autoattn.mask import Mask
 from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Modifiers, Problem
-from autoattn.variant import Source, Traits, Value, Variant
+from autoattn.variant import Source, Traits, Value
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
-TEMPLATE = "gluon/forward"
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
-H200 = profiles.named("h200")
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 128}, Traits()),
     ({"head_dim": 128, "mask": "causal"}, Traits(lse=True)),
@@ -41,23 +40,6 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 128, "mask": "blocks:128x128,0.5"}, Traits(lse=True)),
     ({"head_dim": 64, "mask": Mask.blocks(256, 64, 0.5, ALIKE)}, Traits()),
 )
-
-
-def problem(**changes: Any) -> Problem:
-    """Large enough that every value of every parameter is worth trying."""
-    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
-    if changes.get("layout") is Layout.PACKED:
-        sizes |= {"tokens_q": 9000, "tokens_kv": 18000}
-    return kernels.problem(**{**sizes, **changes})
-
-
-def variant(one: Problem, **changes: Value) -> Variant:
-    """The template's default for a problem, changed."""
-    return Variant.of(TEMPLATE, space.load(TEMPLATE).default(one, H200).as_dict() | changes)
-
-
-def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
-    return render.render(one, variant(one, **changes), traits)
 
 
 def device(name: str) -> Device:
@@ -196,16 +178,6 @@ def test_the_interpreter_does_not_run_it() -> None:
 # --- the file and its launch ------------------------------------------------------------------------------------------
 
 
-class Spy:
-    """Stands in for a compiled kernel and keeps what it was launched with."""
-
-    def __init__(self, calls: list[tuple[tuple[int, ...], tuple[Any, ...]]]) -> None:
-        self.calls = calls
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.calls.append((grid, arguments))
-
-
 def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(grid, arguments by name) of each launch."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
@@ -214,8 +186,8 @@ def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) ->
     facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
     operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
     output = forward.empty_output(one, operands.query)
-    forward.launch(Kernel(compiled=Spy(calls), **facts), one, operands, output, None)
-    return [(grid, dict(zip(module.SIGNATURE, values, strict=True))) for grid, values in calls]
+    forward.launch(Kernel(compiled=Spy("main", calls), **facts), one, operands, output, None)
+    return [(grid, dict(zip(module.SIGNATURE, values, strict=True))) for _, grid, values in calls]
 
 
 SMALL: dict[str, Any] = {"dtype": DType.FLOAT16, "batch": 1, "heads_q": 4, "heads_kv": 2, "seq_q": 200, "seq_kv": 300}

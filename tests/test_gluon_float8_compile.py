@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import kernels
+import gluon_kernels
 import pytest
 import torch
+from gluon_kernels import H200, TEMPLATE, Spy, source, variant
 
-from autoattn import compile, inputs, profiles, render, space
+from autoattn import compile, inputs, render, space
 from autoattn.compile import Kernel, build, inspect, load_module
 from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Problem
-from autoattn.variant import Source, Traits, Value
+from autoattn.variant import Traits, Value
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
-TEMPLATE = "gluon/forward"
-H200 = profiles.named("h200")
-
 
 def problem(**changes: Any) -> Problem:
-    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 4096, "dtype": DType.FLOAT8}
-    return kernels.problem(**{**sizes, "head_dim": 128, **changes})
-
-
-def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
-    points = space.load(TEMPLATE)
-    chosen = points.variant({**points.params_of(points.default(one, H200)), **changes})
-    return render.render(one, chosen, traits)
+    return gluon_kernels.problem(**{"dtype": DType.FLOAT8, "head_dim": 128, **changes})
 
 
 @pytest.mark.parametrize("softmax", ["online", "vote"])
@@ -57,16 +48,6 @@ def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], 
     before = build(rendered, 90, before=True).asm["ptx"]
     assert "ld.global.b32" in before, "four values at a time"
     assert "st.global.v4.b32" in before, "sixteen keys at a time"
-
-
-class Spy:
-    """Stands in for a compiled kernel and keeps what it was launched with."""
-
-    def __init__(self, name: str, calls: list[tuple[str, tuple[int, ...], tuple[Any, ...]]]) -> None:
-        self.name, self.calls = name, calls
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.calls.append((self.name, grid, arguments))
 
 
 def test_values_are_turned_into_room_of_their_own_before_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +86,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_work_is_refused_in_words(words: str) -> None:
     facts, params = REFUSED[words]
-    points = space.load(TEMPLATE)
-    chosen = points.variant({**points.params_of(points.default(problem(), H200)), **params})
-    reason = points.why_infeasible(chosen, problem(**facts), H200)
+    reason = space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(**facts), H200)
     assert reason is not None
     assert words in reason
 

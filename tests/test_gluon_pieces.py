@@ -6,18 +6,16 @@ import math
 import re
 from typing import Any
 
-import kernels
 import pytest
+from gluon_kernels import H200, TEMPLATE, problem
 
-from autoattn import compile, profiles, render, space
+from autoattn import compile, render, space
 from autoattn.compile import inspect, load_module
-from autoattn.problem import DType, Layout, Problem
+from autoattn.problem import DType, Layout
 from autoattn.variant import Source, Traits, Value
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
-TEMPLATE = "gluon/forward"
-H200 = profiles.named("h200")
 SPLIT: dict[str, Value] = {"HEAD_SPLIT": 1}
 PACKED: dict[str, Any] = {"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 9000}
 ONE_TILE: dict[str, Value] = {"schedule": "one_tile", "output_buffer": "shared"}
@@ -39,12 +37,6 @@ KINDS: tuple[tuple[dict[str, Any], dict[str, Value]], ...] = (
     ({"head_dim": 80, "mask": "causal", **PACKED}, {"HEAD_SPLIT": 2, "softmax": "first_max"}),
 )
 PIECED = pytest.mark.parametrize(("kind", "params"), KINDS, ids=str)
-
-
-def problem(**changes: Any) -> Problem:
-    """Large enough that every value of every parameter is worth trying."""
-    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
-    return kernels.problem(**{**sizes, **changes})
 
 
 def rendered(kind: dict[str, Any], params: dict[str, Value], traits: Traits | None = None) -> Source:

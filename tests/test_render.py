@@ -27,11 +27,12 @@ from autoattn.problem import Bias, DType, Layout, Modifiers, Precision
 from autoattn.variant import Source, Traits, Value, Variant
 
 GOLDEN = Path(__file__).parent / "golden"
-EVERY_TEXT = [source for _, source in kernels.every_text()]
+COVERED = list(kernels.every_text())
+EVERY_TEXT = [source for _, source in COVERED]
 TEXTS = pytest.mark.parametrize("source", EVERY_TEXT, ids=lambda source: source.digest)
 
 
-@pytest.mark.parametrize("one", [one for one, _ in kernels.every_text()][::3], ids=str)
+@pytest.mark.parametrize("one", [one for one, _ in COVERED[::3]], ids=str)
 def test_problems_that_differ_only_in_the_launch_share_one_digest(one) -> None:
     point = kernels.variant(PERSISTENT=2, HEAD_GROUP=4)
     traits = replace(render.natural_traits(one), alignment=1)

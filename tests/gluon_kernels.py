@@ -1,0 +1,50 @@
+"""Problems and variants of the Gluon template, and what stands in for its compiled kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels
+
+from autoattn import profiles, render, space
+from autoattn.problem import DType, Layout, Problem
+from autoattn.variant import Source, Traits, Value, Variant
+
+TEMPLATE = "gluon/forward"
+H200 = profiles.named("h200")
+
+
+def problem(**changes: Any) -> Problem:
+    """Large enough that every value of every parameter is worth trying."""
+    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
+    if changes.get("layout") is Layout.PACKED:
+        sizes |= {"tokens_q": 9000, "tokens_kv": 18000}
+    return kernels.problem(**{**sizes, **changes})
+
+
+def variant(one: Problem, **changes: Value) -> Variant:
+    """The template's default for a problem, changed; feasible or not."""
+    points = space.load(TEMPLATE)
+    return points.variant({**points.params_of(points.default(one, H200)), **changes})
+
+
+def feasible(one: Problem, **changes: Value) -> Variant:
+    """The same, which must be feasible."""
+    found = variant(one, **changes)
+    assert space.load(TEMPLATE).why_infeasible(found, one, H200) is None
+    return found
+
+
+def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+    """The rendered kernel of the template's default, changed."""
+    return render.render(one, variant(one, **changes), traits)
+
+
+class Spy:
+    """Stands in for a compiled kernel and keeps what it was launched with."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[int, ...], tuple[Any, ...]]]) -> None:
+        self.name, self.calls = name, calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((self.name, grid, arguments))
