@@ -23,8 +23,9 @@ def _on_numbers(act: Callable[..., Any]) -> Callable[..., Any]:
     """An operator that takes no words: 'a' * 10**9 and '%999999999d' % 1 would fill the memory."""
 
     def apply(*values: Any) -> Any:
-        if any(isinstance(value, str) for value in values):
-            raise TypeError("words can only be compared")
+        for value in values:  # a loop: a search asks millions of times, and `any` takes twice as long
+            if isinstance(value, str):
+                raise TypeError("words can only be compared")
         result = act(*values)
         if isinstance(result, int) and result.bit_length() > MAX_BITS:
             raise OverflowError(f"a whole number of more than {MAX_BITS} bits")

@@ -82,7 +82,7 @@ class Recording:
                 name: tuple(sorted(values, key=lambda v: (isinstance(v, str), v))) for name, values in choices.items()
             },
             about={},
-            let=(),
+            let={},
             require=(),
             seeds=(),
             fixed={},

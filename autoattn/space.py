@@ -75,7 +75,7 @@ class SearchSpace:
     digest: str  # of the file
     choices: dict[str, tuple[Value, ...]]  # parameter -> values, in the file's order
     about: dict[str, str]  # parameter -> what it does
-    let: tuple[tuple[str, Rule], ...]
+    let: dict[str, Rule]  # name -> what it stands for; each may ask for those before it
     require: tuple[Requirement, ...]
     seeds: tuple[tuple[Rule, dict[str, Value]], ...]
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
@@ -95,7 +95,7 @@ class SearchSpace:
         params = self.params_of(variant)
         if (reason := self.why_unavailable()) is not None:
             return reason
-        facts = self._with_names({**facts_of(problem, device), **params})
+        facts = _Named(facts_of(problem, device) | params, self.let)
         for requirement in self.require:
             if not requirement.rule(facts):
                 return f"{requirement.because} (needs {requirement.rule.text})"
@@ -157,7 +157,7 @@ class SearchSpace:
         facts = facts_of(problem, device)
         found = []
         for when, params in self.seeds:
-            if when(self._with_names({**facts, **self.implied, **params})):
+            if when(_Named(facts | self.implied | params, self.let)):
                 variant = self.variant(params)
                 if variant not in found and self.why_infeasible(variant, problem, device) is None:
                     found.append(variant)
@@ -179,15 +179,10 @@ class SearchSpace:
             )
         return found[0]
 
-    def _with_names(self, facts: dict[str, Value | float]) -> dict[str, Value | float]:
-        for name, rule in self.let:
-            facts[name] = rule(facts)
-        return facts
-
     def _rules_by_depth(self, order: list[str]) -> list[list[Requirement]]:
         """For each parameter in order, the rules that can be tried once it is set."""
         needs = {name: {name} for name in order}
-        for name, rule in self.let:
+        for name, rule in self.let.items():
             needs[name] = set().union(*(needs.get(other, set()) for other in rule.names))
         ready: list[list[Requirement]] = [[] for _ in order]
         for requirement in self.require:
@@ -213,12 +208,24 @@ class SearchSpace:
             rng.shuffle(values)
         for value in values:
             params = {**chosen, name: value}
-            known = {**facts, **params}
-            for let, rule in self.let:
-                if rule.names <= known.keys():
-                    known[let] = rule(known)
+            known = _Named(facts | params, self.let)
             if all(requirement.rule(known) for requirement in rules[depth]):
                 yield from self._extend(order, rules, facts, params, rng)
+
+
+class _Named(dict[str, "Value | float"]):
+    """Facts and parameters, and what a space's `let` makes of them: worked out when a rule first asks for it."""
+
+    __slots__ = ("_let",)
+
+    def __init__(self, facts: Mapping[str, Value | float], let: Mapping[str, Rule]) -> None:
+        super().__init__(facts)
+        self._let = let
+
+    def __missing__(self, name: str) -> Value | float:
+        found: Value | float = self._let[name](self)
+        self[name] = found
+        return found
 
 
 def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
@@ -313,9 +320,9 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         if len(set(parameter.choices)) != len(parameter.choices):
             raise SpaceError(f"the choices of {name} must differ, got {parameter.choices}; remove the double")
     implied = {name: one.implied for name, one in file.parameters.items() if one.implied is not None}
-    let = []
+    let: dict[str, Rule] = {}
     for name, text in file.let.items():
-        let.append((name, _rule(text, known)))  # a let builds on those before it
+        let[name] = _rule(text, known)  # a let builds on those before it
         _define(name, known)
     space = SearchSpace(
         template=file.template,
@@ -323,7 +330,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         digest=digest,
         choices={name: tuple(parameter.choices) for name, parameter in file.parameters.items()},
         about={name: parameter.about for name, parameter in file.parameters.items()},
-        let=tuple(let),
+        let=let,
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,

@@ -233,7 +233,7 @@ def test_every_shipped_rule_is_kept_by_some_variant(place: int) -> None:
     rule = SHIPPED.require[place].rule
     default = SHIPPED.default(problem(), A30)
     facts: dict[str, Any] = {**facts_of(problem(), A30), **SHIPPED.params_of(default)}
-    for name, let in SHIPPED.let:
+    for name, let in SHIPPED.let.items():
         facts[name] = let(facts)
     assert rule(facts)
 

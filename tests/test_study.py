@@ -35,7 +35,7 @@ SPACE = SearchSpace(
     digest="0" * 16,
     choices={"a": (1, 2, 3, 4, 5, 6), "b": (0, 1, 2, 3, 4), "c": ("w", "x", "y", "z")},
     about={},
-    let=(("sum", Rule("a + b")),),
+    let={"sum": Rule("a + b")},
     require=(Requirement(rule=Rule("sum % 2 == 0"), because="the sum of a and b must be even"),),
     seeds=(),
 )
