@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TRITON)
 NEWEST := $(VENV)/newest-triton
 PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 .PHONY: help tune test test-gpu lint format report newest-triton clean
@@ -30,7 +31,7 @@ report: $(READY) ## Write the report of what was tuned into REPORT (report/)
 	$(BIN)/autoattn report --out $(REPORT)
 
 test: $(READY) ## Run every test that needs no GPU
-	$(PYTEST) -m "not gpu" -n $(JOBS) --maxprocesses 8
+	$(PYTEST) -m "not gpu" $(PARALLEL)
 
 test-gpu: $(READY) ## Run the tests that need an NVIDIA GPU
 	$(PYTEST) -m gpu
@@ -45,7 +46,7 @@ format: $(READY) ## Put the code into the project's style
 	$(BIN)/ruff format .
 
 newest-triton: $(READY) $(NEWEST)/.ready-$(NEWEST_TRITON) ## Compile every template with the newest Triton
-	PYTHONPATH=$(abspath $(NEWEST)) $(PYTEST) -m "not gpu" -n $(JOBS) --maxprocesses 8 tests/test_templates_compile.py
+	PYTHONPATH=$(abspath $(NEWEST)) $(PYTEST) -m "not gpu" $(PARALLEL) tests/test_templates_compile.py
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -66,9 +65,11 @@ def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton's cache is empty, so that kernels are compiled here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Triton's cache is empty when tests begin, so that each kernel is compiled by them, and once."""
+    here = tmp_path_factory.getbasetemp()
+    whole_run = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(whole_run / "triton"))
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def every_axis(arch: int) -> Iterator[Source]:
             render.natural_traits(one, lse=bool(place % 2)),
             BLOCK_M=32 if kind.get("mask") != "blocks:16x32,0.5" else 16,
             BLOCK_N=32 if kind["mask"] not in SMALL_BLOCKS else 16,
-            num_warps=4 if (dtype, precision) == kernels.NUMBERS[2] else 1,
+            num_warps=4,
             num_stages=2,
             softmax=("online", "lazy", "first_max")[(place + turn) % 3],
             mask_loop=("split", "every", "branch")[(place + turn) // 3 % 3],
@@ -112,8 +112,9 @@ def sources(template: str, arch: int) -> list[Source]:
 
 
 def gain(variant: Variant, missing: set[tuple[str, Any]]) -> float:
-    """How many missing values it has, less something for a large tile, which takes long to compile."""
-    return len(missing & set(variant.params)) - int(variant["BLOCK_M"]) * int(variant["BLOCK_N"]) / 8192
+    """How many missing values it has, less something for a warp's share of a tile: a large one compiles for long."""
+    share = int(variant["BLOCK_M"]) * int(variant["BLOCK_N"]) / int(variant["num_warps"])
+    return len(missing & set(variant.params)) - share / 512
 
 
 @pytest.mark.slow
