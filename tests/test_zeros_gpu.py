@@ -1,0 +1,78 @@
+"""Counters of tiles that programs share, on a card: streams and graphs at once, and none of them finds another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import kernels
+import pytest
+import torch
+from torch import Tensor
+
+from autoattn import compile, gpu
+from autoattn.operands import Operands
+from autoattn.ops import forward
+from autoattn.zeros import ROOMS
+
+pytestmark = pytest.mark.gpu
+
+ARRIVALS = ROOMS["arrivals_ptr"]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
+    """A launch of 128 tiles, each of which up to four programs share; returns its output, which no launch wrote to."""
+    if gpu.present() is None:
+        pytest.skip("needs a card that autoattn knows")
+    monkeypatch.setattr(ARRIVALS, "_found", {})
+    one = kernels.problem(batch=2, heads_q=2, heads_kv=2, seq_q=512, seq_kv=4096, head_dim=64, mask="causal")
+    three = [
+        torch.randn(one.batch, one.heads_q, length, one.head_dim, dtype=torch.float16, device="cuda")
+        for length in (one.seq_q, one.seq_kv, one.seq_kv)
+    ]
+    operands = Operands(query=three[0], key=three[1], value=three[2], scale=one.head_dim**-0.5)
+    kernel = compile.load(kernels.source(one, SPLITS=4), torch.device("cuda"))
+
+    def launched() -> Tensor:
+        output = forward.empty_output(one, operands.query).fill_(float("nan"))
+        forward.launch(kernel, one, operands, output, None)
+        return output
+
+    wanted = launched()
+    assert torch.isfinite(wanted).all()
+    assert torch.equal(launched(), wanted)
+    torch.cuda.synchronize()
+    return launched
+
+
+def test_streams_run_at_once_and_each_has_its_own_counters(launch: Callable[[], Tensor]) -> None:
+    wanted = launch()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found: list[Tensor] = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(launch())
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, wanted) for one in found)
+    assert len(ARRIVALS._found) == 1 + len(streams)
+    assert not any(room.tensor.any() for room in ARRIVALS._found.values()), "each launch leaves zeros"
+
+
+def test_graphs_are_replayed_beside_one_another_and_beside_launches(launch: Callable[[], Tensor]) -> None:
+    wanted = launch()
+    graphs: list[torch.cuda.CUDAGraph] = []
+    outputs: list[Tensor] = []
+    for _ in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs += [launch() for _ in range(3)]
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        assert torch.equal(launch(), wanted)
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, wanted) for one in outputs)
