@@ -17,7 +17,7 @@ from autoattn import compile, gpu, inputs, model, occupancy, reference, render, 
 from autoattn.ablation import Cell, Change, Options, Row, changes
 from autoattn.device import Device
 from autoattn.errors import CompileError, SpaceError
-from autoattn.jobs import Inspect
+from autoattn.inspecting import Inspect
 from autoattn.measure import Stopwatch
 from autoattn.operands import Operands
 from autoattn.ops import forward

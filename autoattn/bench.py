@@ -28,7 +28,7 @@ from autoattn.device import Device
 from autoattn.entry import KERNEL
 from autoattn.errors import AutoattnError, DeviceError, StateError
 from autoattn.inputs import Scores
-from autoattn.jobs import Inspect
+from autoattn.inspecting import Inspect
 from autoattn.measure import Stopwatch
 from autoattn.operands import Operands
 from autoattn.ops import forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
 import io
 import os
@@ -14,12 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
@@ -28,6 +27,10 @@ from autoattn import resources, sass
 from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 from autoattn.variant import Source
+
+if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their start
+    import torch
+    from torch import Tensor
 
 WARP_SIZE = 32
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
@@ -113,6 +116,8 @@ class Kernel:
         if self.compiled is None:
             getattr(self.module, self.source.name)[grid](*ordered)
             return
+        import torch
+
         with torch.cuda.device(self.device):
             self.compiled[(*grid, 1, 1)](*ordered)
 
@@ -134,6 +139,8 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
         return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+    import torch
+
     if device.index is None:  # launches ask for the stream of a numbered device
         device = torch.device(device.type, torch.cuda.current_device())
     before = _ready(source, module, device, ptx_arch, before=True) if hasattr(module, source.name + BEFORE) else None
@@ -143,6 +150,8 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
 def _ready(
     source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, *, before: bool = False
 ) -> Kernel:
+    import torch
+
     properties = torch.cuda.get_device_properties(device)
     compiled = build(source, ptx_arch or properties.major * 10 + properties.minor, before=before)
     if ptx_arch is not None:
@@ -165,6 +174,8 @@ def translated(ptx: str, device: torch.device) -> bytes:
     Raises:
         CompileError: the driver refused; it says why only in its number of the error.
     """
+    import torch
+
     driver = ctypes.CDLL("libcuda.so.1")
     link, cubin, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
     text = ptx.encode() + b"\0"
@@ -239,9 +250,23 @@ def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> Static
     module = load_module(source)
     if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, cubin)):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
-    if hasattr(module, source.name + BEFORE):
-        build(source, arch, before=True)  # into Triton's cache, while the card is busy with another variant
-    return report
+    code = hashlib.sha256(compiled.asm["cubin"])
+    code.update(repr((report.num_warps, report.shared_bytes, _launch_facts(module))).encode())
+    if hasattr(module, source.name + BEFORE):  # into Triton's cache, while the card is busy with another variant
+        code.update(build(source, arch, before=True).asm["cubin"])
+    return replace(report, code=code.hexdigest()[:16])
+
+
+def _launch_facts(module: ModuleType) -> list[object]:
+    """What the host side of a rendered kernel says: its tables, its functions, and the constants that they read."""
+    facts: list[object] = []
+    for name, value in sorted(vars(module).items()):
+        if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA"):
+            facts.append((name, repr(value)))
+        elif isinstance(value, FunctionType) and value.__module__ == module.__name__:  # Triton's are of other types
+            read = [(one, repr(getattr(module, one))) for one in value.__code__.co_names if hasattr(module, one)]
+            facts.append((name, value.__code__.co_code, value.__code__.co_consts, read))
+    return facts
 
 
 def _assembled(ptx: str, arch: int) -> bytes:

@@ -33,6 +33,11 @@ class Contest:
         return {variant: trial for study in self._studies.values() for variant, trial in study.trials.items()}
 
     @property
+    def waiting(self) -> bool:
+        """Whether variants that were enqueued are still to be tried."""
+        return any(study.waiting for study in self._studies.values())
+
+    @property
     def taken(self) -> int:
         """How many variants were tried or are being tried, by whomever."""
         return sum(study.taken for study in self._studies.values())
@@ -76,7 +81,7 @@ class Contest:
         studies = list(self._studies.values())
         first = self._turn % len(studies)
         turns = studies[first:] + studies[:first]
-        if any(study.waiting for study in studies):
+        if self.waiting:
             return sorted(turns, key=lambda study: not study.waiting)
         if self._turn % TURNS == 0:
             return turns

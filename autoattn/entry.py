@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 
 from autoattn.problem import Problem
 from autoattn.rounds import Interval
@@ -109,6 +110,45 @@ class SearchRecord:
     spaces: dict[str, str] = field(default_factory=dict)  # template -> digest of its search space
 
 
+class Finding(str, Enum):
+    """What a verification found of an entry, on the software and the card of that day."""
+
+    SAME = "same"
+    FASTER = "faster"
+    SLOWER = "slower"
+    OVERTAKEN = "no longer the fastest"
+    STALE = "stale"  # it speaks of a kernel that there is no more
+    BROKEN = "does not run"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A finding that stays with its entry until it is verified or tuned anew.
+
+    Raises:
+        ValueError: the finding is none to mark an entry for.
+    """
+
+    finding: Finding
+    detail: str  # in words
+    choice: str = ""  # of OVERTAKEN: the rival that was the fastest, where it was none of our kernels
+    versions: dict[str, str] = field(default_factory=dict)  # with which it was found
+
+    def __post_init__(self) -> None:
+        if self.finding in (Finding.SAME, Finding.FASTER, Finding.STALE):
+            raise ValueError(f"an entry that is {self.finding.value} needs no mark")
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the entry may not be dispatched; else it may, and says so."""
+        return self.finding in (Finding.BROKEN, Finding.WRONG)
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        return f"autoattn verify found with {versions or 'unknown versions'}: {self.finding.value}, {self.detail}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
     """The winner of one problem on one device.
@@ -136,6 +176,7 @@ class CacheEntry:
     worst: WorstCase | None = None  # None where no maximum is kept, and in entries that are older than this field
     search: SearchRecord
     versions: dict[str, str] = field(default_factory=dict)  # autoattn, torch, triton and, when measured, driver
+    mark: Mark | None = None  # what a verification holds against it
 
     def __post_init__(self) -> None:
         measured = self.verdict is not None and self.verdict.ok and self.measurement is not None

@@ -1,4 +1,4 @@
-"""What workers do: inspect machine code, rehearse in the interpreter, screen and finish on the GPU."""
+"""What workers do with tensors: rehearse in the interpreter, screen and finish on the GPU."""
 
 from __future__ import annotations
 
@@ -21,34 +21,15 @@ from autoattn.measure import Call, Stopwatch, summary
 from autoattn.ops import forward
 from autoattn.problem import Layout, Numerics, Problem
 from autoattn.rounds import Round
-from autoattn.trial import Energy, Measurement, Outcome, StaticReport, Verdict
+from autoattn.trial import Energy, Measurement, Outcome, Verdict
 from autoattn.validate import Case, Gate
 from autoattn.variant import Source
 from autoattn.workers import Failure
 
 WORST_SECONDS = 0.02  # of rounds, but at least three; the check before them takes 40 ms on an H200
 SPOT_ROWS = 64  # query rows that are compared at full size; the small cases compare all
+KEPT_SHARE = 0.1  # of the card's memory, for the operands of several problems; one alone may take what it needs
 Memory = dict[Hashable, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspect:
-    """Compiles for an architecture and reads the machine code; needs no GPU."""
-
-    source: Source
-    arch: int
-
-    def run(self, memory: Memory) -> StaticReport | Failure:
-        """The report, or why the compiler refused; a compiler that was killed is given a second chance."""
-        try:
-            try:
-                return compile.inspect(self.source, self.arch)
-            except CompileError as error:
-                if not compile.was_killed(error):
-                    raise
-            return compile.inspect(self.source, self.arch)
-        except CompileError as error:
-            return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +44,22 @@ class Rehearse:
         device = torch.device("cpu")
         gate: Gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
         return gate.judge(compile.load(self.source, device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Makes what the looks at one problem's variants need, while the first of them are compiled."""
+
+    problem: Problem
+
+    def run(self, memory: Memory) -> Failure | None:
+        """What went wrong, if anything; the looks will say it again."""
+        with _failures() as failed:
+            _gate(memory, self.problem)
+            _full_case(memory, self.problem)
+            _stopwatch(memory)
+            return None
+        return failed[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +86,7 @@ class Screen:
             kernel = _kernel(memory, self.source)
             verdict = self.verdict
             if verdict is None:
-                gate = _remembered(
-                    memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, torch.device("cuda"))
-                )
-                verdict = gate.judge(kernel)
+                verdict = _gate(memory, self.problem).judge(kernel)
             if not verdict.ok:
                 return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
             case = _full_case(memory, self.problem)
@@ -286,13 +280,21 @@ def _kernel(memory: Memory, source: Source) -> compile.Kernel:
     return kernel
 
 
+def _gate(memory: Memory, problem: Problem) -> Gate:
+    gate: Gate = _remembered(memory, ("gate", kind_of(problem)), lambda: Gate(problem, torch.device("cuda")))
+    return gate
+
+
 def _full_case(memory: Memory, problem: Problem) -> Case:
-    """The problem itself with contiguous inputs; one at a time, since it can fill a large part of the card."""
-    if memory.get("full problem") != problem:
-        memory.pop("full case", None)
-        torch.cuda.empty_cache()
-        generator = torch.Generator().manual_seed(1)
-        memory["full case"] = validate.make_case(problem, torch.device("cuda"), generator, rows=SPOT_ROWS, guard=0)
-        memory["full problem"] = problem
-    case: Case = memory["full case"]
-    return case
+    """The problem itself with contiguous inputs; those of several problems as long as they fill little of the card."""
+    cases: dict[Problem, Case] = memory.setdefault("full cases", {})
+    if problem in cases:
+        cases[problem] = cases.pop(problem)  # the one that was asked for last is the last to go
+        return cases[problem]
+    room = KEPT_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    while cases and sum(one.bytes() for one in (*cases, problem)) > room:
+        cases.pop(next(iter(cases)))
+    torch.cuda.empty_cache()
+    generator = torch.Generator().manual_seed(1)
+    cases[problem] = validate.make_case(problem, torch.device("cuda"), generator, rows=SPOT_ROWS, guard=0)
+    return cases[problem]

@@ -33,7 +33,9 @@ class Profile:
     """What an effort buys for one problem."""
 
     trials: int  # distinct variants
-    search_seconds: float  # from the first result on, then no new variant is begun: huge problems take seconds a call
+    # From the first result on, less the finals of other problems; then no new variant is begun: huge problems take
+    # seconds a call.
+    search_seconds: float
     sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
     finalists: int
     final_seconds: float  # of rounds, at most: they end when all is decided
@@ -117,6 +119,8 @@ class Summary:
     kernels: int  # distinct kernels compiled and read
     seconds: float
     path: Path
+    compiling_seconds: float = 0.0  # of all compiler processes together
+    card_seconds: float = 0.0  # of all GPUs together
 
 
 Listener = Callable[[Progress], None]

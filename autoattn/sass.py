@@ -2,8 +2,8 @@
 
 A cubin is an ELF file. Registers and the stack frame stand in its `.nv.info` section, the instructions in its `.text`
 section, 16 bytes each. Starting the disassembler takes 0.3 s of processor time, as long as some compiles, so each
-distinct encoding is shown to it once per process: an instruction's name is a function of a few bits of its encoding
-(`_name_bits`), and what it said is remembered. A kernel made of known encodings costs a few milliseconds.
+distinct encoding is shown to it once: an instruction's name is a function of a few bits of its encoding (`_name_bits`),
+and what it said is remembered, by other processes too. A kernel made of known encodings costs a few milliseconds.
 
 Which loops are reported. A loop is a natural loop of the control-flow graph (a branch back to a block that dominates
 it). The loops over keys are the innermost ones that hold a matrix product and an exp2, or a product alone where none
@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
+from autoattn import encodings
 from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 
@@ -149,10 +150,13 @@ def _decode(cubin: bytes, text: bytes, arch: int) -> list[Instruction]:
     """The kernel's instructions in address order; asks the disassembler only about encodings it never saw."""
     words = list(struct.iter_unpack("<QQ", text[: len(text) // INSTRUCTION_BYTES * INSTRUCTION_BYTES]))
     names = [_name(arch, low, high) for low, high in words]
+    if None in names and _recall():
+        names = [_name(arch, low, high) for low, high in words]
     if None in names:
         for at, spelt, rest in _disassemble(cubin):
             low, high = words[at // INSTRUCTION_BYTES]
             _learn(arch, low, high, spelt, rest)
+        _keep()
         names = [_name(arch, low, high) or _UNKNOWN for low, high in words]
     code: list[Instruction] = []
     for i, ((low, high), name) in enumerate(zip(words, names, strict=True)):
@@ -182,6 +186,24 @@ def _learn(arch: int, low: int, high: int, name: str, rest: str) -> None:
     _base[opcode] = base
     if base in DETAILED:
         _detail[(opcode, *_name_bits(base, low, high))] = _short(base, name, rest)
+
+
+def _recall() -> bool:
+    """Takes what other processes learned; whether there was anything."""
+    heard = encodings.recall(disassembler())
+    for bits, name in heard.items():
+        if len(bits) == 1:
+            _base.setdefault(bits[0], name)
+        elif len(bits) == 3:
+            _detail.setdefault((bits[0], bits[1], bits[2]), name)
+    return bool(heard)
+
+
+def _keep() -> None:
+    """Tells other processes what this one knows."""
+    known: encodings.Names = {(opcode,): name for opcode, name in _base.items()}
+    known.update(_detail.items())
+    encodings.keep(disassembler(), known)
 
 
 def _short(base: str, name: str, operands: str) -> str:

@@ -43,6 +43,8 @@ class StaticReport:
     loop: dict[str, int] = field(default_factory=dict)
     # The same for the loop that masks, when the kernel has two; else empty.
     masked_loop: dict[str, int] = field(default_factory=dict)
+    # Digest of the machine code and of what a launch does with it: texts that share it are one kernel. "" if unknown.
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

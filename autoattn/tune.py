@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
@@ -23,7 +24,7 @@ from autoattn.study import Study
 from autoattn.trial import Evidence, Trial
 from autoattn.variant import Variant
 from autoattn.winner import Searched
-from autoattn.workshop import Workshop
+from autoattn.workshop import Steps, Workshop
 
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
 
@@ -48,82 +49,130 @@ def tune(
         )
     begin = time.monotonic()
     path = cache.path_of(options.cache, device, Op.FORWARD)
-    entries: dict[str, CacheEntry] = {}
-    failed: dict[str, str] = {}
-    kept, interrupted = 0, False
+    interrupted = False
     known = _known(options.cache, device, measured)
     cards = _cards(device, measured, options)
     shared = storage.server(options.storage) if options.storage is not None else None
     with Workshop(device, measured=measured, jobs=options.jobs, cards=cards) as shop:
+        every = _All(problems, device, measured, options, shop, listen, shared, known)
         try:
-            for index, problem in enumerate(problems):
-                old = known.get(problem.key)
-                if old is not None and _up_to_date(old, device, measured, options):
-                    entries[problem.key] = old
-                    kept += 1
-                    listen(_progress(problem, index, len(problems), "kept", 0, 0, old.time_us))
-                    continue
-                run = _Run(problem, device, measured, options, shop, listen, index, len(problems), shared)
-                result = run.entry(entries, old)
-                if isinstance(result, str):
-                    failed[problem.key] = result
-                else:
-                    entries[problem.key] = result
-                    cache.merge(options.cache, device, Op.FORWARD, [result])
-                listen(_done(problem, index, len(problems), result))
+            every.run()
         except KeyboardInterrupt:
             interrupted = True
         outcomes = {outcome.value: count for outcome, count in sorted(shop.outcomes.items())}
         kernels = shop.kernels
+        compiling, looking = shop.busy_seconds
     return Summary(
-        entries=entries,
-        kept=kept,
-        failed=failed,
+        entries={one.key: every.entries[one.key] for one in problems if one.key in every.entries},
+        kept=every.kept,
+        failed=every.failed,
         interrupted=interrupted,
         outcomes=outcomes,
         kernels=kernels,
+        compiling_seconds=compiling,
+        card_seconds=looking,
         seconds=time.monotonic() - begin,
         path=path,
     )
 
 
+@dataclass(slots=True, eq=False)
+class _All:
+    """All problems on their way into the cache."""
+
+    problems: Sequence[Problem]
+    device: Device
+    measured: bool
+    options: Options
+    shop: Workshop
+    listen: Listener
+    shared: Storage | None
+    known: dict[str, CacheEntry]  # before the run, by problem key
+    entries: dict[str, CacheEntry] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    kept: int = 0
+
+    def run(self) -> None:
+        """Takes the problems in order, as many at once as keep the compilers busy.
+
+        What helps a problem are the earlier ones that must have ended before it begins: so a seed gives the same
+        searches, however long each of them takes.
+        """
+        active: dict[int, Steps[None]] = {}
+        begun = 0
+        with contextlib.ExitStack() as stack:
+            while active or begun < len(self.problems):
+                while begun < len(self.problems):
+                    many = min(self.shop.at_once(self.problems[index]) for index in (*active, begun))
+                    first = max(0, begun - many + 1)  # what is before it must have ended
+                    if any(index < first for index in active):
+                        break
+                    active[begun] = self._steps(begun, self.problems[:first])
+                    stack.callback(active[begun].close)
+                    begun += 1
+                ended = [index for index, work in sorted(active.items()) if _ended(work)]
+                for index in ended:
+                    del active[index]
+                if not ended:
+                    self.shop.wait()
+
+    def _steps(self, index: int, earlier: Sequence[Problem]) -> Steps[None]:
+        """One problem's way; it may learn from the earlier ones."""
+        problem, total = self.problems[index], len(self.problems)
+        old = self.known.get(problem.key)
+        if old is not None and _up_to_date(old, self.device, self.measured, self.options):
+            self.entries[problem.key] = old
+            self.kept += 1
+            self.listen(_progress(problem, index, total, "kept", 0, 0, old.time_us))
+            return
+        siblings = [self.entries[one.key] for one in earlier if one.key in self.entries]
+        result = yield from _Run(self, index).entry(siblings, old)
+        if isinstance(result, str):
+            self.failed[problem.key] = result
+        else:
+            self.entries[problem.key] = result
+            cache.merge(self.options.cache, self.device, Op.FORWARD, [result])
+        self.listen(_done(problem, index, total, result))
+
+
+def _ended(work: Steps[None]) -> bool:
+    """Goes on with some work until it must wait for a worker again, or ends."""
+    try:
+        next(work)
+    except StopIteration:
+        return True
+    return False
+
+
 class _Run:
     """One problem's way to its entry."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        device: Device,
-        measured: bool,
-        options: Options,
-        shop: Workshop,
-        listen: Listener,
-        index: int,
-        total: int,
-        shared: Storage | None,
-    ) -> None:
-        self.shared = shared
-        self.problem, self.device, self.measured, self.options = problem, device, measured, options
-        self.shop, self.listen, self.index, self.total = shop, listen, index, total
-        self.spaces = {one.template: one for one in contest.spaces(problem, device, measured)}
+    def __init__(self, every: _All, index: int) -> None:
+        self.index, self.total, self.shared = index, len(every.problems), every.shared
+        self.problem, self.device, self.measured = every.problems[index], every.device, every.measured
+        self.options, self.shop, self.listen = every.options, every.shop, every.listen
+        found = contest.spaces(self.problem, self.device, self.measured)
+        self.spaces = {one.template: one for one in found}
 
-    def entry(self, siblings: dict[str, CacheEntry], old: CacheEntry | None) -> CacheEntry | str:
-        """The entry, or in words why there is none."""
+    def entry(self, siblings: Sequence[CacheEntry], old: CacheEntry | None) -> Steps[CacheEntry | str]:
+        """The entry, or in words why there is none; yields while it waits for workers."""
         if not self.spaces:
             return contest.why_no_space(self.problem, self.device)
         with contextlib.closing(Contest([self._study(one) for one in self.spaces.values()])) as study:
-            return self._entry_of(study, siblings, old)
+            return (yield from self._entry_of(study, siblings, old))
 
-    def _entry_of(self, study: Contest, siblings: dict[str, CacheEntry], old: CacheEntry | None) -> CacheEntry | str:
+    def _entry_of(
+        self, study: Contest, siblings: Sequence[CacheEntry], old: CacheEntry | None
+    ) -> Steps[CacheEntry | str]:
         default = next(iter(self.spaces.values())).default(self.problem, self.device)
-        relatives = [entry for entry in siblings.values() if self.problem.shares_kernels(entry.problem)]
+        relatives = [entry for entry in siblings if self.problem.shares_kernels(entry.problem)]
         elsewhere = self._measured_elsewhere()
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
         for one in self.spaces.values():
             study.enqueue(one.seeds_for(self.problem, self.device))
         study.enqueue(elsewhere)
         study.enqueue(variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3])
-        self._search(study, sibling=bool(relatives))
+        yield from self._search(study, sibling=bool(relatives))
         search = Searched(
             problem=self.problem,
             device=self.device,
@@ -141,7 +190,7 @@ class _Run:
             _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
         )
         previous = next(iter(self._known_variants(old)), None) if old is not None else None
-        return winner.measured(search, default, previous)
+        return (yield from winner.measured(search, default, previous))
 
     def _study(self, one: SearchSpace) -> Study:
         journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"
@@ -155,34 +204,40 @@ class _Run:
             budget=self.options.budget,
         )
 
-    def _search(self, study: Contest, *, sibling: bool) -> None:
+    def _search(self, study: Contest, *, sibling: bool) -> Steps[None]:
         begin: float | None = None  # the first result: starting the workers is no search
         budget = self.options.budget
         # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
         cheap = sibling and not self.measured and self.options.trials is None
-        fresh = self.options.profile.sibling_trials if cheap else budget
+        fresh = self.options.profile.sibling_trials
         compiled = self.shop.begun
 
         def more(begun: int) -> bool:
-            return study.taken < budget and self.shop.begun - compiled < fresh
+            return study.taken < budget and (not cheap or self.shop.begun - compiled < fresh)
+
+        def now() -> float:
+            return time.monotonic() - self.shop.finals_seconds
 
         def late() -> bool:
-            return begin is not None and time.monotonic() - begin > self.options.search_seconds
+            return begin is not None and now() - begin > self.options.search_seconds
 
         def heard(trial: Trial) -> None:
             nonlocal begin
-            begin = time.monotonic() if begin is None else begin
+            begin = now() if begin is None else begin
             best = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
             tried = len(study.trials)
             self.listen(
                 _progress(self.problem, self.index, self.total, "search", tried, budget, best, str(trial.detail))
             )
 
-        self.shop.search(study, more=more, late=late, heard=heard)
+        yield from self.shop.search(study, budget=budget, more=more, late=late, heard=heard)
         while study.elsewhere and not late():  # what others are trying counts; what they give up is tried here
-            time.sleep(LISTEN_SECONDS)
+            if self.shop.idle:
+                time.sleep(LISTEN_SECONDS)
+            else:  # another problem's search goes on
+                yield
             study.hear()
-            self.shop.search(study, more=more, late=late, heard=heard)
+            yield from self.shop.search(study, budget=budget, more=more, late=late, heard=heard)
 
     def _known_variants(self, entry: CacheEntry) -> list[Variant]:
         """The winner and the runners-up, as far as the search space still holds them."""
@@ -252,6 +307,7 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
         enough = entry.search.trials >= options.trials
     return (
         enough
+        and entry.mark is None
         and cache.why_stale(entry) is None
         and entry.search.spaces == contest.digests(contest.spaces(entry.problem, device, measured))
         and entry.versions.get("triton") == triton.__version__

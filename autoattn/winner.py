@@ -21,7 +21,7 @@ from autoattn.space import SearchSpace
 from autoattn.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.workshop import Steps, Workshop
 
 CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
@@ -77,8 +77,8 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
     return _entry(search, ranked[0], others)
 
 
-def measured(search: Searched, default: Variant, previous: Variant | None) -> CacheEntry | str:
-    """The measured entry, or in words why there is none.
+def measured(search: Searched, default: Variant, previous: Variant | None) -> Steps[CacheEntry | str]:
+    """The measured entry, or in words why there is none; yields while the finals run.
 
     The best few of the search, the template's default and the previous winner meet the rivals in the finals. A winner
     that keeps its first maximum is timed once more where that does it no good.
@@ -87,7 +87,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> Ca
     objective, profile = search.options.objective, search.options.profile
     chosen = [trial.variant for trial in finals.shortlist(search.working, profile.finalists, objective)]
     variants = list(dict.fromkeys([*chosen, *(one for one in (default, previous) if one in trials)]))
-    result = search.shop.final(
+    result = yield from search.shop.final(
         search.problem,
         variants,
         seconds=profile.final_seconds,
@@ -102,7 +102,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> Ca
         return decision
     worst: WorstCase | Failure | None = None
     if decision.winner.variant["softmax"] == render.FIRST_MAX:
-        worst = search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
+        worst = yield from search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
     if isinstance(worst, Failure):
         return f"the winner's worst case ended with a {worst.outcome.value}: {worst.detail}"
     _keep(search, finalists, result.rounds, decision.winner)
@@ -121,7 +121,7 @@ def _keep(search: Searched, finalists: list[Trial], taken: tuple[Round, ...], wi
         seed=search.options.seed,
         kernels={name: digest for name, digest in names.items() if name in taken[0].times_us},
         rounds=taken,
-        versions=_versions(on_card=True),
+        versions=versions(on_card=True),
     )
     raw.write(raw.path_of(search.options.cache, search.device.name, search.problem.key), samples)
 
@@ -167,7 +167,7 @@ def _entry(
             outcomes=dict(sorted(outcomes.items())),
             spaces=contest.digests(search.spaces.values()),
         ),
-        versions=_versions(on_card=decision is not None),
+        versions=versions(on_card=decision is not None),
     )
 
 
@@ -185,7 +185,8 @@ def _both(small: Verdict | None, full: Verdict) -> Verdict:
     )
 
 
-def _versions(*, on_card: bool) -> dict[str, str]:
-    versions = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
+def versions(*, on_card: bool) -> dict[str, str]:
+    """What an entry is made with: autoattn, torch, triton and, on the card, its driver."""
+    found = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
     driver = gpu.driver_version() if on_card else None
-    return versions | ({"driver": driver} if driver is not None else {})
+    return found | ({"driver": driver} if driver is not None else {})

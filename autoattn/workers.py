@@ -67,6 +67,7 @@ class _Worker:
     place: int  # among the workers of its pool, from 0
     task: _Task | None = None
     begun: bool = False  # the worker has said that it took the task
+    since: float = 0.0  # when it was given the task
     deadline: float = 0.0
     jobs: int = 0
 
@@ -79,6 +80,8 @@ class Pool:
     environment: Mapping[str, str] = field(default_factory=dict)
     apart: Sequence[Mapping[str, str]] = ()  # what each place's environment has besides
     preload: str = "autoattn.jobs"  # imported before the clock of a worker's first job runs: torch and triton are slow
+    niceness: int = 0  # of its workers, as the system counts it: how far they stand behind others
+    busy_seconds: float = 0.0  # that workers had a task, all together, as far as the tasks have ended
     _workers: list[_Worker] = field(default_factory=list)
     _queue: deque[_Task] = field(default_factory=deque)
     _tickets: int = 0
@@ -147,8 +150,8 @@ class Pool:
             place = free[0] if task.place is None else task.place
             free.remove(place)
             worker = started.get(place) or self._start(place)
-            worker.task, worker.begun = task, False
-            worker.deadline = time.monotonic() + task.seconds + (0.0 if worker.jobs else START_SECONDS)
+            worker.task, worker.begun, worker.since = task, False, time.monotonic()
+            worker.deadline = worker.since + task.seconds + (0.0 if worker.jobs else START_SECONDS)
             with contextlib.suppress(OSError):  # it died, which _receive sees
                 worker.connection.send_bytes(task.job)
 
@@ -163,9 +166,10 @@ class Pool:
         except Exception as error:  # a class that only the child can import, or one that does not unpickle
             kind, content = _BROKEN, _described(error)
         if kind == _BEGUN:
-            worker.begun = True
-            worker.deadline = time.monotonic() + worker.task.seconds
+            worker.begun, worker.since = True, time.monotonic()  # starting was no work
+            worker.deadline = worker.since + worker.task.seconds
             return []
+        self.busy_seconds += time.monotonic() - worker.since
         ticket, worker.task = worker.task.ticket, None
         worker.jobs += 1
         if kind == _BROKEN:
@@ -196,7 +200,15 @@ class Pool:
         apart = self.apart[place] if place < len(self.apart) else {}
         # A session of its own: killing its group ends a compiler that it started, and Ctrl-C reaches only the parent.
         process = subprocess.Popen(
-            [sys.executable, "-m", "autoattn.workers", str(theirs.fileno()), str(watched), self.preload],
+            [
+                sys.executable,
+                "-m",
+                "autoattn.workers",
+                str(theirs.fileno()),
+                str(watched),
+                self.preload,
+                str(self.niceness),
+            ],
             pass_fds=[theirs.fileno(), watched],
             env={**os.environ, **self.environment, **apart},
             stdin=subprocess.DEVNULL,
@@ -261,8 +273,9 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def serve(connection: Connection, lifeline: int, preload: str) -> None:
+def serve(connection: Connection, lifeline: int, preload: str, niceness: int) -> None:
     """The life of a worker: jobs until the parent goes away, or until one fails."""
+    os.nice(niceness)
     for descriptor in (connection.fileno(), lifeline):  # Triton's ptxas inherits what may be, and would hold them open
         os.set_inheritable(descriptor, False)
     _end_with(lifeline)
@@ -303,4 +316,4 @@ def _end_after(lifeline: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+    serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from autoattn import model, occupancy, render
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import WorstCase
-from autoattn.jobs import Final, Finished, Inspect, Outgrow, Rehearse, Screen, Screened, kind_of
+from autoattn.inspecting import Inspect
+from autoattn.jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
 from autoattn.problem import DType, Precision, Problem, padded, pieces
 from autoattn.rounds import PATIENCE
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
-from autoattn.workers import Failure, Pool, next_results
+from autoattn.workers import Failure, Job, Pool, next_results
 
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
 FINAL_SECONDS = 180.0  # beside the rounds and the energy
 ENERGY_SHARE = 40.0  # times the energy of one contestant: all of them, and what each warms up
-MEASURED_WINDOW = 8
+PREPARE_SECONDS = 120.0  # random operands and their reference, at most
+MEASURED_WINDOW = 8  # variants in flight in one search: a sampler that waits for fewer results proposes worse
+BUSY = 4  # compilers that such a search keeps at work: results are heard in order, so all wait for the slowest
+WINDOW_SHARE = 8  # one in so many of a search's variants may be in flight where that is more
+LARGE_BYTES = 2**32  # operands of a problem that is searched alone: the card would hold no other's beside them
+COMPILER_NICENESS = 10  # below whoever times kernels: there is a compiler for each core
 REHEARSAL_SECONDS = 120.0
 REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
 # One thread: more would wait for the compilers' cores at every small product.
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+COMPILER_ROOM = "autoattn.inspecting"
 COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+_RUNS = object()
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # work that yields whenever it must wait for a worker
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slot:
     """A variant on its way."""
 
+    problem: Problem
     variant: Variant
     source: Source
     inspected: Trial | None = None  # that awaits its look on a GPU
@@ -47,18 +63,21 @@ class Workshop:
     def __init__(self, device: Device, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
         self.device, self.measured = device, measured
-        jobs = jobs if jobs is not None else len(os.sched_getaffinity(0))
-        self._compilers = Pool(size=jobs, environment=COMPILER)
+        self._jobs = jobs if jobs is not None else len(os.sched_getaffinity(0))
+        self._compilers = Pool(size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_ROOM)
         # One worker a GPU, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
         apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
         self._cards = max(1, len(cards))
         self._bench = Pool(size=self._cards, environment={} if measured else INTERPRETER, apart=apart)
-        # Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more.
-        self._window = max(min(2 * jobs, MEASURED_WINDOW), 2 * self._cards) if measured else 4 * jobs
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
         self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket
-        self._verdicts: dict[str, Verdict] = {}  # by source digest, or by the digest of a structure
+        self._looked_at: dict[tuple[Problem, str], Screened] = {}  # by problem and machine code
+        self._finals: dict[int, Any] = {}  # what came of the finals, by ticket; _RUNS for those that still run
+        self._finals_begun: dict[int, float] = {}  # those that still run
+        self._finals_seconds = 0.0
+        self._passed: dict[tuple[Problem, str], Verdict] = {}  # by kind of problem and machine code
+        self._verdicts: dict[str, Verdict] = {}  # of the interpreter, by the digest of a structure
         self.outcomes: Counter[Outcome] = Counter()
 
     @property
@@ -71,6 +90,11 @@ class Workshop:
         """Distinct kernels whose compile was begun in this run."""
         return len(self._reports) + len(self._tickets)
 
+    @property
+    def busy_seconds(self) -> tuple[float, float]:
+        """Seconds that compilers and GPUs had work, each kind's workers added up."""
+        return self._compilers.busy_seconds, self._bench.busy_seconds
+
     def close(self) -> None:
         """Ends all workers."""
         self._compilers.close()
@@ -82,35 +106,74 @@ class Workshop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def at_once(self, problem: Problem) -> int:
+        """How many problems may be searched together, so that all compilers have work while this one is searched."""
+        if not self.measured or problem.bytes() > LARGE_BYTES:
+            return 1
+        return max(1, self._jobs // BUSY)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no worker has anything to do."""
+        return not (self._tickets or self._looks or self._finals_begun)
+
+    @property
+    def finals_seconds(self) -> float:
+        """Seconds in which finals had a GPU to themselves: no time of other problems' searches."""
+        now = time.monotonic()
+        return self._finals_seconds + sum(now - begun for begun in self._finals_begun.values())
+
+    def wait(self) -> None:
+        """Waits until some worker is done with something."""
+        for pool, ticket, result in next_results(self._compilers, self._bench):
+            if pool is self._compilers:
+                self._reports[self._tickets.pop(ticket)] = result
+            elif ticket in self._looks:
+                slot = self._looks.pop(ticket)
+                slot.trial = self._looked(slot, result)
+            elif ticket in self._finals:
+                self._finals[ticket] = result
+                self._finals_seconds += time.monotonic() - self._finals_begun.pop(ticket)
+
     def search(
         self,
         study: Contest,
         *,
+        budget: int = 0,
         more: Callable[[int], bool],
         late: Callable[[], bool],
         heard: Callable[[Trial], None],
-    ) -> None:
+    ) -> Steps[None]:
         """Tries what the study proposes while `more(variants begun)` holds; once it is late, leaves what is begun.
 
         Variants are compiled ahead, but reported to the study in the order in which it proposed them, so that a seed
         gives the same search whatever the compiler's timing.
+
+        Args:
+            budget: variants that the search will try: the more, the more of them may be in flight.
         """
         pending: deque[_Slot] = deque()
         begun = 0
         best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
+        if self.measured:
+            for place in range(self._cards):
+                self._bench.submit(Prepare(problem=study.problem), PREPARE_SECONDS, place=place)
         while True:
             if late():  # what is on a GPU by now is waited for, the rest is not
                 pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
             else:
-                while len(pending) < self._window and more(begun) and (variant := study.propose()) is not None:
+                self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
+                while len(pending) < self._window(study, budget) and more(begun):
+                    if (variant := study.propose()) is None:
+                        break
                     begun += 1
-                    pending.append(_Slot(variant=variant, source=self._begin(study.problem, variant)))
-                self._look_ahead(study.problem, pending, best_us)
+                    pending.append(self._begin(study.problem, variant))
+                self._look_ahead(pending, best_us)
             if not pending:
                 return
             trial = pending[0].trial
             if trial is None:
-                self._collect(study.problem)
+                yield
                 continue
             pending.popleft()
             self.outcomes[trial.outcome] += 1
@@ -118,6 +181,23 @@ class Workshop:
                 best_us = trial.time_us
             study.record(trial)
             heard(trial)
+
+    def alone(self, steps: Steps[T]) -> T:
+        """Does some work and nothing beside it."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            self.wait()
+
+    def compiled(self, problem: Problem, variants: Sequence[Variant]) -> Steps[list[Variant]]:
+        """Compiles variants ahead of their finals; gives those that the compiler takes."""
+        slots = [self._begin(problem, variant) for variant in variants]
+        while any(slot.source.digest not in self._reports for slot in slots):
+            yield
+        return [slot.variant for slot in slots if isinstance(self._reports[slot.source.digest], StaticReport)]
 
     def rehearse(self, problem: Problem, variant: Variant) -> Verdict | Failure:
         """Checks the structure of a variant in the interpreter, once per structure."""
@@ -139,7 +219,7 @@ class Workshop:
 
     def final(
         self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int, energy_seconds: float = 0.0
-    ) -> Finished | Failure:
+    ) -> Steps[Finished | Failure]:
         """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ.
 
         Asks what each costs, if `energy_seconds`.
@@ -151,49 +231,61 @@ class Workshop:
             seed=seed,
             energy_seconds=energy_seconds,
         )
-        result: Finished | Failure = self._bench.result(
-            job, FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds, place=0
-        )
+        limit = FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds
+        result: Finished | Failure = yield from self._ended(job, limit)
         return result
 
-    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
+    def _ended(self, job: Job, seconds: float) -> Steps[Any]:
+        """Has the finals' GPU do a job, and yields until it is done."""
+        ticket = self._bench.submit(job, seconds, place=0)
+        self._finals[ticket], self._finals_begun[ticket] = _RUNS, time.monotonic()
+        while self._finals[ticket] is _RUNS:
+            yield
+        return self._finals.pop(ticket)
+
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[WorstCase | Failure]:
         """Times a finalist that keeps its first maximum where it computes its tiles twice, on the finals' GPU."""
         job = Outgrow(problem=problem, source=render.render(problem, variant), seed=seed)
-        result: WorstCase | Failure = self._bench.result(job, FINAL_SECONDS, place=0)
+        result: WorstCase | Failure = yield from self._ended(job, FINAL_SECONDS)
         return result
 
-    def _begin(self, problem: Problem, variant: Variant) -> Source:
+    def _window(self, study: Contest, budget: int) -> int:
+        """Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more."""
+        if not self.measured:
+            return 4 * self._jobs
+        if study.waiting:  # they are tried whatever comes of the others
+            return sys.maxsize
+        return max(min(2 * self._jobs, max(MEASURED_WINDOW, budget // WINDOW_SHARE)), 2 * self._cards)
+
+    def _begin(self, problem: Problem, variant: Variant) -> _Slot:
         source = render.render(problem, variant)
         if source.digest not in self._reports and source.digest not in self._tickets.values():
             ticket = self._compilers.submit(Inspect(source=source, arch=self.device.arch), COMPILE_SECONDS)
             self._tickets[ticket] = source.digest
-        return source
+        return _Slot(problem=problem, variant=variant, source=source)
 
-    def _look_ahead(self, problem: Problem, pending: deque[_Slot], best_us: float | None) -> None:
+    def _look_ahead(self, pending: deque[_Slot], best_us: float | None) -> None:
         """Settles what can be settled, and gives each free GPU a variant, in the order of the proposals."""
         for slot in list(pending)[: 2 * self._cards - 1]:
-            report = self._reports.get(slot.source.digest)
-            if report is None or len(self._looks) == self._cards:
+            found = self._reports.get(slot.source.digest)
+            if found is None or len(self._looks) == self._cards:
                 return
-            if slot.trial is None and slot.inspected is None:
-                trial = self._inspected(problem, slot, report)
-                if self.measured and trial.outcome is Outcome.OK:
-                    slot.inspected = trial
-                    verdict = self._verdicts.get(slot.source.digest)
-                    job = Screen(problem=problem, source=slot.source, verdict=verdict, best_us=best_us)
-                    self._looks[self._bench.submit(job, GPU_SECONDS)] = slot
-                else:
-                    slot.trial = trial
+            if slot.trial is not None or slot.inspected is not None:
+                continue
+            trial = self._inspected(slot, found)
+            if not self.measured or isinstance(found, Failure) or trial.outcome is not Outcome.OK:
+                slot.trial = trial
+                continue
+            slot.inspected = trial
+            same = self._looked_at.get((slot.problem, _code(slot, found)))  # another text with the same machine code
+            if same is not None:
+                slot.trial = self._looked(slot, same)
+                continue
+            verdict = self._passed.get((kind_of(slot.problem), _code(slot, found)))
+            job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
+            self._looks[self._bench.submit(job, GPU_SECONDS)] = slot
 
-    def _collect(self, problem: Problem) -> None:
-        for pool, ticket, result in next_results(self._compilers, self._bench):
-            if pool is self._compilers:
-                self._reports[self._tickets.pop(ticket)] = result
-            else:
-                slot = self._looks.pop(ticket)
-                slot.trial = self._looked(problem, slot, result)
-
-    def _inspected(self, problem: Problem, slot: _Slot, report: StaticReport | Failure) -> Trial:
+    def _inspected(self, slot: _Slot, report: StaticReport | Failure) -> Trial:
         """What the machine code says of a variant."""
         trial = Trial(variant=slot.variant, outcome=Outcome.OK, digest=slot.source.digest)
         if isinstance(report, Failure):
@@ -203,22 +295,26 @@ class Workshop:
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
         if self.device.peak_flops:
-            prediction = model.predict(problem, self.device, slot.variant.as_dict(), report)
+            prediction = model.predict(slot.problem, self.device, slot.variant.as_dict(), report)
             trial = replace(trial, prediction=prediction)
         return trial
 
-    def _looked(self, problem: Problem, slot: _Slot, result: Screened | Failure) -> Trial:
+    def _looked(self, slot: _Slot, result: Screened | Failure) -> Trial:
         """What a first look on a GPU says of a variant."""
         assert slot.inspected is not None
         if isinstance(result, Failure):
             return replace(slot.inspected, outcome=result.outcome, detail=result.detail)
-        self._verdicts[slot.source.digest] = result.verdict
+        found = self._reports[slot.source.digest]
+        assert isinstance(found, StaticReport)
+        code = _code(slot, found)
+        self._passed[kind_of(slot.problem), code] = result.verdict
+        self._looked_at[slot.problem, code] = result
         looked = Measurement(
             median_us=result.median_us,
             p20_us=result.median_us,
             p80_us=result.median_us,
             samples=result.samples,
-            tflops=problem.flops() / result.median_us / 1e6,
+            tflops=slot.problem.flops() / result.median_us / 1e6,
         )
         return replace(slot.inspected, verdict=result.verdict, measurement=looked)
 
@@ -255,6 +351,11 @@ class Workshop:
         numbers |= {"SPLITS": 2} if "SPLITS" in variant.as_dict() else {}
         params = variant.as_dict() | small | numbers | {"barrier": "none", "products": render.AS_ASKED}
         return kind, render.render(kind, Variant.of(variant.template, params))
+
+
+def _code(slot: _Slot, report: StaticReport) -> str:
+    """Names the kernel that a variant's text became."""
+    return report.code or slot.source.digest
 
 
 def _tiles(mask: Mask) -> dict[str, int]:

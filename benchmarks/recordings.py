@@ -17,7 +17,7 @@ from pathlib import Path
 import triton
 
 from autoattn import model, occupancy, profiles, recording, render, space
-from autoattn.jobs import Inspect
+from autoattn.inspecting import Inspect
 from autoattn.mask import Mask
 from autoattn.problem import DType, Problem
 from autoattn.recording import Recording

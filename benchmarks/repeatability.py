@@ -244,7 +244,7 @@ def met(problem: Problem, winners: Sequence[Variant], seconds: float) -> str:
     card = gpu.present()
     assert card is not None
     with Workshop(card, measured=True) as shop:
-        result = shop.final(problem, list(winners), seconds=seconds, seed=1)
+        result = shop.alone(shop.final(problem, list(winners), seconds=seconds, seed=1))
     if isinstance(result, Failure):
         return f"{result.outcome.value}: {result.detail}"
     counted = rounds.good(result.rounds)

@@ -55,6 +55,14 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Niceness:
+    """How far the worker stands behind others."""
+
+    def run(self, memory: dict[Any, Any]) -> int:
+        return os.nice(0)
+
+
+@dataclass(frozen=True)
 class Card:
     """Which card the worker sees as its first and only one."""
 

@@ -28,7 +28,7 @@ FLOORS = (
         "published",
         "quality",
     },
-    {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording", "raw"},
+    {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording", "raw", "encodings"},
     {
         "reference",
         "compile",
@@ -66,6 +66,7 @@ FLOORS = (
         "workshop",
         "workers",
         "jobs",
+        "inspecting",
         "finals",
     },
     {

@@ -14,7 +14,7 @@ import pytest
 from test_workers import PATHS, alive, gone, noted
 from triton import knobs
 
-from autoattn.jobs import Inspect
+from autoattn.inspecting import Inspect
 from autoattn.trial import Outcome, StaticReport
 from autoattn.workers import Failure, Pool
 
@@ -84,7 +84,7 @@ def test_a_tool_of_the_compiler_that_somebody_killed_once_is_run_again(plant: Pl
 
 PARENT = """
 import kernels
-from autoattn.jobs import Inspect
+from autoattn.inspecting import Inspect
 from autoattn.workers import Pool
 pool = Pool(size=1)
 pool.submit(Inspect(source=kernels.source(kernels.problem()), arch=80), 600.0)

@@ -40,6 +40,7 @@ class Studied:
 
     problem: Problem
     proposals: list[Variant]
+    waiting: bool = False
     trials: dict[Variant, Trial] = field(default_factory=dict)
 
     def propose(self) -> Variant | None:
@@ -56,7 +57,7 @@ def searched(problem: Problem, variants: list[Variant]) -> list[Trial]:
     heard: list[Trial] = []
     study: Any = Studied(problem, list(variants))
     with Workshop(device, measured=True, jobs=2) as shop:
-        shop.search(study, more=lambda begun: True, late=lambda: False, heard=heard.append)
+        shop.alone(shop.search(study, more=lambda begun: True, late=lambda: False, heard=heard.append))
     return heard
 
 
@@ -92,11 +93,11 @@ def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_n
     with Workshop(device, measured=True, jobs=2) as shop:
         for one in (huge, full):
             study: Any = Studied(one, [GOOD])
-            shop.search(study, more=lambda begun: True, late=lambda: False, heard=heard.append)
+            shop.alone(shop.search(study, more=lambda begun: True, late=lambda: False, heard=heard.append))
         jobs = [worker.jobs for worker in shop._bench._workers]
     assert [trial.outcome for trial in heard] == [Outcome.LAUNCH_ERROR, Outcome.OK], [trial.detail for trial in heard]
     assert "out of GPU memory" in heard[0].detail
-    assert jobs == [2], "the worker lived on"
+    assert jobs == [4], "the worker lived on: each problem is made ready and has one look"
 
 
 def test_programs_that_write_the_same_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_a_finalist_that_is_wrong_at_full_size_alone_is_not_timed(monkeypatch: p
     assert device is not None
     with Workshop(device, measured=True, jobs=1) as shop:
         assert isinstance(shop.check(one, BAD), Screened)
-        result = shop.final(one, [GOOD, BAD], seconds=0.5, seed=0)
+        result = shop.alone(shop.final(one, [GOOD, BAD], seconds=0.5, seed=0))
     assert isinstance(result, Finished)
     assert [verdict.ok for verdict in result.verdicts] == [True, False]
     assert result.measurements[0] is not None
@@ -139,7 +140,7 @@ def test_finals_with_a_finalist_that_hangs_end_in_words(monkeypatch: pytest.Monk
     device = gpu.present()
     assert device is not None
     with Workshop(device, measured=True, jobs=1) as shop:
-        result = shop.final(large(fault.problem), [GOOD, BAD], seconds=0.5, seed=0)
+        result = shop.alone(shop.final(large(fault.problem), [GOOD, BAD], seconds=0.5, seed=0))
         again = shop.check(large(fault.problem), GOOD)
     assert isinstance(result, Failure)
     assert result.outcome is Outcome.TIMEOUT

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autoattn import sass
+from autoattn import encodings, sass
 from autoattn.compile import inspect
 from autoattn.errors import CompileError
 from autoattn.problem import DType
@@ -217,6 +217,36 @@ def test_a_kernel_of_known_encodings_does_not_start_the_disassembler(compiled, m
     before = read(kernel, 80)
     monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 80) == before
+
+
+def forget(monkeypatch):
+    """As if another process began now, with the same cache folder."""
+    for name in ("_base", "_detail"):
+        monkeypatch.setattr(sass, name, {})
+    monkeypatch.setattr(encodings, "_read_at", {})
+
+
+def test_what_one_process_learned_spares_the_next_one_the_disassembler(compiled, monkeypatch):
+    kernel = compiled(90)
+    forget(monkeypatch)
+    before = read(kernel, 90)
+    forget(monkeypatch)
+    monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    assert read(kernel, 90) == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'[[["x"], "FFMA"]]', b"[[[1], 2]]", b"[1]"])
+def test_a_damaged_file_of_encodings_is_as_good_as_none(compiled, monkeypatch, damage):
+    kernel = compiled(80)
+    forget(monkeypatch)
+    before = read(kernel, 80)
+    path = encodings._path(sass.disassembler())
+    path.write_bytes(damage)
+    forget(monkeypatch)
+    assert read(kernel, 80) == before
+    forget(monkeypatch)
+    monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    assert read(kernel, 80) == before, "the file is whole again"
 
 
 def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):

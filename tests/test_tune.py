@@ -25,6 +25,7 @@ from autoattn.study import Study
 from autoattn.trial import Energy, Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
+from autoattn.workshop import Steps
 
 OTHER_SPACE = {"triton/forward": "0" * 16}
 SMALL = Problem(
@@ -43,6 +44,7 @@ class Pretended:
 
     fails: frozenset[str] = frozenset()  # problem keys whose variants all fail
     interrupts: frozenset[str] = frozenset()
+    many: int = 1  # problems at once
     rivals: tuple[Rival, ...] = ()
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
     asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
@@ -52,6 +54,8 @@ class Pretended:
         self.measured = measured
         self.outcomes: dict[Outcome, int] = {}
         self.kernels = self.begun = 0
+        self.busy_seconds, self.finals_seconds = (0.0, 0.0), 0.0
+        self.idle = True
 
     def __enter__(self) -> Pretended:
         return self
@@ -59,9 +63,21 @@ class Pretended:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def at_once(self, problem: Problem) -> int:
+        return self.many
+
+    def wait(self) -> None:
+        pass
+
     def search(
-        self, study: Study, *, more: Callable[[int], bool], late: Callable[[], bool], heard: Callable[[Trial], None]
-    ) -> None:
+        self,
+        study: Study,
+        *,
+        budget: int,
+        more: Callable[[int], bool],
+        late: Callable[[], bool],
+        heard: Callable[[Trial], None],
+    ) -> Steps[None]:
         if study.problem.key in self.interrupts:
             raise KeyboardInterrupt
         begun = 0
@@ -81,11 +97,16 @@ class Pretended:
                 trial = Trial(variant=variant, outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
             study.record(trial)
             heard(trial)
+            yield
 
     def rehearse(self, problem: Problem, variant: Any) -> Verdict | Failure:
         return GOOD
 
-    def final(self, problem: Problem, variants: list[Any], **budgets: Any) -> Finished | Failure:
+    def final(self, problem: Problem, variants: list[Any], **budgets: Any) -> Steps[Finished | Failure]:
+        yield
+        return self.finished(problem, variants, **budgets)
+
+    def finished(self, problem: Problem, variants: list[Any], **budgets: Any) -> Finished | Failure:
         self.finals.append(variants)
         self.asked.append(budgets)
         times = [samples.measurement(problem, self.time_us(one)) for one in variants]
@@ -99,7 +120,11 @@ class Pretended:
             energies=tuple(Energy(joules=self.joules(one), watts=500.0) for one in variants),
         )
 
-    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[WorstCase | Failure]:
+        yield
+        return self.computed_twice(problem, variant, seed=seed)
+
+    def computed_twice(self, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
         self.outgrown.append((variant, seed))
         return WorstCase(
             median_us=2.5 * self.time_us(variant), slowdown=2.5, rounds=7, max_error=2e-3, tiles=64, redone=63
@@ -493,6 +518,53 @@ def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
     assert [one.phase for one in heard] == ["kept"]
 
 
+LADDER = tuple(replace(SMALL, batch=batch) for batch in (1, 2, 3, 4))  # sister problems
+
+
+def test_several_problems_are_searched_at_once_and_none_is_lost(pretended: type[Pretended], tmp_path: Path) -> None:
+    heard: list[plan.Progress] = []
+    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=tmp_path)
+    pretended.many = 2
+    summary = tune.tune(LADDER, samples.H200, measured=True, options=options, listen=heard.append)
+    assert list(summary.entries) == [one.key for one in LADDER]
+    searched = [one.index for one in heard if one.phase == "search"]
+    assert searched[:4] == [0, 1, 0, 1], "two take turns"
+    begun = {index: place for place, index in reversed(list(enumerate(one.index for one in heard)))}
+    ended = {one.index: place for place, one in enumerate(heard) if one.phase == "done"}
+    assert all(begun[index] > ended[index - 2] for index in (2, 3)), "never three"
+    assert cache.read(summary.path).entries.keys() == summary.entries.keys()
+
+
+def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once: the third learns from the first whether or not the second has ended."""
+    asked: list[list[str]] = []
+    entry = tune._Run.entry
+    monkeypatch.setattr(
+        tune._Run,
+        "entry",
+        lambda self, siblings, old: asked.append([one.problem.key for one in siblings]) or entry(self, siblings, old),
+    )
+    pretended.many = 2
+    run(tmp_path, *LADDER, measured=True)
+    keys = [one.key for one in LADDER]
+    assert asked == [[], [], keys[:1], keys[:2]]
+
+
+def test_ctrl_c_among_several_searches_gives_up_what_all_of_them_claimed(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    pretended.many = 2
+    pretended.interrupts = frozenset({LADDER[1].key})
+    summary = run(tmp_path, *LADDER, measured=True)
+    assert summary.interrupted
+    pretended.interrupts = frozenset()
+    again = run(tmp_path, *LADDER, measured=True)
+    assert not again.interrupted
+    assert len(again.entries) == 4
+
+
 def test_without_trials_it_says_so(pretended: type[Pretended], tmp_path: Path) -> None:
     summary = run(tmp_path, trials=0)
     assert summary.failed == {
@@ -537,13 +609,13 @@ def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
 def test_a_finalist_that_is_wrong_at_full_size_does_not_win(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
         verdicts = (replace(GOOD, ok=False, reason="error 1"), *(GOOD,) * (len(variants) - 1))
         times = [samples.measurement(problem, 10.0 + place) for place in range(len(variants))]
         self.finals.append(variants)
         return Finished(verdicts=verdicts, measurements=tuple(times), rivals=())
 
-    monkeypatch.setattr(pretended, "final", final)
+    monkeypatch.setattr(pretended, "finished", finished)
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
     (finalists,) = pretended.finals
     assert entry.variant == finalists[1]
@@ -555,10 +627,10 @@ def test_finals_without_a_right_finalist_leave_no_entry(
 ) -> None:
     bad = replace(GOOD, ok=False, reason="error 1 where 0.1 is allowed")
 
-    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
         return Finished(verdicts=(bad,) * len(variants), measurements=(None,) * len(variants), rivals=())
 
-    monkeypatch.setattr(pretended, "final", final)
+    monkeypatch.setattr(pretended, "finished", finished)
     summary = run(tmp_path, measured=True)
     assert summary.failed == {SMALL.key: "no finalist was right at full size: error 1 where 0.1 is allowed"}
     assert not summary.path.exists()
@@ -567,14 +639,14 @@ def test_finals_without_a_right_finalist_leave_no_entry(
 def test_finals_that_are_lost_leave_no_entry_and_the_next_problem_goes_on(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, other = pretended.final, replace(SMALL, batch=2)
+    right, other = pretended.finished, replace(SMALL, batch=2)
 
-    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished | Failure:
+    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished | Failure:
         if problem == SMALL:
             return Failure(outcome=Outcome.CRASH, detail="the process died (SIGSEGV)")
         return right(self, problem, variants, **facts)
 
-    monkeypatch.setattr(pretended, "final", final)
+    monkeypatch.setattr(pretended, "finished", finished)
     summary = run(tmp_path, SMALL, other, measured=True)
     assert summary.failed == {SMALL.key: "the finals ended with a crash: the process died (SIGSEGV)"}
     assert list(summary.entries) == [other.key]
@@ -617,7 +689,7 @@ def test_a_winner_that_is_wrong_in_its_worst_case_leaves_no_entry(
 ) -> None:
     wrong = Failure(outcome=Outcome.WRONG_RESULT, detail="two runs on the same inputs differ")
     only("first_max", monkeypatch, pretended)
-    monkeypatch.setattr(pretended, "outgrow", lambda self, problem, variant, seed: wrong)
+    monkeypatch.setattr(pretended, "computed_twice", lambda self, problem, variant, seed: wrong)
     summary = run(tmp_path, FIRST_MAX, measured=True, trials=30)
     assert summary.failed == {
         FIRST_MAX.key: "the winner's worst case ended with a wrong result: two runs on the same inputs differ"
@@ -630,11 +702,11 @@ def test_the_verdict_of_an_entry_covers_the_gate_and_the_full_size(
 ) -> None:
     closer = Verdict(ok=True, checks=1, max_error=3e-3, rms_error=5e-5, allowed=4e-3)
 
-    def final(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
         times = tuple(samples.measurement(problem, 10.0 + place) for place in range(len(variants)))
         return Finished(verdicts=(closer,) * len(variants), measurements=times, rivals=())
 
-    monkeypatch.setattr(pretended, "final", final)
+    monkeypatch.setattr(pretended, "finished", finished)
     verdict = run(tmp_path, measured=True).entries[SMALL.key].verdict
     assert verdict == Verdict(ok=True, checks=11, max_error=3e-3, rms_error=1e-4, allowed=4e-3)
 

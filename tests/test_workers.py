@@ -24,6 +24,7 @@ from planted_jobs import (
     Hang,
     HangUp,
     Large,
+    Niceness,
     Nothing,
     Parent,
     Raise,
@@ -167,6 +168,16 @@ def test_an_idle_pool_has_no_results_and_starts_no_worker(pool: Pool) -> None:
 def test_a_worker_is_replaced_after_so_many_jobs(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "RECYCLE_AFTER", 2)
     assert [pool.result(Count(), LONG) for _ in range(4)] == [1, 2, 1, 2]
+
+
+def test_workers_stand_behind_others_as_far_as_they_are_told_to() -> None:
+    here = os.nice(0)
+    with Pool(size=1, environment={"PYTHONPATH": PATHS}, preload="planted_jobs", niceness=5) as pool:
+        assert pool.result(Niceness(), LONG) == here + 5
+        busy = pool.busy_seconds
+        assert 0.0 < busy < LONG
+        pool.result(Niceness(), LONG)
+        assert pool.busy_seconds > busy
 
 
 def test_the_workers_of_the_search_know_its_jobs() -> None:

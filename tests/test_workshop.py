@@ -12,7 +12,8 @@ import pytest
 import samples
 
 from autoattn import render, space, storage, workshop
-from autoattn.jobs import Final, Inspect, Rehearse, Screen, Screened, kind_of
+from autoattn.inspecting import Inspect
+from autoattn.jobs import Final, Finished, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.ledger import Ledger
 from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 from autoattn.study import Study
@@ -23,6 +24,7 @@ from autoattn.workshop import Workshop
 
 LARGE = kernels.problem(batch=8, heads_q=16, heads_kv=4, seq_q=2048, seq_kv=4096, head_dim=64, mask="causal")
 GOOD = Verdict(ok=True, checks=11, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
+FINISHED = Finished(verdicts=(GOOD,), measurements=(None,), rivals=())
 BROKEN = Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
 
 
@@ -45,11 +47,13 @@ class PretendedPool:
     apart: Sequence[Any] = ()
     waiting: list[tuple[int, Any]] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
+    places: list[int | None] = field(default_factory=list)  # of the workers that had to do it
     closed: bool = False
 
-    def submit(self, job: Any, seconds: float) -> int:
+    def submit(self, job: Any, seconds: float, *, place: int | None = None) -> int:
         assert seconds > 0
         self.asked.append(job)
+        self.places.append(place)
         self.waiting.append((len(self.asked), job))
         return len(self.asked)
 
@@ -77,10 +81,14 @@ class Bench:
     inspect: Callable[[Inspect], Any] = report_of
     screen: Callable[[Screen], Any] = lambda job: Screened(verdict=GOOD, median_us=100.0, samples=9)
     rehearse: Callable[[Rehearse], Any] = lambda job: GOOD
+    code: Callable[[Inspect], str] = lambda job: job.source.digest
 
     def __call__(self, job: Any) -> Any:
         if isinstance(job, Inspect):
-            return self.inspect(job)
+            found = self.inspect(job)
+            return found if isinstance(found, Failure) else replace(found, code=self.code(job))
+        if isinstance(job, Prepare | Final):
+            return None if isinstance(job, Prepare) else FINISHED
         return self.screen(job) if isinstance(job, Screen) else self.rehearse(job)
 
 
@@ -88,7 +96,9 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     answers = Bench()
     monkeypatch.setattr(
-        workshop, "Pool", lambda size, environment, apart=(): PretendedPool(size, environment, answers, apart)
+        workshop,
+        "Pool",
+        lambda size, environment, apart=(), **_: PretendedPool(size, environment, answers, apart),
     )
     monkeypatch.setattr(workshop, "next_results", PretendedPool.next_results)
     return answers
@@ -100,6 +110,7 @@ class Studied:
 
     proposals: list[Variant]
     problem: Problem = LARGE
+    waiting: bool = False
     trials: dict[Variant, Trial] = field(default_factory=dict)
 
     def propose(self) -> Variant | None:
@@ -116,7 +127,7 @@ def variants(count: int) -> list[Variant]:
 
 def searched(shop: Workshop, study: Any, count: int = 100, late: Callable[[], bool] = lambda: False) -> list[Trial]:
     heard: list[Trial] = []
-    shop.search(study, more=lambda begun: begun < count, late=late, heard=heard.append)
+    shop.alone(shop.search(study, more=lambda begun: begun < count, late=late, heard=heard.append))
     return heard
 
 
@@ -125,7 +136,8 @@ def asked(shop: Workshop) -> list[Any]:
 
 
 def benched(shop: Workshop) -> list[Any]:
-    return shop._bench.asked  # type: ignore[attr-defined, no-any-return]
+    """What the GPU's workers were asked, but for what they make ready."""
+    return [job for job in shop._bench.asked if not isinstance(job, Prepare)]  # type: ignore[attr-defined]
 
 
 # --- search -----------------------------------------------------------------------------------------------------------
@@ -356,7 +368,7 @@ def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) 
 def test_finals_render_each_finalist_for_the_problem(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=2)
     finalists = variants(3)
-    shop.final(LARGE, finalists, seconds=0.5, seed=7, energy_seconds=0.25)
+    assert shop.alone(shop.final(LARGE, finalists, seconds=0.5, seed=7, energy_seconds=0.25)) == FINISHED
     (job,) = benched(shop)
     assert isinstance(job, Final)
     assert [source.variant for source in job.finalists] == finalists
@@ -424,13 +436,90 @@ def test_what_is_on_a_card_when_time_is_up_is_waited_for_and_no_more_is_begun(be
     assert looks(shop) == 0
 
 
-def test_finals_run_on_one_card(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finals_run_on_one_card(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=2, cards=["4", "5"])
-    places: list[int | None] = []
-    monkeypatch.setattr(shop._bench, "result", lambda job, seconds, place=None: places.append(place))
     for _ in range(3):
-        shop.final(LARGE, variants(2), seconds=0.5, seed=7)
-    assert places == [0, 0, 0]
+        shop.alone(shop.final(LARGE, variants(2), seconds=0.5, seed=7))
+    assert shop._bench.places == [0, 0, 0]  # type: ignore[attr-defined]
+
+
+# --- several searches, and what is not done twice ---------------------------------------------------------------------
+
+
+def test_two_texts_with_one_machine_code_are_measured_once(bench: Bench) -> None:
+    """In the same problem; another one asks for its time anew, and not for the gate."""
+    bench.code = lambda job: "same" if job.source.variant["BLOCK_M"] == 64 else job.source.digest
+    times = iter([300.0, 200.0, 100.0])
+    bench.screen = lambda job: Screened(verdict=GOOD, median_us=next(times), samples=3)
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    heard = searched(shop, Studied(variants(3)))
+    assert [trial.variant["BLOCK_M"] for trial in heard] == [64, 64, 128]
+    assert [trial.time_us for trial in heard] == [300.0, 300.0, 200.0]
+    assert len({trial.digest for trial in heard}) == 3
+    assert len(benched(shop)) == 2
+    searched(shop, Studied(variants(1), replace(LARGE, batch=2)))
+    assert [job.verdict for job in benched(shop)] == [None, None, GOOD]
+
+
+def test_two_searches_go_on_together_and_each_hears_its_own_in_order(bench: Bench) -> None:
+    proposals = variants(8)
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    studies = [Studied(list(proposals)), Studied(list(reversed(proposals)), replace(LARGE, seq_kv=8192))]
+    heard: list[tuple[int, Trial]] = []
+    works = [
+        shop.search(
+            study, more=lambda _: True, late=lambda: False, heard=lambda trial, one=one: heard.append((one, trial))
+        )
+        for one, study in enumerate(studies)
+    ]
+    while works:
+        works = [work for work in works if next(work, "ended") != "ended"]
+        if works:
+            shop.wait()
+    assert [trial.variant for one, trial in heard if one == 0] == proposals
+    assert [trial.variant for one, trial in heard if one == 1] == list(reversed(proposals))
+    assert len({one for one, _ in heard[:8]}) == 2, "neither waits for the other"
+    assert len(asked(shop)) == 8, "both have the same kernels"
+    assert shop.idle
+
+
+@pytest.mark.parametrize(("jobs", "measured", "many"), [(2, True, 1), (8, True, 2), (16, True, 4), (16, False, 1)])
+def test_as_many_problems_are_searched_at_once_as_the_compilers_need(
+    bench: Bench, jobs: int, measured: bool, many: int
+) -> None:
+    shop = Workshop(samples.H200, measured=measured, jobs=jobs)
+    assert shop.at_once(LARGE) == many
+    assert shop.at_once(replace(LARGE, batch=4096)) == 1, "the card holds no other beside it"
+
+
+def most_in_flight(shop: Workshop, study: Any, budget: int) -> int:
+    """Variants that were begun before the first result."""
+    counts: list[int] = []
+    steps = shop.search(
+        study,
+        budget=budget,
+        more=lambda _: True,
+        late=lambda: False,
+        heard=lambda _: counts.append(len(asked(shop))),
+    )
+    shop.alone(steps)
+    return counts[0]
+
+
+@pytest.mark.parametrize(("budget", "waiting", "many"), [(24, False, 8), (24, True, 10), (72, False, 9)])
+def test_more_is_in_flight_where_no_result_would_help(bench: Bench, budget: int, waiting: bool, many: int) -> None:
+    """Variants that are tried in any case, and a small share of a long search."""
+    shop = Workshop(samples.H200, measured=True, jobs=16)
+    assert most_in_flight(shop, Studied(variants(10), waiting=waiting), budget) == many
+
+
+def test_each_card_is_made_ready_for_a_problem_before_its_first_look(bench: Bench) -> None:
+    shop = Workshop(samples.H200, measured=True, jobs=2, cards=["4", "5"])
+    searched(shop, Studied(variants(3)))
+    jobs, places = shop._bench.asked, shop._bench.places  # type: ignore[attr-defined]
+    assert [job.problem for job in jobs[:2]] == [LARGE, LARGE]
+    assert all(isinstance(job, Prepare) for job in jobs[:2])
+    assert places[:2] == [0, 1]
 
 
 def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: Path) -> None:
@@ -441,3 +530,17 @@ def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: P
     heard = searched(Workshop(samples.A30, measured=False, jobs=2), study, count=20)
     assert len(heard) == len(study.trials) == 20
     assert all(points.why_infeasible(trial.variant, LARGE, samples.A30) is None for trial in heard)
+
+
+def test_finals_take_no_time_of_other_searches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while they run nor when they have ended."""
+    now = [100.0]
+    monkeypatch.setattr(workshop.time, "monotonic", lambda: now[0])
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    steps = shop.final(LARGE, variants(2), seconds=0.5, seed=7)
+    next(steps)
+    now[0] = 103.0
+    assert shop.finals_seconds == 3.0
+    shop.wait()
+    now[0] = 200.0
+    assert shop.finals_seconds == 3.0

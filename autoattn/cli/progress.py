@@ -56,7 +56,7 @@ class Display:
         if report.phase in FINISHED:
             self.console.print(Text(self._line(report)), soft_wrap=True)
         if self.bars is not None and self.all is not None and self.one is not None:
-            done = report.index + (report.phase in FINISHED)
+            done = self.clock.searched + self.clock.kept
             left = self.clock.left()
             note = f"about {duration(left)} left" if left is not None else ""
             self.bars.update(self.all, total=report.total, completed=done, note=note)
@@ -96,18 +96,21 @@ class Remaining:
         self.searched = 0
         self.kept = 0
         self.total = 0
-        self.part = 0.0  # of the problem at hand, 0..1
+        self.parts: dict[int, float] = {}  # of the problems at hand, 0..1
 
     def hear(self, report: Report) -> None:
         """Takes note of how far the search is."""
         self.total = report.total
-        self.part = min(1.0, report.tried / report.planned) if report.planned and report.phase == "search" else 0.0
+        if report.phase in FINISHED:
+            self.parts.pop(report.index, None)
+        elif report.phase == "search" and report.planned:
+            self.parts[report.index] = min(1.0, report.tried / report.planned)
         self.searched += report.phase == "done"
         self.kept += report.phase == "kept"
 
     def left(self) -> float | None:
         """Seconds, or None while there is nothing to go by."""
-        done = self.searched + self.part
+        done = self.searched + sum(self.parts.values())
         if done <= 0:
             return None
         return (time.monotonic() - self.start) * max(0.0, self.total - self.kept - done) / done

@@ -1,0 +1,231 @@
+"""How near quick effort comes to the best there is: `python benchmarks/exhaustive.py measure|table ...`.
+
+measure: tunes the problems of benchmarks/shapes/speed.yaml at quick effort from empty caches, in one run; then measures
+many more variants of each: the seeds of both families, so many random feasible ones of each, the same for all problems
+of a kind, so many that differ from the winner in one parameter, and what the tune itself tried. The fastest of them by
+their screenings and the winner then meet in one contest in one process, in interleaved rounds. Writes one line of JSON
+a problem, as soon as it is there, into FILE, and goes on after the problems that are in it. With `--shard 0/2` and
+`--shard 1/2` two processes share the problems, each with a card of its own (CUDA_VISIBLE_DEVICES).
+
+table: the tables of such files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from kept import tell
+from speed import SHAPES, Write, card, empty_caches, machine, sampled, table
+
+from autoattn import contest, finals, ledger, rounds, shapes, storage
+from autoattn import tune as tuning
+from autoattn.contest import Contest
+from autoattn.jobs import Finished, finalist_name
+from autoattn.plan import Effort, Objective, Options, Progress
+from autoattn.problem import Problem
+from autoattn.study import Study
+from autoattn.trial import Outcome, Trial
+from autoattn.variant import Variant
+from autoattn.workshop import Steps, Workshop
+
+MET = 5  # of the other variants that meet the winner, by their screenings
+SECONDS = 4.0  # of that contest, at most
+AT_ONCE = 3  # problems whose variants are measured together, so that compilers and GPU both have work
+NEAR = 0.02
+
+app = typer.Typer(help=__doc__, add_completion=False)
+
+
+def kinds(shard: int, shards: int) -> list[list[Problem]]:
+    """The problems of a shard, those of one kind of kernel together: they share what is compiled."""
+    groups: dict[str, list[Problem]] = {}
+    for one in shapes.load(SHAPES):
+        groups.setdefault(one.groups[0], []).append(one.problem)
+    parts: list[list[list[Problem]]] = [[] for _ in range(shards)]
+    for group in groups.values():
+        min(parts, key=lambda part: sum(map(len, part))).append(group)
+    return parts[shard]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tuned:
+    """What quick effort made of a problem."""
+
+    winner: Variant
+    choice: str
+    trials: int
+    seconds: float  # from its first result to its entry; several problems overlap
+    tried: list[Variant]
+
+
+def tuned(problems: Sequence[Problem], folder: Path) -> tuple[dict[str, Tuned], float]:
+    """Quick effort's entries by problem key, and the seconds of the whole run."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+
+    def listen(progress: Progress) -> None:
+        first.setdefault(progress.problem.key, time.monotonic())
+        last[progress.problem.key] = time.monotonic()
+
+    options = Options(effort=Effort.QUICK, cache=folder)
+    summary = tuning.tune(problems, card(), measured=True, options=options, listen=listen)
+    for key, reason in summary.failed.items():
+        print(f"no winner: {key}: {reason}", flush=True)
+    found = {}
+    for key, entry in summary.entries.items():
+        journal = folder / card().name / "studies" / f"{key}.journal"
+        tried = [trial.variant for trials in ledger.studies(storage.unchanged(journal)).values() for trial in trials]
+        found[key] = Tuned(
+            winner=entry.variant,
+            choice=entry.choice,
+            trials=entry.search.trials,
+            seconds=last[key] - first[key],
+            tried=tried,
+        )
+    return found, summary.seconds
+
+
+def neighbours(problem: Problem, winner: Variant, count: int, chance: random.Random) -> list[Variant]:
+    """Some of the feasible variants that differ from the winner in one parameter."""
+    space = next(one for one in contest.spaces(problem, card(), True) if one.template == winner.template)
+    params = space.params_of(winner)
+    near = [
+        space.variant({**params, name: value})
+        for name, values in space.choices.items()
+        for value in values
+        if value != params[name]
+    ]
+    near = [one for one in near if space.why_infeasible(one, problem, card()) is None]
+    chance.shuffle(near)
+    return near[:count]
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """All variants of one problem."""
+
+    problem: Problem
+    listed: list[Variant]
+    trials: list[Trial] = field(default_factory=list)
+
+    def steps(self, shop: Workshop) -> Steps[None]:
+        """Validates and screens them."""
+        spaces = contest.spaces(self.problem, card(), True)
+        study = Contest([Study(None, one, self.problem, card(), seed=0, budget=0) for one in spaces])
+        study.enqueue(self.listed)
+        yield from shop.search(study, more=lambda _: study.waiting, late=lambda: False, heard=self.trials.append)
+
+    def row(self, shop: Workshop, quick: Tuned) -> dict[str, Any]:
+        """How the winner stands to the best of them, in one contest."""
+        working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
+        best = [one.variant for one in finals.shortlist(working, MET, Objective.TIME)]
+        met = list(dict.fromkeys([quick.winner, *best]))
+        result = shop.alone(shop.final(self.problem, met, seconds=SECONDS, seed=1))
+        assert isinstance(result, Finished), result
+        counted = rounds.good(result.rounds)
+        names = [finalist_name(place) for place, verdict in enumerate(result.verdicts) if verdict.ok]
+        leader = rounds.leader(counted, names)
+        ratios = [one.times_us[names[0]] / one.times_us[leader] for one in counted]
+        lead = rounds.interval(counted, names[0], leader, finalists=len(names)) if leader != names[0] else None
+        return {
+            "problem": str(self.problem), "key": self.problem.key, "variants": len(self.trials), "right": len(working),
+            "trials": quick.trials, "seconds": quick.seconds, "choice": quick.choice, "winner": str(quick.winner),
+            "best": str(met[int(leader.split()[-1])]), "ratio": statistics.median(ratios),
+            "low": lead.low if lead is not None else None, "high": lead.high if lead is not None else None,
+            "best_us": statistics.median(one.times_us[leader] for one in counted), "rounds": len(counted),
+        }  # fmt: skip
+
+
+def measured(group: Sequence[Problem], quick: dict[str, Tuned], count: int) -> Iterator[dict[str, Any]]:
+    """One row a problem of one kind."""
+    chance = random.Random(0)
+    templates = [one.template for one in contest.spaces(group[0], card(), True)]
+    common = [variant for one in templates for variant in sampled(group[0], count, one, seed=0)]
+    waiting = []
+    for problem in group:
+        if problem.key in quick:
+            own = [seed for one in contest.spaces(problem, card(), True) for seed in one.seeds_for(problem, card())]
+            near = neighbours(problem, quick[problem.key].winner, count, chance)
+            listed = list(dict.fromkeys([*quick[problem.key].tried, *own, *near, *common]))
+            waiting.append(Measured(problem=problem, listed=listed))
+    with Workshop(card(), measured=True) as shop:
+        active: list[tuple[Measured, Steps[None]]] = []
+        while waiting or active:
+            while waiting and len(active) < AT_ONCE:
+                one = waiting.pop(0)
+                active.append((one, one.steps(shop)))
+            going = []
+            for one, steps in active:
+                if next(steps, "ended") == "ended":
+                    yield one.row(shop, quick[one.problem.key])
+                else:
+                    going.append((one, steps))
+            if len(going) == len(active):
+                shop.wait()
+            active = going
+
+
+@app.command()
+def measure(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Lines of JSON; what is there is not measured again.")],
+    shard: Annotated[str, typer.Option(help="This process's part of the problems.")] = "0/1",
+    count: Annotated[int, typer.Option(help="Random variants of each family, and neighbours of the winner.")] = 40,
+) -> None:
+    """Tune at quick effort, then measure many variants, and compare."""
+    number, shards = map(int, shard.split("/"))
+    done = {json.loads(line)["key"] for line in path.read_text().splitlines()} if path.exists() else set()
+    groups = [[one for one in group if one.key not in done] for group in kinds(number, shards)]
+    problems = [one for group in groups for one in group]
+    with empty_caches(), tempfile.TemporaryDirectory() as folder:
+        quick, seconds = tuned(problems, Path(folder))
+        print(f"quick: {len(quick)} problems in {seconds:.1f} s", flush=True)
+        for group in groups:
+            for row in measured(group, quick, count):
+                row |= {"run_seconds": seconds / max(1, len(problems)), "machine": machine()}
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{row['problem']}: {row['ratio']:.3f}, {row['right']} of {row['variants']} right", flush=True)
+
+
+HEAD = (
+    "problem", "tried at quick", "s from first result to entry", "variants", "right", "best, us",
+    "winner over best", "interval", "within 2%",
+)  # fmt: skip
+
+
+@app.command(name="table")
+def table_(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], write: Write = False) -> None:
+    """The table of what was measured."""
+    found = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [
+        (
+            one["problem"], one["trials"], f"{one['seconds']:.1f}", one["variants"], one["right"],
+            f"{one['best_us']:.1f}", f"{one['ratio']:.4f}",
+            f"{one['low']:.3f} to {one['high']:.3f}" if one["low"] is not None else "the same kernel",
+            "yes" if one["ratio"] <= 1 + NEAR else "no",
+        )
+        for one in found
+    ]  # fmt: skip
+    ratios = [one["ratio"] for one in found]
+    words = [
+        f"Within {NEAR:.0%} of the best: {sum(ratio <= 1 + NEAR for ratio in ratios)} of {len(found)} problems. Worst "
+        f"{max(ratios):.3f}, mean {statistics.fmean(ratios):.4f}. Quick effort took "
+        f"{max(one['run_seconds'] for one in found):.1f} s a problem over the slower process's run, workers started "
+        f"and caches empty, and at most {max(one['seconds'] for one in found):.1f} s from a problem's first result on."
+    ]
+    lines = [found[0]["machine"], "", *words, "", *table(HEAD, rows)]
+    command = "python benchmarks/exhaustive.py measure FILE --shard 0/2; ... table FILE..."
+    tell("Quick effort beside many more variants", command, "\n".join(lines), "h200_exhaustive" if write else None)
+
+
+if __name__ == "__main__":
+    app()
