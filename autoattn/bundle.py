@@ -54,7 +54,7 @@ def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] 
     for file in files:
         held[f"{file.device}/{file.op.value}.json"] = cache.encode(file)
         for entry in file.entries.values():
-            if (reason := cache.why_stale(entry)) is not None:
+            if (reason := cache.why_held_back(entry)) is not None:
                 raise CacheError(f"an entry of a bundle must hold, but that of {entry.problem} is stale: {reason}")
             held[_kernel_path(file, entry)] = render.render(entry.problem, entry.variant).text.encode()
             taken = known.get((file.device, entry.problem.key))

@@ -22,7 +22,7 @@ import msgspec
 
 from autoattn import render, space
 from autoattn.device import Device
-from autoattn.entry import KERNEL, CacheEntry
+from autoattn.entry import KERNEL, CacheEntry, Mark
 from autoattn.errors import AutoattnError, CacheError
 from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
@@ -32,7 +32,7 @@ SCHEMA = 1
 # What is left out of a file: a fact that joined later, where an entry does not have it.
 _UNTOLD = (
     *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
-    ("objective", "time"),
+    *(("objective", "time"), ("mark", None), ("code", "")),
 )
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
 MAX_BYTES = 64 * 1024 * 1024
@@ -127,7 +127,7 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
 def combine(folder: Path, files: Iterable[CacheFile]) -> list[Merged]:
     """Adds the entries of other cache files to those of a folder, in place of those of the same problem; others stay.
 
-    A predicted entry never replaces a measured one, nor a stale entry one that holds.
+    A predicted entry never replaces a measured one, nor an entry that is held back one that holds.
 
     Raises:
         CacheError: one of the folder's files cannot be read or written, or both are measured, on different cards; what
@@ -163,8 +163,8 @@ def _why_kept(known: CacheEntry, entry: CacheEntry) -> str | None:
     """Why an entry stays where another comes; None where it gives way."""
     if _measured(known) and not _measured(entry):
         return "a prediction never takes a measurement's place"
-    if why_stale(entry) is not None and why_stale(known) is None:
-        return "a stale entry never takes the place of one that holds"
+    if why_held_back(entry) is not None and why_held_back(known) is None:
+        return "an entry that is stale or marked never takes the place of one that holds"
     return None
 
 
@@ -184,6 +184,31 @@ def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
         if old is not None and gone:
             write(path, encode(replace(old, entries=known)))
     return gone
+
+
+def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
+    """Writes what a verification found into a folder's file, each entry's mark or none; returns what it changed.
+
+    An entry that became another one meanwhile stays as it is. One that stands in another folder alone is added, with
+    its mark, and shadows that one.
+
+    Raises:
+        CacheError: the file cannot be read or written, or is of another card. It is left as it is.
+    """
+    path = path_of(folder, device, op)
+    file = CacheFile(schema=SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
+    with _locked(path):
+        old = _now(path)
+        known = old.entries if old is not None else {}
+        changed = []
+        for entry, its in found:
+            here, wanted = known.get(entry.problem.key), replace(entry, mark=its)
+            there = here is not None and replace(here, mark=its) == wanted
+            if (there and here != wanted) or (here is None and its is not None):
+                changed.append(wanted)
+        if changed:
+            write(path, encode(_merged(path, old, file, changed)))
+    return changed
 
 
 @contextmanager
@@ -231,6 +256,13 @@ def why_stale(entry: CacheEntry) -> str | None:
     if digest != entry.source_digest:
         return f"it was tuned for another text of {entry.template}; run autoattn tune again"
     return None
+
+
+def why_held_back(entry: CacheEntry) -> str | None:
+    """Why an entry must not be dispatched, in words: it is stale, or marked as wrong or as one that does not run."""
+    if entry.mark is not None and entry.mark.holds_back:
+        return f"{entry.mark}; run autoattn tune again"
+    return why_stale(entry)
 
 
 @lru_cache(maxsize=4096)

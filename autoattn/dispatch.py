@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+import torch
 import triton
 
 from autoattn import cache, resources, space
@@ -138,7 +139,8 @@ class _Search:
             if entry.evidence is Evidence.MEASURED and not same_card:
                 continue
             # The user's entries come last and shadow the shipped ones, unless they have gone stale.
-            if key not in known or self._why_not(entry) is None:
+            # So do those that a verification marked, where they are of the same kernel.
+            if key not in known or self._why_not(entry) is None or _is_marked(known[key], entry):
                 known[key] = entry
 
     def _exact(self) -> Explanation | None:
@@ -204,7 +206,13 @@ class _Search:
         tuned_with = entry.versions.get("triton")
         if tuned_with != triton.__version__:
             self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
+        if entry.mark is not None:
+            self.steps.append(f"{entry.problem} is marked, {entry.mark}; run autoattn tune again")
+            if entry.mark.choice in ROUTES:
+                return self._overtaken(entry, entry.mark.choice, level, reason)
         if entry.choice != KERNEL:
+            if (other := entry.versions.get("torch")) != str(torch.__version__):
+                self.steps.append(f"{entry.choice} was the fastest with torch {other}, this is {torch.__version__}")
             rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
             gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
             reason += f", and {entry.choice} was the fastest{gain}"
@@ -213,6 +221,18 @@ class _Search:
             route=entry.choice,
             level=level,
             reason=reason,
+            steps=tuple(self.steps),
+            entry=entry,
+            variant=entry.variant,
+        )
+
+    def _overtaken(self, entry: CacheEntry, route: str, level: Level, reason: str) -> Explanation:
+        """The rival that a verification found faster than the entry's own choice."""
+        return Explanation(
+            problem=self.problem,
+            route=route,
+            level=level,
+            reason=f"{reason}, and {route} was the fastest when it was verified",
             steps=tuple(self.steps),
             entry=entry,
             variant=entry.variant,
@@ -246,8 +266,8 @@ class _Search:
 
     def _why_worthless(self, entry: CacheEntry) -> str | None:
         """Why nothing may rest on an entry."""
-        if (stale := cache.why_stale(entry)) is not None:
-            return stale
+        if (reason := cache.why_held_back(entry)) is not None:
+            return reason
         if entry.choice not in (KERNEL, *ROUTES):
             return f"its choice {entry.choice} is none of PyTorch's backends"
         return None
@@ -257,6 +277,12 @@ class _Search:
             return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
         except UsageError as error:
             return str(error)
+
+
+def _is_marked(known: CacheEntry, entry: CacheEntry) -> bool:
+    """Whether `entry` is `known` with a mark."""
+    facts = [(one.source_digest, one.params, one.choice) for one in (known, entry)]
+    return entry.mark is not None and facts[0] == facts[1]
 
 
 def bucket(problem: Problem) -> tuple[int, ...]:

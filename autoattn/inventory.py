@@ -33,7 +33,7 @@ class Holding:
     fingerprint: str
     measured: int
     predicted: int
-    stale: int  # of both
+    stale: int  # of both, those that are marked as wrong among them
     versions: tuple[str, ...]  # of what made the entries, each "autoattn 0.1.0, torch 2.13.0, triton 3.6.0"
     modified: str  # UTC, ISO 8601, to the second
 
@@ -87,7 +87,7 @@ def holding(folder: Path, file: CacheFile) -> Holding:
         fingerprint=file.fingerprint,
         measured=measured,
         predicted=len(entries) - measured,
-        stale=sum(cache.why_stale(entry) is not None for entry in entries),
+        stale=sum(cache.why_held_back(entry) is not None for entry in entries),
         versions=tuple(sorted({_versions(entry) for entry in entries})),
         modified=modified.strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

@@ -16,6 +16,7 @@ from command_line import ONE, Run, autoattn, no_card, set_card, shapes, user_cac
 from autoattn import cache, dispatch, resources, space, verify
 from autoattn.cli.terminal import print_json
 from autoattn.device import Device
+from autoattn.entry import Finding
 from autoattn.problem import Op, Problem
 
 # Show
@@ -171,22 +172,61 @@ def test_render_adds_the_log_sum_exp(autoattn: Run) -> None:
 # Verify, report, devices
 
 
-def test_verify_lists_kernels_and_exits_with_1_when_one_fails(
-    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def checked(ok: bool) -> Callable[..., list[verify.Verification]]:
-        return lambda entries, device: [
-            verify.Verification(problem=entry.problem, ok=ok, detail="the digests") for entry in entries
-        ]
+NOW = {"torch": "2.14.0", "driver": "600.1"}
 
-    monkeypatch.setattr(verify, "verify", checked(True))
-    code, out, _ = autoattn("verify", "--device", "h200")
+
+def checked(finding: Finding) -> Callable[..., list[verify.Verification]]:
+    return lambda entries, device: [
+        verify.Verification(entry=entry, finding=finding, detail="the digests", versions=NOW) for entry in entries
+    ]
+
+
+@pytest.mark.parametrize("words", [("verify",), ("cache", "verify")])
+def test_verify_lists_kernels_and_exits_with_1_when_one_fails(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    before = {path: path.read_bytes() for path in user_cache.rglob("*.json")}
+    monkeypatch.setattr(verify, "verify", checked(Finding.SAME))
+    code, out, _ = autoattn(*words, "--device", "h200")
     assert code == 0
     assert out.count("the digests") == 2
-    monkeypatch.setattr(verify, "verify", checked(False))
-    code, out, _ = autoattn("verify", "--device", "h200")
+    monkeypatch.setattr(verify, "verify", checked(Finding.WRONG))
+    code, out, _ = autoattn(*words, "--device", "h200")
     assert code == 1
-    assert out.count("FAILED") == 2
+    assert out.count("wrong") == 2
+    assert {path: path.read_bytes() for path in user_cache.rglob("*.json")} == before, "nothing is written unasked"
+
+
+def test_verify_marks_what_failed_and_unmarks_what_holds_again(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cache.path_of(user_cache, samples.H200, Op.FORWARD)
+    monkeypatch.setattr(verify, "verify", checked(Finding.SLOWER))
+    code, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
+    assert code == 1
+    assert "2 marked, 0 unmarked" in out
+    marks = [entry.mark for entry in cache.read(path).entries.values()]
+    assert [(one.finding, one.versions) for one in marks if one is not None] == [(Finding.SLOWER, NOW)] * 2
+    assert "marked: slower" in autoattn("show", "--device", "h200")[1]
+    monkeypatch.setattr(verify, "verify", checked(Finding.SAME))
+    code, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
+    assert code == 0
+    assert "0 marked, 2 unmarked" in out
+    assert all(entry.mark is None for entry in cache.read(path).entries.values())
+
+
+def test_a_shipped_entry_is_marked_in_the_users_own_cache(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = samples.measured(samples.problem(batch=7))
+    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [other])
+    shipped = cache.path_of(resources.shipped_cache(), samples.H200, Op.FORWARD)
+    before = shipped.read_bytes()
+    monkeypatch.setattr(verify, "verify", checked(Finding.BROKEN))
+    autoattn("cache", "verify", "--device", "h200", "--mark")
+    assert shipped.read_bytes() == before
+    found = cache.read(cache.path_of(user_cache, samples.H200, Op.FORWARD)).entries[other.problem.key]
+    assert found.mark is not None
 
 
 def test_verify_takes_the_users_entry_before_the_shipped_one(

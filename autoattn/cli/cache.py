@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import options, verify
 from autoattn.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "diff": (diff, "Example: [bold]autoattn cache diff cache bundle.zip --json[/]"),
     "merge": (merge, "Example: [bold]autoattn cache merge bundle.zip cache[/]"),
     "export": (export, "Example: [bold]autoattn cache export all --device h200 --out bundle.zip[/]"),
+    "verify": (verify.command, "Example: [bold]autoattn cache verify --mark[/]"),
     "prune": (prune, "Example: [bold]autoattn cache prune --cache cache --dry-run[/]"),
 }
 
@@ -188,7 +189,7 @@ def _picked(folder: Path, wanted: list[str], device: str | None) -> list[CacheFi
     files = [file for _, file in show.read(device, folder)]
     if wanted == [ALL]:
         return [
-            bundle.only(file, [entry for entry in file.entries.values() if cache.why_stale(entry) is None])
+            bundle.only(file, [entry for entry in file.entries.values() if cache.why_held_back(entry) is None])
             for file in files
         ]
     entries = [entry for file in files for entry in file.entries.values()]

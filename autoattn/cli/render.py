@@ -115,7 +115,7 @@ def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry |
 
     for place in [folder] if folder is not None else [resources.user_cache(), resources.shipped_cache()]:
         entry = cache.lookup(place, card, problem.op).get(problem.key)
-        if entry is not None and cache.why_stale(entry) is None:
+        if entry is not None and cache.why_held_back(entry) is None:
             return entry
     return None
 

@@ -97,9 +97,11 @@ def row(entry: CacheEntry) -> tuple[object, ...]:
 
 
 def comparison(entry: CacheEntry) -> str:
-    """The best rival of a measured entry, the bound of a predicted one."""
+    """The best rival of a measured entry, the bound of a predicted one; of a marked one, what was found."""
     from autoattn.report import figures
 
+    if entry.mark is not None:
+        return f"marked: {entry.mark.finding.value}"
     best = figures.best_rival(entry)
     if best is not None:
         return "; ".join(filter(None, (f"{best[2]} {best[0]}", figures.ties(entry))))

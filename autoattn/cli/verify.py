@@ -9,7 +9,7 @@ import typer
 
 from autoattn.cli import options
 
-EXAMPLES = "Example: [bold]autoattn verify --device a30 --cache cache[/]"
+EXAMPLES = "Examples:\n\n[bold]autoattn verify --device a30 --cache cache[/]\n\n[bold]autoattn cache verify --mark[/]"
 
 
 def command(
@@ -17,14 +17,25 @@ def command(
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
     ] = None,
+    mark: Annotated[
+        bool, typer.Option("--mark", help="Mark what failed in --cache, or in your own, and unmark what holds again.")
+    ] = False,
 ) -> None:
-    """Check cached kernels again: on the GPU when it is in this machine, else by digests and Triton's interpreter.
+    """Check cached entries again, as after an upgrade of torch, triton or the driver.
 
-    Exits with 1 when a kernel fails.
+    On the GPU when it is in this machine: the numbers once more, and the time in rounds with the runners-up and
+    PyTorch's backends. Else by digests and Triton's interpreter. Each entry is the same, faster or slower by a share
+    with its interval, no longer the fastest, stale, wrong, or does not run. Exits with 1 unless all are the same or
+    faster.
+
+    A call never runs on an entry that is marked as wrong or as one that does not run; of other marks autoattn explain
+    tells, and autoattn tune searches marked problems again.
     """
-    from autoattn import gpu
+    from autoattn import cache as caching
+    from autoattn import gpu, resources
     from autoattn.cli import show, terminal
     from autoattn.errors import StateError
+    from autoattn.problem import Op
     from autoattn.verify import verify
 
     card, _ = gpu.resolve(device)
@@ -37,7 +48,16 @@ def command(
             f"there must be cached kernels to verify, found none for {card.name}; run autoattn tune, or name a --cache"
         )
     checked = verify([entry for _, entry in sorted(entries.items())], card)
-    rows = [(check.problem, "ok" if check.ok else "FAILED", check.detail) for check in checked]
-    terminal.print_table(terminal.console(), f"{card.name}, {len(rows)} kernels", ("=Problem", "", "Detail"), rows)
+    rows = [(check.problem, check.finding.value, check.detail) for check in checked]
+    console = terminal.console()
+    failed = sum(not check.ok for check in checked)
+    title = f"{card.name}, {len(rows)} kernels, {failed} failed"
+    terminal.print_table(console, title, ("=Problem", "", "Detail"), rows)
+    if mark:
+        folder = cache if cache is not None else resources.user_cache()
+        changed = caching.mark(folder, card, Op.FORWARD, [(check.entry, check.mark) for check in checked])
+        marked = sum(entry.mark is not None for entry in changed)
+        words = f"{marked} marked, {len(changed) - marked} unmarked in {caching.path_of(folder, card, Op.FORWARD)}"
+        console.print(terminal.printable(words), soft_wrap=True)
     if not all(check.ok for check in checked):
         raise typer.Exit(1)

@@ -1,0 +1,350 @@
+"""What a verification finds of an entry, what it writes, and what calls and the tuner make of that."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+
+from autoattn import cache, dispatch, plan, tune, verify
+from autoattn.entry import KERNEL, CacheEntry, Finding, Mark, Rival
+from autoattn.errors import CacheError
+from autoattn.jobs import Finished, Screened, finalist_name
+from autoattn.problem import Op, Problem
+from autoattn.rounds import Round
+from autoattn.trial import Outcome, Verdict
+from autoattn.variant import Variant
+from autoattn.verify import Verification, met
+from autoattn.workers import Failure
+from autoattn.workshop import Steps
+
+GOOD = Verdict(ok=True, checks=13, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
+BAD = replace(GOOD, ok=False, reason="error 1 where 0.004 is allowed")
+NOW = {"autoattn": "0.1.0", "torch": "2.14.0", "triton": "3.6.0", "driver": "600.1"}
+ENTRY = samples.current(samples.measured(choice=KERNEL))
+WRONG = Mark(finding=Finding.WRONG, detail="error 1", versions=NOW)
+
+
+def contest(
+    ours: Sequence[float],
+    rivals: Mapping[str, float] | None = None,
+    *,
+    verdicts: Sequence[Verdict] = (),
+    count: int = 64,
+    spread: float = 0.004,
+) -> Finished:
+    """Rounds around such times in microseconds; the first is the entry's kernel."""
+    rng = random.Random(0)
+    rivals = rivals if rivals is not None else {"sdpa-cudnn": 600.0}
+    times = {finalist_name(place): time_us for place, time_us in enumerate(ours)} | dict(rivals)
+    taken = [Round(times_us={name: one * rng.gauss(1.0, spread) for name, one in times.items()}) for _ in range(count)]
+    one = samples.problem()
+    return Finished(
+        verdicts=tuple(verdicts) or (GOOD,) * len(ours),
+        measurements=tuple(samples.measurement(one, time_us) for time_us in ours),
+        rivals=tuple(
+            Rival(name=name, measurement=samples.measurement(one, time_us), max_error=1e-3)
+            for name, time_us in rivals.items()
+        ),
+        rounds=tuple(taken),
+    )
+
+
+OTHERS = [candidate.variant for candidate in ENTRY.candidates]  # at 400 us before, as the rounds below have it
+
+
+# --- what the rounds say ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("time_us", "finding", "words"),
+    [
+        (400.0, Finding.SAME, "right and the fastest"),
+        (410.0, Finding.SAME, "right and the fastest"),
+        (424.0, Finding.SLOWER, "by 6."),
+        (376.0, Finding.FASTER, "by 5."),
+    ],
+)
+def test_the_time_of_old_is_compared_with_room_for_another_day(time_us: float, finding: Finding, words: str) -> None:
+    found = met(ENTRY, contest([time_us]), [])
+    assert (found.finding, words in found.detail) == (finding, True), found
+    assert "400.0 us before" in found.detail
+
+
+def test_a_share_comes_with_its_interval() -> None:
+    found = met(ENTRY, contest([424.0]), [])
+    share, low, high = map(float, re.findall(r"[\d.]+", found.detail.partition(":")[0]))
+    assert low < share < high
+    assert high - low < 1.0
+
+
+def test_a_faster_rival_is_named_and_taken() -> None:
+    found = met(ENTRY, contest([400.0], {"sdpa-flash": 390.0, "sdpa-cudnn": 380.0}), [])
+    assert found.finding is Finding.OVERTAKEN
+    assert found.detail.startswith("sdpa-cudnn is faster by 5.")
+    assert found.choice == "sdpa-cudnn"
+
+
+def test_a_faster_runner_up_is_named_and_no_rival_is_taken() -> None:
+    found = met(ENTRY, contest([400.0, 380.0, 420.0]), OTHERS)
+    assert found.finding is Finding.OVERTAKEN
+    assert found.detail.startswith(f"the runner-up {OTHERS[0]} is faster by 5.")
+    assert found.choice == ""
+
+
+@pytest.mark.parametrize(
+    ("ours", "rivals", "verdicts", "why"),
+    [
+        ([400.0, 397.5], {}, (), "by less than two tunes differ"),
+        ([400.0, 200.0], {}, (GOOD, BAD), "it is wrong by now"),
+        ([400.0], {"template default": 300.0}, (), "no call can take it"),
+    ],
+)
+def test_what_is_no_better_choice_overtakes_nobody(
+    ours: list[float], rivals: dict[str, float], verdicts: tuple[Verdict, ...], why: str
+) -> None:
+    assert met(ENTRY, contest(ours, rivals, verdicts=verdicts), OTHERS[: len(ours) - 1]).finding is Finding.SAME, why
+
+
+def test_an_inaccurate_rival_overtakes_nobody() -> None:
+    result = contest([400.0], {"sdpa-cudnn": 300.0})
+    rough = replace(result, rivals=tuple(replace(one, max_error=1.0) for one in result.rivals))
+    assert met(ENTRY, rough, []).finding is Finding.SAME
+
+
+def test_an_entry_that_runs_on_a_rival_is_judged_by_that_rival() -> None:
+    entry = samples.current(samples.measured())  # sdpa-cudnn, 0.91 of the kernel's 400 us
+    before = next(one for one in entry.rivals if one.name == entry.choice).measurement.median_us
+    assert met(entry, contest([400.0], {"sdpa-cudnn": before}), []).finding is Finding.SAME
+    overtaken = met(entry, contest([340.0], {"sdpa-cudnn": before}), [])
+    assert (overtaken.finding, overtaken.choice) == (Finding.OVERTAKEN, "")
+    assert overtaken.detail.startswith("the kernel is faster by")
+    gone = met(entry, contest([400.0], {"sdpa-flash": 500.0}), [])
+    assert gone.finding is Finding.BROKEN
+    assert "sdpa-cudnn" in gone.detail
+
+
+def test_too_few_rounds_claim_nothing_of_the_time() -> None:
+    found = met(ENTRY, contest([800.0], {}, count=3), [])
+    assert found.finding is Finding.SAME
+    assert "too few rounds" in found.detail
+
+
+# --- an entry's way ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shop:
+    """A workshop that answers as it is told."""
+
+    checked: Any = field(default_factory=lambda: Screened(verdict=GOOD, median_us=400.0, samples=9))
+    finished: Any = field(default_factory=lambda: contest([400.0, 404.0, 420.0]))
+    met: list[list[Variant]] = field(default_factory=list)
+    refused: Sequence[Variant] = ()  # by the compiler
+
+    def check(self, problem: Problem, variant: Variant) -> Any:
+        return self.checked
+
+    def compiled(self, problem: Problem, variants: Sequence[Variant]) -> Steps[list[Variant]]:
+        yield
+        return [one for one in variants if one not in self.refused]
+
+    def final(self, problem: Problem, variants: list[Variant], **_: Any) -> Steps[Any]:
+        self.met.append(variants)
+        yield
+        return self.finished
+
+    @staticmethod
+    def alone(steps: Any) -> Any:
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+
+def entry_with_runners_up() -> CacheEntry:
+    """Whose candidates are kernels of today."""
+    params = [{**ENTRY.params, "BLOCK_N": 32}, {**ENTRY.params, "num_stages": 2}]
+    digests = [samples.current(replace(ENTRY, params=one)).source_digest for one in params]
+    pairs = zip(ENTRY.candidates, params, digests, strict=True)
+    found = (replace(one, params=its, source_digest=digest) for one, its, digest in pairs)
+    return replace(ENTRY, candidates=tuple(found))
+
+
+def verified(entry: CacheEntry, shop: Shop, versions: dict[str, str] = NOW) -> Verification:
+    one: Any = verify._Verifier(samples.H200, shop, versions)  # type: ignore[arg-type]
+    return one.verified(entry)  # type: ignore[no-any-return]
+
+
+def test_the_runners_up_that_there_still_are_meet_the_winner() -> None:
+    entry, shop = entry_with_runners_up(), Shop()
+    found = verified(entry, shop)
+    assert found.ok
+    assert shop.met == [[entry.variant, *(one.variant for one in entry.candidates)]]
+    gone = replace(entry, candidates=(replace(entry.candidates[0], source_digest="0" * 16), entry.candidates[1]))
+    shop = Shop(finished=contest([400.0, 420.0]), refused=[])
+    verified(gone, shop)
+    assert shop.met == [[entry.variant, entry.candidates[1].variant]]
+    shop = Shop(finished=contest([400.0, 420.0]), refused=[entry.candidates[0].variant])
+    verified(entry, shop)
+    assert shop.met == [[entry.variant, entry.candidates[1].variant]]
+
+
+@pytest.mark.parametrize(
+    ("shop", "finding", "words"),
+    [
+        (Shop(checked=Failure(outcome=Outcome.WRONG_RESULT, detail="error 1")), Finding.WRONG, "error 1"),
+        (Shop(checked=Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas")), Finding.BROKEN, "compile error: ptxas"),
+        (Shop(checked=Failure(outcome=Outcome.CRASH, detail="it died")), Finding.BROKEN, "crash: it died"),
+        (Shop(finished=contest([400.0], verdicts=(BAD,))), Finding.WRONG, "at full size: error 1"),
+        (Shop(finished=Failure(outcome=Outcome.TIMEOUT, detail="no answer")), Finding.BROKEN, "timeout at full size"),
+        (Shop(checked=BAD), Finding.WRONG, "error 1"),
+        (Shop(checked=GOOD), Finding.SAME, "13 checks of its structure in the interpreter"),
+    ],
+)
+def test_what_fails_is_found_and_said(shop: Shop, finding: Finding, words: str) -> None:
+    found = verified(ENTRY, shop)
+    assert (found.finding, words in found.detail) == (finding, True), found
+    assert found.ok is (finding is Finding.SAME)
+
+
+def test_a_stale_entry_is_not_run() -> None:
+    shop = Shop(checked=None, finished=None)
+    found = verified(replace(ENTRY, source_digest="0" * 16), shop)
+    assert (found.finding, shop.met, found.mark) == (Finding.STALE, [], None)
+    assert "another text" in found.detail
+
+
+def test_changed_versions_are_told() -> None:
+    assert "torch 2.13.0 -> 2.14.0" in verified(ENTRY, Shop()).detail
+    assert "->" not in verified(ENTRY, Shop(), dict(ENTRY.versions)).detail
+
+
+def test_only_the_card_lifts_a_mark() -> None:
+    marked = replace(ENTRY, mark=WRONG)
+    without = {name: version for name, version in NOW.items() if name != "driver"}
+    assert verified(marked, Shop(checked=GOOD), without).mark == WRONG
+    assert verified(marked, Shop()).mark is None
+    bad = verified(ENTRY, Shop(checked=BAD), without)
+    assert bad.mark == Mark(finding=Finding.WRONG, detail=bad.detail, versions=without)
+
+
+# --- marks in the cache, and what they change -------------------------------------------------------------------------
+
+
+def written(folder: Path, *entries: CacheEntry) -> None:
+    cache.merge(folder, samples.H200, Op.FORWARD, entries)
+
+
+def kept(folder: Path) -> dict[str, CacheEntry]:
+    return cache.lookup(folder, samples.H200, Op.FORWARD)
+
+
+def test_a_mark_is_written_and_lifted_and_an_entry_without_one_reads_as_ever(tmp_path: Path) -> None:
+    written(tmp_path, ENTRY)
+    path = cache.path_of(tmp_path, samples.H200, Op.FORWARD)
+    before = path.read_bytes()
+    assert b'"mark"' not in before
+    (entry,) = kept(tmp_path).values()
+    (changed,) = cache.mark(tmp_path, samples.H200, Op.FORWARD, [(entry, WRONG)])
+    assert changed.mark == kept(tmp_path)[entry.problem.key].mark == WRONG
+    assert cache.mark(tmp_path, samples.H200, Op.FORWARD, [(changed, WRONG)]) == []
+    cache.mark(tmp_path, samples.H200, Op.FORWARD, [(changed, None)])
+    assert path.read_bytes() == before
+
+
+def test_an_entry_that_was_tuned_anew_meanwhile_is_not_marked(tmp_path: Path) -> None:
+    written(tmp_path, ENTRY)
+    (old,) = kept(tmp_path).values()
+    written(tmp_path, replace(ENTRY, measurement=samples.measurement(ENTRY.problem, 300.0)))
+    assert cache.mark(tmp_path, samples.H200, Op.FORWARD, [(old, WRONG)]) == []
+    assert kept(tmp_path)[ENTRY.problem.key].mark is None
+
+
+def test_an_entry_of_another_folder_is_added_only_with_a_mark(tmp_path: Path) -> None:
+    assert cache.mark(tmp_path, samples.H200, Op.FORWARD, [(ENTRY, None)]) == []
+    assert kept(tmp_path) == {}
+    cache.mark(tmp_path, samples.H200, Op.FORWARD, [(ENTRY, WRONG)])
+    assert kept(tmp_path)[ENTRY.problem.key].mark == WRONG
+
+
+def test_a_finding_that_is_none_against_an_entry_is_no_mark() -> None:
+    for finding in (Finding.SAME, Finding.FASTER, Finding.STALE):
+        with pytest.raises(ValueError, match="needs no mark"):
+            Mark(finding=finding, detail="")
+
+
+@pytest.mark.parametrize("finding", [Finding.WRONG, Finding.BROKEN])
+def test_a_call_never_runs_on_an_entry_that_is_held_back_and_says_why(tmp_path: Path, finding: Finding) -> None:
+    written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=finding)))
+    found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert found.entry is None
+    assert found.level is dispatch.Level.DEFAULT
+    (step,) = [one for one in found.steps if finding.value in one]
+    assert "autoattn verify found with autoattn 0.1.0, driver 600.1, torch 2.14.0, triton 3.6.0" in step
+    assert "run autoattn tune again" in step
+
+
+def test_a_slower_entry_serves_and_says_so(tmp_path: Path) -> None:
+    written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=Finding.SLOWER, detail="by 6.0%")))
+    found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (found.route, found.level) == (KERNEL, dispatch.Level.EXACT)
+    assert any("slower, by 6.0%" in one for one in found.steps)
+
+
+def test_a_call_runs_on_the_rival_that_was_found_faster(tmp_path: Path) -> None:
+    mark = replace(WRONG, finding=Finding.OVERTAKEN, detail="sdpa-cudnn is faster by 5%", choice="sdpa-cudnn")
+    written(tmp_path, replace(ENTRY, mark=mark))
+    found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (found.route, found.level) == ("sdpa-cudnn", dispatch.Level.EXACT)
+    assert "fastest when it was verified" in found.reason
+    assert any("no longer the fastest" in one for one in found.steps)
+    written(tmp_path, replace(ENTRY, mark=replace(mark, choice="rm -rf")))
+    assert dispatch.explain(ENTRY.problem, samples.H200, tmp_path).route == KERNEL, "what no call can take is not taken"
+
+
+def test_a_marked_copy_of_a_shipped_entry_shadows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user, shipped = tmp_path / "user", tmp_path / "shipped"
+    monkeypatch.setattr(dispatch.resources, "user_cache", lambda: user)
+    monkeypatch.setattr(dispatch.resources, "shipped_cache", lambda: shipped)
+    written(shipped, ENTRY)
+    written(user, replace(ENTRY, mark=WRONG))
+    assert dispatch.explain(ENTRY.problem, samples.H200).level is dispatch.Level.DEFAULT
+    other = {**ENTRY.params, "num_stages": 1}
+    written(user, samples.current(replace(ENTRY, params=other, mark=WRONG)))
+    assert dispatch.explain(ENTRY.problem, samples.H200).level is dispatch.Level.EXACT, "another kernel was wrong"
+
+
+@pytest.mark.parametrize("finding", [Finding.WRONG, Finding.SLOWER, Finding.OVERTAKEN])
+def test_a_marked_problem_is_tuned_again(finding: Finding) -> None:
+    entry = replace(
+        ENTRY,
+        search=replace(
+            ENTRY.search, spaces=tune.contest.digests(tune.contest.spaces(ENTRY.problem, samples.H200, True))
+        ),
+        versions={**ENTRY.versions, "triton": tune.triton.__version__},
+    )
+    options = plan.Options(effort=plan.Effort.QUICK)
+    assert tune._up_to_date(entry, samples.H200, True, options)
+    marked = replace(entry, mark=replace(WRONG, finding=finding))
+    assert not tune._up_to_date(marked, samples.H200, True, options)
+
+
+def test_a_marked_entry_takes_no_place_and_leaves_in_no_bundle(tmp_path: Path) -> None:
+    from autoattn import bundle
+
+    written(tmp_path, ENTRY)
+    file = cache.read(cache.path_of(tmp_path, samples.H200, Op.FORWARD))
+    (entry,) = file.entries.values()
+    marked = replace(file, entries={entry.problem.key: replace(entry, mark=WRONG)})
+    (merged,) = cache.combine(tmp_path, [marked])
+    assert list(merged.refused) == [entry.problem]
+    with pytest.raises(CacheError, match="must hold"):
+        bundle.pack([marked])

@@ -1,0 +1,94 @@
+"""Verification on a real card: an entry of today holds, and one that claims or computes something else does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import kernels
+import pytest
+import samples
+from planted_kernels import FAULTS
+
+from autoattn import cache, gpu, plan, render, tune, verify
+from autoattn.device import Device
+from autoattn.entry import KERNEL, CacheEntry, Candidate, Finding
+from autoattn.problem import DType
+
+pytestmark = pytest.mark.gpu
+
+PROBLEM = kernels.problem(
+    dtype=DType.BFLOAT16, batch=4, heads_q=16, heads_kv=16, seq_q=2048, seq_kv=2048, head_dim=64, mask="causal"
+)
+SLOW = kernels.variant(BLOCK_M=16, BLOCK_N=16, num_warps=1, num_stages=1)
+
+
+@pytest.fixture(scope="module")
+def card() -> Device:
+    found = gpu.present()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def entry(card: Device, tmp_path_factory: pytest.TempPathFactory) -> CacheEntry:
+    options = plan.Options(effort=plan.Effort.QUICK, trials=6, cache=tmp_path_factory.mktemp("cache"))
+    return tune.tune([PROBLEM], card, measured=True, options=options).entries[PROBLEM.key]
+
+
+@pytest.fixture(autouse=True)
+def rendered_anew() -> Iterator[None]:
+    cache._rendered.cache_clear()
+    yield
+    cache._rendered.cache_clear()
+
+
+def found(entry: CacheEntry, card: Device) -> verify.Verification:
+    (one,) = verify.verify([entry], card)
+    return one
+
+
+def with_kernel(entry: CacheEntry, **changes: Any) -> CacheEntry:
+    """The entry with another kernel, whose text is today's."""
+    entry = replace(entry, template=kernels.TEMPLATE, params=SLOW.as_dict(), choice=KERNEL, finals=None, **changes)
+    return samples.current(entry)
+
+
+def test_an_entry_of_today_holds(entry: CacheEntry, card: Device) -> None:
+    one = found(entry, card)
+    assert one.ok, one
+    assert one.mark is None
+    assert "right and the fastest" in one.detail or one.finding is Finding.FASTER
+
+
+def test_an_entry_that_claims_half_its_time_is_slower(entry: CacheEntry, card: Device) -> None:
+    assert entry.measurement is not None
+    half = replace(entry.measurement, median_us=entry.measurement.median_us / 2)
+    rivals = tuple(
+        replace(one, measurement=replace(one.measurement, median_us=one.measurement.median_us / 2))
+        for one in entry.rivals
+    )
+    one = found(replace(entry, measurement=half, rivals=rivals), card)
+    assert one.finding is Finding.SLOWER, one
+    assert one.mark is not None
+
+
+def test_a_slow_winner_is_overtaken_by_its_runner_up_or_a_rival(entry: CacheEntry, card: Device) -> None:
+    runner_up = Candidate(
+        template=entry.template, params=entry.params, source_digest=entry.source_digest, time_us=entry.time_us
+    )
+    one = found(with_kernel(entry, candidates=(runner_up,)), card)
+    assert one.finding is Finding.OVERTAKEN, one
+    assert "is faster by" in one.detail
+
+
+def test_a_kernel_that_computes_something_else_is_wrong(
+    entry: CacheEntry, card: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FAULTS["sees one key too many at the diagonal"]
+    monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == SLOW))
+    one = found(with_kernel(entry, candidates=()), card)
+    assert one.finding is Finding.WRONG, one
+    assert one.mark is not None
+    assert one.mark.holds_back
