@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoattn import cache, finals, gpu, rounds, space, winner
+from autoattn import cache, finals, gpu, render, rounds, space, winner
 from autoattn.device import Device
 from autoattn.dispatch import ROUTES
 from autoattn.entry import KERNEL, CacheEntry, Finding, Mark
@@ -89,8 +89,7 @@ class _Verifier:
             return self._found(entry, Finding.STALE, stale)
         checked = self.shop.check(entry.problem, entry.variant)
         if isinstance(checked, Failure):
-            finding = Finding.WRONG if checked.outcome is Outcome.WRONG_RESULT else Finding.BROKEN
-            return self._found(entry, finding, f"{checked.outcome.value}: {checked.detail}")
+            return self._found(entry, _finding_of(checked), f"{checked.outcome.value}: {checked.detail}")
         if not isinstance(checked, Screened):
             detail = f"digests agree; {checked.checks} checks of its structure in the interpreter"
             return self._found(entry, *((Finding.SAME, detail) if checked.ok else (Finding.WRONG, checked.reason)))
@@ -107,6 +106,12 @@ class _Verifier:
             return self._found(entry, Finding.BROKEN, f"{result.outcome.value} at full size: {result.detail}")
         if not result.verdicts[0].ok:
             return self._found(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
+        if entry.variant["softmax"] == render.FIRST_MAX:
+            worst = self.shop.alone(self.shop.outgrow(entry.problem, entry.variant, seed=0))
+            if isinstance(worst, Failure):
+                return self._found(
+                    entry, _finding_of(worst), f"in its worst case, {worst.outcome.value}: {worst.detail}"
+                )
         found = met(entry, result, others)
         return replace(self._found(entry, found.finding, found.detail), choice=found.choice)
 
@@ -142,6 +147,10 @@ class _Verifier:
         ]
         detail += f" ({', '.join(changes)})" if changes else ""
         return Verification(entry=entry, finding=finding, detail=detail, versions=self.versions)
+
+
+def _finding_of(failure: Failure) -> Finding:
+    return Finding.WRONG if failure.outcome is Outcome.WRONG_RESULT else Finding.BROKEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

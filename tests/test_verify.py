@@ -147,6 +147,7 @@ class Shop:
     finished: Any = field(default_factory=lambda: contest([400.0, 404.0, 420.0]))
     met: list[list[Variant]] = field(default_factory=list)
     refused: Sequence[Variant] = ()  # by the compiler
+    worst: Any = None
 
     def check(self, problem: Problem, variant: Variant) -> Any:
         return self.checked
@@ -159,6 +160,10 @@ class Shop:
         self.met.append(variants)
         yield
         return self.finished
+
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[Any]:
+        yield
+        return self.worst
 
     @staticmethod
     def alone(steps: Any) -> Any:
@@ -213,6 +218,19 @@ def test_what_fails_is_found_and_said(shop: Shop, finding: Finding, words: str) 
     found = verified(ENTRY, shop)
     assert (found.finding, words in found.detail) == (finding, True), found
     assert found.ok is (finding is Finding.SAME)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "finding"), [(Outcome.WRONG_RESULT, Finding.WRONG), (Outcome.TIMEOUT, Finding.BROKEN)]
+)
+def test_a_kernel_that_keeps_its_first_maximum_is_checked_where_that_is_outgrown(
+    outcome: Outcome, finding: Finding
+) -> None:
+    keeps = samples.current(replace(ENTRY, params={**ENTRY.params, "softmax": "first_max"}))
+    shop = Shop(worst=Failure(outcome=outcome, detail="error 1"))
+    found = verified(keeps, shop)
+    assert (found.finding, "in its worst case" in found.detail) == (finding, True), found
+    assert verified(ENTRY, shop).ok, "others have no such case"
 
 
 def test_a_stale_entry_is_not_run() -> None:
