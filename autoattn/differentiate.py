@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from autoattn import operators
 from autoattn.errors import TensorError
@@ -117,3 +118,13 @@ def _no_second(ctx: Any, *pushes: Any) -> Gradients:
 
 torch.library.register_autograd("autoattn::attention", _differentiate, setup_context=_save, lib=library)
 torch.library.register_autograd("autoattn::attention_backward", _no_second, lib=library)
+
+
+def _flops(grad: Any, grad_lse: Any, output: Any, lse: Any, *shapes: Any, **words: Any) -> int:
+    """Three products with the query's head dim (scores again, gradients of query and key) and two with the value's."""
+    query, key, value = shapes[:3]
+    narrow, wide = operators.products(query, key, value, words)
+    return 3 * narrow + 2 * wide
+
+
+register_flop_formula(torch.ops.autoattn.attention_backward)(_flops)

@@ -7,11 +7,13 @@ take several times as long as the rest of a small call. Its backward pass is in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from autoattn import arguments
 from autoattn.captures import Traced
@@ -156,3 +158,28 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 for _key in ("AutocastCUDA", "AutocastCPU"):
     library.impl("attention", _autocast, _key)
+
+
+# --- Flops ------------------------------------------------------------------------------------------------------------
+
+
+def products(query: Sequence[int], key: Sequence[int], value: Sequence[int], words: dict[str, Any]) -> tuple[int, int]:
+    """Flops of a product with the query's and one with the value's head dim, as PyTorch's FlopCounterMode counts them.
+
+    Hidden pairs count too, as for PyTorch's own attention; of a packed query those with the longest sequence's keys.
+
+    Args:
+        query, key, value: shapes.
+        words: the operator's keyword arguments that are no defaults.
+    """
+    axis = 1 if words.get("layout") in (Layout.BSHD.value, PACKED) else 2
+    keys = words["max_seqlen_kv"] if words.get("layout") == PACKED else key[axis]
+    rows = math.prod(query[:-1])
+    return 2 * rows * keys * query[-1], 2 * rows * keys * value[-1]
+
+
+def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **words: Any) -> int:
+    return sum(products(query, key, value, words))
+
+
+register_flop_formula(torch.ops.autoattn.attention)(_flops)

@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import autoattn
 from autoattn import functional, masks
@@ -308,6 +309,21 @@ def test_modes_see_the_operator() -> None:
         output = autoattn.attention(*tensors)
     assert seen == [ATTENTION]
     assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_flops_are_counted_as_pytorch_counts_its_own(layout: str) -> None:
+    query, key, value = (tensor.shape for tensor in inputs())
+    expected = sdpa_flop_count(query, key, value) + sdpa_backward_flop_count(query, query, key, value)
+    with FlopCounterMode(display=False) as counter:
+        gradients(attention(causal=True, layout=layout), *inputs(layout=layout))
+    assert counter.get_total_flops() == expected
+
+
+def test_flops_of_packed_sequences_are_those_with_the_longest_ones_keys() -> None:
+    with FlopCounterMode(display=False) as counter:
+        autoattn.packed_attention(*packed(), causal=True)
+    assert counter.get_total_flops() == 2 * 17 * 4 * 6 * (16 + 24)
 
 
 def test_make_fx_records_the_operator_with_a_functions_text() -> None:
