@@ -116,6 +116,26 @@ def test_packed_sequences_are_traced_whole_and_once() -> None:
     assert counter.frame_count <= 3  # tokens and the longest sequence are numbers that become symbols one after another
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_padded_batch_may_be_packed_inside_the_graph() -> None:
+    """Then not even the compiler's symbols have a size."""
+    keep = torch.arange(8) < torch.tensor([[5], [8]])
+
+    def function(padded: Tensor, keep: Tensor) -> Tensor:
+        query, key, value = padded[:, keep]
+        offsets = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0)).int()
+        found = autoattn.packed_attention(query, key, value, offsets, offsets, 8, 8, causal=True)
+        assert isinstance(found, Tensor)
+        return found
+
+    padded = noise(3, 2, 8, 4, 16)
+    traced = whole(function)
+    assert torch.equal(traced(padded, keep), function(padded, keep))
+    torch.testing.assert_close(
+        gradients(lambda one: traced(one, keep), padded), gradients(lambda one: function(one, keep), padded)
+    )
+
+
 @pytest.mark.parametrize("name", ["Attention", "MultiheadAttention", "dilated", "SDPA", "flash", "flash packed"])
 def test_every_door_is_traced_whole(name: str) -> None:
     query, key, value = inputs()
