@@ -200,13 +200,13 @@ class Descriptor:
     """What Triton's launcher asks of a tensor to make a TMA descriptor of it."""
 
     address: int  # a multiple of 16
-    shape: tuple[int, ...]  # [batch, heads, seq, head_dim]
+    shape: tuple[int, ...]  # [batch, heads, seq, head_dim], or [batch, heads_kv, heads of one key, seq, head_dim]
     strides: tuple[int, ...]  # in elements; multiples of 16 bytes, but the last, which is 1
     padding: str = "zero"
 
     @classmethod
     def of(cls, tensor: Tensor) -> Descriptor:
-        """Of a [batch, heads, seq, head_dim] view."""
+        """Of such a view."""
         shape, strides = tuple(tensor.shape), tensor.stride()
         # An axis of one element may step by anything, which the TMA unit would refuse.
         steps = [step if size > 1 else -(-shape[-1] // 8) * 8 for size, step in zip(shape, strides, strict=True)]

@@ -143,6 +143,8 @@ def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
 def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, int]:
     """Batch, heads and rows of each, as a kernel deals them out: heads that share keys may be the rows of one."""
     seq = query.shape[2]
+    if hasattr(kernel.module, "HEADS"):
+        return problem.batch, problem.heads_kv * -(-problem.group_size // kernel.module.HEADS.value), seq
     if hasattr(kernel.module, "PACK_GQA"):
         return problem.batch, problem.heads_kv, seq * problem.group_size
     return problem.batch, problem.heads_q, seq
@@ -177,6 +179,9 @@ def _arguments(
         views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
         if columns is not None:
             views["value_columns"] = arguments["value_columns_ptr"] = columns
+        if hasattr(kernel.module, "HEADS"):  # a tile has some of the heads that share keys, and none of the next ones
+            for name in ("query", "output"):
+                views[name] = views[name].unflatten(1, (problem.heads_kv, problem.group_size))
         arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.module.DESCRIPTORS}
     return arguments
 
