@@ -284,6 +284,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
 
 
 def length_of(name: str, given: Any) -> int:
+    """A length that a caller gave, as a whole number.
+
+    Raises:
+        TensorError: it is none, or negative.
+    """
     if isinstance(given, int) and not isinstance(given, bool):
         length = given  # as it is: for Dynamo it may be a symbol, and operator.index would make it a number
     else:

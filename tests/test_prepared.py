@@ -6,117 +6,27 @@ what it gets.
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import samples
 import torch
 import triton
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from noted_card import CUDA, Current, Noted, card, nothing_prepared, packed, three  # noqa: F401 - fixtures
 from threads import together
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, arguments, bound, dispatch, functional, gpu, prepared, render, rivals, zeros
-from autoattn.compile import Descriptor, Kernel, load_module
+from autoattn import answer, arguments, bound, dispatch, functional, gpu, prepared, rivals
+from autoattn.compile import Descriptor, Kernel
 from autoattn.dispatch import Level
 from autoattn.errors import AutoattnError, TensorError
 from autoattn.mask import Mask
 from autoattn.ops.forward import POINTERS
-from autoattn.variant import Source
-
-HALF = torch.float16
-CUDA = torch.device("cuda", 0)
-
-
-class Noted:
-    """In place of Triton's CompiledKernel: notes its launches. The ordinary way launches by [], a prepared one by run.
-
-    A launch is (what the launcher gets before the kernel's arguments, the kernel's arguments).
-    """
-
-    function, packed_metadata = "the function", "its metadata"
-
-    def __init__(self) -> None:
-        self.ordinary: list[tuple[Any, ...]] = []
-        self.prepared: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *given: self.ordinary.append((grid, given))
-
-    def run(self, *given: Any) -> None:
-        self.prepared.append((given[:9], given[9:]))
-
-    def launch_metadata(self, grid: tuple[int, ...], stream: int, *given: Any) -> Any:
-        return ("launch", grid, stream)
-
-
-class Current:
-    """In place of torch.cuda.device, and of which device is current."""
-
-    index = 0
-
-    def __init__(self, device: torch.device | int) -> None:
-        self.wanted = device if isinstance(device, int) else device.index
-
-    def __enter__(self) -> None:
-        self.before, Current.index = Current.index, self.wanted
-
-    def __exit__(self, *error: object) -> None:
-        Current.index = self.before
-
-
-@pytest.fixture
-def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
-    """As if the CPU's tensors were on an A30 for which nothing was tuned."""
-    noted = Noted()
-
-    def load(source: Source, device: torch.device) -> Kernel:
-        return Kernel(source=source, module=load_module(source), compiled=noted, device=CUDA, sm_count=132)
-
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: ("stream of", index)))
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
-    monkeypatch.setattr(answer, "_why_not_on", lambda device: None)
-    monkeypatch.setattr(answer.compile, "load", load)
-    for module in (bound, zeros):
-        monkeypatch.setattr(module, "driver", driver)
-    monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)
-    monkeypatch.setattr(torch.cuda, "device", Current)
-    Current.index = 0
-    answer._loaded.cache_clear()
-    functional.forget()
-    yield noted
-    answer._loaded.cache_clear()
-    functional.forget()
-
-
-@pytest.fixture(autouse=True)
-def nothing_prepared() -> Iterator[None]:
-    functional.forget()
-    yield
-    functional.forget()
-
-
-def three(batch: int = 2, heads: int = 4, seq: int = 48, head_dim: int = 16, dtype: torch.dtype = HALF) -> list[Tensor]:
-    return [torch.randn(batch, heads, seq, head_dim).to(dtype) for _ in range(3)]
-
-
-def packed() -> list[Any]:
-    tokens = [torch.randn(40, 4, 16).to(HALF) for _ in range(3)]
-    offsets = torch.tensor([0, 10, 40], dtype=torch.int32)
-    return [*tokens, offsets, offsets.clone(), 30, 30]
-
 
 # --- the same launch --------------------------------------------------------------------------------------------------
 
@@ -315,214 +225,6 @@ def known_launch() -> bound.Bound:
     (known,) = prepared._known.values()
     assert isinstance(known, prepared._Kernel)
     return known.launch
-
-
-# --- the key ----------------------------------------------------------------------------------------------------------
-
-
-def shifted(tensor: Tensor, by: int) -> Tensor:
-    """The same numbers, `by` elements behind an address that 64 divides."""
-    room = torch.empty(tensor.numel() + 64, dtype=tensor.dtype)
-    start = -room.data_ptr() % 64 // room.element_size() + by
-    return room[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-
-
-def strided(tensor: Tensor, pad: int) -> Tensor:
-    """The same numbers in wider rows."""
-    room = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + pad, dtype=tensor.dtype)
-    room[..., : tensor.shape[-1]] = tensor
-    return room[..., : tensor.shape[-1]]
-
-
-shapes = st.sampled_from([(2, 4, 8, 16), (2, 8, 4, 16), (1, 4, 8, 16), (2, 4, 8, 20), (2, 2, 8, 16)])
-words = {
-    "mask": st.sampled_from([None, "causal", "full", "window:2,2", Mask.window(2, 2), Mask(), "nonsense", 1]),
-    "causal": st.sampled_from([False, True, 0, 1, 1.0, "bottom-right", "top-left", None]),
-    "window": st.sampled_from([None, (2, 2), (2.0, 2), (2, True), (2, 1), (-1, 0), [2, 2], (2,)]),
-    "softcap": st.sampled_from([0.0, 0, False, 1.0, 1, True, 2.5, None]),
-    "score_mod": st.sampled_from([None, "score + 1.0", "score * 2.0", ""]),
-    "dropout": st.sampled_from([0.0, 0, False, 0.5, True]),
-    "scale": st.sampled_from([None, 1.0, 1, True, 0.0, -1.0, float("nan"), "1"]),
-    "layout": st.sampled_from(["bhsd", "bshd", "sbhd", None]),
-    "precision": st.sampled_from([None, "ieee", "tf32", "tf32x3", "exact"]),
-    "numerics": st.sampled_from([None, "any", "online", "lazy", ""]),
-    "return_lse": st.sampled_from([False, True, 0, 1]),
-}
-tensor_facts = st.fixed_dictionaries(
-    {
-        "shapes": st.one_of(shapes.map(lambda shape: (shape, shape)), st.tuples(shapes, shapes)),
-        "dtype": st.sampled_from([HALF, torch.bfloat16, torch.float32]),
-        "place": st.integers(0, 2),  # of the tensor that the next three speak of
-        "by": st.sampled_from([0, 1, 4, 8, 9]),
-        "pad": st.sampled_from([0, 1, 8]),
-        "other_dtype": st.sampled_from([False] * 4 + [True]),
-        "gradient": st.sampled_from([None, 0, 1, 2]),
-        "grad": st.booleans(),
-        "autocast": st.sampled_from([None, HALF, torch.bfloat16]),
-        "matmul": st.sampled_from(["highest", "high"]),
-        "environment": st.sampled_from(["", "any", "online", "lazy"]),
-    }
-)
-few_words = st.lists(st.sampled_from([*words]), max_size=2, unique=True).flatmap(
-    lambda names: st.fixed_dictionaries({name: words[name] for name in names})  # more are seldom one valid call
-)
-calls = st.tuples(tensor_facts, few_words)
-
-
-def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
-    """A call's key, and all that the ordinary way decides of it; an error is a decision too."""
-    facts, asked = call
-    tensors = [torch.zeros(shape, dtype=facts["dtype"]) for shape in (facts["shapes"][0], *facts["shapes"][1:] * 2)]
-    changed = facts["place"]
-    moved = shifted(tensors[changed], facts["by"])
-    tensors[changed] = strided(moved, facts["pad"]) if facts["pad"] else moved
-    if facts["other_dtype"]:
-        tensors[changed] = tensors[changed].to(torch.bfloat16)
-    if facts["gradient"] is not None:
-        tensors[facts["gradient"]].requires_grad_()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(facts["matmul"])
-    kind = facts["autocast"]
-    environment = mock.patch.dict(os.environ, AUTOATTN_NUMERICS=facts["environment"])
-    try:
-        with (
-            environment,
-            torch.set_grad_enabled(facts["grad"]),
-            torch.autocast("cpu", dtype=kind, enabled=kind is not None),
-        ):
-            return key_of(*tensors, **asked), decided(tensors, asked)
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
-    given = {name: word for name, word in asked.items() if name != "return_lse"}
-    lse = asked.get("return_lse", False)
-    try:
-        call = arguments.read(*tensors, **given, seed=1)  # type: ignore[arg-type]
-        plan = answer.plan(call, lse=lse)
-        traits = answer._traits(call.problem, call.operands, lse) if plan.kernel is not None else None
-    except AutoattnError:
-        return "an error"
-    numbers = repr(call.operands.scale), call.operands.softcap, call.operands.dropout
-    strides = [one.stride() for one in (call.operands.query, call.operands.key, call.operands.value)]
-    return call.problem, numbers, strides, traits, plan.explanation.route, call.empty, call.operands.query.dtype
-
-
-FACTS = ["shapes", "dtype", "by", "pad", "gradient", "grad", "autocast", "matmul", "environment", *words]
-
-
-@settings(max_examples=600)
-@given(calls, st.sampled_from(FACTS), st.tuples(tensor_facts, st.fixed_dictionaries(words)))
-def test_calls_with_one_key_are_decided_alike(one: Any, change: str, donor: Any) -> None:
-    """The second call is the first one but for a fact, so that keys that forget it meet."""
-    facts, asked = ({**mine, **{change: given[change]}} if change in given else mine
-                    for mine, given in zip(one, donor, strict=True))  # fmt: skip
-    with planned_for_a_card():
-        (key, plan), (other_key, other_plan) = posed(one), posed((facts, asked))
-    if key is not None and key == other_key:
-        assert plan == other_plan
-
-
-class planned_for_a_card:  # noqa: N801 - a context
-    """The fixture's plans, for a test that hypothesis runs many times."""
-
-    def __enter__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        patch = self.patch
-        patch.setattr(answer, "_why_not_on", lambda device: None)
-        patch.setattr(answer.compile, "load", lambda source, device: SimpleNamespace(compiled=None))
-        patch.setattr(gpu, "present", lambda index: samples.H200)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(render, "render", lambda problem, variant, traits: (problem, traits))
-
-    def __exit__(self, *error: object) -> None:
-        self.patch.undo()
-        answer._loaded.cache_clear()
-        functional.forget()
-
-
-EACH: dict[str, dict[str, Any]] = {
-    "mask": {"mask": "causal"},
-    "causal": {"causal": True},
-    "causal, as a number": {"causal": 0},
-    "window": {"window": (3, 3)},
-    "window, as other numbers": {"window": (3.0, 3)},
-    "softcap": {"softcap": 1.0},
-    "score_mod": {"score_mod": "score + 1.0"},
-    "numerics": {"numerics": "online"},
-    "numerics, said": {"numerics": "any"},
-    "dropout": {"dropout": 0.5},
-    "scale": {"scale": 1.0},
-    "layout": {"layout": "bshd"},
-    "precision": {"precision": "tf32"},
-    "return_lse": {"return_lse": True},
-}
-
-
-def key_of(*tensors: Any, **asked: Any) -> Any:
-    """The key that `attention` asks for."""
-    with mock.patch.object(prepared, "find") as find:
-        functional.attention(*tensors, **asked)
-    find.assert_called_once()
-    return find.call_args.args[0]
-
-
-def test_each_argument_makes_another_key() -> None:
-    tensors = three(dtype=torch.float32)
-    keys = [key_of(*tensors), *(key_of(*tensors, **asked) for asked in EACH.values())]
-    assert None not in keys
-    for one, other in itertools.combinations(keys, 2):
-        assert one != other
-
-
-def test_each_fact_of_a_tensor_makes_another_key() -> None:
-    query, key, value = (shifted(tensor, 0) for tensor in three(dtype=torch.float32))
-    keys = [
-        key_of(query, key, value),
-        key_of(query[:1], key, value),
-        key_of(strided(query, 4), key, value),
-        key_of(query, strided(key, 4), value),
-        key_of(query, key, strided(value, 4)),
-        key_of(shifted(query, 1), key, value),
-        key_of(query, shifted(key, 2), value),
-        key_of(*(tensor.half() for tensor in (query, key, value))),
-        key_of(*(tensor.to("meta") for tensor in (query, key, value))),
-        key_of(query, key, value.clone().requires_grad_()),
-    ]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        keys.append(key_of(query, key, value))
-    with torch.autocast("cpu", dtype=HALF):
-        keys.append(key_of(query, key, value))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
-    keys.append(key_of(query, key, value))
-    torch.set_float32_matmul_precision(before)
-    assert None not in keys
-    for one, other in itertools.combinations(keys, 2):
-        assert one != other
-
-
-def test_equal_calls_on_other_tensors_have_one_key() -> None:
-    one, other = ([shifted(tensor, 0) for tensor in three()] for _ in range(2))
-    assert key_of(*one, window=(3, 0)) == key_of(*other, window=(3, 0))
-    with torch.no_grad():
-        learning = [tensor.requires_grad_() for tensor in other]
-        assert key_of(*one) == key_of(*learning), "where no gradient is recorded, nobody needs one"
-
-
-def test_where_more_than_a_look_is_needed_there_is_no_key() -> None:
-    query, key, value = three()
-    for asked in ({"mask": query > 0}, {"score_mod": lambda score, *place: score}, {"window": [3, 0]},
-                  {"scale": torch.tensor(1.0)}, {"mask": object()}):  # fmt: skip
-        assert key_of(query, key, value, **asked) is None
-    assert key_of(query, key.float(), value) is key_of(query, key, value.to("meta")) is None, "an error, or autocast's"
-    subclass = query.as_subclass(type("Own", (Tensor,), {}))
-    for tensor in (subclass, query.to_sparse(), query.tolist(), None):
-        assert key_of(tensor, key, value) is None
-    keys: list[Any] = []
-    torch.func.vmap(lambda tensor: keys.append(key_of(tensor, key, value)) or tensor)(query)
-    assert keys == [None]
 
 
 # --- what is not prepared ---------------------------------------------------------------------------------------------

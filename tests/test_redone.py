@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_prepared import CUDA, Noted, card, nothing_prepared, three  # noqa: F401 - fixtures
+from noted_card import CUDA, Noted, card, nothing_prepared, three  # noqa: F401 - fixtures
 
 import autoattn
 from autoattn import answer, redone
