@@ -101,12 +101,14 @@ def rows() -> tuple[Row, ...]:
     for path in sorted(VARIANTS.glob("*.jsonl")):
         recorded = recording.read(path)
         cases = tuple(
-            Case(problem=recorded.problem, params=v.as_dict(), report=trial.report, median_ms=trial.time_us / 1e3)
+            Case(
+                problem=recorded.header.problem, params=v.as_dict(), report=trial.report, median_ms=trial.time_us / 1e3
+            )
             for v, trial in recorded.trials.items()
             if trial.time_us is not None and trial.report is not None
         )
         family = path.name.removeprefix(f"{DEVICE.name}_").partition("_forward")[0]
-        found.append(Row(name=family, problem=recorded.problem, cases=cases))
+        found.append(Row(name=family, problem=recorded.header.problem, cases=cases))
     for head_dim in (64, 128):
         own = tuple(case for case in older() if case.problem.head_dim == head_dim)
         found.append(Row(name="older", problem=own[0].problem, cases=own))
