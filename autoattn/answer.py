@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from autoattn import compile, dispatch, gpu, prepared, redone, render, rivals
+from autoattn import compile, dispatch, gpu, learning, prepared, redone, render, rivals
 from autoattn.arguments import Call
 from autoattn.device import Device
 from autoattn.dispatch import Explanation
@@ -33,6 +33,7 @@ class Plan:
 
     explanation: Explanation
     kernel: compile.Kernel | None = None
+    gradients: compile.Kernel | None = None  # what differentiates the kernel's answer, where somebody may
     lasting: bool = True  # the same call will be answered like this until `forget`
 
 
@@ -46,11 +47,17 @@ def plan(call: Call, *, lse: bool) -> Plan:
     if call.empty:
         reason = "there is no query or no key, so that the answer is 0 and nothing is launched"
         return Plan(replace(dispatch.sdpa(reason), route=rivals.EAGER))
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
     refusal = _why_no_kernel(problem, operands)
+    if refusal is None and learns and (why_not := learning.why_not(problem, operands, lse=lse)) is not None:
+        refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
-        learns = operands.bias is not None and operands.bias.requires_grad and torch.is_grad_enabled()
-        return _without_kernel(refusal, problem, lse, learned_bias=learns)
+        learned_bias = learns and operands.bias is not None and operands.bias.requires_grad
+        return _without_kernel(refusal, problem, lse, learned_bias=learned_bias)
     try:
+        if learns:
+            given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands)
+            return _prepare_both(problem, *given, operands.query.device.index)
         return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
@@ -67,6 +74,9 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
     problem, operands = call.problem, call.operands
     if planned.kernel is None:
         return _by_pytorch(planned, problem, operands, lse)
+    if planned.gradients is not None:
+        both = learning.Pass(problem=problem, operands=operands, forward=planned.kernel, backward=planned.gradients)
+        return learning.attend(both), None
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
     flags = forward.launch(planned.kernel, problem, operands, output, sums, counting=bool(redone.counting))
@@ -78,6 +88,7 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
 def forget() -> None:
     """Drops what this process decided, so that a cache written since is read anew."""
     _prepare.cache_clear()
+    _prepare_both.cache_clear()
     prepared.forget()
 
 
@@ -110,6 +121,28 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     if refused:
         return _without_kernel(refused, problem, traits.lse, explanation.steps)
     return Plan(explanation)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, index: int) -> Plan:
+    """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
+    card = None if torch.cuda.is_current_stream_capturing() else gpu.present(index)
+    forward_plan = _prepare(problem, traits, index)
+    asked = learning.backward_of(problem)
+    found = dispatch.explain(asked, card)
+    refused = learning.why_not_by(found)
+    if refused is None and forward_plan.kernel is None:
+        refused = f"no kernel computes the output: {forward_plan.explanation.reason}"
+    if refused is None and found.variant is not None:
+        try:
+            gradients = _loaded(render.render(asked, found.variant, gradient_traits), index)
+        except CompileError as error:
+            refused = str(error)
+        else:
+            step = f"gradients: {found.reason}"
+            explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
+            return Plan(explanation, forward_plan.kernel, gradients)
+    return _without_kernel(f"an input needs a gradient, and {refused}", problem, False, found.steps)
 
 
 def _decided(problem: Problem, traits: Traits, card: Device | None) -> Explanation:
@@ -205,8 +238,6 @@ def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     if reason is not None:
         return reason
     tensors = _tensors(problem, operands)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "an input needs a gradient, and there is no backward kernel yet"
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
         return "a tensor subclass has rules of its own"
     if not torch.finfo(torch.float32).tiny <= operands.scale <= MAX_SCALE:

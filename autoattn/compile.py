@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -52,28 +53,34 @@ def load_module(source: Source) -> ModuleType:
     return module
 
 
-def build(source: Source, arch: int, *, before: bool = False) -> Any:
+def build(source: Source, arch: int, name: str | None = None) -> Any:
     """Compiles for compute capability `arch` (80, 90, ...), which need not be in this machine.
 
     Returns Triton's CompiledKernel; `compiled[grid](*arguments)` launches it where it fits the current device.
 
     Args:
-        before: compile the kernel that is launched before the main one; see `Kernel`.
+        name: which kernel of the source; None is its main one.
 
     Raises:
         CompileError: the compiler refused, in its own words.
     """
     module = _imported(source)
-    names = list(module.SIGNATURE)
-    attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in module.DIVISIBLE.items()}
-    function = getattr(module, source.name + BEFORE * before)
-    kernel = _ast_source(function)(fn=function, signature=module.SIGNATURE, constexprs={}, attrs=attributes)
+    function = getattr(module, name or source.name)
+    names = function.arg_names
+    divisible = {each: by for each, by in module.DIVISIBLE.items() if each in names}
+    kernel = _ast_source(function)(
+        fn=function,
+        signature={each: module.SIGNATURE[each] for each in names},
+        constexprs={},
+        attrs={(names.index(each),): [["tt.divisibility", by]] for each, by in divisible.items()},
+    )
+    options = getattr(module, "PARTS", {}).get(name) or module.OPTIONS
     try:
         with triton.knobs.compilation.scope():
             # Part of Triton's cache key, so the same everywhere; line tables make a cubin four times as large.
             triton.knobs.compilation.disable_line_info = True
             # Every Triton up to 3.9 fuses by default; 3.9 warns that the next one will not.
-            options = {**module.OPTIONS, "enable_fp_fusion": True}
+            options = {**options, "enable_fp_fusion": True}
             with contextlib.redirect_stdout(io.StringIO()):  # where Triton prints whole kernels that ptxas refuses
                 return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
@@ -105,16 +112,19 @@ class Kernel:
 
     source: Source
     module: ModuleType
-    compiled: Any  # Triton's CompiledKernel; None in the interpreter
+    compiled: Any  # Triton's CompiledKernel; None in the interpreter, and where there are parts
     device: torch.device
     sm_count: int
+    name: str = ""  # of a part's function, which takes some of SIGNATURE; empty is a whole source's, which takes all
     before: Kernel | None = None  # what takes the same arguments, on `module.grid_before`, and makes input ready for it
+    parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
-        ordered = [arguments[name] for name in self.module.SIGNATURE]
+        names = getattr(self.module, self.name).arg_names if self.name else self.module.SIGNATURE
+        ordered = [arguments[name] for name in names]
         if self.compiled is None:
-            getattr(self.module, self.source.name)[grid](*ordered)
+            getattr(self.module, self.name or self.source.name)[grid](*ordered)
             return
         import torch
 
@@ -138,22 +148,31 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
     if device.type == "cpu":
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
-        return Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+        kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+        return replace(kernel, parts=tuple(replace(kernel, name=name) for name in parts_of(module)))
     import torch
 
     if device.index is None:  # launches ask for the stream of a numbered device
         device = torch.device(device.type, torch.cuda.current_device())
-    before = _ready(source, module, device, ptx_arch, before=True) if hasattr(module, source.name + BEFORE) else None
-    return replace(_ready(source, module, device, ptx_arch), before=before)
+    if names := parts_of(module):
+        parts = tuple(replace(_ready(source, module, device, ptx_arch, name), name=name) for name in names)
+        return replace(parts[0], name="", compiled=None, parts=parts)
+    before = None
+    if hasattr(module, source.name + BEFORE):
+        before = _ready(source, module, device, ptx_arch, source.name + BEFORE)
+    return replace(_ready(source, module, device, ptx_arch, source.name), before=before)
 
 
-def _ready(
-    source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, *, before: bool = False
-) -> Kernel:
+def parts_of(module: ModuleType) -> tuple[str, ...]:
+    """The kernels of a rendered file that do its work together, in the order of their launches; none where one does."""
+    return tuple(getattr(module, "PARTS", ()))
+
+
+def _ready(source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, name: str) -> Kernel:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    compiled = build(source, ptx_arch or properties.major * 10 + properties.minor, before=before)
+    compiled = build(source, ptx_arch or properties.major * 10 + properties.minor, name)
     if ptx_arch is not None:
         compiled.kernel = translated(compiled.asm["ptx"], device)
     try:
@@ -230,6 +249,8 @@ def described(name: str) -> str:
 def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:
     """Compiles and reads the machine code.
 
+    Of kernels that work together, the report names the most that any of them needs, and all their code and loops.
+
     Args:
         ptx_arch: an older compute capability to write the PTX for; ptxas then makes code for `arch` of it, as the
             driver does where `load` is given the same.
@@ -237,7 +258,13 @@ def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> Static
     Raises:
         CompileError: the compiler refused, or it made code of warpgroup products that is no use.
     """
-    compiled = build(source, ptx_arch or arch)
+    module = _imported(source)
+    reports = [_inspected(source, arch, ptx_arch, name) for name in parts_of(module) or (source.name,)]
+    return reports[0] if len(reports) == 1 else _together(reports)
+
+
+def _inspected(source: Source, arch: int, ptx_arch: int | None, name: str) -> StaticReport:
+    compiled = build(source, ptx_arch or arch, name)
     cubin = compiled.asm["cubin"] if ptx_arch is None else _assembled(compiled.asm["ptx"], arch)
     report = sass.read(
         cubin,
@@ -252,8 +279,8 @@ def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> Static
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     code = hashlib.sha256(compiled.asm["cubin"])
     code.update(repr((report.num_warps, report.shared_bytes, _launch_facts(module))).encode())
-    if hasattr(module, source.name + BEFORE):  # into Triton's cache, while the card is busy with another variant
-        code.update(build(source, arch, before=True).asm["cubin"])
+    if name + BEFORE in vars(module):  # into Triton's cache, while the card is busy with another variant
+        code.update(build(source, arch, name + BEFORE).asm["cubin"])
     return replace(report, code=code.hexdigest()[:16])
 
 
@@ -261,12 +288,25 @@ def _launch_facts(module: ModuleType) -> list[object]:
     """What the host side of a rendered kernel says: its tables, its functions, and the constants that they read."""
     facts: list[object] = []
     for name, value in sorted(vars(module).items()):
-        if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA"):
+        if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA", "PARTS"):
             facts.append((name, repr(value)))
         elif isinstance(value, FunctionType) and value.__module__ == module.__name__:  # Triton's are of other types
             read = [(one, repr(getattr(module, one))) for one in value.__code__.co_names if hasattr(module, one)]
             facts.append((name, value.__code__.co_code, value.__code__.co_consts, read))
     return facts
+
+
+def _together(reports: Sequence[StaticReport]) -> StaticReport:
+    """One report of kernels that run one after another."""
+    most = ("registers", "spilled_bytes", "shared_bytes", "num_warps")
+    return replace(
+        reports[0],
+        code=hashlib.sha256(" ".join(report.code for report in reports).encode()).hexdigest()[:16],
+        code_bytes=sum(report.code_bytes for report in reports),
+        loop=dict(sum((Counter(report.loop) for report in reports), Counter())),
+        masked_loop=dict(sum((Counter(report.masked_loop) for report in reports), Counter())),
+        **{name: max(getattr(report, name) for report in reports) for name in most},
+    )
 
 
 def _assembled(ptx: str, arch: int) -> bytes:

@@ -107,7 +107,11 @@ def _why_no_default(one: SearchSpace, problem: Problem, device: Device) -> str |
 
 def why_no_space(problem: Problem, device: Device) -> str:
     """Why no template has a variant, in words."""
-    return "; ".join(str(_why_no_default(one, problem, device)) for one in space.of(problem.op))
+    reasons = (
+        _why_no_default(one, problem, device) or f"{one.template} must be tuned on the card, since no model predicts it"
+        for one in space.of(problem.op)
+    )
+    return "; ".join(reasons)
 
 
 def digests(found: Iterable[SearchSpace]) -> dict[str, str]:

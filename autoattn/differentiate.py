@@ -1,7 +1,7 @@
 """The backward pass of torch.ops.autoattn.attention, itself an operator: torch.ops.autoattn.attention_backward.
 
-There is no backward kernel yet. `_gradients` is the one place where one goes: today it computes the call once more with
-PyTorch, from query, key and value, and lets PyTorch differentiate that. What is saved is linear in the lengths.
+`_gradients` computes the call once more, from query, key and value, and differentiates that: by backward kernels where
+`learning` finds tuned ones, and else by PyTorch. What is saved is linear in the lengths.
 """
 
 from __future__ import annotations

@@ -8,26 +8,25 @@ import statistics
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from autoattn import compile, inputs, rivals, rounds, validate
+from autoattn import compile, gradients, inputs, rounds, validate
 from autoattn.entry import Rival, WorstCase
 from autoattn.errors import CompileError
 from autoattn.inputs import Scores
 from autoattn.mask import MaskKind
 from autoattn.measure import Call, Stopwatch, summary
 from autoattn.ops import forward
-from autoattn.problem import Layout, Numerics, Problem
+from autoattn.problem import Layout, Numerics, Op, Problem
 from autoattn.rounds import Round
 from autoattn.trial import Energy, Measurement, Outcome, Verdict
-from autoattn.validate import Case, Gate
 from autoattn.variant import Source
 from autoattn.workers import Failure
 
 WORST_SECONDS = 0.02  # of rounds, but at least three; the check before them takes 40 ms on an H200
-SPOT_ROWS = 64  # query rows that are compared at full size; the small cases compare all
 KEPT_SHARE = 0.1  # of the card's memory, for the operands of several problems; one alone may take what it needs
 Memory = dict[Hashable, Any]
 
@@ -41,9 +40,10 @@ class Rehearse:
 
     def run(self, memory: Memory) -> Verdict | Failure:
         """The verdict over tiny cases."""
-        device = torch.device("cpu")
-        gate: Gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: Gate(self.problem, device, tiny=True))
-        return gate.judge(compile.load(self.source, device))
+        device, gates = torch.device("cpu"), _gates(self.problem)
+        gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: gates.Gate(self.problem, device, tiny=True))
+        verdict: Verdict = gate.judge(compile.load(self.source, device))
+        return verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +83,14 @@ class Screen:
     def run(self, memory: Memory) -> Screened | Failure:
         """The verdict and the time, or what went wrong."""
         with _failures() as failed:
-            kernel = _kernel(memory, self.source)
+            kernel, gates = _kernel(memory, self.source), _gates(self.problem)
             verdict = self.verdict
             if verdict is None:
                 verdict = _gate(memory, self.problem).judge(kernel)
             if not verdict.ok:
                 return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
             case = _full_case(memory, self.problem)
-            output = forward.empty_output(self.problem, case.operands.query)
-            looked = _stopwatch(memory).screen(
-                lambda: forward.launch(kernel, self.problem, case.operands, output, None), self.best_us
-            )
+            looked = _stopwatch(memory).screen(gates.call_of(kernel, case, gates.room_of(case)), self.best_us)
             return Screened(verdict=verdict, median_us=looked.median_us, samples=looked.samples)
         return failed[0]
 
@@ -127,15 +124,15 @@ class Final:
     def run(self, memory: Memory) -> Finished | Failure:
         """The measurements, or what went wrong."""
         with _failures() as failed:
-            case = _full_case(memory, self.problem)
-            output = forward.empty_output(self.problem, case.operands.query)
+            case, gates = _full_case(memory, self.problem), _gates(self.problem)
+            room = gates.room_of(case)
             kernels = [_kernel(memory, source) for source in self.finalists]
-            verdicts = tuple(validate.judge(kernel, [case]) for kernel in kernels)
-            others = rivals.calls(self.problem, case.operands)
-            accuracy = {name: validate.errors(call(), case) for name, call in others.items()}
+            verdicts = tuple(gates.judge(kernel, [case]) for kernel in kernels)
+            others = gates.rival_calls(case)
+            accuracy = {name: gates.errors(call(), case) for name, call in others.items()}
             others = {name: others[name] for name in others if math.isfinite(accuracy[name][0])}  # NaN is no answer
             ours = {
-                finalist_name(place): partial(forward.launch, kernel, self.problem, case.operands, output, None)
+                finalist_name(place): gates.call_of(kernel, case, room)
                 for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True))
                 if verdict.ok
             }
@@ -192,7 +189,7 @@ class Outgrow:
             usual = _full_case(memory, self.problem).operands
             worst = inputs.outgrown(usual)
             case = validate.case_of(
-                self.problem, worst, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN, rows=SPOT_ROWS
+                self.problem, worst, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN, rows=validate.SPOT_ROWS
             )
             verdict = validate.judge(kernel, [case])
             if not verdict.ok:
@@ -222,6 +219,11 @@ class Outgrow:
             tiles=len(flags) if flags is not None else 0,
             redone=int(flags.sum()) if flags is not None else 0,
         )
+
+
+def _gates(problem: Problem) -> ModuleType:
+    """The room that judges what a problem's operation computes, and makes calls of it; both have the same functions."""
+    return gradients if problem.op is Op.BACKWARD else validate
 
 
 def kind_of(problem: Problem) -> Problem:
@@ -280,14 +282,13 @@ def _kernel(memory: Memory, source: Source) -> compile.Kernel:
     return kernel
 
 
-def _gate(memory: Memory, problem: Problem) -> Gate:
-    gate: Gate = _remembered(memory, ("gate", kind_of(problem)), lambda: Gate(problem, torch.device("cuda")))
-    return gate
+def _gate(memory: Memory, problem: Problem) -> Any:
+    return _remembered(memory, ("gate", kind_of(problem)), lambda: _gates(problem).Gate(problem, torch.device("cuda")))
 
 
-def _full_case(memory: Memory, problem: Problem) -> Case:
+def _full_case(memory: Memory, problem: Problem) -> Any:
     """The problem itself with contiguous inputs; those of several problems as long as they fill little of the card."""
-    cases: dict[Problem, Case] = memory.setdefault("full cases", {})
+    cases: dict[Problem, Any] = memory.setdefault("full cases", {})
     if problem in cases:
         cases[problem] = cases.pop(problem)  # the one that was asked for last is the last to go
         return cases[problem]
@@ -296,5 +297,5 @@ def _full_case(memory: Memory, problem: Problem) -> Case:
         cases.pop(next(iter(cases)))
     torch.cuda.empty_cache()
     generator = torch.Generator().manual_seed(1)
-    cases[problem] = validate.make_case(problem, torch.device("cuda"), generator, rows=SPOT_ROWS, guard=0)
+    cases[problem] = _gates(problem).full_case(problem, torch.device("cuda"), generator)
     return cases[problem]

@@ -118,7 +118,7 @@ class Summary:
     outcomes: dict[str, int]  # trials of this run
     kernels: int  # distinct kernels compiled and read
     seconds: float
-    path: Path
+    path: Path  # of the cache file; of its folder where problems have several operations
     compiling_seconds: float = 0.0  # of all compiler processes together
     card_seconds: float = 0.0  # of all GPUs together
 

@@ -106,7 +106,7 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
         call, plan, made: how these were understood, who answered, and with which output and LSE.
         answer: what the front door returns to its caller: views of these.
     """
-    if asked is None or not plan.lasting or not _tensors_are_all(tensors, call):
+    if asked is None or not plan.lasting or plan.gradients is not None or not _tensors_are_all(tensors, call):
         return
     known: _Kernel | _PyTorch | None
     if plan.kernel is not None:

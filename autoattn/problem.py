@@ -1,4 +1,4 @@
-"""One attention call as facts: what is computed, never how."""
+"""One attention call, or its gradients, as facts: what is computed, never how."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Op(str, Enum):
     """The operation; also the stem of its template, search space, cache file and module."""
 
     FORWARD = "forward"
+    BACKWARD = "backward"  # the gradients of query, key and value, from the output's gradient and what was saved
 
 
 class DType(str, Enum):
@@ -241,7 +242,8 @@ class Problem:
 
     def shares_kernels(self, other: Problem) -> bool:
         """Whether one kernel's text serves both: they differ only in the numbers of a launch, or in their numerics."""
-        return (self.family, self.mask.structure, self.packed) == (other.family, other.mask.structure, other.packed)
+        ours, theirs = ((one.op, one.family, one.mask.structure, one.packed) for one in (self, other))
+        return ours == theirs
 
     def lengths(self) -> tuple[tuple[int, int], ...]:
         """(queries, keys) of each sequence. A packed problem does not say them, so this is a mix that fits: the longest
@@ -275,15 +277,27 @@ class Problem:
         return first, last
 
     def flops(self) -> int:
-        """Floating-point operations of the kept pairs: two products of 2 operations per pair and element."""
-        return 2 * self.heads_q * self.kept_pairs() * (self.head_dim + self.head_dim_v)
+        """Floating-point operations of the kept pairs: 2 operations per pair and element of a product.
+
+        Forward has two products; backward has five, of which three sum or give elements of the head dim and two those
+        of a value.
+        """
+        elements = self.head_dim + self.head_dim_v
+        if self.op is Op.BACKWARD:
+            elements = 3 * self.head_dim + 2 * self.head_dim_v
+        return 2 * self.heads_q * self.kept_pairs() * elements
 
     def bytes(self) -> int:
-        """Bytes that must cross device memory: query, key and value read once, the output written once."""
-        queries = self.tokens_q if self.packed else self.batch * self.seq_q
-        keys = self.tokens_kv if self.packed else self.batch * self.seq_kv
-        read = self.heads_q * queries * self.head_dim + self.heads_kv * keys * (self.head_dim + self.head_dim_v)
-        return read * self.dtype.bytes + self.heads_q * queries * self.head_dim_v * self.dtype.output.bytes
+        """Bytes that must cross device memory: each input read once, each output written once.
+
+        Forward reads query, key and value and writes the output; backward reads all four, the output's gradient and
+        the LSE, and writes three gradients.
+        """
+        queries = self.heads_q * (self.tokens_q if self.packed else self.batch * self.seq_q)
+        keys = self.heads_kv * (self.tokens_kv if self.packed else self.batch * self.seq_kv)
+        read = (queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)) * self.dtype.bytes
+        output = queries * self.head_dim_v * self.dtype.output.bytes
+        return 2 * read + 2 * output + 4 * queries if self.op is Op.BACKWARD else read + output
 
     def __str__(self) -> str:
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
@@ -296,7 +310,8 @@ class Problem:
         layout = "" if self.layout is Layout.BHSD else f" {self.layout.value}"
         layout += f" {self.tokens_q}x{self.tokens_kv} tokens" if self.packed else ""
         numerics = [self.numerics.value] if self.numerics is not Numerics.ANY else []
-        name = f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
+        name = "" if self.op is Op.FORWARD else f"{self.op.value} "
+        name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
         return " ".join([name, *self.modifiers.names, *numerics])
 
 

@@ -105,8 +105,22 @@ def philox(seed: int, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
 
 
 def cut_to_tf32(tensor: Tensor) -> Tensor:
-    """float32 without the low 13 bits: what a tensor core sees of a float32 operand (PTX ISA, mma with .tf32)."""
-    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    """float32 without the low 13 bits: what a tensor core sees of a float32 operand (PTX ISA, mma with .tf32).
+
+    Its gradient is cut too, as an operand of the products of a backward pass.
+    """
+    cut: Tensor = _Cut.apply(tensor)
+    return cut
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return cut_to_tf32(gradients[0])
 
 
 def _product(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:

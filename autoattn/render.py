@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import jinja2
@@ -9,9 +10,9 @@ import jinja2
 from autoattn import expression, resources, space
 from autoattn.errors import CompileError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
-from autoattn.mask import Alignment, MaskKind
-from autoattn.problem import Bias, DType, Layout, Problem, padded, pieces
-from autoattn.variant import Source, Traits, Variant, digest_of
+from autoattn.mask import Alignment, Mask, MaskKind
+from autoattn.problem import Bias, DType, Layout, Op, Problem, padded, pieces
+from autoattn.variant import Source, Traits, Value, Variant, digest_of
 
 # Triton's names
 ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
@@ -48,7 +49,10 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
 
 def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
     """Why a template has no such kernel for tensors that lie as `traits` say, in one sentence; None when it has."""
-    if variant["softmax"] == NO_SOFTMAX and (reason := _why_no_bound(variant, problem, traits)) is not None:
+    if (
+        variant.as_dict().get("softmax") == NO_SOFTMAX
+        and (reason := _why_no_bound(variant, problem, traits)) is not None
+    ):
         return reason
     step = traits.alignment * problem.dtype.bytes
     needed = space.load(variant.template).step_bytes
@@ -94,33 +98,71 @@ def template_digest(template: str) -> str:
 def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, object]:
     """Everything that a template may ask of a problem; numbers of the launch are left out on purpose."""
     mask, modifiers = problem.mask, problem.modifiers
-    last = mask.bounded_right
-    score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
-    hides = last or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
-    hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
     points = space.load(variant.template)
     params = {**points.fixed, **points.params_of(variant)}
-    split, products = bool(params["HEAD_SPLIT"]), params["products"]
-    least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
-    return {
+    products = params["products"]
+    facts = {
         "dtype": problem.dtype.value,
         "element": ELEMENT[problem.dtype],
         "element_bytes": problem.dtype.bytes,
-        "output_element": ELEMENT[problem.dtype.output],
-        "float8": problem.dtype is DType.FLOAT8,
         "input_precision": products if products != AS_ASKED else problem.precision.value,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
+        "left": mask.bounded_left,
+        "right": bool(mask.right),
+        "last": mask.bounded_right,
+        "bottom_right": mask.alignment is Alignment.BOTTOM_RIGHT,
+        "on_scores": modifiers.on_scores,
+        "softcap": modifiers.softcap,
+        "alibi": modifiers.alibi,
+        "alignment": traits.alignment,
+        "strided": traits.alignment == 1,
+        "offset": "i64" if traits.wide else "i32",
+    }
+    if problem.op is Op.BACKWARD:
+        return facts | _backward_facts(problem, params, traits)
+    return facts | _forward_facts(problem, variant, params, traits)
+
+
+def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
+    """What the templates of gradients ask beside."""
+    widths = problem.head_dim_padded, problem.head_dim_v_padded
+    # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
+    readable = traits.alignment * problem.dtype.bytes >= 16
+    return {
+        "width_qk": widths[0],
+        "width_v": widths[1],
+        "padded_qk": widths[0] > problem.head_dim,
+        "padded_v": widths[1] > problem.head_dim_v,
+        "packed": problem.packed,
+        "bias": problem.modifiers.bias.value,
+        "bias_element": traits.bias,
+        "dropout": problem.modifiers.dropout,
+        "ends_at_keys": _ends_at_keys(problem.mask),
+        "queries_boxes": readable and params["queries_loads"] == "descriptor",
+        "keys_boxes": readable and params["keys_loads"] == "descriptor",
+    }
+
+
+def _forward_facts(
+    problem: Problem, variant: Variant, params: Mapping[str, Value], traits: Traits
+) -> dict[str, object]:
+    """What the templates of outputs ask beside."""
+    mask, modifiers = problem.mask, problem.modifiers
+    score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
+    hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
+    hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
+    split = bool(params["HEAD_SPLIT"])
+    least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
+    return {
+        "output_element": ELEMENT[problem.dtype.output],
+        "float8": problem.dtype is DType.FLOAT8,
         "parts_qk": _parts(problem.head_dim, split, least),
         "parts_v": _parts(problem.head_dim_v, params["HEAD_SPLIT"] == 1, least),
         "whole_qk": _parts(problem.head_dim, False, least),
         "whole_v": _parts(problem.head_dim_v, False, least),
         "tiles_n": _key_tiles(int(variant["BLOCK_N"])),
         "packed": problem.packed,
-        "left": mask.bounded_left,
-        "right": bool(mask.right),
-        "last": last,
-        "bottom_right": mask.alignment is Alignment.BOTTOM_RIGHT,
         "sparse": mask.sparse,
         "block_q": mask.block_q,
         "block_kv": mask.block_kv,
@@ -128,9 +170,6 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "needs_mask": _needs_mask(problem),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
         "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
-        "on_scores": modifiers.on_scores,
-        "softcap": modifiers.softcap,
-        "alibi": modifiers.alibi,
         "bias": modifiers.bias.value,
         "bias_element": traits.bias,
         "sinks": modifiers.sinks,
@@ -139,9 +178,6 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "mask_lines": keep.triton() if keep else [],
         "score_captures": _captures(score),
         "mask_captures": _captures(keep),
-        "alignment": traits.alignment,
-        "strided": traits.alignment == 1,
-        "offset": "i64" if traits.wide else "i32",
         "lse": traits.lse,
     }
 
@@ -154,10 +190,14 @@ def _visible(problem: Problem) -> str:
         tests.append("o_n[None, :] <= o_m[:, None] + last")
     if mask.bounded_left:
         tests.append("o_n[None, :] >= o_m[:, None] + first")
-    # Aligned bottom-right, a causal mask ends at seq_kv by itself.
-    if not (mask.causal and mask.alignment is Alignment.BOTTOM_RIGHT) and mask.right != 0:
+    if not _ends_at_keys(mask):
         tests.append("o_n[None, :] < seq_kv")
     return tests[0] if len(tests) == 1 else " & ".join(f"({test})" for test in tests)
+
+
+def _ends_at_keys(mask: Mask) -> bool:
+    """Whether the mask ends at seq_kv by itself, as a causal one that is aligned bottom-right does."""
+    return (mask.causal and mask.alignment is Alignment.BOTTOM_RIGHT) or mask.right == 0
 
 
 def _needs_mask(problem: Problem) -> str:

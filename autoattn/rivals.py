@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -92,6 +93,32 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
                 torch.cuda.empty_cache()
             continue
         found[name] = call
+    return found
+
+
+def gradient_calls(
+    problem: Problem, operands: Operands, output_grad: Tensor
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """The backward passes of the rivals that take these operands, ready to be timed: each was run once.
+
+    A call gives the gradients of query, key and value alone, of a forward pass that is done and whose graph is kept.
+    """
+    leaves = tuple(
+        tensor.detach().clone().requires_grad_() for tensor in (operands.query, operands.key, operands.value)
+    )
+    traced = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+    found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    for name, call in calls(problem, traced).items():
+        try:
+            backward = partial(torch.autograd.grad, call(), leaves, output_grad, retain_graph=True)
+            backward()
+            if output_grad.is_cuda:
+                torch.cuda.synchronize(output_grad.device)
+        except RuntimeError:  # no backward of this backend for these inputs, or out of memory
+            if output_grad.is_cuda:
+                torch.cuda.empty_cache()
+            continue
+        found[name] = backward
     return found
 
 

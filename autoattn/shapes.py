@@ -15,7 +15,7 @@ from autoattn import expression
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expression import SCORE_NAMES
 from autoattn.mask import Mask
-from autoattn.problem import MAX_SIZE, Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
+from autoattn.problem import MAX_SIZE, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.resources import read_yaml
 
 VERSION = 1
@@ -187,6 +187,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             tokens_kv=point.get("tokens_kv", 0),
             precision=precision,
             numerics=point.get("numerics", Numerics.ANY),
+            op=point.get("operation", Op.FORWARD),
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
@@ -251,6 +252,10 @@ def _numerics(key: str, value: object) -> Numerics:
     return Numerics(_choice(key, value, [numerics.value for numerics in Numerics]))
 
 
+def _operation(key: str, value: object) -> Op:
+    return Op(_choice(key, value, [op.value for op in Op]))
+
+
 def _choice(key: str, value: object, known: list[str]) -> str:
     if not isinstance(value, str) or value not in known:
         listed = f"{', '.join(known[:-1])} or {known[-1]}"
@@ -289,6 +294,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "tokens_q": _size,
     "tokens_kv": _size,
     "numerics": _numerics,
+    "operation": _operation,
     "score_mod": _score_mod,
     "softcap": _switch,
     "alibi": _switch,

@@ -48,9 +48,10 @@ def tune(
             "tune there, or for time"
         )
     begin = time.monotonic()
-    path = cache.path_of(options.cache, device, Op.FORWARD)
+    ops = {problem.op for problem in problems}
+    paths = [cache.path_of(options.cache, device, op) for op in sorted(ops or {Op.FORWARD})]
     interrupted = False
-    known = _known(options.cache, device, measured)
+    known = {key: entry for op in ops for key, entry in _known(options.cache, device, measured, op).items()}
     cards = _cards(device, measured, options)
     shared = storage.server(options.storage) if options.storage is not None else None
     with Workshop(device, measured=measured, jobs=options.jobs, cards=cards) as shop:
@@ -72,7 +73,7 @@ def tune(
         compiling_seconds=compiling,
         card_seconds=looking,
         seconds=time.monotonic() - begin,
-        path=path,
+        path=paths[0] if len(paths) == 1 else paths[0].parent,
     )
 
 
@@ -131,7 +132,7 @@ class _All:
             self.failed[problem.key] = result
         else:
             self.entries[problem.key] = result
-            cache.merge(self.options.cache, self.device, Op.FORWARD, [result])
+            cache.merge(self.options.cache, self.device, problem.op, [result])
         self.listen(_done(problem, index, total, result))
 
 
@@ -287,12 +288,12 @@ def _cards(device: Device, measured: bool, options: Options) -> tuple[str, ...]:
     return cards[: options.workers]
 
 
-def _known(folder: Path, device: Device, measured: bool) -> dict[str, CacheEntry]:
-    """The entries that there are, less those that another card measured."""
-    path = cache.path_of(folder, device, Op.FORWARD)
+def _known(folder: Path, device: Device, measured: bool, op: Op) -> dict[str, CacheEntry]:
+    """The entries that there are of an operation, less those that another card measured."""
+    path = cache.path_of(folder, device, op)
     if measured and path.exists() and cache.read(path).fingerprint != device.fingerprint:
         return {}
-    return cache.lookup(folder, device, Op.FORWARD)
+    return cache.lookup(folder, device, op)
 
 
 def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Options) -> bool:

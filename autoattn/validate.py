@@ -15,13 +15,14 @@ NaN, so that an element never written is seen; every case runs twice and must ag
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from autoattn import inputs, reference
+from autoattn import inputs, reference, rivals
 from autoattn.compile import Kernel
 from autoattn.inputs import LOUD_RISE, OUTGROWN_RISE, STEEP_RISE, Scores
 from autoattn.mask import Mask, MaskKind
@@ -44,6 +45,7 @@ WINDOWS = ((40, 9), (0, 0), (7, 64), (130, 3), (64, 0))  # (left, right), as far
 # Beside its own lengths, a packed case holds sequences of these: empty ones, and ones with keys or queries alone.
 BESIDE = ((0, 0), (3, 0), (1, 5), (0, 9), (33, 18))
 TAIL = 5  # tokens behind the last packed sequence
+SPOT_ROWS = 64  # query rows that are compared at full size; the small cases compare all
 GROUPS = (1, 2)  # query heads that share a key head; a kernel's text serves all group sizes and both layouts
 
 
@@ -137,9 +139,13 @@ def make_small_case(
     scores: Scores = Scores.PLAIN,
 ) -> Case:
     """A case of the same kind as `problem`, small; `number` picks among group sizes, layouts and windows."""
-    lengths = (*BESIDE[:2], (seq_q, seq_kv), *BESIDE[2:]) if problem.packed else None
-    one = small(problem, seq_q, seq_kv, number)
+    one, lengths = small(problem, seq_q, seq_kv, number), lengths_of(problem, seq_q, seq_kv)
     return make_case(one, device, generator, scores=scores, guard=GUARD_ROWS, lengths=lengths)
+
+
+def lengths_of(problem: Problem, seq_q: int, seq_kv: int) -> tuple[tuple[int, int], ...] | None:
+    """(queries, keys) of each sequence of a small packed case; None where it is not packed."""
+    return (*BESIDE[:2], (seq_q, seq_kv), *BESIDE[2:]) if problem.packed else None
 
 
 def make_case(
@@ -155,6 +161,11 @@ def make_case(
     """Random operands for `problem`, and the reference's answer for all or for `rows` random query rows."""
     operands = inputs.make(problem, device, generator, scores=scores, guard=guard, lengths=lengths)
     return case_of(problem, operands, generator, scores=scores, rows=rows, guard=guard)
+
+
+def full_case(problem: Problem, device: torch.device, generator: torch.Generator) -> Case:
+    """The problem itself with contiguous inputs, compared at a few rows."""
+    return make_case(problem, device, generator, rows=SPOT_ROWS, guard=0)
 
 
 def case_of(
@@ -268,6 +279,21 @@ def run(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor | None]:
         lse = torch.full(output.shape[:3], math.nan, dtype=torch.float32, device=output.device)
     forward.launch(kernel, problem, operands, output, lse)
     return output, lse
+
+
+def room_of(case: Case) -> Tensor:
+    """What kernels that are timed on a case may all write to: the output."""
+    return forward.empty_output(case.problem, case.operands.query)
+
+
+def call_of(kernel: Kernel, case: Case, room: Tensor) -> Callable[[], object]:
+    """The kernel on a case's tensors, ready to be timed."""
+    return partial(forward.launch, kernel, case.problem, case.operands, room, None)
+
+
+def rival_calls(case: Case) -> dict[str, Callable[[], Tensor]]:
+    """The rivals on a case's tensors, ready to be timed."""
+    return rivals.calls(case.problem, case.operands)
 
 
 def empty_output(problem: Problem, guard: int, device: torch.device) -> Tensor:

@@ -106,7 +106,7 @@ class _Verifier:
             return self._found(entry, Finding.BROKEN, f"{result.outcome.value} at full size: {result.detail}")
         if not result.verdicts[0].ok:
             return self._found(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
-        if entry.variant["softmax"] == render.FIRST_MAX:
+        if entry.variant.as_dict().get("softmax") == render.FIRST_MAX:
             worst = self.shop.alone(self.shop.outgrow(entry.problem, entry.variant, seed=0))
             if isinstance(worst, Failure):
                 return self._found(

@@ -101,7 +101,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
     if isinstance(decision, str):
         return decision
     worst: WorstCase | Failure | None = None
-    if decision.winner.variant["softmax"] == render.FIRST_MAX:
+    if decision.winner.variant.as_dict().get("softmax") == render.FIRST_MAX:
         worst = yield from search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
     if isinstance(worst, Failure):
         return f"the winner's worst case ended with a {worst.outcome.value}: {worst.detail}"

@@ -17,7 +17,7 @@ from autoattn.entry import WorstCase
 from autoattn.inspecting import Inspect
 from autoattn.jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
-from autoattn.problem import DType, Precision, Problem, padded, pieces
+from autoattn.problem import DType, Op, Precision, Problem, padded, pieces
 from autoattn.rounds import PATIENCE
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
@@ -324,6 +324,8 @@ class Workshop:
         Barriers are left out, since the interpreter runs one program's threads as one.
         """
         dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
+        if problem.op is Op.BACKWARD:
+            return _gradient_structure(replace(problem, dtype=dtype), variant)
         split = bool(variant["HEAD_SPLIT"])
         odd = render.natural_traits(problem).alignment == 1  # nothing divides the strides: a branch of its own
         head_dim = head_dim_v = _small_head_dim(problem.head_dim, split=split, odd=odd)
@@ -356,6 +358,21 @@ class Workshop:
 def _code(slot: _Slot, report: StaticReport) -> str:
     """Names the kernel that a variant's text became."""
     return report.code or slot.source.digest
+
+
+def _gradient_structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
+    """The same of kernels for gradients."""
+    odd = render.natural_traits(problem).alignment == 1
+    head_dim = _small_head_dim(problem.head_dim, split=False, odd=odd)
+    head_dim_v = head_dim
+    if problem.head_dim_v != problem.head_dim:
+        head_dim_v = _small_head_dim(problem.head_dim_v, split=False, odd=odd)
+        head_dim_v += 16 * (head_dim_v == head_dim)
+    kind = replace(kind_of(problem), head_dim=head_dim, head_dim_v=head_dim_v)
+    least = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1}
+    tiles = {name: value for name in variant.as_dict() for end, value in least.items() if name.endswith(end)}
+    params = variant.as_dict() | tiles | {"HEAD_GROUP": 4, "products": render.AS_ASKED}
+    return kind, render.render(kind, Variant.of(variant.template, params))
 
 
 def _tiles(mask: Mask) -> dict[str, int]:

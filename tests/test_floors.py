@@ -52,6 +52,7 @@ FLOORS = (
         "blocks",
         "captures",
         "trace",
+        "gradients",
     },
     {
         "tune",
@@ -72,6 +73,7 @@ FLOORS = (
     {
         "dispatch",
         "answer",
+        "learning",
         "arguments",
         "modifying",
         "packing",

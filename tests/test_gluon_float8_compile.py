@@ -45,7 +45,7 @@ def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], 
     assert seeds
     rendered = render.render(one, seeds[0], Traits(alignment=16, lse=True))
     assert inspect(rendered, 90).loop
-    before = build(rendered, 90, before=True).asm["ptx"]
+    before = build(rendered, 90, "forward_before").asm["ptx"]
     assert "ld.global.b32" in before, "four values at a time"
     assert "st.global.v4.b32" in before, "sixteen keys at a time"
 

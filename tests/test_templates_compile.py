@@ -27,8 +27,8 @@ from autoattn.variant import Source, Traits, Variant
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200"}
-# Those for every card; test_gluon_compile.py has the family for Hopper.
-TEMPLATES = [name for op in Op for name in resources.template_names(op) if name.startswith("triton/")]
+# Those for every card; test_gluon_compile.py has the family for Hopper, test_backward_compile.py the gradients.
+TEMPLATES = [name for name in resources.template_names(Op.FORWARD) if name.startswith("triton/")]
 
 
 def kinds() -> Iterator[tuple[Problem, Traits]]:

@@ -172,7 +172,7 @@ def _arguments(
         for axis, stride in zip("bhsd", tensor.stride(), strict=True):
             arguments[f"stride_{name}{axis}"] = stride
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
-        arguments |= _modifiers(operands)
+        arguments |= modifiers(operands)
     if operands.table is not None:
         arguments |= _table(operands.table)
     if hasattr(kernel.module, "DESCRIPTORS"):
@@ -211,8 +211,8 @@ def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | f
     }
 
 
-def _modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
-    """What changes scores and weights."""
+def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
+    """What changes scores and weights, by the names of a signature."""
     found: dict[str, Tensor | int | float | None] = {
         "softcap": operands.softcap,
         "slopes_ptr": operands.slopes,

@@ -1,0 +1,132 @@
+"""Attention that autograd knows: forward by a kernel that leaves the LSE, backward by kernels that were tuned.
+
+Saved are query, key, value, output and LSE, which grow with the lengths and not with their product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoattn import redone, render
+from autoattn.compile import Kernel
+from autoattn.dispatch import Explanation, Level
+from autoattn.entry import KERNEL
+from autoattn.errors import TensorError
+from autoattn.operands import Operands
+from autoattn.ops import backward, forward
+from autoattn.ops.backward import Saved
+from autoattn.problem import Layout, Op, Problem
+from autoattn.variant import Traits
+
+MEASURED = (Level.EXACT, Level.BUCKET, Level.NEAREST)  # nobody's gradients go to a kernel that nobody measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pass:
+    """A call that somebody may differentiate, and the kernels of both of its passes."""
+
+    problem: Problem  # forward
+    operands: Operands
+    forward: Kernel  # leaves the LSE
+    backward: Kernel
+
+
+def backward_of(problem: Problem) -> Problem:
+    """The problem of a call's gradients."""
+    return replace(problem, op=Op.BACKWARD)
+
+
+def why_not(problem: Problem, operands: Operands, *, lse: bool) -> str | None:
+    """Why no backward kernel may serve a call whose inputs need gradients, whatever was tuned; None when one may."""
+    if torch._C._functorch.get_interpreter_stack():
+        return "torch.func differentiates it, which takes PyTorch's own derivatives"
+    learners = {"alibi_slopes": operands.slopes, "bias": operands.bias}
+    for name, tensor in learners.items():
+        if tensor is not None and tensor.requires_grad:
+            return f"no backward kernel gives the gradient of {name}"
+    return "no backward kernel takes the gradient of an LSE, which is returned too" if lse else None
+
+
+def why_not_by(explanation: Explanation) -> str | None:
+    """Why what was found for a backward problem does not run; None when a kernel of ours that was measured does."""
+    if explanation.route == KERNEL and explanation.level in MEASURED:
+        return None
+    if explanation.level in MEASURED:
+        return f"{explanation.route} was the fastest for the gradients"
+    return "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"
+
+
+def traits_of(problem: Problem, operands: Operands) -> Traits:
+    """What the memory of the inputs and of new gradients asks of backward kernels; output gradients follow."""
+    asked = forward.traits_of(operands.query, operands.key, operands.value, bias=operands.bias)
+    new = render.natural_traits(problem)
+    return Traits(alignment=math.gcd(asked.alignment, new.alignment), wide=asked.wide or new.wide, bias=asked.bias)
+
+
+def attend(one: Pass) -> Tensor:
+    """The output [batch, heads_q, seq_q, head_dim_v], whose gradients come from the backward kernels."""
+    operands = one.operands
+    output: Tensor = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, one)
+    return output
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, one: Pass) -> Tensor:
+        operands = replace(one.operands, query=query, key=key, value=value, sinks=sinks)
+        output = forward.empty_output(one.problem, query)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        flags = forward.launch(one.forward, one.problem, operands, output, lse, counting=bool(redone.counting))
+        if flags is not None:
+            redone.note(flags)
+        ctx.save_for_backward(query, key, value, output, lse, sinks)
+        # Without what is saved, so that nothing keeps it alive but autograd.
+        nothing = query.new_empty(0)
+        ctx.operands = replace(operands, query=nothing, key=nothing, value=nothing, sinks=None)
+        ctx.problem, ctx.kernel = one.problem, one.backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = _Gradients.apply(output_grads[0], *ctx.saved_tensors, ctx.operands, ctx.problem, ctx.kernel)
+        return (*(grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)), None)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that a second derivative meets an error and not a zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
+        sinks: Tensor | None, operands: Operands, problem: Problem, kernel: Kernel,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
+        gradients = backward.empty_gradients(problem, operands)
+        saved = Saved(output=output, lse=lse, output_grad=_as_read(output_grad, problem, kernel))
+        backward.launch(kernel, problem, operands, saved, gradients)
+        return gradients.query, gradients.key, gradients.value, gradients.sinks
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise TensorError(
+            "attention must be differentiated once, got a second time, for which there is no kernel; write the formula "
+            "in plain PyTorch, or use F.scaled_dot_product_attention with its backend MATH, where that is needed"
+        )
+
+
+def _as_read(output_grad: Tensor, problem: Problem, kernel: Kernel) -> Tensor:
+    """An output gradient as the kernel reads it: sums and expansions leave strides of 0 and axes in any order."""
+    traits = kernel.source.traits
+    asked = forward.traits_of(output_grad)
+    steps = zip(output_grad.shape, output_grad.stride(), strict=True)
+    apart = all(step > 0 for size, step in steps if size > 1)
+    if apart and asked.alignment % traits.alignment == 0 and asked.wide <= traits.wide:
+        return output_grad
+    if problem.layout is Layout.BHSD:
+        return output_grad.contiguous()
+    return output_grad.transpose(1, 2).contiguous().transpose(1, 2)

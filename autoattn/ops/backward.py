@@ -1,0 +1,137 @@
+"""The host side of the backward kernels: the gradients of query, key and value."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from autoattn.compile import Descriptor, Kernel
+from autoattn.operands import Operands
+from autoattn.ops import forward
+from autoattn.problem import Layout, Problem
+
+ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """What the forward pass leaves, and what comes back from behind it."""
+
+    output: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, as the forward pass rounded it
+    lse: Tensor  # [batch, heads_q, seq_q] float32, contiguous, in natural logarithms
+    output_grad: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, the output's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gradients:
+    """Of the tensors of the same names, in their shapes and dtypes."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None  # [heads_q] float32
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """(name, gradient) of those that every call has."""
+        return ("query", self.query), ("key", self.key), ("value", self.value)
+
+
+def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
+    """New gradients, each contiguous in the problem's layout, as [batch, heads, seq, head_dim] views."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        if problem.layout is Layout.BHSD:
+            return tensor.new_empty(tensor.shape)
+        return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+
+    query, key, value = (empty(tensor) for tensor in (operands.query, operands.key, operands.value))
+    sinks = torch.empty_like(operands.sinks) if operands.sinks is not None else None
+    return Gradients(query=query, key=key, value=value, sinks=sinks)
+
+
+def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
+    """Runs the kernels on the current stream of the tensors' device."""
+    rows = empty_rows(operands.query)
+    arguments = _arguments(problem, operands, saved, gradients, rows)
+    tensors = {
+        "query": operands.query,
+        "key": operands.key,
+        "value": operands.value,
+        "output_grad": saved.output_grad,
+        "row_lse": rows[0].view(-1),
+        "delta": rows[1].view(-1),
+    }
+    for name, kind in kernel.module.SIGNATURE.items():
+        if kind.startswith("tensordesc"):  # query_tile and query_step are boxes of the query, of their own sizes
+            arguments[name] = _box(kernel, tensors[name.rpartition("_")[0]], kind)
+    sizes = problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2]
+    grids = kernel.module.grids(*sizes)
+    for part in kernel.parts:
+        part.launch(grids[part.name], arguments)
+    if operands.sinks is not None and gradients.sinks is not None:
+        gradients.sinks.copy_(_of_sinks(operands.sinks, rows[..., : operands.query.shape[2]]))
+
+
+def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of a sink, which is a score without a value: minus its weight times delta, over all queries."""
+    row_lse, delta = rows
+    weights = torch.exp2(sinks[:, None] * math.log2(math.e) - row_lse)
+    return -(weights * delta).sum((0, 2))
+
+
+def empty_rows(query: Tensor) -> Tensor:
+    """[2, batch, heads_q, rows] float32: room for each query's LSE in powers of two, and for its delta."""
+    batch, heads_q, seq_q, _ = query.shape
+    return query.new_empty((2, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
+
+
+def _arguments(
+    problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor
+) -> dict[str, object]:
+    """All that a signature may name, but for boxes."""
+    arguments: dict[str, object] = {
+        "lse_ptr": saved.lse,
+        "row_lse_ptr": rows[0],
+        "delta_ptr": rows[1],
+        "stride_r": rows.shape[3],
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "cu_seqlens_q_ptr": operands.cu_seqlens_q,
+        "cu_seqlens_kv_ptr": operands.cu_seqlens_kv,
+        "tokens_q": operands.query.shape[2],
+        "tokens_kv": operands.key.shape[2],
+        "seq_q": operands.query.shape[2],
+        "seq_kv": operands.key.shape[2],
+        "scale": operands.scale,
+        "window_left": problem.mask.left,
+        "window_right": problem.mask.right,
+    }
+    if problem.modifiers.on_scores or problem.modifiers.dropout:
+        arguments |= forward.modifiers(operands)
+    tensors = (
+        *(("q", "query", operands.query), ("k", "key", operands.key), ("v", "value", operands.value)),
+        *(("o", "output", saved.output), ("do", "output_grad", saved.output_grad)),
+        *((f"d{name[0]}", f"{name}_grad", gradient) for name, gradient in gradients.named()),
+    )
+    for short, name, tensor in tensors:
+        arguments[f"{name}_ptr"] = tensor
+        for axis, stride in zip("bhsd", tensor.stride(), strict=True):
+            arguments[f"stride_{short}{axis}"] = stride
+    return arguments
+
+
+def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescriptor:
+    """What a kernel reads boxes of a tensor with: for the TMA unit, or for the interpreter that stands in for it."""
+    described = Descriptor.of(tensor)
+    if kernel.device.type == "cuda":
+        return described
+    found = re.search(r"\[(.*)\]", kind)
+    assert found is not None
+    block = [int(size) for size in found[1].split(",")]
+    return TensorDescriptor(tensor, list(described.shape), list(described.strides), block)

@@ -1,0 +1,111 @@
+"""Problems and variants of the backward template, and what becomes of its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import interpreted
+import kernels
+import torch
+
+from autoattn import gradients, inputs, learning, reference, render, space, validate
+from autoattn.compile import load
+from autoattn.inputs import Scores
+from autoattn.problem import Op, Problem
+from autoattn.trial import Verdict
+from autoattn.variant import Source, Traits, Value, Variant
+from autoattn.workers import Failure, Pool
+
+TEMPLATE = "triton/backward"
+BASE: dict[str, Value] = {
+    "queries_loads": "pointer",
+    "keys_loads": "pointer",
+    "products": "as_asked",
+    "QUERIES_BLOCK_M": 16,
+    "QUERIES_BLOCK_N": 16,
+    "queries_num_warps": 1,
+    "queries_num_stages": 1,
+    "KEYS_BLOCK_N": 16,
+    "KEYS_BLOCK_M": 16,
+    "keys_num_warps": 1,
+    "keys_num_stages": 1,
+    "HEAD_GROUP": 1,
+}
+
+
+def problem(**changes: Any) -> Problem:
+    """A small backward problem; `mask` may be words."""
+    return kernels.problem(op=Op.BACKWARD, **changes)
+
+
+def variant(**changes: Value) -> Variant:
+    """The smallest variant, changed."""
+    return space.load(TEMPLATE).variant(BASE | changes)
+
+
+def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+    """The rendered kernels of the smallest variant, changed."""
+    return render.render(one, variant(**changes), traits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A kernel, and a problem on which the gate for gradients judges it."""
+
+    source: Source
+    problem: Problem
+    scores: Scores = Scores.PLAIN
+    small: tuple[int, int] | None = None  # the lengths of a case of the gate's, in place of the problem itself
+
+    def run(self, memory: dict[Hashable, Any]) -> Verdict:
+        """Runs in the child."""
+        torch.set_num_threads(1)
+        facts: tuple[Any, ...] = interpreted.CPU, torch.Generator().manual_seed(0)
+        if self.small is not None:
+            case = gradients.make_small_case(self.problem, *self.small, 1, *facts, scores=self.scores)
+        else:
+            case = gradients.make_case(self.problem, *facts, scores=self.scores, guard=validate.GUARD_ROWS)
+        return gradients.judge(load(self.source, interpreted.CPU), [case])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differentiated:
+    """Both passes by kernels, as autograd runs them: the largest errors of the output and of the gradients."""
+
+    forward: Source
+    backward: Source
+    problem: Problem  # forward
+
+    def run(self, memory: dict[Hashable, Any]) -> dict[str, float]:
+        """Runs in the child; the output is summed, so that its gradient has strides of 0."""
+        torch.set_num_threads(1)
+        operands = inputs.make(self.problem, interpreted.CPU, torch.Generator().manual_seed(0))
+        three = operands.query, operands.key, operands.value
+        found: dict[str, list[torch.Tensor]] = {}
+        for name in ("ours", "theirs"):
+            leaves = [tensor.detach().clone().requires_grad_() for tensor in three]
+            part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+            if name == "ours":
+                kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
+                output = learning.attend(
+                    learning.Pass(problem=self.problem, operands=part, forward=kernels_[0], backward=kernels_[1])
+                )
+            else:
+                output = reference.attention(self.problem, part)[0]
+            found[name] = [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
+        pairs = zip(("output", "query", "key", "value"), found["ours"], found["theirs"], strict=True)
+        return {name: float((ours.double() - theirs).abs().max()) for name, ours, theirs in pairs}
+
+
+def judged(
+    child: Pool, one: Problem, traits: Traits | None = None, scores: Scores = Scores.PLAIN, *,
+    source_: Source | None = None, small: tuple[int, int] | None = None, **changes: Value,
+) -> Verdict:  # fmt: skip
+    """The gate's verdict on the smallest variant, changed, for one problem."""
+    made = source_ if source_ is not None else source(one, traits, **changes)
+    verdict = child.result(Judged(source=made, problem=one, scores=scores, small=small), interpreted.SECONDS)
+    assert not isinstance(verdict, Failure), f"{verdict.outcome.value}: {verdict.detail}"
+    assert isinstance(verdict, Verdict)
+    return verdict

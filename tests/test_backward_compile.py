@@ -1,0 +1,87 @@
+"""The backward template compiles, into the machine code that its text means; no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradient_kernels
+import pytest
+
+from autoattn import profiles, render, space
+from autoattn.compile import build, inspect, load_module, parts_of
+from autoattn.mask import Mask
+from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.variant import Traits
+
+CARDS = {80: "a30", 90: "h200"}
+
+
+def large(**changes: Any) -> Problem:
+    facts = {"dtype": DType.BFLOAT16, "batch": 4, "heads_q": 16, "heads_kv": 16, "seq_q": 4096, "seq_kv": 4096}
+    return Problem(**{**facts, "head_dim": 64, "op": Op.BACKWARD, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": Mask.parse("window:40,9"), "modifiers": Modifiers(softcap=True, alibi=True), "head_dim_v": 40},
+        {"dtype": DType.FLOAT32, "precision": Precision.TF32, "head_dim": 57},
+        {"dtype": DType.FLOAT32, "mask": Mask.parse("causal:top-left")},
+        {"mask": Mask.parse("causal"), "modifiers": Modifiers(sinks=True, dropout=True, bias=Bias.ADDITIVE)},
+        {"layout": Layout.PACKED, "tokens_q": 9999, "tokens_kv": 9999, "mask": Mask.parse("causal")},
+    ],
+    ids=str,
+)
+def test_the_smallest_tiles_compile_on_each_card(arch: int, changes: dict[str, Any]) -> None:
+    one = large(**changes)
+    source = gradient_kernels.source(one, Traits(alignment=1, wide=True) if one.head_dim == 57 else None)
+    for name in parts_of(load_module(source)):
+        compiled = build(source, arch, name)
+        assert f".target sm_{arch}" in compiled.asm["ptx"]
+        assert "atom." not in compiled.asm["ptx"]
+        assert "red." not in compiled.asm["ptx"].replace("shared.", "")
+
+
+@pytest.mark.slow
+def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_memory() -> None:
+    one, device = large(head_dim=128, mask=Mask.parse("causal")), profiles.named("h200")
+    source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
+    report = inspect(source, 90)
+    assert report.loop["UTMALDG.4D"] == 4, "a key and a value, a query and a gradient"
+    assert report.loop["UTMALDG.1D"] == 2, "LSE and delta"
+    assert sum(count for name, count in report.loop.items() if name.startswith(("LDL", "STL"))) <= 4
+    assert report.spilled_bytes <= 64
+
+
+def test_a_report_of_both_kernels_names_the_most_that_either_needs() -> None:
+    source = gradient_kernels.source(large(), KEYS_BLOCK_N=64, KEYS_BLOCK_M=32, keys_num_warps=4)
+    report = inspect(source, 80)
+    alone = [build(source, 80, name).metadata for name in parts_of(load_module(source))]
+    assert report.num_warps == 4
+    assert report.shared_bytes >= max(one.shared for one in alone) > min(one.shared for one in alone)
+
+
+def test_what_has_no_gradient_kernel_is_refused_with_a_reason() -> None:
+    device, points = profiles.named("h200"), space.load(gradient_kernels.TEMPLATE)
+    least = gradient_kernels.variant()
+    for changes, word in (
+        ({"dtype": DType.FLOAT8}, "float8"),
+        ({"modifiers": Modifiers(score_mod="score * 2")}, "score_mod"),
+        ({"mask": Mask.blocks(64, 64, 0.5)}, "block tables"),
+        ({"dtype": DType.FLOAT32, "precision": Precision.TF32X3}, "ieee or tf32"),
+    ):
+        reason = points.why_infeasible(least, large(**changes), device)
+        assert reason is not None
+        assert word in reason
+
+
+@pytest.mark.parametrize("card", ["h200", "a30"])
+@pytest.mark.parametrize("head_dim", [1, 64, 80, 128, 256])
+@pytest.mark.parametrize(
+    "numbers", [(DType.FLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE), (DType.FLOAT32, Precision.TF32)]
+)
+def test_every_head_dim_has_a_default(card: str, head_dim: int, numbers: tuple[DType, Precision]) -> None:
+    one = large(dtype=numbers[0], precision=numbers[1], head_dim=head_dim)
+    points = space.load(gradient_kernels.TEMPLATE)
+    assert points.why_infeasible(points.default(one, profiles.named(card)), one, profiles.named(card)) is None

@@ -1,0 +1,144 @@
+"""The backward template's numbers, in Triton's interpreter: every mask, awkward sizes and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gradient_kernels
+import interpreted
+import kernels
+import pytest
+from gradient_kernels import Differentiated, judged, problem
+
+from autoattn import render
+from autoattn.inputs import Scores
+from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision
+from autoattn.variant import Traits
+from autoattn.workers import Failure, Pool
+
+pytestmark = pytest.mark.interpreter
+
+MASKS = ("full", "causal", "causal:top-left", "window:5,3", "window:0,0", "window:7,-1", "window:-1,3", "window:20,0")
+POINTS = kernels.covering(
+    {
+        "mask": MASKS,
+        "lengths": ((17, 37), (37, 17), (32, 16)),
+        "heads": ((2, 2, 2), (1, 6, 2), (2, 3, 1)),
+        "dims": ((16, 16), (24, 40), (13, 13)),
+        "layout": (Layout.BHSD, Layout.BSHD),
+        "dtype": (DType.FLOAT16, DType.FLOAT32),
+        "queries_loads": ("pointer", "descriptor"),
+        "keys_loads": ("pointer", "descriptor"),
+        "tiles": ((16, 16, 16, 16), (32, 16, 16, 32), (16, 32, 32, 16)),
+        "HEAD_GROUP": (1, 4),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Pool]:
+    with interpreted.pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: "-".join(str(value) for value in point.values()))
+def test_gradients_agree_with_autograd_through_the_reference(child: Pool, point: dict[str, Any]) -> None:
+    batch, heads_q, heads_kv = point["heads"]
+    one = problem(
+        dtype=point["dtype"], mask=point["mask"], layout=point["layout"], batch=batch, heads_q=heads_q,
+        heads_kv=heads_kv, seq_q=point["lengths"][0], seq_kv=point["lengths"][1], head_dim=point["dims"][0],
+        head_dim_v=point["dims"][1],
+    )  # fmt: skip
+    names = ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N", "KEYS_BLOCK_N", "KEYS_BLOCK_M")
+    tiles = dict(zip(names, point["tiles"], strict=True))
+    loads = {name: point[name] for name in ("queries_loads", "keys_loads")}
+    verdict = judged(child, one, HEAD_GROUP=point["HEAD_GROUP"], **loads, **tiles)
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("scores", [Scores.LOUD, Scores.STEEP])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
+def test_scores_that_rise_far_keep_their_gradients(child: Pool, scores: Scores, dtype: DType) -> None:
+    verdict = judged(child, problem(dtype=dtype, mask="causal", seq_q=37, seq_kv=50), scores=scores)
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize(
+    "modifiers", [Modifiers(softcap=True), Modifiers(alibi=True), Modifiers(softcap=True, alibi=True)]
+)
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_changed_scores_have_gradients(child: Pool, modifiers: Modifiers, loads: str) -> None:
+    one = problem(mask="window:9,4", modifiers=modifiers, dtype=DType.FLOAT32)
+    assert judged(child, one, queries_loads=loads, keys_loads=loads).ok
+
+
+def test_tf32_gradients_are_as_good_as_pytorchs(child: Pool) -> None:
+    assert judged(child, problem(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal")).ok
+
+
+@pytest.mark.parametrize("bias", [Bias.KEYS, Bias.BOOLEAN, Bias.ADDITIVE])
+def test_biases_are_part_of_the_scores(child: Pool, bias: Bias) -> None:
+    one = problem(mask="causal", modifiers=Modifiers(bias=bias), dtype=DType.FLOAT32)
+    verdict = judged(child, one, QUERIES_BLOCK_N=32)
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
+@pytest.mark.parametrize("modifiers", [Modifiers(sinks=True), Modifiers(dropout=True)])
+def test_sinks_and_dropout_have_gradients(child: Pool, modifiers: Modifiers, layout: Layout) -> None:
+    tokens = {"tokens_q": 60, "tokens_kv": 70} if layout is Layout.PACKED else {}
+    one = problem(mask="causal", modifiers=modifiers, dtype=DType.FLOAT32, layout=layout, **tokens)
+    verdict = judged(child, one, small=(33, 50))
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window:5,3", "window:5,-1"])
+def test_packed_sequences_have_gradients_of_their_own_pairs_alone(child: Pool, mask: str) -> None:
+    one = problem(mask=mask, layout=Layout.PACKED, tokens_q=60, tokens_kv=70, modifiers=Modifiers(alibi=True))
+    verdict = judged(child, one, small=(33, 50), KEYS_BLOCK_N=32, HEAD_GROUP=4)
+    assert verdict.ok, verdict.reason
+
+
+def test_offsets_of_64_bits_and_strides_that_nothing_divides_serve_any_tensors(child: Pool) -> None:
+    one = problem(mask="window:5,-1", layout=Layout.BSHD, head_dim=24, head_dim_v=16)
+    assert judged(child, one, Traits(alignment=1, wide=True)).ok
+    # Where the TMA unit could not read the tensors, the same variant is rendered with pointers.
+    source = gradient_kernels.source(one, Traits(alignment=1), queries_loads="descriptor", keys_loads="descriptor")
+    assert "tensordesc" not in source.text
+    assert judged(child, one, source_=source).ok
+
+
+@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
+def test_autograd_runs_both_passes(child: Pool, layout: Layout) -> None:
+    one = kernels.problem(mask="causal", dtype=DType.FLOAT32, layout=layout, seq_q=37, seq_kv=20, head_dim_v=24)
+    job = Differentiated(
+        forward=kernels.source(one, render.natural_traits(one, lse=True)),
+        backward=gradient_kernels.source(replace(one, op=Op.BACKWARD)),
+        problem=one,
+    )
+    errors = child.result(job, interpreted.SECONDS)
+    assert not isinstance(errors, Failure), errors.detail
+    assert max(errors.values()) < 1e-5, errors
+
+
+SPOILT = {
+    "a mask that is one off": ("<= o_m[None, :] + last", "< o_m[None, :] + last"),
+    "no delta": ("weight_grads - delta[:, None]", "weight_grads"),
+    "one head of a group left out": ("range(0, group_size)", "range(1, group_size)"),
+    "a scale forgotten": ("(query_grad * scale)", "query_grad"),
+    "a tail of queries left out": ("end_m = seq_q", "end_m = seq_q // KEYS_BLOCK_M * KEYS_BLOCK_M"),
+    "a store out of bounds": ("mask=m_n[:, None])\n    tl.store", "mask=(o_n <= seq_kv)[:, None])\n    tl.store"),
+    "rows without keys": ('tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)', "tl.maximum(lse * LOG2E, -1.0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT.keys())
+def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str]) -> None:
+    one = problem(mask="causal", seq_q=41, seq_kv=23)
+    source = gradient_kernels.source(one)
+    assert change[0] in source.text
+    assert judged(child, one, source_=source).ok
+    spoilt = replace(source, text=source.text.replace(*change))
+    assert not judged(child, one, source_=spoilt).ok

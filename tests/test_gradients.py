@@ -1,0 +1,114 @@
+"""What the gate for gradients expects, and which errors it allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gradient_kernels import problem
+
+from autoattn import gradients, reference
+from autoattn.gradients import Case
+from autoattn.inputs import Scores
+from autoattn.ops.backward import Gradients
+from autoattn.problem import DType, Modifiers, Precision, Problem
+
+CPU = torch.device("cpu")
+
+
+def case_of(one: Problem, **facts: Any) -> Case:
+    return gradients.make_case(one, CPU, torch.Generator().manual_seed(0), **facts)
+
+
+def by_pytorch(case: Case, dtype: torch.dtype) -> Gradients:
+    """The gradients of PyTorch's own attention in `dtype`."""
+    operands, one = case.operands, case.problem
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (operands.query, operands.key, operands.value)]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, is_causal=one.mask.causal, scale=operands.scale, enable_gqa=True
+    )
+    query, key, value = torch.autograd.grad(output, leaves, case.saved.output_grad.to(dtype))
+    return Gradients(query=query, key=key, value=value)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal:top-left"])
+def test_it_expects_what_pytorch_computes_in_float64(mask: str) -> None:
+    case = case_of(problem(mask=mask, heads_q=6, heads_kv=2, dtype=DType.FLOAT32))
+    assert len(case.places) == 4
+    for largest, mean in gradients.errors_by_name(by_pytorch(case, torch.float64), case).values():
+        assert mean <= largest < 1e-13
+
+
+def test_few_rows_at_a_time_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = problem(mask="window:7,2", dtype=DType.FLOAT32)
+    whole = case_of(one)
+    monkeypatch.setattr(gradients, "CHUNK_BYTES", 8 * 50 * 2 * 5)
+    parts = case_of(one)
+    for ours, theirs in zip(parts.expected, whole.expected, strict=True):
+        for (_, one_part), (_, other) in zip(ours.named(), theirs.named(), strict=True):
+            torch.testing.assert_close(one_part, other, rtol=1e-12, atol=1e-12)
+
+
+def test_at_full_size_the_first_and_the_last_head_are_compared() -> None:
+    case = gradients.full_case(problem(dtype=DType.FLOAT32), CPU, torch.Generator().manual_seed(0))
+    assert case.places == ((0, 0), (1, 1))
+    found = by_pytorch(case, torch.float64)
+    found.key[0, 0, 3, 5] += 1.0
+    assert gradients.errors_by_name(found, case)["key"][0] == pytest.approx(1.0)
+    assert gradients.errors_by_name(found, case)["value"][0] < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32])
+@pytest.mark.parametrize("scores", [Scores.PLAIN, Scores.LOUD])
+def test_pytorchs_own_low_precision_is_allowed(dtype: DType, scores: Scores) -> None:
+    case = case_of(problem(dtype=dtype, mask="causal:top-left"), scores=scores)
+    found = by_pytorch(case, reference.TORCH_DTYPE[dtype])
+    error, _, allowed = gradients.joined(gradients.errors_by_name(found, case), case)
+    assert error < allowed
+
+
+def test_products_of_tf32_are_not_allowed_where_ieee_is_asked_for() -> None:
+    case = case_of(problem(dtype=DType.FLOAT32, seq_q=128, seq_kv=128, head_dim=64))
+    operands = case.operands
+    cut = [reference.cut_to_tf32(tensor) for tensor in (operands.query, operands.key, operands.value)]
+    rough = replace(case, operands=replace(operands, query=cut[0], key=cut[1], value=cut[2]))
+    error, _, allowed = gradients.joined(gradients.errors_by_name(by_pytorch(rough, torch.float32), case), case)
+    assert error > 2.0 * allowed
+
+
+def test_where_one_key_is_seen_tf32_may_err_though_pytorch_does_not() -> None:
+    """The gradient of a query is 0 then: what two ways to compute one product leave of it."""
+    one = problem(dtype=DType.FLOAT32, precision=Precision.TF32, seq_q=1, seq_kv=1, head_dim=64)
+    case = case_of(one)
+    assert float(case.expected[0].query.abs().max()) < 1e-12
+    assert 2e-3 < case.allowed["query"] < 5e-2
+
+
+def test_the_gradient_that_comes_closest_to_its_allowance_speaks_for_all() -> None:
+    case = replace(case_of(problem()), allowed={"query": 1.0, "key": 4.0, "value": 0.5})
+    each = {"query": (0.5, 0.1), "key": (1.0, 0.1), "value": (0.4, 0.01)}
+    assert gradients.joined(each, case) == pytest.approx((3.2, 0.4, 4.0))
+
+
+def test_what_was_saved_is_the_reference_rounded_once() -> None:
+    case = case_of(problem(dtype=DType.BFLOAT16, mask="causal", seq_q=50, seq_kv=33), guard=3)
+    exact, sums = reference.attention(case.problem, case.operands)
+    assert torch.equal(case.saved.output, exact.to(torch.bfloat16))
+    assert bool((case.saved.lse[:, :, :17] == -torch.inf).all())
+    torch.testing.assert_close(case.saved.lse.double(), sums, rtol=1e-6, atol=1e-6)
+    assert case.saved.output_grad.unique().numel() > 100
+
+
+def test_rivals_give_their_gradients_of_a_forward_pass_that_is_done() -> None:
+    case = gradients.full_case(problem(dtype=DType.FLOAT32, mask="causal"), CPU, torch.Generator().manual_seed(0))
+    calls = gradients.rival_calls(case)
+    assert "sdpa" in calls
+    for call in calls.values():
+        first, second = call(), call()
+        assert torch.equal(first.query, second.query)
+        error, _, allowed = gradients.joined(gradients.errors_by_name(first, case), case)
+        assert error < allowed
+    softcap = gradients.full_case(problem(modifiers=Modifiers(softcap=True)), CPU, torch.Generator())
+    assert gradients.rival_calls(softcap) == {}

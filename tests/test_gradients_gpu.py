@@ -1,0 +1,145 @@
+"""Gradients on a real GPU: the gate for every axis that has them, and autograd through tuned kernels."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import gradient_kernels
+import pytest
+import samples
+import torch
+
+import autoattn
+from autoattn import cache, compile, functional, gpu, gradients, learning, render, space
+from autoattn.device import Device
+from autoattn.errors import CompileError
+from autoattn.gradients import Gate
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.trial import Verdict
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"mask": "causal", "head_dim": 128},
+    {"mask": "causal:top-left", "head_dim": 80, "head_dim_v": 40},
+    {"mask": "window:40,9", "dtype": DType.FLOAT16},
+    {"mask": "window:7,-1", "head_dim": 57},
+    {"mask": "window:-1,3", "head_dim": 192, "head_dim_v": 128},
+    {"mask": "causal", "head_dim": 256},
+    {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
+    {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5, "head_dim": 128},
+    {"mask": "window:40,9", "layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5},
+    {"mask": "causal", "modifiers": Modifiers(sinks=True, dropout=True)},
+    {"mask": "causal", "modifiers": Modifiers(bias=Bias.ADDITIVE), "head_dim": 128},
+    {"modifiers": Modifiers(bias=Bias.KEYS)},
+    {"mask": "causal", "dtype": DType.FLOAT32},
+    {"mask": "causal", "dtype": DType.FLOAT32, "precision": Precision.TF32, "head_dim": 128},
+]
+
+
+def present() -> Device:
+    device = gpu.present()
+    assert device is not None
+    return device
+
+
+def sized(**changes: Any) -> Problem:
+    facts = {"dtype": DType.BFLOAT16, "heads_q": 8, "heads_kv": 8, "seq_q": 2048, "seq_kv": 2048, "head_dim": 64}
+    return gradient_kernels.problem(**{**facts, **changes})
+
+
+def judged(one: Problem, seed: int | None) -> Verdict | None:
+    """The gate's verdict on the default or a random variant; None where it does not compile for this card."""
+    points = space.load(gradient_kernels.TEMPLATE)
+    rng = random.Random(seed)
+    variant = points.default(one, present()) if seed is None else next(points.feasible(one, present(), rng))
+    try:
+        kernel = compile.load(render.render(one, variant), CUDA)
+    except CompileError:
+        assert seed is not None
+        return None
+    return Gate(one, CUDA).judge(kernel)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None:
+    verdict = judged(sized(**kind), seed)
+    assert verdict is None or verdict.ok, verdict.reason
+
+
+def test_a_large_problem_is_right_at_its_first_and_last_head() -> None:
+    one = sized(batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, head_dim=128, mask="causal")
+    case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    variant = space.load(gradient_kernels.TEMPLATE).default(one, present())
+    verdict = gradients.judge(compile.load(render.render(one, variant), CUDA), [case])
+    assert verdict.ok, verdict.reason
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Puts the template's default for the gradients of a call into the user's cache, as if it had been measured."""
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
+
+    def tune(*tensors: torch.Tensor, **given: Any) -> None:
+        with torch.no_grad():
+            problem = autoattn.explain(*tensors, **given).problem
+        assert problem is not None
+        asked = learning.backward_of(problem)
+        variant = space.load(gradient_kernels.TEMPLATE).default(asked, present())
+        facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
+        entry = samples.current(samples.measured(asked, **facts))
+        cache.merge(tmp_path, present(), asked.op, [entry])
+        functional.forget()
+
+    yield tune
+    functional.forget()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("push", ["random", "sum"])
+def test_autograd_runs_both_passes_by_kernels(tuned: Any, layout: str, push: str) -> None:
+    shapes = [(2, 8, 300, 64), (2, 2, 420, 64), (2, 2, 420, 64)]
+    shapes = [(b, s, h, d) for b, h, s, d in shapes] if layout == "bshd" else shapes
+    tensors = [torch.randn(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for shape in shapes]
+    tuned(*tensors, causal=True, layout=layout)
+    explanation = autoattn.explain(*tensors, causal=True, layout=layout)
+    assert explanation.route == "kernel"
+    assert explanation.steps[-1].startswith("gradients: ")
+    output = autoattn.attention(*tensors, causal=True, layout=layout)
+    assert isinstance(output, torch.Tensor)
+    weight = torch.randn_like(output) if push == "random" else torch.ones((), device=CUDA, dtype=output.dtype)
+    found = torch.autograd.grad(output, tensors, weight.expand_as(output))
+    leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    three = [leaf.transpose(1, 2) if layout == "bshd" else leaf for leaf in leaves]
+    seen = torch.ones(300, 420, dtype=torch.bool, device=CUDA).tril(120)
+    exact = torch.nn.functional.scaled_dot_product_attention(*three, attn_mask=seen, enable_gqa=True)
+    exact = exact.transpose(1, 2) if layout == "bshd" else exact
+    expected = torch.autograd.grad(exact, leaves, weight.double().expand_as(exact))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
+
+
+def test_a_training_step_fits_into_a_cuda_graph(tuned: Any) -> None:
+    tensors = [torch.randn(1, 4, 256, 64, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for _ in range(3)]
+    tuned(*tensors, causal=True)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output = autoattn.attention(*tensors, causal=True)
+        assert isinstance(output, torch.Tensor)
+        return torch.autograd.grad(output, tensors, torch.ones_like(output))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        before = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(before, captured, strict=True))

@@ -1,0 +1,205 @@
+"""Calls whose inputs need gradients: who answers them, and what autograd gets; the card is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradient_kernels
+import pytest
+import samples
+import torch
+from torch import Tensor
+
+import autoattn
+from autoattn import answer, cache, functional, gpu, learning, reference, rivals
+from autoattn.compile import Kernel
+from autoattn.dispatch import Level
+from autoattn.entry import KERNEL
+from autoattn.errors import TensorError
+from autoattn.operands import Operands
+from autoattn.ops import backward, forward
+from autoattn.ops.backward import Gradients, Saved
+from autoattn.problem import Problem
+from autoattn.variant import Source
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
+    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
+    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "forward": 0, "backward": 0}
+
+    def load(source: Source, device: torch.device) -> Kernel:
+        seen["loaded"].append(source)
+        return Kernel(source=source, module=None, compiled=None, device=device, sm_count=132)  # type: ignore[arg-type]
+
+    def run(
+        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool = False
+    ) -> None:
+        seen["forward"] += 1
+        assert kernel.source.traits.lse is (lse is not None)
+        found, sums = rivals.eager(one, operands)
+        output.copy_(found)
+        if lse is not None:
+            lse.copy_(sums)
+
+    def differentiate(kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
+        seen["backward"] += 1
+        asked, has = forward.traits_of(saved.output_grad), kernel.source.traits
+        assert asked.alignment % has.alignment == 0
+        assert 0 not in saved.output_grad.stride()
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
+            part = Operands(query=leaves[0], key=leaves[1], value=leaves[2], scale=operands.scale)
+            output, sums = reference.attention(one, part, dtype=torch.float32)
+            found = torch.autograd.grad(output, leaves, saved.output_grad.float())
+        torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
+        for (_, room), gradient in zip(gradients.named(), found, strict=True):
+            room.copy_(gradient)
+
+    functional.forget()
+    answer._loaded.cache_clear()
+    monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
+    monkeypatch.setattr(answer.compile, "load", load)
+    monkeypatch.setattr(forward, "launch", run)
+    monkeypatch.setattr(backward, "launch", differentiate)
+    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield seen
+    functional.forget()
+    answer._loaded.cache_clear()
+
+
+def inputs(layout: str = "bhsd", **changes: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 33, 16), (2, 2, 50, 16), (2, 2, 50, 24)]
+    if layout == "bshd":
+        shapes = [(batch, seq, heads, dim) for batch, heads, seq, dim in shapes]
+    facts = {"dtype": torch.float16, **changes}
+    return [torch.randn(shape, generator=generator).to(**facts).requires_grad_() for shape in shapes]
+
+
+def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, **given: Any) -> None:
+    """Puts a measured entry for the gradients of a call into the cache."""
+    with torch.no_grad():
+        problem = autoattn.explain(*tensors, **given).problem
+    assert problem is not None
+    asked = learning.backward_of(problem)
+    variant = gradient_kernels.variant()
+    facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
+    entry = samples.current(samples.measured(asked, **facts))
+    cache.merge(card["cache"], samples.H200, asked.op, [entry])
+    functional.forget()
+
+
+def by_pytorch(tensors: list[Tensor], push: Tensor, layout: str = "bhsd") -> tuple[Tensor, ...]:
+    """Output and gradients in float32; causal, aligned bottom-right."""
+    leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    three = [leaf.transpose(1, 2) if layout == "bshd" else leaf for leaf in leaves]
+    seen = torch.ones(33, 50, dtype=torch.bool).tril(17)
+    output = torch.nn.functional.scaled_dot_product_attention(*three, attn_mask=seen, enable_gqa=True)
+    output = output.transpose(1, 2) if layout == "bshd" else output
+    return output.detach(), *torch.autograd.grad(output, leaves, push.float())
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_tuned_problem_is_differentiated_by_kernels(card: dict[str, Any], layout: str) -> None:
+    tensors = inputs(layout)
+    tune(card, tensors, causal=True, layout=layout)
+    for _ in range(2):  # nothing that forgets the gradients is prepared for the second call
+        output = autoattn.attention(*tensors, causal=True, layout=layout)
+        push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+        found = torch.autograd.grad(output, tensors, push)
+        for ours, theirs in zip((output, *found), by_pytorch(tensors, push, layout), strict=True):
+            torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert (card["forward"], card["backward"]) == (2, 2)
+    assert {source.name for source in card["loaded"]} == {"forward", "backward"}
+    explanation = autoattn.explain(*tensors, causal=True, layout=layout)
+    assert explanation.route == "kernel"
+    assert explanation.steps[-1] == "gradients: this problem was measured on this card"
+
+
+def test_gradients_that_are_sums_or_expanded_are_made_readable(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    autoattn.attention(*tensors, causal=True).sum().backward()
+    output = autoattn.attention(*tensors, causal=True)
+    torch.autograd.grad(output, tensors, torch.randn(2, 33, 24, 4, dtype=torch.float16).permute(0, 3, 1, 2))
+    assert card["backward"] == 2
+    assert tensors[0].grad is not None
+
+
+def test_only_what_is_asked_for_gets_a_gradient(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    tensors[1].requires_grad_(False)
+    autoattn.attention(*tensors, causal=True).float().square().sum().backward()
+    assert [tensor.grad is not None for tensor in tensors] == [True, False, True]
+
+
+def test_a_second_derivative_meets_an_error_and_not_a_zero(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    output = autoattn.attention(*tensors, causal=True)
+    (first,) = torch.autograd.grad(output.float().square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(TensorError, match="differentiated once, got a second time"):
+        first.float().sum().backward()
+
+
+def test_nothing_quadratic_is_saved(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        autoattn.attention(*tensors, causal=True)
+    assert sorted(tuple(tensor.shape) for tensor in kept) == sorted(
+        [(2, 4, 33, 16), (2, 2, 50, 16), (2, 2, 50, 24), (2, 4, 33, 24), (2, 4, 33)]
+    )
+
+
+def test_without_a_tuned_kernel_pytorch_differentiates_and_says_why(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    output = autoattn.attention(*tensors, causal=True)
+    output.float().sum().backward()
+    assert (card["forward"], card["backward"]) == (0, 0)
+    found = autoattn.explain(*tensors, causal=True)
+    assert found.level is Level.SDPA
+    assert found.reason.startswith("an input needs a gradient, and no backward kernel was measured for it")
+
+
+def test_where_a_rival_was_faster_pytorch_differentiates(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True, choice="sdpa-cudnn")
+    found = autoattn.explain(*tensors, causal=True)
+    assert found.reason == "an input needs a gradient, and sdpa-cudnn was the fastest for the gradients"
+
+
+def test_no_grad_takes_the_kernel_alone(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    with torch.no_grad():
+        assert not autoattn.attention(*tensors, causal=True).requires_grad
+    assert (card["forward"], card["backward"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"return_lse": True}, "no backward kernel takes the gradient of an LSE"),
+        ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "no backward kernel gives the gradient of alibi_slopes"),
+        ({"bias": torch.zeros(33, 50, requires_grad=True)}, "no backward kernel gives the gradient of bias"),
+    ],
+)
+def test_what_has_no_gradient_kernel_goes_to_pytorch(card: dict[str, Any], given: dict[str, Any], words: str) -> None:
+    tensors = inputs()
+    tune(card, tensors)
+    assert words in autoattn.explain(*tensors, **given).reason
+
+
+def test_torch_func_takes_pytorchs_derivatives(card: dict[str, Any]) -> None:
+    tensors = [tensor.detach() for tensor in inputs()]
+    tune(card, tensors, causal=True)
+    torch.func.grad(lambda query: autoattn.attention(query, *tensors[1:], causal=True).float().sum())(tensors[0])
+    assert (card["forward"], card["backward"]) == (0, 0)

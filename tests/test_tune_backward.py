@@ -1,0 +1,106 @@
+"""Problems whose operation is backward go through the same tuner, to a file of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gradient_kernels
+import pytest
+import samples
+import test_tune
+from test_tune import SMALL, Pretended, run
+
+from autoattn import cache, dispatch, shapes, tune
+from autoattn.errors import ShapesError
+from autoattn.jobs import Rehearse, kind_of
+from autoattn.problem import DType, Op, Problem
+from autoattn.variant import Variant
+from autoattn.workers import Failure
+from autoattn.workshop import Workshop
+
+BACKWARD = replace(SMALL, op=Op.BACKWARD)
+
+
+class Both(Pretended):
+    """A workshop for both operations."""
+
+    def time_us(self, variant: Variant) -> float:
+        return float(sum(int(value) for name, value in variant.params if "BLOCK" in name))
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Both]:
+    fresh = type("Fresh", (Both,), {"finals": [], "asked": []})
+    monkeypatch.setattr(tune, "Workshop", fresh)
+    return fresh
+
+
+def test_each_operation_has_a_file_of_its_own(pretended: type[Both], tmp_path: Path) -> None:
+    summary = run(tmp_path, SMALL, BACKWARD, measured=True)
+    assert not summary.failed
+    assert summary.path == tmp_path / samples.H200.name
+    for problem in (SMALL, BACKWARD):
+        path = cache.path_of(tmp_path, samples.H200, problem.op)
+        assert list(cache.read(path).entries) == [problem.key]
+        assert cache.read(path).entries[problem.key].template.endswith(f"/{problem.op.value}")
+    again = run(tmp_path, SMALL, BACKWARD, measured=True)
+    assert again.kept == 2
+
+
+def test_a_tuned_backward_problem_is_explained_by_its_entry(pretended: type[Both], tmp_path: Path) -> None:
+    entry = run(tmp_path, BACKWARD, measured=True).entries[BACKWARD.key]
+    found = dispatch.explain(BACKWARD, samples.H200, tmp_path)
+    assert (found.level, found.variant) == (dispatch.Level.EXACT, entry.variant)
+    assert dispatch.explain(SMALL, samples.H200, tmp_path).level is not dispatch.Level.EXACT
+
+
+def test_without_the_card_it_says_that_nothing_predicts_gradients(pretended: type[Both], tmp_path: Path) -> None:
+    reason = run(tmp_path, BACKWARD).failed[BACKWARD.key]
+    assert reason == "triton/backward must be tuned on the card, since no model predicts it"
+
+
+def test_forward_problems_keep_their_names_and_backward_ones_have_others() -> None:
+    assert SMALL.key.startswith("forward_float16_d16_")
+    assert BACKWARD.key == SMALL.key.replace("forward", "backward", 1)
+    assert str(BACKWARD) == f"backward {SMALL}"
+    assert not SMALL.shares_kernels(BACKWARD)
+    assert BACKWARD.flops() == 5 * SMALL.flops() // 2
+    other = replace(BACKWARD, head_dim_v=32)
+    assert other.flops() * (16 + 32) == replace(other, op=Op.FORWARD).flops() * (3 * 16 + 2 * 32)
+    # query, key and value with heads 2, 1 and 1 of 64 tokens and 16 elements, each with a gradient; output and its
+    # gradient; the LSE
+    assert BACKWARD.bytes() == 2 * 2 * 64 * 16 * (2 + 1 + 1) + 2 * 2 * 64 * 16 * 2 + 4 * 2 * 64
+
+
+def test_a_shapes_file_names_the_operation() -> None:
+    line = {"dtype": "bf16", "batch": 1, "heads": 2, "seq": 64, "head_dim": 16, "operation": ["forward", "backward"]}
+    document = {"version": 1, "groups": {"one": {"problems": [line]}}}
+    assert [named.problem.op for named in shapes.parse(document, "here")] == [Op.FORWARD, Op.BACKWARD]
+    line["operation"] = "decode"
+    with pytest.raises(ShapesError, match="operation must be forward or backward, got 'decode'"):
+        shapes.parse(document, "here")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 80, "head_dim_v": 40}, {"dtype": DType.BFLOAT16, "head_dim": 57}], ids=str
+)
+def test_a_structure_is_rehearsed_with_the_smallest_numbers(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Rehearse] = []
+
+    def result(pool: object, job: Rehearse, seconds: float) -> object:
+        jobs.append(job)
+        return test_tune.GOOD
+
+    monkeypatch.setattr("autoattn.workers.Pool.result", result)
+    one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
+    with Workshop(samples.H200, measured=False, jobs=1) as shop:
+        verdict = shop.check(one, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked"))
+    assert not isinstance(verdict, Failure)
+    (job,) = jobs
+    assert job.problem == kind_of(job.problem)
+    assert job.problem.op is Op.BACKWARD
+    assert (job.source.variant["QUERIES_BLOCK_M"], job.source.variant["keys_num_warps"]) == (16, 1)
+    assert (job.problem.head_dim == job.problem.head_dim_v) == (one.head_dim == one.head_dim_v)
