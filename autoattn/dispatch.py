@@ -16,7 +16,7 @@ from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import SpaceError, UsageError
 from autoattn.mask import MaskKind
-from autoattn.problem import Numerics, Problem
+from autoattn.problem import Numerics, Op, Problem
 from autoattn.rivals import BACKENDS, SDPA
 from autoattn.trial import Evidence
 from autoattn.variant import Variant
@@ -173,6 +173,11 @@ class _Search:
         return self._first(entries, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
 
     def _default(self) -> Explanation:
+        if self.problem.op is Op.BACKWARD:  # nobody's gradients go to a kernel that nobody measured
+            reason = (
+                "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"
+            )
+            return sdpa(reason, self.problem, self.steps)
         for one in space.of(self.problem.op):
             try:
                 variant = one.default(self.problem, self.device)

@@ -23,8 +23,6 @@ from autoattn.ops.backward import Saved
 from autoattn.problem import Layout, Op, Problem
 from autoattn.variant import Traits
 
-MEASURED = (Level.EXACT, Level.BUCKET, Level.NEAREST)  # nobody's gradients go to a kernel that nobody measured
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
@@ -53,12 +51,12 @@ def why_not(problem: Problem, operands: Operands, *, lse: bool) -> str | None:
 
 
 def why_not_by(explanation: Explanation) -> str | None:
-    """Why what was found for a backward problem does not run; None when a kernel of ours that was measured does."""
-    if explanation.route == KERNEL and explanation.level in MEASURED:
+    """Why no kernel of ours runs for what was found for a backward problem; None when one does."""
+    if explanation.route == KERNEL:
         return None
-    if explanation.level in MEASURED:
-        return f"{explanation.route} was the fastest for the gradients"
-    return "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"
+    if explanation.level is Level.SDPA:
+        return explanation.reason
+    return f"{explanation.route} was the fastest for the gradients"
 
 
 def traits_of(problem: Problem, operands: Operands) -> Traits:

@@ -9,12 +9,15 @@ import gradient_kernels
 import pytest
 import samples
 import test_tune
+import typer.testing
 from test_tune import SMALL, Pretended, run
 
 from autoattn import cache, dispatch, shapes, tune
+from autoattn.cli import app
 from autoattn.errors import ShapesError
 from autoattn.jobs import Rehearse, kind_of
 from autoattn.problem import DType, Op, Problem
+from autoattn.report import figures
 from autoattn.variant import Variant
 from autoattn.workers import Failure
 from autoattn.workshop import Workshop
@@ -104,3 +107,26 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
     assert job.problem.op is Op.BACKWARD
     assert (job.source.variant["QUERIES_BLOCK_M"], job.source.variant["keys_num_warps"]) == (16, 1)
     assert (job.problem.head_dim == job.problem.head_dim_v) == (one.head_dim == one.head_dim_v)
+
+
+def test_a_tile_is_told_for_each_kernel() -> None:
+    variant = gradient_kernels.variant(QUERIES_BLOCK_M=128, QUERIES_BLOCK_N=64, keys_num_warps=4)
+    assert figures.tile_of(variant) == "queries 128x64 1w 1s, keys 16x16 4w 1s"
+
+
+@pytest.mark.parametrize("command", ["bench", "ablate"])
+def test_what_times_outputs_alone_refuses_gradients(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "shapes.yaml"
+    path.write_text(
+        "version: 1\ngroups: {one: {problems: [{dtype: fp16, batch: 1, heads: 1, seq: 64, head_dim: 16, "
+        "operation: backward}]}}\n"
+    )
+    words = [command, str(path), "--out", str(tmp_path / "out")]
+    result = typer.testing.CliRunner().invoke(app.app, words + ["--device", "h200"] * (command == "ablate"))
+    assert "bench and ablate time outputs alone, got backward fp16" in str(result.exception)
+
+
+def test_gradients_that_nobody_measured_have_no_default(tmp_path: Path) -> None:
+    found = dispatch.explain(BACKWARD, samples.H200, tmp_path)
+    assert (found.route, found.level) == ("sdpa", dispatch.Level.SDPA)
+    assert found.reason.startswith("no backward kernel was measured for it")

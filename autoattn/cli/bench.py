@@ -81,7 +81,7 @@ def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> lis
     """The problems of a file that --group and --only leave.
 
     Raises:
-        UsageError: they leave none.
+        UsageError: they leave none, or one whose operation is another than forward.
     """
     problems = [one.problem for one in options.problems_of(shapes, group, None)]
     picked = [one for one in problems if not only or any(text in str(one) for text in only)]
@@ -90,6 +90,11 @@ def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> lis
             f"--only must be part of a problem's printed name, got {', '.join(map(repr, only or ()))}; {shapes} has "
             f"{problems[0]} and {len(problems) - 1} more"
         )
+    for problem in picked:
+        if problem.op.value != "forward":
+            raise UsageError(
+                f"bench and ablate time outputs alone, got {problem}; leave it out: tune times gradients beside SDPA's"
+            )
     return picked
 
 

@@ -170,8 +170,18 @@ def tile_of(variant: Variant) -> str:
     """The same of a variant."""
     params = variant.as_dict()
     if not {"BLOCK_M", "BLOCK_N"} <= params.keys():
-        return str(variant)
+        parts = [_part(params, name, block) for name, block in (("queries", "M"), ("keys", "N"))]
+        return ", ".join(part for part in parts if part) or str(variant)
     more = "".join(
         f" {params[name]}{unit}" for name, unit in (("num_warps", "w"), ("num_stages", "s")) if name in params
     )
     return f"{params['BLOCK_M']}x{params['BLOCK_N']}{more}"
+
+
+def _part(params: Mapping[str, Value], name: str, owned: str) -> str:
+    """The tile of one of several kernels: what it owns by what it takes a step; nothing where it has none."""
+    step = "N" if owned == "M" else "M"
+    blocks = [params.get(f"{name.upper()}_BLOCK_{axis}") for axis in (owned, step)]
+    if None in blocks:
+        return ""
+    return f"{name} {blocks[0]}x{blocks[1]} {params[f'{name}_num_warps']}w {params[f'{name}_num_stages']}s"
