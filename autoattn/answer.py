@@ -49,14 +49,14 @@ def plan(call: Call, *, lse: bool) -> Plan:
         return Plan(replace(dispatch.sdpa(reason), route=rivals.EAGER))
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
     refusal = _why_no_kernel(problem, operands)
-    if refusal is None and learns and (why_not := learning.why_not(problem, operands, lse=lse)) is not None:
+    if refusal is None and learns and (why_not := learning.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
         learned_bias = learns and operands.bias is not None and operands.bias.requires_grad
         return _without_kernel(refusal, problem, lse, learned_bias=learned_bias)
     try:
         if learns:
-            given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands)
+            given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands, lse=lse)
             return _prepare_both(problem, *given, operands.query.device.index)
         return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
     except _NotLoadedError:
@@ -76,7 +76,7 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
         return _by_pytorch(planned, problem, operands, lse)
     if planned.gradients is not None:
         both = learning.Pass(problem=problem, operands=operands, forward=planned.kernel, backward=planned.gradients)
-        return learning.attend(both), None
+        return learning.attend(both)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
     flags = forward.launch(planned.kernel, problem, operands, output, sums, counting=bool(redone.counting))
@@ -142,7 +142,7 @@ def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, ind
             step = f"gradients: {found.reason}"
             explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
             return Plan(explanation, forward_plan.kernel, gradients)
-    return _without_kernel(f"an input needs a gradient, and {refused}", problem, False, found.steps)
+    return _without_kernel(f"an input needs a gradient, and {refused}", problem, gradient_traits.lse, found.steps)
 
 
 def _decided(problem: Problem, traits: Traits, card: Device | None) -> Explanation:

@@ -92,10 +92,18 @@ def make_case(
     heads: int | None = None,
     guard: int = 0,
     lengths: Sequence[tuple[int, int]] | None = None,
+    lse: bool = False,
 ) -> Case:
-    """Random operands and output gradients, and the gradients to expect of all key heads or of `heads` of them."""
+    """Random operands and output gradients, and the gradients to expect of all key heads or of `heads` of them.
+
+    Args:
+        lse: whether the LSE has a gradient too
+    """
     operands = inputs.make(problem, device, generator, scores=scores, guard=guard, lengths=lengths)
     saved = saved_of(problem, operands, generator, guard=guard)
+    if lse:
+        pull = torch.randn(saved.lse.shape, generator=generator).to(device)
+        saved = replace(saved, lse_grad=pull.masked_fill(saved.lse == -math.inf, 0.0))
     places = tuple(_places(problem, operands, heads))
     expected = _expected(problem, operands, saved, places)
     rough = _expected(problem, operands, saved, places, low=True)
@@ -292,18 +300,19 @@ def _expected(
 ) -> tuple[Gradients, ...]:
     """Gradients of some key heads by autograd, in float64; by PyTorch's own low precision if `low`."""
     if problem.modifiers.dropout:  # what is dropped depends on the batch entry and the head, so that none stands alone
-        whole = _differentiated(problem, operands, saved.output_grad, low=low)
+        whole = _differentiated(problem, operands, saved, low=low)
         return tuple(at(whole, place, problem) for place in places)
     found = []
     for entry, head in places:
-        group = slice(head * problem.group_size, (head + 1) * problem.group_size)
-        output_grad = saved.output_grad[entry : entry + 1, group]
-        alone = _differentiated(*_only(problem, operands, (entry, head)), output_grad, low=low)
+        entries, group = slice(entry, entry + 1), slice(head * problem.group_size, (head + 1) * problem.group_size)
+        lse_grad = saved.lse_grad[entries, group] if saved.lse_grad is not None else None
+        part = replace(saved, output_grad=saved.output_grad[entries, group], lse_grad=lse_grad)
+        alone = _differentiated(*_only(problem, operands, (entry, head)), part, low=low)
         found.append(at(alone, (0, 0), replace(problem, heads_q=problem.group_size, heads_kv=1)))
     return tuple(found)
 
 
-def _differentiated(problem: Problem, operands: Operands, output_grad: Tensor, *, low: bool) -> Gradients:
+def _differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: bool) -> Gradients:
     """Gradients of a whole call, some rows at a time."""
     dtype = operands.query.dtype if low else torch.float64
     names = ["query", "key", "value", *(["sinks"] if operands.sinks is not None else [])]
@@ -312,11 +321,13 @@ def _differentiated(problem: Problem, operands: Operands, output_grad: Tensor, *
     operands = replace(operands, **leaves)
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
     for rows in _chunks(operands, dtype):
-        if low:
-            output = reference.low_precision(problem, operands, rows=rows)
+        if low and saved.lse_grad is None:
+            made: tuple[Tensor, ...] = (reference.low_precision(problem, operands, rows=rows),)
         else:
-            output = reference.attention(problem, operands, rows=rows)[0]
-        grads = torch.autograd.grad(output, list(leaves.values()), output_grad[:, :, rows].to(output.dtype))
+            made = reference.attention(problem, operands, dtype=dtype, rows=rows)
+        pulls = (saved.output_grad, saved.lse_grad) if saved.lse_grad is not None else (saved.output_grad,)
+        pulls = tuple(pull[:, :, rows].to(one.dtype) for one, pull in zip(made, pulls, strict=False))
+        grads = torch.autograd.grad(made[: len(pulls)], list(leaves.values()), pulls)
         for total, grad in zip(sums.values(), grads, strict=True):
             total += grad
     return Gradients(**sums)

@@ -39,7 +39,7 @@ def backward_of(problem: Problem) -> Problem:
     return replace(problem, op=Op.BACKWARD)
 
 
-def why_not(problem: Problem, operands: Operands, *, lse: bool) -> str | None:
+def why_not(operands: Operands) -> str | None:
     """Why no backward kernel may serve a call whose inputs need gradients, whatever was tuned; None when one may."""
     if torch._C._functorch.get_interpreter_stack():
         return "torch.func differentiates it, which takes PyTorch's own derivatives"
@@ -47,7 +47,7 @@ def why_not(problem: Problem, operands: Operands, *, lse: bool) -> str | None:
     for name, tensor in learners.items():
         if tensor is not None and tensor.requires_grad:
             return f"no backward kernel gives the gradient of {name}"
-    return "no backward kernel takes the gradient of an LSE, which is returned too" if lse else None
+    return None
 
 
 def why_not_by(explanation: Explanation) -> str | None:
@@ -59,23 +59,29 @@ def why_not_by(explanation: Explanation) -> str | None:
     return f"{explanation.route} was the fastest for the gradients"
 
 
-def traits_of(problem: Problem, operands: Operands) -> Traits:
-    """What the memory of the inputs and of new gradients asks of backward kernels; output gradients follow."""
-    asked = forward.traits_of(operands.query, operands.key, operands.value, bias=operands.bias)
+def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
+    """What the memory of the inputs and of new gradients asks of backward kernels; output gradients follow.
+
+    Args:
+        lse: whether the LSE is an answer too, which may have a gradient.
+    """
+    asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     new = render.natural_traits(problem)
-    return Traits(alignment=math.gcd(asked.alignment, new.alignment), wide=asked.wide or new.wide, bias=asked.bias)
+    return replace(asked, alignment=math.gcd(asked.alignment, new.alignment), wide=asked.wide or new.wide)
 
 
-def attend(one: Pass) -> Tensor:
-    """The output [batch, heads_q, seq_q, head_dim_v], whose gradients come from the backward kernels."""
+def attend(one: Pass) -> tuple[Tensor, Tensor | None]:
+    """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
     operands = one.operands
-    output: Tensor = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, one)
-    return output
+    output, lse = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, one)
+    return output, lse if one.backward.source.traits.lse else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, one: Pass) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, one: Pass
+    ) -> tuple[Tensor, Tensor]:
         operands = replace(one.operands, query=query, key=key, value=value, sinks=sinks)
         output = forward.empty_output(one.problem, query)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -87,11 +93,14 @@ class _Attention(torch.autograd.Function):
         nothing = query.new_empty(0)
         ctx.operands = replace(operands, query=nothing, key=nothing, value=nothing, sinks=None)
         ctx.problem, ctx.kernel = one.problem, one.backward
-        return output
+        ctx.set_materialize_grads(False)
+        if not one.backward.source.traits.lse:
+            ctx.mark_non_differentiable(lse)
+        return output, lse
 
     @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = _Gradients.apply(output_grads[0], *ctx.saved_tensors, ctx.operands, ctx.problem, ctx.kernel)
+    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+        found = _Gradients.apply(*pulls, *ctx.saved_tensors, ctx.operands, ctx.problem, ctx.kernel)
         return (*(grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)), None)
 
 
@@ -100,12 +109,15 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-        sinks: Tensor | None, operands: Operands, problem: Problem, kernel: Kernel,
+        ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+        output: Tensor, lse: Tensor, sinks: Tensor | None, operands: Operands, problem: Problem, kernel: Kernel,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
         gradients = backward.empty_gradients(problem, operands)
-        saved = Saved(output=output, lse=lse, output_grad=_as_read(output_grad, problem, kernel))
+        pull = torch.zeros_like(output) if output_grad is None else _as_read(output_grad, problem, kernel)
+        if kernel.source.traits.lse:
+            lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
+        saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
         backward.launch(kernel, problem, operands, saved, gradients)
         return gradients.query, gradients.key, gradients.value, gradients.sinks
 

@@ -138,6 +138,7 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
         "bias": problem.modifiers.bias.value,
         "bias_element": traits.bias,
         "dropout": problem.modifiers.dropout,
+        "lse": traits.lse,
         "ends_at_keys": _ends_at_keys(problem.mask),
         "queries_boxes": readable and params["queries_loads"] == "descriptor",
         "keys_boxes": readable and params["keys_loads"] == "descriptor",

@@ -53,7 +53,7 @@ class Traits:
 
     alignment: int = 8  # elements that divide every stride except the last axis's, which is 1; 1 means anything goes
     wide: bool = False  # offsets inside one head of one sequence can pass 2**31 elements
-    lse: bool = False  # the log-sum-exp of each row is wanted as a second output
+    lse: bool = False  # the log-sum-exp of each row is wanted as a second output; of gradients: it has one too
     bias: str = ""  # Triton's name of the bias's element type: u8 for booleans; "" without a bias
 
 

@@ -66,7 +66,9 @@ class Judged:
         if self.small is not None:
             case = gradients.make_small_case(self.problem, *self.small, 1, *facts, scores=self.scores)
         else:
-            case = gradients.make_case(self.problem, *facts, scores=self.scores, guard=validate.GUARD_ROWS)
+            case = gradients.make_case(
+                self.problem, *facts, scores=self.scores, guard=validate.GUARD_ROWS, lse=self.source.traits.lse
+            )
         return gradients.judge(load(self.source, interpreted.CPU), [case])
 
 
@@ -89,7 +91,7 @@ class Differentiated:
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                output = learning.attend(
+                output, _ = learning.attend(
                     learning.Pass(problem=self.problem, operands=part, forward=kernels_[0], backward=kernels_[1])
                 )
             else:

@@ -78,6 +78,13 @@ def test_tf32_gradients_are_as_good_as_pytorchs(child: Pool) -> None:
     assert judged(child, problem(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal")).ok
 
 
+@pytest.mark.parametrize("modifiers", [Modifiers(), Modifiers(sinks=True)])
+def test_an_lse_has_a_gradient_too(child: Pool, modifiers: Modifiers) -> None:
+    one = problem(mask="causal", dtype=DType.FLOAT32, modifiers=modifiers, seq_q=37, seq_kv=20)
+    verdict = judged(child, one, Traits(lse=True))
+    assert verdict.ok, verdict.reason
+
+
 @pytest.mark.parametrize("bias", [Bias.KEYS, Bias.BOOLEAN, Bias.ADDITIVE])
 def test_biases_are_part_of_the_scores(child: Pool, bias: Bias) -> None:
     one = problem(mask="causal", modifiers=Modifiers(bias=bias), dtype=DType.FLOAT32)

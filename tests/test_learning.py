@@ -54,7 +54,10 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
             part = Operands(query=leaves[0], key=leaves[1], value=leaves[2], scale=operands.scale)
             output, sums = reference.attention(one, part, dtype=torch.float32)
-            found = torch.autograd.grad(output, leaves, saved.output_grad.float())
+            assert kernel.source.traits.lse is (saved.lse_grad is not None)
+            made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
+            pairs = [(each, pull) for each, pull in made if pull is not None]
+            found = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
         torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
         for (_, room), gradient in zip(gradients.named(), found, strict=True):
@@ -132,6 +135,29 @@ def test_gradients_that_are_sums_or_expanded_are_made_readable(card: dict[str, A
     assert tensors[0].grad is not None
 
 
+@pytest.mark.parametrize("used", ["both", "output", "lse"])
+def test_an_lse_has_a_gradient_too(card: dict[str, Any], used: str) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    output, lse = autoattn.attention(*tensors, causal=True, return_lse=True)
+    parts = {"output": output.float().square().sum(), "lse": (lse * torch.arange(33)).sum()}
+    found = torch.autograd.grad(
+        sum(parts[name] for name in parts if used in (name, "both")), tensors, allow_unused=True
+    )
+    leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:])
+    scores = (leaves[0] @ key.mT / 4).masked_fill(~torch.ones(33, 50, dtype=torch.bool).tril(17), -torch.inf)
+    exact = {
+        "output": (scores.softmax(-1) @ value).square().sum(),
+        "lse": (scores.logsumexp(-1) * torch.arange(33)).sum(),
+    }
+    total = sum(exact[name] for name in exact if used in (name, "both"))
+    expected = torch.autograd.grad(total, leaves, allow_unused=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        theirs = torch.zeros_like(ours).double() if theirs is None else theirs
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()) + 1e-3)
+
+
 def test_only_what_is_asked_for_gets_a_gradient(card: dict[str, Any]) -> None:
     tensors = inputs()
     tune(card, tensors, causal=True)
@@ -187,7 +213,6 @@ def test_no_grad_takes_the_kernel_alone(card: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"return_lse": True}, "no backward kernel takes the gradient of an LSE"),
         ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "no backward kernel gives the gradient of alibi_slopes"),
         ({"bias": torch.zeros(33, 50, requires_grad=True)}, "no backward kernel gives the gradient of bias"),
     ],

@@ -25,6 +25,7 @@ class Saved:
     output: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, as the forward pass rounded it
     lse: Tensor  # [batch, heads_q, seq_q] float32, contiguous, in natural logarithms
     output_grad: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, the output's dtype
+    lse_grad: Tensor | None = None  # like the LSE; only for kernels whose traits say so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +97,7 @@ def _arguments(
     """All that a signature may name, but for boxes."""
     arguments: dict[str, object] = {
         "lse_ptr": saved.lse,
+        "lse_grad_ptr": saved.lse_grad,
         "row_lse_ptr": rows[0],
         "delta_ptr": rows[1],
         "stride_r": rows.shape[3],
