@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import math
 import os
 import pickle
 import select
@@ -138,10 +139,10 @@ class Pool:
         return results
 
     def _feed(self) -> None:
-        """Gives tasks to whoever is free; a worker is started when none of those that are is."""
+        """Gives tasks to whoever is free and did the fewest; a worker is started when none of those that are is."""
         started = {worker.place: worker for worker in self._workers}
         free = [place for place in range(self.size) if place not in started or started[place].task is None]
-        free.sort(key=lambda place: place not in started)
+        free.sort(key=lambda place: started[place].jobs if place in started else math.inf)
         while free and self._queue:
             task = next((task for task in self._queue if task.place is None or task.place in free), None)
             if task is None:

@@ -160,6 +160,15 @@ def test_no_more_workers_are_started_than_the_pool_is_large(make: Callable[..., 
     assert len({pid for pid, _ in all_results(pool, 8).values()}) <= 2
 
 
+def test_jobs_that_come_one_by_one_are_spread_over_the_workers(make: Callable[..., Pool]) -> None:
+    pool = make(size=2)
+    for place in (0, 1):
+        pool.result(Echo("ready"), 30.0, place=place)
+    for _ in range(6):
+        pool.result(Echo("once more"), 30.0)
+    assert [worker.jobs for worker in pool._workers] == [4, 4]
+
+
 def test_an_idle_pool_has_no_results_and_starts_no_worker(pool: Pool) -> None:
     assert pool.next_results() == []
     assert pool._workers == []
