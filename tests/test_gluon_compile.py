@@ -25,6 +25,7 @@ from autoattn.variant import Source, Traits, Value
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
+ORDER = "HEAD_GROUP"  # of the tiles, which no loop knows of
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 128}, Traits()),
     ({"head_dim": 128, "mask": "causal"}, Traits(lse=True)),
@@ -81,7 +82,10 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
 @pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
 def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(kind: dict[str, Any], traits: Traits) -> None:
     one = problem(**kind)
+    loops = {}
     for seed in space.load(TEMPLATE).seeds_for(one, H200)[:4]:  # the others are refused too, if they are
+        loops[tuple(pair for pair in seed.params if pair[0] != ORDER)] = seed
+    for seed in loops.values():
         assert inspect(render.render(one, seed, traits), 90).loop, seed
 
 
