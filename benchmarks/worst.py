@@ -41,7 +41,7 @@ def measure(folder: Path, device: Device) -> None:
     missing = [entry for entry in keeping(folder, device) if entry.worst is None]
     with Workshop(device, measured=True) as shop:
         for number, entry in enumerate(missing, start=1):
-            found = shop.outgrow(entry.problem, entry.variant, seed=0)
+            found = shop.alone(shop.outgrow(entry.problem, entry.variant, seed=0))
             if isinstance(found, Failure):
                 words = f"{found.outcome.value}: {found.detail}"
             else:
