@@ -41,13 +41,18 @@ class _NotLoadedError(Exception):
     """The kernel is not loaded, and cannot be while a CUDA graph is captured."""
 
 
-def plan(call: Call, *, lse: bool) -> Plan:
-    """Who answers a call, and why; a kernel is compiled, and nothing runs."""
+def plan(call: Call, *, lse: bool, learns: bool | None = None) -> Plan:
+    """Who answers a call, and why; a kernel is compiled, and nothing runs.
+
+    Args:
+        learns: whether query, key, value or sinks need a gradient; when None, their tensors say it.
+    """
     problem, operands = call.problem, call.operands
     if call.empty:
         reason = "there is no query or no key, so that the answer is 0 and nothing is launched"
         return Plan(replace(dispatch.sdpa(reason), route=rivals.EAGER))
-    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
+    if learns is None:
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
     refusal = _why_no_kernel(problem, operands)
     if refusal is None and learns and (why_not := learning.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"

@@ -1,7 +1,7 @@
 """The backward pass of torch.ops.autoattn.attention, itself an operator: torch.ops.autoattn.attention_backward.
 
-`_gradients` computes the call once more, from query, key and value, and differentiates that: by backward kernels where
-`learning` finds tuned ones, and else by PyTorch. What is saved is linear in the lengths.
+Where kernels serve both passes, the forward one left the LSE and the backward ones take it. Else the call is computed
+once more, from query, key and value, and PyTorch differentiates that. What is saved is linear in the lengths.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import operators
+from autoattn import answer, learning, operators
 from autoattn.errors import TensorError
-from autoattn.operators import INPUTS, LEARNING, LISTS, TENSORS, WORDS, library
+from autoattn.operators import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 
 Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
 
@@ -25,17 +25,26 @@ library.define(
 _BEFORE = 4  # arguments of it that stand in front of the inputs
 
 
-def _gradients(
-    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, given: dict[str, Any],
-    learners: list[str],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the named tensors, by PyTorch.
+def _by_kernel(
+    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, given: dict[str, Any]
+) -> dict[str, Tensor | None] | None:
+    """Gradients by kernels, of all tensors that they give one of; None where none serves."""
+    call = operators.read(given)
+    planned = answer.plan(call, lse=given["return_lse"], learns=True)
+    if planned.gradients is None:
+        return None
+    made = [None if one is None else operators.as_read(one, given) for one in (output, grad_output)]
+    sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
+    found = learning.differentiate(planned.gradients, call.problem, call.operands, made[0], sums[0], made[1], sums[1])
+    named = {name: operators.as_given(one, given) for name, one in found.named()}
+    sinks = given["sinks"]
+    return {**named, "sinks": found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)}
 
-    Args:
-        grad_output, grad_lse: of what the operator returned, None for 0; not both are None.
-        output, lse: what it returned, of which a kernel needs the LSE.
-        given: the operator's arguments.
-    """
+
+def _by_pytorch(
+    grad_output: Tensor | None, grad_lse: Tensor | None, given: dict[str, Any], learners: list[str]
+) -> dict[str, Tensor | None]:
+    """Gradients of the named tensors by computing the call once more; None for 0."""
     asked = {**given, "return_lse": grad_lse is not None}
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name in learners}
@@ -45,10 +54,7 @@ def _gradients(
         ]
         made, pushes = zip(*pairs, strict=True)
         found = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if one is None else one.contiguous()
-        for leaf, one in zip(leaves.values(), found, strict=True)
-    ]
+    return dict(zip(leaves, found, strict=True))
 
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
@@ -57,7 +63,12 @@ def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     # The dispatcher has left autograd behind, so that nothing would be recorded.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         grad_output, grad_lse, output, lse = tensors[:_BEFORE]
-        return _gradients(grad_output, grad_lse, output, lse, given, _learners(learns))
+        learners = _learners(learns)
+        found = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
+        if found is None:
+            found = _by_pytorch(grad_output, grad_lse, given, learners)
+    each = ((given[name], found[name]) for name in learners)
+    return [torch.zeros_like(tensor) if one is None else one.contiguous() for tensor, one in each]
 
 
 def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:

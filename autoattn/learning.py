@@ -19,7 +19,7 @@ from autoattn.entry import KERNEL
 from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
-from autoattn.ops.backward import Saved
+from autoattn.ops.backward import Gradients, Saved
 from autoattn.problem import Layout, Op, Problem
 from autoattn.variant import Traits
 
@@ -70,6 +70,37 @@ def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
     return replace(asked, alignment=math.gcd(asked.alignment, new.alignment), wide=asked.wide or new.wide)
 
 
+def launch(one: Pass) -> tuple[Tensor, Tensor]:
+    """The output [batch, heads_q, seq_q, head_dim_v] and the LSE, which the backward kernels read."""
+    query = one.operands.query
+    output = forward.empty_output(one.problem, query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    flags = forward.launch(one.forward, one.problem, one.operands, output, lse, counting=bool(redone.counting))
+    if flags is not None:
+        redone.note(flags)
+    return output, lse
+
+
+def differentiate(
+    kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor, output_grad: Tensor | None,
+    lse_grad: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """Gradients by backward kernels.
+
+    Args:
+        problem: forward.
+        output, lse: what `launch` gave.
+        output_grad, lse_grad: of these; None for 0.
+    """
+    gradients = backward.empty_gradients(problem, operands)
+    pull = torch.zeros_like(output) if output_grad is None else _as_read(output_grad, problem, kernel)
+    if kernel.source.traits.lse:
+        lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
+    saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
+    backward.launch(kernel, problem, operands, saved, gradients)
+    return gradients
+
+
 def attend(one: Pass) -> tuple[Tensor, Tensor | None]:
     """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
     operands = one.operands
@@ -83,11 +114,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, one: Pass
     ) -> tuple[Tensor, Tensor]:
         operands = replace(one.operands, query=query, key=key, value=value, sinks=sinks)
-        output = forward.empty_output(one.problem, query)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        flags = forward.launch(one.forward, one.problem, operands, output, lse, counting=bool(redone.counting))
-        if flags is not None:
-            redone.note(flags)
+        output, lse = launch(replace(one, operands=operands))
         ctx.save_for_backward(query, key, value, output, lse, sinks)
         # Without what is saved, so that nothing keeps it alive but autograd.
         nothing = query.new_empty(0)
@@ -113,12 +140,7 @@ class _Gradients(torch.autograd.Function):
         output: Tensor, lse: Tensor, sinks: Tensor | None, operands: Operands, problem: Problem, kernel: Kernel,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
-        gradients = backward.empty_gradients(problem, operands)
-        pull = torch.zeros_like(output) if output_grad is None else _as_read(output_grad, problem, kernel)
-        if kernel.source.traits.lse:
-            lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
-        saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
-        backward.launch(kernel, problem, operands, saved, gradients)
+        gradients = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
         return gradients.query, gradients.key, gradients.value, gradients.sinks
 
     @staticmethod

@@ -7,16 +7,20 @@ take several times as long as the rest of a small call. Its backward pass is in 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import arguments
+from autoattn import answer, arguments, learning
+from autoattn.arguments import Call
 from autoattn.captures import Traced
+from autoattn.learning import Pass
 from autoattn.mask import Mask
 from autoattn.operands import BlockTable
 from autoattn.ops.forward import DTYPE
@@ -36,7 +40,8 @@ INPUTS = f"Tensor query, Tensor key, Tensor value, {_OPTIONAL}"
 WORDS = (
     "str mask='full', str mask_mod='', SymInt[] table_sizes=[], float density=0.0, float softcap=0.0, "
     "str score_mod='', float dropout=0.0, SymInt? seed=None, float? scale=None, str layout='bhsd', "
-    "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, str? precision=None, str? numerics=None, bool return_lse=False"
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, str? precision=None, str? numerics=None, bool return_lse=False, "
+    "bool keep_lse=False"
 )
 library = torch.library.Library("autoattn", "FRAGMENT")
 library.define(f"attention({INPUTS}, *, {WORDS}) -> (Tensor, Tensor)")
@@ -67,53 +72,115 @@ def named(tensors: Sequence[Any], words: dict[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **dict(zip(TENSORS, tensors, strict=False)), **words}
 
 
-def answered(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Output and LSE as the functions give them, with autocast off, whose work is done."""
-    kind = given["query"].device.type
+def quiet(query: Tensor) -> AbstractContextManager[object]:
+    """Autocast switched off where it is on: its work was done before an operator runs."""
+    kind = query.device.type
     if kind in arguments.AUTOCAST and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return answered(given)
-    found = _asked(given)
+        off: AbstractContextManager[object] = torch.autocast(kind, enabled=False)
+        return off
+    return contextlib.nullcontext()
+
+
+def answered(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE as the functions give them, which know calls that they answered before."""
+    from autoattn import functional  # which imports this module
+
+    three, asked = _three(given), {**_asked(given), "return_lse": given["return_lse"]}
+    with quiet(given["query"]):
+        if given["layout"] == PACKED:
+            found = functional.packed_attention(*three, *_offsets(given), **asked)
+        else:
+            found = functional.attention(*three, **asked)
     return (found, None) if isinstance(found, Tensor) else found
 
 
+def read(given: dict[str, Any]) -> Call:
+    """The call that an operator's arguments pose."""
+    with quiet(given["query"]):
+        if given["layout"] == PACKED:
+            return arguments.read_packed(*_three(given), *_offsets(given), **_asked(given))
+        return arguments.read(*_three(given), **_asked(given))
+
+
 def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
-    """Output and LSE, contiguous; the LSE has no elements when it is not asked for."""
-    output, lse = answered(named(tensors, words))
-    return output.contiguous(), output.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
+    """Output and LSE, contiguous.
+
+    The LSE has no elements when nobody asks for it. Asked for by keep_lse alone it is for the backward pass, and NaN
+    where no kernels serve both passes.
+    """
+    given = named(tensors, words)
+    if given["keep_lse"] and (kept := _by_kernels(given)) is not None:
+        return kept
+    output, lse = answered(given)
+    if lse is None:
+        shape = _lse_shape(given) if given["keep_lse"] else [0]
+        lse = output.new_full(shape, math.nan, dtype=torch.float32)
+    return output.contiguous(), lse.contiguous()
+
+
+def _by_kernels(given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Output and LSE by a kernel, where another one can differentiate it."""
+    call = read(given)
+    planned = answer.plan(call, lse=given["return_lse"], learns=True)
+    if planned.kernel is None or planned.gradients is None:
+        return None
+    both = Pass(problem=call.problem, operands=call.operands, forward=planned.kernel, backward=planned.gradients)
+    output, lse = learning.launch(both)
+    return as_given(output, given), lse[0] if given["layout"] == PACKED else lse
+
+
+def as_read(tensor: Tensor, given: dict[str, Any]) -> Tensor:
+    """The caller's output, or a gradient of it, as a [batch, heads, seq, head_dim] view."""
+    if given["layout"] == PACKED:
+        return tensor.transpose(0, 1)[None]
+    return tensor.transpose(1, 2) if given["layout"] == Layout.BSHD.value else tensor
+
+
+def as_given(tensor: Tensor, given: dict[str, Any]) -> Tensor:
+    """Such a view as the caller has it, contiguous."""
+    if given["layout"] == PACKED:
+        return tensor[0].transpose(0, 1).contiguous()
+    return (tensor.transpose(1, 2) if given["layout"] == Layout.BSHD.value else tensor).contiguous()
 
 
 def _shapes(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     given = named(tensors, words)
     query, value = given["query"], given["value"]
     output = query.new_empty([*query.shape[:-1], value.shape[-1]], dtype=TORCH_DTYPE[DTYPE[query.dtype].output])
-    if not given["return_lse"]:
-        return output, query.new_empty(0, dtype=torch.float32)
+    wanted = given["return_lse"] or given["keep_lse"]
+    return output, query.new_empty(_lse_shape(given) if wanted else [0], dtype=torch.float32)
+
+
+def _lse_shape(given: dict[str, Any]) -> list[int]:
     axes = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), PACKED: (1, 0)}[given["layout"]]
-    return output, query.new_empty([query.shape[axis] for axis in axes], dtype=torch.float32)
+    return [given["query"].shape[axis] for axis in axes]
 
 
 library.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("autoattn::attention", _shapes, lib=library)
 
 
-def _asked(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """The function's answer, which knows calls that it answered before."""
-    from autoattn import functional  # which imports this module
+def _three(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value."""
+    return given["query"], given["key"], given["value"]
 
-    three = given["query"], given["key"], given["value"]
-    same = (*LEARNING[4:], "softcap", "dropout", "scale", "precision", "numerics", "return_lse")
+
+def _offsets(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
+    return given["cu_seqlens_q"], given["cu_seqlens_kv"], given["max_seqlen_q"], given["max_seqlen_kv"]
+
+
+def _asked(given: dict[str, Any]) -> dict[str, Any]:
+    """The other arguments of the function, but for return_lse."""
+    same = (*LEARNING[4:], "softcap", "dropout", "scale", "precision", "numerics")
     asked = {name: given[name] for name in same}
     asked["seed"] = given["seed"] if given["drawn_seed"] is None else int(given["drawn_seed"])
     asked["score_mod"] = _score_mod(given)
     if given["layout"] != PACKED:
-        return functional.attention(*three, mask=_mask(given), bias=given["bias"], layout=given["layout"], **asked)
-    offsets = given["cu_seqlens_q"], given["cu_seqlens_kv"], given["max_seqlen_q"], given["max_seqlen_kv"]
+        return {**asked, "mask": _mask(given), "bias": given["bias"], "layout": given["layout"]}
     seen = Mask.parse(given["mask"])
     if seen.causal:
-        return functional.packed_attention(*three, *offsets, causal=seen.alignment.value, **asked)
-    window = (-1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right)
-    return functional.packed_attention(*three, *offsets, window=window, **asked)
+        return {**asked, "causal": seen.alignment.value}
+    return {**asked, "window": (-1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right)}
 
 
 def _score_mod(given: dict[str, Any]) -> str | Traced | None:

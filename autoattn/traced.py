@@ -40,8 +40,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     if bias is not None:
         modifying.check_tensor("bias", bias, query.device)
     asked = {**_asked(query, given), **mod, **_pieces(table)}
+    learns = _learns(query, key, value, given["sinks"], never=(bias, given["alibi_slopes"]))
     found: tuple[Tensor, Tensor] = operators.operator(
-        query, key, value, bias, mask=words, layout=layout.value, precision=precision, **asked
+        query, key, value, bias, mask=words, layout=layout.value, precision=precision, keep_lse=learns, **asked
     )  # fmt: skip
     return found if given["return_lse"] else found[0]
 
@@ -65,6 +66,7 @@ def packed_attention(
         max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
         max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
         mask=str(seeing.band(given["causal"], given["window"])), layout=Layout.PACKED.value, precision=precision,
+        keep_lse=_learns(query, key, value, given["sinks"], never=(given["alibi_slopes"],)),
         **_asked(query, given), **mod,
     )  # fmt: skip
     return found if given["return_lse"] else found[0]
@@ -178,6 +180,14 @@ def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
             modifying.check_tensor(name, given[name], query.device)
             asked[name] = given[name]
     return asked
+
+
+def _learns(*tensors: Tensor | None, never: tuple[Tensor | None, ...]) -> bool:
+    """Whether some of the tensors need a gradient, and none of those whose gradients no kernel gives."""
+    if not torch.is_grad_enabled():
+        return False
+    learners = [one for one in tensors if one is not None and one.requires_grad]
+    return bool(learners) and not [one for one in never if one is not None and one.requires_grad]
 
 
 def _check_words(name: str, given: Any, known: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,15 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     answer._loaded.cache_clear()
 
 
+@pytest.fixture(params=["eager", "compiled"])
+def attend(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    if request.param == "eager":
+        return autoattn.attention
+    found: Callable[..., Any] = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
+    return found
+
+
 def inputs(layout: str = "bhsd", **changes: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 33, 16), (2, 2, 50, 16), (2, 2, 50, 24)]
@@ -109,11 +118,13 @@ def by_pytorch(tensors: list[Tensor], push: Tensor, layout: str = "bhsd") -> tup
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_a_tuned_problem_is_differentiated_by_kernels(card: dict[str, Any], layout: str) -> None:
+def test_a_tuned_problem_is_differentiated_by_kernels(
+    card: dict[str, Any], attend: Callable[..., Any], layout: str
+) -> None:
     tensors = inputs(layout)
     tune(card, tensors, causal=True, layout=layout)
     for _ in range(2):  # nothing that forgets the gradients is prepared for the second call
-        output = autoattn.attention(*tensors, causal=True, layout=layout)
+        output = attend(*tensors, causal=True, layout=layout)
         push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
         found = torch.autograd.grad(output, tensors, push)
         for ours, theirs in zip((output, *found), by_pytorch(tensors, push, layout), strict=True):
@@ -125,21 +136,23 @@ def test_a_tuned_problem_is_differentiated_by_kernels(card: dict[str, Any], layo
     assert explanation.steps[-1] == "gradients: this problem was measured on this card"
 
 
-def test_gradients_that_are_sums_or_expanded_are_made_readable(card: dict[str, Any]) -> None:
+def test_gradients_that_are_sums_or_expanded_are_made_readable(
+    card: dict[str, Any], attend: Callable[..., Any]
+) -> None:
     tensors = inputs()
     tune(card, tensors, causal=True)
-    autoattn.attention(*tensors, causal=True).sum().backward()
-    output = autoattn.attention(*tensors, causal=True)
+    attend(*tensors, causal=True).sum().backward()
+    output = attend(*tensors, causal=True)
     torch.autograd.grad(output, tensors, torch.randn(2, 33, 24, 4, dtype=torch.float16).permute(0, 3, 1, 2))
     assert card["backward"] == 2
     assert tensors[0].grad is not None
 
 
 @pytest.mark.parametrize("used", ["both", "output", "lse"])
-def test_an_lse_has_a_gradient_too(card: dict[str, Any], used: str) -> None:
+def test_an_lse_has_a_gradient_too(card: dict[str, Any], attend: Callable[..., Any], used: str) -> None:
     tensors = inputs()
     tune(card, tensors, causal=True)
-    output, lse = autoattn.attention(*tensors, causal=True, return_lse=True)
+    output, lse = attend(*tensors, causal=True, return_lse=True)
     parts = {"output": output.float().square().sum(), "lse": (lse * torch.arange(33)).sum()}
     found = torch.autograd.grad(
         sum(parts[name] for name in parts if used in (name, "both")), tensors, allow_unused=True
@@ -158,11 +171,11 @@ def test_an_lse_has_a_gradient_too(card: dict[str, Any], used: str) -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()) + 1e-3)
 
 
-def test_only_what_is_asked_for_gets_a_gradient(card: dict[str, Any]) -> None:
+def test_only_what_is_asked_for_gets_a_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
     tensors = inputs()
     tune(card, tensors, causal=True)
     tensors[1].requires_grad_(False)
-    autoattn.attention(*tensors, causal=True).float().square().sum().backward()
+    attend(*tensors, causal=True).float().square().sum().backward()
     assert [tensor.grad is not None for tensor in tensors] == [True, False, True]
 
 
@@ -194,6 +207,28 @@ def test_without_a_tuned_kernel_pytorch_differentiates_and_says_why(card: dict[s
     found = autoattn.explain(*tensors, causal=True)
     assert found.level is Level.SDPA
     assert found.reason.startswith("an input needs a gradient, and no backward kernel was measured for it")
+
+
+def test_a_compiled_step_without_a_tuned_kernel_computes_the_call_again(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
+    output = attend(*tensors, causal=True)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
+    found = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert (card["forward"], card["backward"]) == (1, 0)
+
+
+def test_an_lse_that_was_never_computed_is_no_number(card: dict[str, Any]) -> None:
+    """So that whoever read it by mistake would not go on in silence."""
+    tensors = [tensor.detach() for tensor in inputs()]
+    _, lse = torch.ops.autoattn.attention(*tensors, mask="causal", keep_lse=True)
+    assert lse.shape == (2, 4, 33)
+    assert lse.isnan().all()
+    tune(card, tensors, causal=True)
+    _, lse = torch.ops.autoattn.attention(*tensors, mask="causal", keep_lse=True)
+    assert lse.isfinite().all()
 
 
 def test_where_a_rival_was_faster_pytorch_differentiates(card: dict[str, Any]) -> None:

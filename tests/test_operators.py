@@ -174,8 +174,8 @@ def test_biases_slopes_sinks_and_the_lse_have_gradients_too() -> None:
 @pytest.mark.parametrize("learner", [0, 1, 2, 5])
 def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    whole = differentiate._gradients
-    monkeypatch.setattr(differentiate, "_gradients", lambda *given: asked.append(given[-1]) or whole(*given))
+    whole = differentiate._by_pytorch
+    monkeypatch.setattr(differentiate, "_by_pytorch", lambda *given: asked.append(given[-1]) or whole(*given))
     tensors = [*inputs(), None, None, SINKS.clone()]
     tensors[learner].requires_grad_()  # type: ignore[union-attr]
     ATTENTION(*tensors, mask="causal")[0].sum().backward()
