@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from functional_calls_gpu import TOLERANCE, largest_error, no_shipped_cache, normal  # noqa: F401 - a fixture
+from test_gradients_gpu import tuned  # noqa: F401 - a fixture
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -143,6 +144,40 @@ def test_a_compiled_training_step_runs_the_kernel_and_its_gradients_are_right(
         assert mine.grad is not None
         assert other.grad is not None
         assert float((mine.grad.float() - other.grad).abs().max()) <= 0.03 * max(1.0, float(other.grad.abs().max()))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("given", [{"causal": True}, {"window": (100, 0), "layout": "bshd"}], ids=str)
+def test_a_compiled_step_runs_the_kernels_of_an_eager_one(
+    tuned: Any,  # noqa: F811
+    given: dict[str, Any],
+    mode: str,
+    launched: list[Any],
+) -> None:
+    """Both passes once: nothing is computed again where gradients were tuned."""
+    three = [tensor.requires_grad_() for tensor in tensors(layout=given.get("layout", "bhsd"))]
+    tuned(*three, **given)
+    push = torch.randn_like(three[0])
+
+    def step(function: Callable[..., Tensor]) -> list[Tensor]:
+        output = function(*three)
+        return [output.detach().clone(), *(grad.clone() for grad in torch.autograd.grad(output, three, push))]
+
+    def attend(*all_three: Tensor) -> Tensor:
+        found = autoattn.attention(*all_three, **given)
+        assert isinstance(found, Tensor)
+        return found
+
+    step(attend)
+    launched.clear()
+    expected = step(attend)
+    kernels = len(launched)
+    traced = whole(attend, mode=mode)
+    for _ in range(4):
+        launched.clear()
+        found = step(traced)
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    assert len(launched) == (0 if mode == "reduce-overhead" else kernels)
 
 
 def test_a_training_step_saves_nothing_that_grows_with_the_square_of_the_length() -> None:
