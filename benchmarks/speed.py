@@ -48,7 +48,7 @@ from autoattn import tune as tuning
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.errors import UsageError
-from autoattn.jobs import SPOT_ROWS, Finished, finalist_name
+from autoattn.jobs import Finished, finalist_name
 from autoattn.measure import Stopwatch
 from autoattn.ops import forward
 from autoattn.plan import PROFILES, Effort, Objective, Options
@@ -208,7 +208,7 @@ def stages(what: str, problem: Problem, variants: Sequence[Variant]) -> tuple[st
 
     begin = time.perf_counter()
     gate = Gate(problem, device)
-    case = validate.make_case(problem, device, torch.Generator().manual_seed(1), rows=SPOT_ROWS, guard=0)
+    case = validate.full_case(problem, device, torch.Generator().manual_seed(1))
     once = (time.perf_counter() - begin) * 1e3
     output = forward.empty_output(problem, case.operands.query)
     stopwatch.warm()
@@ -296,7 +296,7 @@ class Jitted:
 
 def of_triton(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     """What triton.autotune makes of a list of variants."""
-    case = validate.make_case(problem, torch.device("cuda"), torch.Generator().manual_seed(1), rows=SPOT_ROWS, guard=0)
+    case = validate.full_case(problem, torch.device("cuda"), torch.Generator().manual_seed(1))
     rendered = Rendered(problem, variants)
     tuned: Any = triton.autotune(configs=rendered.configs(), key=[])(rendered)
     tuned[(1,)](case)

@@ -215,6 +215,24 @@ def test_verify_marks_what_failed_and_unmarks_what_holds_again(
     assert all(entry.mark is None for entry in cache.read(path).entries.values())
 
 
+def test_entries_of_each_operation_are_marked_in_their_own_file(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = samples.problem(op=Op.BACKWARD)
+    one = space.load("triton/backward")
+    params = one.default(gradients, samples.H200).as_dict()
+    entry = samples.measured(gradients, template=one.template, params=params, space_digest=one.digest, candidates=())
+    entry = dataclasses.replace(entry, search=dataclasses.replace(entry.search, spaces={one.template: one.digest}))
+    cache.merge(user_cache, samples.H200, Op.BACKWARD, [entry])
+    monkeypatch.setattr(verify, "verify", checked(Finding.WRONG))
+    _, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
+    assert "2 marked" in out
+    assert "1 marked" in out
+    for op, count in ((Op.FORWARD, 2), (Op.BACKWARD, 1)):
+        found = cache.read(cache.path_of(user_cache, samples.H200, op)).entries.values()
+        assert [one.mark is not None for one in found] == [True] * count
+
+
 def test_a_shipped_entry_is_marked_in_the_users_own_cache(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,9 +55,12 @@ def command(
     terminal.print_table(console, title, ("=Problem", "", "Detail"), rows)
     if mark:
         folder = cache if cache is not None else resources.user_cache()
-        changed = caching.mark(folder, card, Op.FORWARD, [(check.entry, check.mark) for check in checked])
-        marked = sum(entry.mark is not None for entry in changed)
-        words = f"{marked} marked, {len(changed) - marked} unmarked in {caching.path_of(folder, card, Op.FORWARD)}"
-        console.print(terminal.printable(words), soft_wrap=True)
+        for op in Op:
+            found = [(check.entry, check.mark) for check in checked if check.problem.op is op]
+            changed = caching.mark(folder, card, op, found) if found else []
+            marked = sum(entry.mark is not None for entry in changed)
+            words = f"{marked} marked, {len(changed) - marked} unmarked in {caching.path_of(folder, card, op)}"
+            if found:
+                console.print(terminal.printable(words), soft_wrap=True)
     if not all(check.ok for check in checked):
         raise typer.Exit(1)
