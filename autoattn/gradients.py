@@ -201,6 +201,7 @@ def empty_gradients(case: Case) -> Gradients:
         query=empty(problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim),
         key=empty(problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim),
         value=empty(problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v),
+        sinks=torch.full_like(case.operands.sinks, math.nan) if case.operands.sinks is not None else None,
     )
 
 
@@ -229,7 +230,8 @@ def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float
             pairs.setdefault(name, []).append((ours.double() - theirs).abs().nan_to_num(nan=math.inf))
     whole = {name: torch.cat(parts) for name, parts in pairs.items()}
     sinks = sinks_of(case.problem, case.places, case.expected)
-    if sinks is not None and found.sinks is not None:
+    if sinks is not None:
+        assert found.sinks is not None
         whole["sinks"] = (found.sinks.double() - sinks).abs().nan_to_num(nan=math.inf)
     return {name: (float(error.max()), float(error.square().mean().sqrt())) for name, error in whole.items()}
 

@@ -112,3 +112,18 @@ def test_rivals_give_their_gradients_of_a_forward_pass_that_is_done() -> None:
         assert error < allowed
     softcap = gradients.full_case(problem(modifiers=Modifiers(softcap=True)), CPU, torch.Generator())
     assert gradients.rival_calls(softcap) == {}
+
+
+def test_the_gradient_of_sinks_is_compared_where_all_heads_are() -> None:
+    one = problem(dtype=DType.FLOAT32, modifiers=Modifiers(sinks=True))
+    case = case_of(one)
+    exact = gradients.sinks_of(one, case.places, case.expected)
+    assert exact is not None
+    assert exact.shape == (4,)
+    found = gradients.empty_gradients(case)
+    assert found.sinks is not None
+    found.sinks.copy_(exact).add_(0.5)
+    assert gradients.errors_by_name(found, case)["sinks"][0] == pytest.approx(0.5, abs=1e-5)
+    assert case.allowed["sinks"] < 0.01
+    full = gradients.full_case(replace(one, heads_q=6, heads_kv=3), CPU, torch.Generator().manual_seed(0))
+    assert "sinks" not in full.allowed
