@@ -64,6 +64,6 @@ def test_the_shapes_file_unfolds_into_as_many_problems_as_the_page_says() -> Non
 
 def test_the_page_counts_the_parameters_of_the_search() -> None:
     page = PAGE.replace("\n", " ")
-    for template, count in {"triton/forward": "fifteen", "gluon/forward": "twenty"}.items():
+    for template, count in {"triton/forward": "fifteen", "gluon/forward": "twenty-one"}.items():
         assert f"(templates/{template}.py.j2), {count} parameters)" in page
-        assert len(space.load(template).choices) == {"fifteen": 15, "twenty": 20}[count]
+        assert len(space.load(template).choices) == {"fifteen": 15, "twenty-one": 21}[count]
