@@ -87,6 +87,7 @@ class _Verifier:
         """What became of an entry."""
         if (stale := self._why_stale(entry)) is not None:
             return self._found(entry, Finding.STALE, stale)
+        others = self.shop.alone(self.compiling(entry)) if self.shop.measured else []  # else the GPU's worker compiles
         checked = self.shop.check(entry.problem, entry.variant)
         if isinstance(checked, Failure):
             return self._found(entry, _finding_of(checked), f"{checked.outcome.value}: {checked.detail}")
@@ -96,7 +97,6 @@ class _Verifier:
         if entry.evidence is Evidence.PREDICTED:
             detail = f"{checked.verdict.checks} checks on the GPU; predicted, and not measured yet"
             return self._found(entry, Finding.SAME, f"{detail}: {checked.median_us:.1f} us at a first look")
-        others = self.shop.alone(self.compiling(entry))
         result = self.shop.alone(
             self.shop.final(
                 entry.problem, [entry.variant, *others], seconds=PROFILES[Effort.QUICK].final_seconds, seed=0

@@ -148,12 +148,16 @@ class Shop:
     met: list[list[Variant]] = field(default_factory=list)
     refused: Sequence[Variant] = ()  # by the compiler
     worst: Any = None
+    measured: bool = True
+    order: list[str] = field(default_factory=list)
 
     def check(self, problem: Problem, variant: Variant) -> Any:
+        self.order.append("check")
         return self.checked
 
     def compiled(self, problem: Problem, variants: Sequence[Variant]) -> Steps[list[Variant]]:
         yield
+        self.order.append("compiled")
         return [one for one in variants if one not in self.refused]
 
     def final(self, problem: Problem, variants: list[Variant], **_: Any) -> Steps[Any]:
@@ -192,6 +196,7 @@ def test_the_runners_up_that_there_still_are_meet_the_winner() -> None:
     entry, shop = entry_with_runners_up(), Shop()
     found = verified(entry, shop)
     assert found.ok
+    assert shop.order == ["compiled", "check"], "else the GPU's worker would compile"
     assert shop.met == [[entry.variant, *(one.variant for one in entry.candidates)]]
     gone = replace(entry, candidates=(replace(entry.candidates[0], source_digest="0" * 16), entry.candidates[1]))
     shop = Shop(finished=contest([400.0, 420.0]), refused=[])
