@@ -69,6 +69,13 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None) -> Plan:
         return replace(_without_kernel(reason, problem, lse), lasting=False)
 
 
+def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
+    """PyTorch answers a call, whatever was tuned."""
+    bias = call.operands.bias
+    learned = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    return _without_kernel(reason, call.problem, lse, learned_bias=learned)
+
+
 def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
     """Output [batch, heads_q, seq_q, head_dim_v] and, when wanted, LSE [batch, heads_q, seq_q] in natural logarithms.
 

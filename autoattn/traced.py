@@ -109,7 +109,8 @@ _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined] 
 def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any) -> Answer:
     """PyTorch's own attention, traced."""
     call = arguments.read(query, key, value, **given)
-    output, lse = answer.run(call, answer.plan(call, lse=return_lse), lse=return_lse)
+    planned = answer.plan_without_kernel(call, "Dynamo traces what a kernel cannot follow", lse=return_lse)
+    output, lse = answer.run(call, planned, lse=return_lse)
     output = output.transpose(1, 2) if given["layout"] == Layout.BSHD.value else output
     return output if lse is None else (output, lse)
 
