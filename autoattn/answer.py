@@ -87,8 +87,8 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
     if planned.kernel is None:
         return _by_pytorch(planned, problem, operands, lse)
     if planned.gradients is not None:
-        both = learning.Pass(problem=problem, operands=operands, forward=planned.kernel, backward=planned.gradients)
-        return learning.attend(both)
+        both = learning.Pass(problem=problem, forward=planned.kernel, backward=planned.gradients)
+        return learning.attend(both, operands)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
     flags = forward.launch(planned.kernel, problem, operands, output, sums, counting=bool(redone.counting))
@@ -102,6 +102,7 @@ def forget() -> None:
     _prepare.cache_clear()
     _prepare_both.cache_clear()
     prepared.forget()
+    learning.forget()
 
 
 def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:

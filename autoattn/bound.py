@@ -92,7 +92,8 @@ def bind(
             tensor `name` go by the address of `name`_ptr.
         zeros: the argument that takes int32 zeros, and how many; None where the kernel has none.
     """
-    direct, compiled = _Direct.of(kernel), kernel.compiled
+    boxes = any(isinstance(arguments.get(name), Descriptor) for name in kernel.parameters)
+    direct, compiled = _Direct.of(kernel, boxes=boxes), kernel.compiled
     settings: tuple[object, ...] = compiled.function, compiled.packed_metadata
     if direct:
         settings = compiled.function, direct.cooperative, direct.dependent, None, None, compiled.packed_metadata
@@ -101,7 +102,7 @@ def bind(
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Maps]] = []
     taken = None
-    for name in kernel.module.SIGNATURE:
+    for name in kernel.parameters:
         given = arguments.get(name)
         if isinstance(given, Descriptor):
             encode = direct.encoder(len(maps)) if direct else None
@@ -141,8 +142,12 @@ class _Direct:
     facts: list[Any]  # how each descriptor is to be encoded, by its place among them
 
     @classmethod
-    def of(cls, kernel: Kernel) -> _Direct | None:
-        """None where the installed Triton's launcher does not look like that, or allocates memory of its own."""
+    def of(cls, kernel: Kernel, *, boxes: bool) -> _Direct | None:
+        """None where the installed Triton's launcher does not look like that, or allocates memory of its own.
+
+        Args:
+            boxes: whether the kernel takes descriptors
+        """
         launcher = kernel.compiled.run
         if not triton.__version__.startswith(_KNOWN):
             return None
@@ -150,7 +155,7 @@ class _Direct:
             if launcher.global_scratch_size or launcher.profile_scratch_size:
                 return None
             launch, encode, facts = launcher.launch, None, []
-            if hasattr(kernel.module, "DESCRIPTORS"):
+            if boxes:
                 inside = inspect.getclosurevars(launch)
                 launch, facts = inside.nonlocals["launcher"], inside.nonlocals["tensordesc_meta"]
                 encode = inside.globals["make_tensordesc_arg"]

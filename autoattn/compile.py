@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -119,10 +119,15 @@ class Kernel:
     before: Kernel | None = None  # what takes the same arguments, on `module.grid_before`, and makes input ready for it
     parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
 
+    @property
+    def parameters(self) -> Iterable[str]:
+        """The names of what a launch takes, in its order."""
+        names: Iterable[str] = getattr(self.module, self.name).arg_names if self.name else self.module.SIGNATURE
+        return names
+
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
-        names = getattr(self.module, self.name).arg_names if self.name else self.module.SIGNATURE
-        ordered = [arguments[name] for name in names]
+        ordered = [arguments[name] for name in self.parameters]
         if self.compiled is None:
             getattr(self.module, self.name or self.source.name)[grid](*ordered)
             return
@@ -243,7 +248,9 @@ class Descriptor:
 
 def described(name: str) -> str:
     """The tensor that a descriptor's argument is of: one that is read in several boxes has one for each, as key_low."""
-    return name.removesuffix("_low").removesuffix("_high").removesuffix("_rest")
+    for suffix in ("_low", "_high", "_rest", "_tile", "_step"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:

@@ -6,6 +6,8 @@ Saved are query, key, value, output and LSE, which grow with the lengths and not
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autoattn import redone, render
+from autoattn.bound import Bound
 from autoattn.compile import Kernel
 from autoattn.dispatch import Explanation, Level
 from autoattn.entry import KERNEL
@@ -20,16 +23,17 @@ from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Layout, Op, Problem
+from autoattn.problem import Bias, DType, Layout, Op, Problem
 from autoattn.variant import Traits
+
+MOST = 4096  # launches that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
-    """A call that somebody may differentiate, and the kernels of both of its passes."""
+    """The kernels of both passes of calls that somebody may differentiate."""
 
     problem: Problem  # forward
-    operands: Operands
     forward: Kernel  # leaves the LSE
     backward: Kernel
 
@@ -70,14 +74,12 @@ def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
     return replace(asked, alignment=math.gcd(asked.alignment, new.alignment), wide=asked.wide or new.wide)
 
 
-def launch(one: Pass) -> tuple[Tensor, Tensor]:
+def launch(one: Pass, operands: Operands) -> tuple[Tensor, Tensor]:
     """The output [batch, heads_q, seq_q, head_dim_v] and the LSE, which the backward kernels read."""
-    query = one.operands.query
+    query = operands.query
     output = forward.empty_output(one.problem, query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    flags = forward.launch(one.forward, one.problem, one.operands, output, lse, counting=bool(redone.counting))
-    if flags is not None:
-        redone.note(flags)
+    _launch_forward(one.forward, one.problem, operands, output, lse)
     return output, lse
 
 
@@ -97,24 +99,23 @@ def differentiate(
     if kernel.source.traits.lse:
         lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
     saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
-    backward.launch(kernel, problem, operands, saved, gradients)
+    _launch_backward(kernel, problem, operands, saved, gradients)
     return gradients
 
 
-def attend(one: Pass) -> tuple[Tensor, Tensor | None]:
+def attend(one: Pass, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
-    operands = one.operands
-    output, lse = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, one)
+    output, lse = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, operands, one)
     return output, lse if one.backward.source.traits.lse else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, one: Pass
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, operands: Operands, one: Pass
     ) -> tuple[Tensor, Tensor]:
-        operands = replace(one.operands, query=query, key=key, value=value, sinks=sinks)
-        output, lse = launch(replace(one, operands=operands))
+        operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
+        output, lse = launch(one, operands)
         ctx.save_for_backward(query, key, value, output, lse, sinks)
         # Without what is saved, so that nothing keeps it alive but autograd.
         nothing = query.new_empty(0)
@@ -128,7 +129,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
         found = _Gradients.apply(*pulls, *ctx.saved_tensors, ctx.operands, ctx.problem, ctx.kernel)
-        return (*(grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)), None)
+        return (
+            *(grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)),
+            None,
+            None,
+        )
 
 
 class _Gradients(torch.autograd.Function):
@@ -162,3 +167,72 @@ def _as_read(output_grad: Tensor, problem: Problem, kernel: Kernel) -> Tensor:
     if problem.layout is Layout.BHSD:
         return output_grad.contiguous()
     return output_grad.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# --- Launches that were made before: only addresses differ ------------------------------------------------------------
+
+
+def _launch_forward(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor) -> None:
+    key = _key(kernel, problem, operands, output)
+    if key is None or redone.counting or kernel.before is not None or forward.partials(kernel, problem, operands.query):
+        flags = forward.launch(kernel, problem, operands, output, lse, counting=bool(redone.counting))
+        if flags is not None:
+            redone.note(flags)
+        return
+    known = _bound.get(key)
+    if known is None:
+        known = _keep(key, (forward.bind(kernel, problem, operands, output, lse),))
+    three = operands.query, operands.key, operands.value
+    for launch in known:
+        launch(_addresses(*three, output, lse, None, None, None, operands.cu_seqlens_q, operands.cu_seqlens_kv))
+
+
+def _launch_backward(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
+    key = _key(kernel, problem, operands, saved.output, saved.output_grad)
+    if key is None:
+        backward.launch(kernel, problem, operands, saved, gradients)
+        return
+    rows = backward.empty_rows(operands.query)
+    known = _bound.get(key)
+    if known is None:
+        known = _keep(key, backward.bind(kernel, problem, operands, saved, gradients, rows))
+    addresses = _addresses(
+        operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
+        rows[0], rows[1], gradients.query, gradients.key, gradients.value,
+        operands.cu_seqlens_q, operands.cu_seqlens_kv,
+    )  # fmt: skip
+    for launch in known:
+        launch(addresses)
+
+
+def _key(kernel: Kernel, problem: Problem, operands: Operands, *others: Tensor) -> Hashable | None:
+    """All of a launch but addresses; None where it reads more tensors, or where Triton's interpreter runs it."""
+    query, modifiers = operands.query, problem.modifiers
+    more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
+    if more or modifiers.bias is not Bias.NONE or not query.is_cuda or problem.dtype is DType.FLOAT8:
+        return None
+    three = query, operands.key, operands.value
+    steps = tuple(tensor.stride() for tensor in (*three, *others))
+    return kernel, problem, operands.scale, operands.softcap, query.shape[2], operands.key.shape[2], steps
+
+
+def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def _keep(key: Hashable, made: tuple[Bound, ...]) -> tuple[Bound, ...]:
+    with _writing:
+        while len(_bound) >= MOST:
+            del _bound[next(iter(_bound))]  # the oldest
+        _bound[key] = made
+    return made
+
+
+def forget() -> None:
+    """Drops the launches that were made before, and with them their kernels."""
+    with _writing:
+        _bound.clear()
+
+
+_bound: dict[Hashable, tuple[Bound, ...]] = {}
+_writing = threading.Lock()

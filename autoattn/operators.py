@@ -124,8 +124,8 @@ def _by_kernels(given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     planned = answer.plan(call, lse=given["return_lse"], learns=True)
     if planned.kernel is None or planned.gradients is None:
         return None
-    both = Pass(problem=call.problem, operands=call.operands, forward=planned.kernel, backward=planned.gradients)
-    output, lse = learning.launch(both)
+    both = Pass(problem=call.problem, forward=planned.kernel, backward=planned.gradients)
+    output, lse = learning.launch(both, call.operands)
     return as_given(output, given), lse[0] if given["layout"] == PACKED else lse
 
 

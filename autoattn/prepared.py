@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import arguments, redone, rivals
+from autoattn import arguments, learning, redone, rivals
 from autoattn.arguments import Call
 from autoattn.bound import Addresses, Bound
 from autoattn.compile import Kernel
 from autoattn.mask import Mask
+from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.problem import Layout
 
@@ -106,10 +107,13 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
         call, plan, made: how these were understood, who answered, and with which output and LSE.
         answer: what the front door returns to its caller: views of these.
     """
-    if asked is None or not plan.lasting or plan.gradients is not None or not _tensors_are_all(tensors, call):
+    if asked is None or not plan.lasting or not _tensors_are_all(tensors, call):
         return
-    known: _Kernel | _PyTorch | None
-    if plan.kernel is not None:
+    known: _Kernel | _Both | _PyTorch | None
+    if plan.kernel is not None and plan.gradients is not None:
+        both = learning.Pass(problem=call.problem, forward=plan.kernel, backward=plan.gradients)
+        known = _Both(both=both, scale=call.operands.scale, softcap=call.operands.softcap)
+    elif plan.kernel is not None:
         known = _by_kernel(plan.kernel, call, made, answer)
     else:
         known = _by_pytorch(asked, call, plan.explanation.route)
@@ -199,6 +203,33 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Both:
+    """An answer by a kernel of ours that others differentiate."""
+
+    both: learning.Pass
+    scale: float
+    softcap: float
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
+        layout = self.both.problem.layout
+        if layout is Layout.PACKED:
+            query, key, value = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        elif layout is Layout.BSHD:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        starts, ends = offsets or (None, None)
+        operands = Operands(
+            query=query, key=key, value=value, scale=self.scale, softcap=self.softcap, cu_seqlens_q=starts,
+            cu_seqlens_kv=ends,
+        )  # fmt: skip
+        output, lse = learning.attend(self.both, operands)
+        if layout is Layout.PACKED:
+            output, lse = output[0].transpose(0, 1), None if lse is None else lse[0]
+        elif layout is Layout.BSHD:
+            output = output.transpose(1, 2)
+        return output if lse is None else (output, lse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PyTorch:
     """An answer by PyTorch's own attention."""
 
@@ -228,5 +259,5 @@ def _by_pytorch(asked: Key, call: Call, route: str) -> _PyTorch | None:
     return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped)
 
 
-_known: dict[Key, _Kernel | _PyTorch] = {}
+_known: dict[Key, _Kernel | _Both | _PyTorch] = {}
 _writing = threading.Lock()

@@ -91,9 +91,8 @@ class Differentiated:
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                output, _ = learning.attend(
-                    learning.Pass(problem=self.problem, operands=part, forward=kernels_[0], backward=kernels_[1])
-                )
+                both = learning.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1])
+                output, _ = learning.attend(both, part)
             else:
                 output = reference.attention(self.problem, part)[0]
             found[name] = [output.detach(), *torch.autograd.grad(output.sum(), leaves)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, cache, functional, gpu, learning, reference, rivals
+from autoattn import answer, cache, functional, gpu, learning, prepared, reference, rivals
 from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.entry import KERNEL
@@ -52,7 +53,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         assert 0 not in saved.output_grad.stride()
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
-            part = Operands(query=leaves[0], key=leaves[1], value=leaves[2], scale=operands.scale)
+            part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             output, sums = reference.attention(one, part, dtype=torch.float32)
             assert kernel.source.traits.lse is (saved.lse_grad is not None)
             made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
@@ -99,6 +100,11 @@ def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, *
     with torch.no_grad():
         problem = autoattn.explain(*tensors, **given).problem
     assert problem is not None
+    enter(card, problem, choice=choice)
+
+
+def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL) -> None:
+    """The same for a forward problem."""
     asked = learning.backward_of(problem)
     variant = gradient_kernels.variant()
     facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
@@ -130,10 +136,36 @@ def test_a_tuned_problem_is_differentiated_by_kernels(
         for ours, theirs in zip((output, *found), by_pytorch(tensors, push, layout), strict=True):
             torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
     assert (card["forward"], card["backward"]) == (2, 2)
+    assert len(prepared._known) == (attend is autoattn.attention)
     assert {source.name for source in card["loaded"]} == {"forward", "backward"}
     explanation = autoattn.explain(*tensors, causal=True, layout=layout)
     assert explanation.route == "kernel"
     assert explanation.steps[-1] == "gradients: this problem was measured on this card"
+
+
+def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 20, 60], dtype=torch.int32)
+    lengths = (offsets, offsets, 40, 40)
+    tensors = [torch.randn(60, 2, 16, generator=generator).half().requires_grad_() for _ in range(3)]
+    with torch.no_grad():
+        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem
+    assert problem is not None
+    enter(card, problem)
+    for _ in range(2):
+        output, lse = autoattn.packed_attention(*tensors, *lengths, causal=True, return_lse=True)
+        assert (output.shape, lse.shape) == ((60, 2, 16), (2, 60))
+        found = torch.autograd.grad(output.float().square().sum() + lse.sum(), tensors)
+    assert (card["forward"], card["backward"]) == (2, 2)
+    leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    total = torch.zeros(())
+    for begin, end in ((0, 20), (20, 60)):
+        query, key, value = (leaf[begin:end].transpose(0, 1) for leaf in leaves)
+        hidden = ~torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        scores = (query @ key.mT / 4).masked_fill(hidden, -torch.inf)
+        total = total + (scores.softmax(-1) @ value).square().sum() + scores.logsumexp(-1).sum()
+    for ours, theirs in zip(found, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_gradients_that_are_sums_or_expanded_are_made_readable(

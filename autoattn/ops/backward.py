@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from autoattn.compile import Descriptor, Kernel
+from autoattn import bound
+from autoattn.bound import Bound
+from autoattn.compile import Descriptor, Kernel, described
 from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.problem import Layout, Problem
 
+# The order in which bound launches take the addresses of a call's tensors; 0 for one that is not there.
+POINTERS = (
+    *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
+    *("row_lse_ptr", "delta_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
+    *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+)
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
 
 
@@ -58,24 +66,29 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
 def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
     """Runs the kernels on the current stream of the tensors' device."""
     rows = empty_rows(operands.query)
-    arguments = _arguments(problem, operands, saved, gradients, rows)
-    tensors = {
-        "query": operands.query,
-        "key": operands.key,
-        "value": operands.value,
-        "output_grad": saved.output_grad,
-        "row_lse": rows[0].view(-1),
-        "delta": rows[1].view(-1),
-    }
-    for name, kind in kernel.module.SIGNATURE.items():
-        if kind.startswith("tensordesc"):  # query_tile and query_step are boxes of the query, of their own sizes
-            arguments[name] = _box(kernel, tensors[name.rpartition("_")[0]], kind)
-    sizes = problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2]
-    grids = kernel.module.grids(*sizes)
+    arguments = _arguments(kernel, problem, operands, saved, gradients, rows)
+    grids = _grids(kernel, problem, operands)
     for part in kernel.parts:
         part.launch(grids[part.name], arguments)
     if operands.sinks is not None and gradients.sinks is not None:
         gradients.sinks.copy_(_of_sinks(operands.sinks, rows[..., : operands.query.shape[2]]))
+
+
+def bind(
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor
+) -> tuple[Bound, ...]:
+    """The same launches, for calls that differ from this one in addresses alone, which they take in the order of
+    POINTERS; there must be no other tensors.
+    """
+    arguments = _arguments(kernel, problem, operands, saved, gradients, rows)
+    grids = _grids(kernel, problem, operands)
+    return tuple(bound.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
+
+
+def _grids(kernel: Kernel, problem: Problem, operands: Operands) -> dict[str, tuple[int]]:
+    sizes = problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2]
+    grids: dict[str, tuple[int]] = kernel.module.grids(*sizes)
+    return grids
 
 
 def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
@@ -92,9 +105,9 @@ def empty_rows(query: Tensor) -> Tensor:
 
 
 def _arguments(
-    problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor
 ) -> dict[str, object]:
-    """All that a signature may name, but for boxes."""
+    """All that a signature may name."""
     arguments: dict[str, object] = {
         "lse_ptr": saved.lse,
         "lse_grad_ptr": saved.lse_grad,
@@ -125,6 +138,11 @@ def _arguments(
         arguments[f"{name}_ptr"] = tensor
         for axis, stride in zip("bhsd", tensor.stride(), strict=True):
             arguments[f"stride_{short}{axis}"] = stride
+    read = {name: tensor for _, name, tensor in tensors}
+    read |= {"row_lse": rows[0].view(-1), "delta": rows[1].view(-1)}
+    for name, kind in kernel.module.SIGNATURE.items():
+        if kind.startswith("tensordesc"):
+            arguments[name] = _box(kernel, read[described(name)], kind)
     return arguments
 
 

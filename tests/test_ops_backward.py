@@ -1,0 +1,99 @@
+"""What the host side of the backward kernels launches, ordinary and bound."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import gradient_kernels
+import pytest
+import torch
+
+from autoattn import bound, gradients
+from autoattn.compile import Descriptor, Kernel, load_module, parts_of
+from autoattn.ops import backward
+from autoattn.problem import Layout, Problem
+
+CUDA = torch.device("cuda", 0)
+
+
+class Noted:
+    """Triton's CompiledKernel, as far as a launch asks it; notes the grid and the arguments."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.ordinary: list[tuple[Any, ...]] = []
+        self.bound: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.ordinary.append((grid, arguments))
+
+    def run(self, *given: Any) -> None:
+        self.bound.append((given[:3], given[9:]))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    active = SimpleNamespace(get_current_stream=lambda index: 7)
+    monkeypatch.setattr(bound, "driver", SimpleNamespace(active=active))
+
+
+def kernel_of(one: Problem, **changes: Any) -> Kernel:
+    source = gradient_kernels.source(one, **changes)
+    module = load_module(source)
+    whole = Kernel(source=source, module=module, compiled=None, device=CUDA, sm_count=132)
+    return replace(whole, parts=tuple(replace(whole, name=name, compiled=Noted()) for name in parts_of(module)))
+
+
+def address(given: Any) -> Any:
+    return given.data_ptr() if isinstance(given, torch.Tensor | Descriptor) else given
+
+
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.PACKED])
+@pytest.mark.usefixtures("card")
+def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str) -> None:
+    tokens = {"tokens_q": 60, "tokens_kv": 70} if layout is Layout.PACKED else {}
+    one = gradient_kernels.problem(mask="window:5,3", layout=layout, **tokens)
+    kernel = kernel_of(one, keys_loads=loads, queries_loads=loads)
+    first, second = (
+        gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
+    made = gradients.room_of(first)
+    rows = backward.empty_rows(first.operands.query)
+    launches = backward.bind(kernel, one, first.operands, first.saved, made, rows)
+    found = gradients.room_of(second)
+    backward.launch(kernel, one, second.operands, second.saved, found)
+    own = backward.empty_rows(second.operands.query)
+    operands, saved = second.operands, second.saved
+    tensors = (
+        operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, None, own[0], own[1],
+        found.query, found.key, found.value, operands.cu_seqlens_q, operands.cu_seqlens_kv,
+    )  # fmt: skip
+    assert len(tensors) == len(backward.POINTERS)
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    for launch in launches:
+        launch(addresses)
+    scratch = {tensor.data_ptr() for tensor in own}
+    for part in kernel.parts:
+        ((grid, given),) = part.compiled.ordinary
+        ((grid_again, again),) = part.compiled.bound
+        assert grid == grid_again
+        for name, one_argument, other in zip(part.parameters, given, again, strict=True):
+            if name.startswith(("row_lse", "delta")):  # each launch has its own
+                assert address(other) in scratch
+            else:
+                assert address(one_argument) == address(other), name
+            if isinstance(one_argument, Descriptor):
+                assert replace(one_argument, address=0) == replace(other, address=0)
+
+
+def test_rows_have_room_for_every_tile_of_queries() -> None:
+    rows = backward.empty_rows(torch.empty(2, 4, 129, 16))
+    assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)
