@@ -68,7 +68,6 @@ def test_it_costs_the_loop_over_whole_blocks_nothing() -> None:
     ("kind", "together", "words"),
     [
         ({"heads_kv": 12}, 2, "belong to no head"),
-        ({"seq_q": 4096}, 2, "fill tiles by themselves"),
         ({}, 16, "belong to no head"),
         ({"layout": Layout.PACKED, "tokens_q": 200, "tokens_kv": 400}, 2, "must end where its heads do"),
         ({"mask": "blocks:128x128,0.5", "seq_q": 2048, "seq_kv": 2048}, 2, "differ from head to head"),
