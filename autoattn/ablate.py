@@ -132,8 +132,8 @@ def _compiled(
 def _predicted(problem: Problem, device: Device, cell: Cell) -> Cell:
     if cell.outcome is not Outcome.OK or cell.change.variant is None or cell.report is None:
         return cell
-    if not device.peak_flops:
-        return replace(cell, detail="nobody described this card's peak rates; only a measurement has a time")
+    if (reason := model.why_unknown(problem, device)) is not None:
+        return replace(cell, detail=f"{reason}; only a measurement has a time")
     return replace(cell, prediction=model.predict(problem, device, cell.change.variant.as_dict(), cell.report))
 
 

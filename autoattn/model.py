@@ -16,7 +16,7 @@ from autoattn.calibration import CONSTANTS, Constants
 from autoattn.demand import Demand, demand, key_bytes, pass_cycles, widths
 from autoattn.device import Device
 from autoattn.occupancy import SCHEDULERS, occupancy, why_unlaunchable
-from autoattn.problem import Problem
+from autoattn.problem import Op, Problem
 from autoattn.program import Path, Program, path_of, program_of
 from autoattn.trial import Prediction, StaticReport
 from autoattn.variant import Value
@@ -64,6 +64,13 @@ class _Work:
         for unit in ("tensor", "issue", "exp"):  # a block of fewer than four warps leaves schedulers to others
             found[unit] *= min(1.0, self.program.warps / SCHEDULERS)
         return found
+
+
+def why_unknown(problem: Problem, device: Device) -> str | None:
+    """Why the model says nothing of a problem's kernels on a device; None when it does."""
+    if problem.op is not Op.FORWARD:
+        return f"the model knows forward kernels alone, and these are of {problem.op.value}"
+    return None if device.peak_flops else "nobody described this card's peak rates"
 
 
 def predict(

@@ -41,15 +41,10 @@ class Program:
     workers: int
     rows: int  # of a worker
     warps: int  # of a worker
-    warps_of_all: int  # with those that only load
+    specialised: bool  # other warps load, so that these wait less
     persistent: int  # programs an SM that walk all tiles; 0 is a program a tile
     dealt: bool  # tiles are dealt out round robin, whoever is ready first
     ahead: bool  # a worker's next product runs beside its softmax
-
-    @property
-    def specialised(self) -> bool:
-        """Whether some warps only load, so that others wait less."""
-        return self.warps_of_all > self.workers * self.warps
 
 
 def program_of(params: Mapping[str, Value], report: StaticReport) -> Program:
@@ -58,11 +53,11 @@ def program_of(params: Mapping[str, Value], report: StaticReport) -> Program:
     if "schedule" not in params:
         return Program(
             block_m=block_m, block_n=block_n, workers=1, rows=block_m, warps=report.num_warps,
-            warps_of_all=report.num_warps, persistent=int(params["PERSISTENT"]), dealt=True, ahead=False,
+            specialised=False, persistent=int(params["PERSISTENT"]), dealt=True, ahead=False,
         )  # fmt: skip
     walking = params["schedule"] != "one_tile"
     return Program(
-        block_m=block_m, block_n=block_n, workers=block_m // ROWS, rows=ROWS, warps=4, warps_of_all=report.num_warps,
+        block_m=block_m, block_n=block_n, workers=block_m // ROWS, rows=ROWS, warps=4, specialised=True,
         persistent=int(params.get("CTAS", 1)) if walking else 0, dealt=params["schedule"] == "persistent",
         ahead=bool(params["overlap"]),
     )  # fmt: skip

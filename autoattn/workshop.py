@@ -294,7 +294,7 @@ class Workshop:
         reason = occupancy.why_unlaunchable(self.device, report)
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
-        if self.device.peak_flops:
+        if model.why_unknown(slot.problem, self.device) is None:
             prediction = model.predict(slot.problem, self.device, slot.variant.as_dict(), report)
             trial = replace(trial, prediction=prediction)
         return trial

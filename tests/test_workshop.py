@@ -15,7 +15,7 @@ from autoattn import render, space, storage, workshop
 from autoattn.inspecting import Inspect
 from autoattn.jobs import Final, Finished, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.ledger import Ledger
-from autoattn.problem import DType, Layout, Numerics, Precision, Problem
+from autoattn.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.study import Study
 from autoattn.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Variant
@@ -544,3 +544,19 @@ def test_finals_take_no_time_of_other_searches(bench: Bench, monkeypatch: pytest
     shop.wait()
     now[0] = 200.0
     assert shop.finals_seconds == 3.0
+
+
+@pytest.mark.parametrize(("op", "predicted"), [(Op.FORWARD, True), (Op.BACKWARD, False)])
+def test_the_seeds_of_every_template_are_inspected_and_those_that_the_model_knows_are_predicted(op, predicted):
+    of = kernels.problem(op=op, dtype=DType.BFLOAT16, batch=4, seq_q=1024, seq_kv=1024, head_dim=64)
+    found = StaticReport(
+        digest="d", arch=90, registers=128, spilled_bytes=0, shared_bytes=1024, num_warps=4, code_bytes=64,
+        loop={"HGMMA.64x64x16.F32.BF16.SS": 8, "MUFU.EX2": 32},
+    )  # fmt: skip
+    with Workshop(samples.H200, measured=False, jobs=1) as shop:
+        for points in space.of(op):
+            for variant in points.seeds_for(of, samples.H200):
+                slot = workshop._Slot(problem=of, variant=variant, source=render.render(of, variant))
+                trial = shop._inspected(slot, found)
+                assert trial.outcome is Outcome.OK
+                assert (trial.prediction is not None) == predicted
