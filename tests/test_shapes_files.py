@@ -26,6 +26,7 @@ OTHERS = (
     "modifiers",
     "packed",
     "sparse",
+    "speed",
     "variants",
 )
 
