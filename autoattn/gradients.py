@@ -5,7 +5,8 @@ is at most three times that of the same maths differentiated by PyTorch in the l
 size of an ulp. What the forward pass saves is the reference's, rounded, so that no kernel of ours vouches for another.
 
 As in `validate`, every tensor lies inside a larger one filled with NaN, gradients start as NaN, and every case runs
-twice and must agree to the bit. A query that sees no key, and a key that no query sees, has gradients of exactly 0.
+twice, the second time by the bound launches that calls use, and must agree to the bit. A query that sees no key, and a
+key that no query sees, has gradients of exactly 0.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
     closest = -1.0
     for count, case in enumerate(cases, start=1):
         worst = replace(worst, checks=count)
-        first, second = (run(kernel, case) for _ in range(2))
+        first, second = run(kernel, case), run(kernel, case, as_calls_do=True)
         if reason := _malformed(first, second, case):
             return replace(worst, ok=False, max_error=math.inf, reason=f"{case.name}: {reason}")
         each = errors_by_name(first, case)
@@ -162,10 +163,20 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
     return worst
 
 
-def run(kernel: Kernel, case: Case) -> Gradients:
-    """The kernel's gradients, inside NaN."""
+def run(kernel: Kernel, case: Case, *, as_calls_do: bool = False) -> Gradients:
+    """The kernel's gradients, inside NaN.
+
+    Args:
+        as_calls_do: by bound launches, where there may be any, so that no call runs what the gate did not
+    """
     gradients = empty_gradients(case)
-    backward.launch(kernel, case.problem, case.operands, case.saved, gradients)
+    facts = kernel, case.problem, case.operands, case.saved, gradients
+    if not as_calls_do or not backward.may_bind(case.problem, case.operands.query):
+        backward.launch(*facts)
+        return gradients
+    rows = backward.empty_rows(case.operands.query)
+    for launch in backward.bind(*facts, rows):
+        launch(backward.addresses_of(case.operands, case.saved, gradients, rows))
     return gradients
 
 

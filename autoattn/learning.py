@@ -23,7 +23,7 @@ from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Bias, DType, Layout, Op, Problem
+from autoattn.problem import Layout, Op, Problem
 from autoattn.variant import Traits
 
 MOST = 4096  # launches that are kept
@@ -182,9 +182,13 @@ def _launch_forward(kernel: Kernel, problem: Problem, operands: Operands, output
     known = _bound.get(key)
     if known is None:
         known = _keep(key, (forward.bind(kernel, problem, operands, output, lse),))
-    three = operands.query, operands.key, operands.value
+    tensors = (  # in the order of forward.POINTERS
+        *(operands.query, operands.key, operands.value, output, lse),
+        *(None, None, None, operands.cu_seqlens_q, operands.cu_seqlens_kv),
+    )
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     for launch in known:
-        launch(_addresses(*three, output, lse, None, None, None, operands.cu_seqlens_q, operands.cu_seqlens_kv))
+        launch(addresses)
 
 
 def _launch_backward(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
@@ -196,28 +200,19 @@ def _launch_backward(kernel: Kernel, problem: Problem, operands: Operands, saved
     known = _bound.get(key)
     if known is None:
         known = _keep(key, backward.bind(kernel, problem, operands, saved, gradients, rows))
-    addresses = _addresses(
-        operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
-        rows[0], rows[1], gradients.query, gradients.key, gradients.value,
-        operands.cu_seqlens_q, operands.cu_seqlens_kv,
-    )  # fmt: skip
+    addresses = backward.addresses_of(operands, saved, gradients, rows)
     for launch in known:
         launch(addresses)
 
 
 def _key(kernel: Kernel, problem: Problem, operands: Operands, *others: Tensor) -> Hashable | None:
     """All of a launch but addresses; None where it reads more tensors, or where Triton's interpreter runs it."""
-    query, modifiers = operands.query, problem.modifiers
-    more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
-    if more or modifiers.bias is not Bias.NONE or not query.is_cuda or problem.dtype is DType.FLOAT8:
+    query = operands.query
+    if not backward.may_bind(problem, query):
         return None
     three = query, operands.key, operands.value
     steps = tuple(tensor.stride() for tensor in (*three, *others))
     return kernel, problem, operands.scale, operands.softcap, query.shape[2], operands.key.shape[2], steps
-
-
-def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _keep(key: Hashable, made: tuple[Bound, ...]) -> tuple[Bound, ...]:

@@ -14,7 +14,7 @@ import torch
 from autoattn import bound, gradients
 from autoattn.compile import Descriptor, Kernel, load_module, parts_of
 from autoattn.ops import backward
-from autoattn.problem import Layout, Problem
+from autoattn.problem import Bias, Layout, Modifiers, Problem
 
 CUDA = torch.device("cuda", 0)
 
@@ -71,13 +71,8 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str
     found = gradients.room_of(second)
     backward.launch(kernel, one, second.operands, second.saved, found)
     own = backward.empty_rows(second.operands.query)
-    operands, saved = second.operands, second.saved
-    tensors = (
-        operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, None, own[0], own[1],
-        found.query, found.key, found.value, operands.cu_seqlens_q, operands.cu_seqlens_kv,
-    )  # fmt: skip
-    assert len(tensors) == len(backward.POINTERS)
-    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    addresses = backward.addresses_of(second.operands, second.saved, found, own)
+    assert len(addresses) == len(backward.POINTERS)
     for launch in launches:
         launch(addresses)
     scratch = {tensor.data_ptr() for tensor in own}
@@ -92,6 +87,30 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str
                 assert address(one_argument) == address(other), name
             if isinstance(one_argument, Descriptor):
                 assert replace(one_argument, address=0) == replace(other, address=0)
+
+
+@pytest.mark.parametrize("bound_too", [False, True])
+@pytest.mark.usefixtures("card")
+def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = gradient_kernels.problem(mask="causal")
+    kernel = kernel_of(one)
+    case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
+    assert not gradients.judge(kernel, [case]).ok, "nothing was computed"
+    for part in kernel.parts:
+        assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((1, 1) if bound_too else (2, 0))
+
+
+@pytest.mark.parametrize(
+    "modifiers",
+    [Modifiers(alibi=True), Modifiers(sinks=True), Modifiers(dropout=True), Modifiers(bias=Bias.KEYS)],
+    ids=lambda modifiers: modifiers.names[0],
+)
+def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: Modifiers) -> None:
+    query: Any = SimpleNamespace(is_cuda=True)
+    assert backward.may_bind(gradient_kernels.problem(modifiers=Modifiers(softcap=True)), query)
+    assert not backward.may_bind(gradient_kernels.problem(modifiers=modifiers), query)
+    assert not backward.may_bind(gradient_kernels.problem(), SimpleNamespace(is_cuda=False))
 
 
 def test_rows_have_room_for_every_tile_of_queries() -> None:

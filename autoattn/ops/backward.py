@@ -15,7 +15,7 @@ from autoattn.bound import Bound
 from autoattn.compile import Descriptor, Kernel, described
 from autoattn.operands import Operands
 from autoattn.ops import forward
-from autoattn.problem import Layout, Problem
+from autoattn.problem import Bias, DType, Layout, Problem
 
 # The order in which bound launches take the addresses of a call's tensors; 0 for one that is not there.
 POINTERS = (
@@ -83,6 +83,23 @@ def bind(
     arguments = _arguments(kernel, problem, operands, saved, gradients, rows)
     grids = _grids(kernel, problem, operands)
     return tuple(bound.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
+
+
+def may_bind(problem: Problem, query: Tensor) -> bool:
+    """Whether a call has no tensors but those of POINTERS, and runs on a card rather than in Triton's interpreter."""
+    modifiers = problem.modifiers
+    more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
+    return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
+
+
+def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor) -> tuple[int, ...]:
+    """What bound launches take: addresses in the order of POINTERS."""
+    tensors = (
+        operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
+        rows[0], rows[1], gradients.query, gradients.key, gradients.value,
+        operands.cu_seqlens_q, operands.cu_seqlens_kv,
+    )  # fmt: skip
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _grids(kernel: Kernel, problem: Problem, operands: Operands) -> dict[str, tuple[int]]:
