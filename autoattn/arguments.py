@@ -303,10 +303,15 @@ def length_of(name: str, given: Any) -> int:
 
 def scale_of(scale: Any) -> float | None:
     """The caller's scale, which may be None."""
+    if scale is None:
+        return None
     try:
-        return None if scale is None else float(scale)
+        found = float(scale)
     except (TypeError, ValueError):
-        raise TensorError(f"scale must be a number or None, got {scale!r}; correct it") from None
+        found = None  # Dynamo of torch 2.11 cannot follow an error that is raised here
+    if found is None:
+        raise TensorError(f"scale must be a number or None, got {scale!r}; correct it")
+    return found
 
 
 def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) -> Precision:

@@ -74,6 +74,20 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     return _Search(problem, device, folders).run()
 
 
+def differentiates(device: Device | None) -> bool:
+    """Whether any gradients were measured to be the fastest by a kernel on a device.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    if device is None:
+        return False
+    paths = [cache.path_of(one, device, Op.BACKWARD) for one in (resources.user_cache(), resources.shipped_cache())]
+    files = [cache.read(path) for path in paths if path.exists()]
+    entries = [entry for one in files if one.fingerprint == device.fingerprint for entry in one.entries.values()]
+    return any(entry.choice == KERNEL and entry.evidence is Evidence.MEASURED for entry in entries)
+
+
 def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
     """What to compile for an explanation, best first; nothing when a rival runs.
 

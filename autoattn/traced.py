@@ -13,12 +13,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoattn import answer, arguments, captures, functional, masks, modifying, operators, packing, seeing, trace
+from autoattn import (
+    answer,
+    arguments,
+    captures,
+    dispatch,
+    functional,
+    gpu,
+    masks,
+    modifying,
+    operators,
+    packing,
+    seeing,
+    trace,
+)
 from autoattn.captures import Traced
 from autoattn.errors import ProblemError, TensorError
 from autoattn.expression import SCORE_NAMES
 from autoattn.mask import Mask
-from autoattn.problem import Layout
+from autoattn.problem import Layout, Precision
 
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _WHOLE = Mask()
@@ -32,7 +45,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     if mod is None or not (mask is None or isinstance(mask, _SAYABLE) or not torch.compiler.is_dynamo_compiling()):
         broken: Answer = _eagerly(functional.attention, query, key, value, **given)
         return broken
-    if _is_pytorchs(query, key, value):
+    if _is_pytorchs(query, key, value) or _is_better_by_pytorch(query, key, value, given):
         return _by_pytorch(query, key, value, **given)
     layout = arguments.layout_of(given["layout"])
     query, key, value, precision = _three(query, key, value, layout, given["precision"])
@@ -97,6 +110,35 @@ def _is_pytorchs(*tensors: Tensor) -> bool:
     if any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors):
         return True
     return _is_differentiated()
+
+
+def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
+    """Whether Dynamo traces a training step that PyTorch's own attention says in full, and no gradients were tuned.
+
+    The operator would compute such a call twice.
+    """
+    if not torch.compiler.is_dynamo_compiling() or not _learns(query, key, value, never=(given["mask"], given["bias"])):
+        return False
+    biased = isinstance(given["mask"], Tensor) or given["bias"] is not None
+    plain = (
+        (given["mask"] is None or isinstance(given["mask"], Tensor))
+        and not (biased and given["causal"])
+        and (given["softcap"], given["dropout"], given["window"]) == (0.0, 0.0, None)
+        and not given["return_lse"]
+        and given["precision"] != Precision.TF32X3.value
+        and len([name for name in _SELDOM if given[name] is not None]) == 0
+    )
+    return plain and not _differentiates(query.device.index)
+
+
+_SELDOM = ("alibi_slopes", "sinks", "score_mod", "query_scale", "key_scale", "value_scale")
+
+
+def _differentiates(index: int | None) -> bool:
+    return dispatch.differentiates(gpu.present(index))
+
+
+_differentiates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_differentiated() -> bool:
@@ -183,12 +225,13 @@ def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _learns(*tensors: Tensor | None, never: tuple[Tensor | None, ...]) -> bool:
+def _learns(*tensors: Tensor | None, never: tuple[Any, ...]) -> bool:
     """Whether some of the tensors need a gradient, and none of those whose gradients no kernel gives."""
     if not torch.is_grad_enabled():
         return False
-    learners = [one for one in tensors if one is not None and one.requires_grad]
-    return bool(learners) and not [one for one in never if one is not None and one.requires_grad]
+    learners = [one for one in tensors if isinstance(one, Tensor) and one.requires_grad]
+    hopeless = [one for one in never if isinstance(one, Tensor) and one.requires_grad]
+    return len(learners) > 0 and len(hopeless) == 0  # Dynamo of torch 2.11 knows no truth of a list
 
 
 def _check_words(name: str, given: Any, known: str) -> None:

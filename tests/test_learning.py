@@ -241,8 +241,21 @@ def test_without_a_tuned_kernel_pytorch_differentiates_and_says_why(card: dict[s
     assert found.reason.startswith("an input needs a gradient, and no backward kernel was measured for it")
 
 
-def test_a_compiled_step_without_a_tuned_kernel_computes_the_call_again(card: dict[str, Any]) -> None:
+def test_a_compiled_step_is_pytorchs_where_no_gradients_were_tuned(card: dict[str, Any]) -> None:
+    torch._dynamo.reset()
     tensors = inputs()
+    output = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)(*tensors, causal=True)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
+    found = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert (card["forward"], card["backward"]) == (0, 0)
+
+
+def test_a_compiled_step_computes_the_call_again_where_those_of_others_were(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, inputs(dtype=torch.bfloat16), causal=True)
+    torch._dynamo.reset()  # whether gradients were tuned is asked while it traces
     attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
     output = attend(*tensors, causal=True)
     push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()

@@ -102,6 +102,23 @@ def test_another_length_is_not_compiled_again(learns: bool, dynamic: bool | None
     assert [count - compiled[0] for count in compiled] == ([0] * 5 if dynamic else [0, 1, 1, 1, 1])
 
 
+def test_a_training_step_that_pytorch_says_in_full_is_pytorchs() -> None:
+    """Nobody tuned gradients here, and the operator would compute the call twice."""
+    counter = CompileCounterWithBackend("aot_eager")
+    function, compiled = attention(), []
+    traced = whole(function, counter)
+    for seq_q, seq_kv in ((5, 7), (9, 8), (30, 3), (3, 30), (17, 17)):
+        for mine, other in zip(
+            gradients(traced, *inputs(seq_q, seq_kv)), gradients(function, *inputs(seq_q, seq_kv)), strict=True
+        ):
+            torch.testing.assert_close(mine, other)
+        compiled.append(counter.frame_count)
+    assert compiled == [1, 2, 2, 2, 2]
+    targets = [node.target for graph in counter.graphs for node in graph.graph.nodes]
+    assert torch.nn.functional.scaled_dot_product_attention in targets
+    assert ATTENTION not in targets
+
+
 def test_packed_sequences_are_traced_whole_and_once() -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -333,10 +350,10 @@ def test_modes_see_the_operator() -> None:
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_flops_are_counted_as_pytorch_counts_its_own(layout: str) -> None:
-    query, key, value = (tensor.shape for tensor in inputs())
+    query, key, value = (tensor.shape for tensor in inputs(heads_kv=4))
     expected = sdpa_flop_count(query, key, value) + sdpa_backward_flop_count(query, query, key, value)
     with FlopCounterMode(display=False) as counter:
-        gradients(attention(causal=True, layout=layout), *inputs(layout=layout))
+        gradients(attention(causal=True, layout=layout), *inputs(heads_kv=4, layout=layout))
     assert counter.get_total_flops() == expected
 
 
@@ -402,7 +419,7 @@ def test_torch_func_grad_of_what_pytorch_knows_is_traced_whole(monkeypatch: pyte
 
 def test_a_second_derivative_of_a_compiled_call_is_refused() -> None:
     query, key, value = (tensor.requires_grad_() for tensor in inputs())
-    output = whole(attention(causal=True), "eager")(query, key, value)
+    output = whole(attention(softcap=2.0), "eager")(query, key, value)
     (first,) = torch.autograd.grad(output.sum(), query, create_graph=True)
     with pytest.raises(TensorError, match="differentiated once"):
         first.sum().backward()
