@@ -313,9 +313,9 @@ def test_a_compiled_call_runs_what_was_prepared_for_it(card: Noted) -> None:
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_compiled_training_step_runs_the_kernel_forward(card: Noted, learns: bool) -> None:
     tensors = [tensor.requires_grad_(learns) for tensor in three()]
-    torch.compile(lambda *given: autoattn.attention(*given), backend="aot_eager", fullgraph=True)(*tensors)
+    torch.compile(lambda *given: autoattn.attention(*given, softcap=2.0), backend="aot_eager", fullgraph=True)(*tensors)
     assert len(card.ordinary) == 1
-    autoattn.attention(*tensors)  # where nobody traces, what needs a gradient goes to PyTorch
+    autoattn.attention(*tensors, softcap=2.0)  # where nobody traces, what needs a gradient goes to PyTorch
     assert len(card.ordinary) + len(card.prepared) == (1 if learns else 2)
 
 
