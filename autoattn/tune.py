@@ -169,10 +169,11 @@ class _Run:
         relatives = [entry for entry in siblings if self.problem.shares_kernels(entry.problem)]
         elsewhere = self._measured_elsewhere()
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
+        theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
+        study.enqueue(theirs if not self.measured else [])
         for one in self.spaces.values():
             study.enqueue(one.seeds_for(self.problem, self.device))
-        study.enqueue(elsewhere)
-        study.enqueue(variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3])
+        study.enqueue([*elsewhere, *theirs])
         yield from self._search(study, sibling=bool(relatives))
         search = Searched(
             problem=self.problem,
@@ -208,13 +209,13 @@ class _Run:
     def _search(self, study: Contest, *, sibling: bool) -> Steps[None]:
         begin: float | None = None  # the first result: starting the workers is no search
         budget = self.options.budget
-        # Without a GPU only compiling costs time: a sibling's kernels are there already, and few new ones are added.
+        # Without a GPU only compiling costs time: siblings' kernels, which come first, are there already, and few new ones
+        # are added.
         cheap = sibling and not self.measured and self.options.trials is None
         fresh = self.options.profile.sibling_trials
-        compiled = self.shop.begun
 
-        def more(begun: int) -> bool:
-            return study.taken < budget and (not cheap or self.shop.begun - compiled < fresh)
+        def more(_: int, kernels: int) -> bool:
+            return study.taken < budget and (not cheap or kernels < fresh)
 
         def now() -> float:
             return time.monotonic() - self.shop.finals_seconds

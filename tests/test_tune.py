@@ -49,6 +49,7 @@ class Pretended:
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
     asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
     outgrown: ClassVar[list[tuple[Variant, int]]] = []  # whose worst case was asked for, with the seed
+    tried: ClassVar[list[tuple[str, Variant]]] = []  # problem keys and variants, in order
 
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         self.measured = measured
@@ -56,6 +57,7 @@ class Pretended:
         self.kernels = self.begun = 0
         self.busy_seconds, self.finals_seconds = (0.0, 0.0), 0.0
         self.idle = True
+        self._known: set[str] = set()  # digests
 
     def __enter__(self) -> Pretended:
         return self
@@ -74,21 +76,24 @@ class Pretended:
         study: Study,
         *,
         budget: int,
-        more: Callable[[int], bool],
+        more: Callable[[int, int], bool],
         late: Callable[[], bool],
         heard: Callable[[Trial], None],
     ) -> Steps[None]:
         if study.problem.key in self.interrupts:
             raise KeyboardInterrupt
-        begun = 0
-        while more(begun) and (variant := study.propose()) is not None:
-            begun += 1
+        begun = kernels = 0
+        while more(begun, kernels) and (variant := study.propose()) is not None:
+            self.tried.append((study.problem.key, variant))
+            digest = render.render(study.problem, variant).digest
+            begun, kernels = begun + 1, kernels + (digest not in self._known)
+            self._known.add(digest)
             self.kernels = self.begun = self.kernels + 1
             time_us = self.time_us(variant)
             trial = Trial(
                 variant=variant,
                 outcome=Outcome.OK,
-                digest=render.render(study.problem, variant).digest,
+                digest=digest,
                 prediction=samples.prediction(time_us),
                 verdict=GOOD if self.measured else None,
                 measurement=samples.measurement(study.problem, time_us) if self.measured else None,
@@ -139,7 +144,7 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": [], "outgrown": []})
+    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": [], "outgrown": [], "tried": []})
     monkeypatch.setattr(tune, "Workshop", fresh)
     return fresh
 
@@ -554,6 +559,18 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
     run(tmp_path, *LADDER, measured=True)
     keys = [one.key for one in LADDER]
     assert asked == [[], [], keys[:1], keys[:2]]
+
+
+def test_without_the_card_siblings_kernels_come_first_and_few_new_ones_are_compiled(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    wider = replace(SMALL, seq_q=256, seq_kv=256)  # other seeds, the same kernels
+    summary = run(tmp_path, SMALL, wider, trials=None)
+    first = summary.entries[SMALL.key]
+    theirs = [variant for key, variant in pretended.tried if key == wider.key]
+    known = {variant for key, variant in pretended.tried if key == SMALL.key}
+    assert theirs[0] == first.variant
+    assert sum(variant not in known for variant in theirs) == plan.PROFILES[plan.Effort.QUICK].sibling_trials
 
 
 def test_ctrl_c_among_several_searches_gives_up_what_all_of_them_claimed(

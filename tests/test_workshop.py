@@ -127,7 +127,7 @@ def variants(count: int) -> list[Variant]:
 
 def searched(shop: Workshop, study: Any, count: int = 100, late: Callable[[], bool] = lambda: False) -> list[Trial]:
     heard: list[Trial] = []
-    shop.alone(shop.search(study, more=lambda begun: begun < count, late=late, heard=heard.append))
+    shop.alone(shop.search(study, more=lambda begun, _: begun < count, late=late, heard=heard.append))
     return heard
 
 
@@ -468,7 +468,7 @@ def test_two_searches_go_on_together_and_each_hears_its_own_in_order(bench: Benc
     heard: list[tuple[int, Trial]] = []
     works = [
         shop.search(
-            study, more=lambda _: True, late=lambda: False, heard=lambda trial, one=one: heard.append((one, trial))
+            study, more=lambda *_: True, late=lambda: False, heard=lambda trial, one=one: heard.append((one, trial))
         )
         for one, study in enumerate(studies)
     ]
@@ -498,7 +498,7 @@ def most_in_flight(shop: Workshop, study: Any, budget: int) -> int:
     steps = shop.search(
         study,
         budget=budget,
-        more=lambda _: True,
+        more=lambda *_: True,
         late=lambda: False,
         heard=lambda _: counts.append(len(asked(shop))),
     )
