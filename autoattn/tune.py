@@ -209,8 +209,8 @@ class _Run:
     def _search(self, study: Contest, *, sibling: bool) -> Steps[None]:
         begin: float | None = None  # the first result: starting the workers is no search
         budget = self.options.budget
-        # Without a GPU only compiling costs time: siblings' kernels, which come first, are there already, and few new ones
-        # are added.
+        # Without a GPU only compiling costs time: siblings' kernels, which come first, are there already, and few new
+        # ones are added.
         cheap = sibling and not self.measured and self.options.trials is None
         fresh = self.options.profile.sibling_trials
 
