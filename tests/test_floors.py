@@ -89,7 +89,20 @@ FLOORS = (
         "differentiate",
         "traced",
     },
-    {"verify", "bundle", "bench", "ablate", "ablation", "comparison", "report", "cli", "__main__"},
+    {
+        "verify",
+        "bundle",
+        "bench",
+        "ablate",
+        "ablation",
+        "comparison",
+        "training",
+        "timetable",
+        "transformer",
+        "report",
+        "cli",
+        "__main__",
+    },
 )
 FACE = "__init__"  # autoattn itself: the public names of floor 4
 

@@ -9,12 +9,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from autoattn import __version__
-from autoattn.cli import ablate, bench, cache, devices, explain, render, report, show, tune, verify
+from autoattn.cli import ablate, bench, bench_model, cache, devices, explain, render, report, show, tune, verify
 from autoattn.errors import AutoattnError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -29,8 +30,19 @@ PLACE_ERRORS = {
 # typer has carried its own copy of click since 0.26; this is the root of the parser's errors in either.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
+
+class Program(TyperGroup):
+    """The commands, some of which have names of two words: `bench model` stands beside `bench SHAPES`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names, or the first two."""
+        pair = " ".join(args[:2])
+        return super().resolve_command(ctx, [pair, *args[2:]] if pair in self.commands else args)
+
+
 app = typer.Typer(
     name="autoattn",
+    cls=Program,
     help="Attention kernels that are generated, searched, validated and measured for your shapes and your GPU.",
     epilog="First steps: [bold]autoattn tune --device auto --shapes shapes.yaml[/], then [bold]autoattn show[/]."
     "\n\nExit codes: 0 done, 1 something failed or the cache is not as needed, 2 a mistake on the command line or in a "
@@ -49,8 +61,8 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
     commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
 
 
-for module in (tune, show, explain, render, verify, report, bench, ablate, devices):
-    add(app, module.__name__.rpartition(".")[2], module.command, module.EXAMPLES)
+for module in (tune, show, explain, render, verify, report, bench, bench_model, ablate, devices):
+    add(app, module.__name__.rpartition(".")[2].replace("_", " "), module.command, module.EXAMPLES)
 
 tools = typer.Typer(
     help="List, compare, merge, pack and prune caches.",

@@ -39,15 +39,26 @@ class Group:
 def svg_text(run: Run) -> str:
     """The chart; rows in which nothing was timed are left out."""
     groups, height, shares = _groups(run)
+    bars = "bars: share of the row's fastest; numbers: TFLOP/s" if shares else "TFLOP/s of the pairs that are kept"
+    title = f"{run.machine['card']}, {run.options.inputs.value} inputs"
+    return drawn(title, f"{bars}; behind a problem: ours over its best peer", "TFLOP/s", groups, height)
+
+
+def drawn(title: str, unit: str, measure: str, groups: list[Group], height: float) -> str:
+    """The picture of some groups.
+
+    Args:
+        unit: what bars and numbers mean, in words.
+        measure: the unit behind each number.
+    """
     present = {bar.name: bar.style for group in groups for bar in group.bars}
     return (
         report.environment(autoescape=True)
         .get_template("chart.svg.j2")
         .render(
-            title=figures.printable(f"{run.machine['card']}, {run.options.inputs.value} inputs"),
-            unit="bars: share of the row's fastest; numbers: TFLOP/s"
-            if shares
-            else "TFLOP/s of the pairs that are kept",
+            title=figures.printable(title),
+            unit=unit,
+            measure=measure,
             groups=groups,
             legend=[(name, style, LEFT + 105 * place) for place, (name, style) in enumerate(present.items())],
             width=WIDTH + max(0, 105 * len(present) + LEFT - WIDTH),

@@ -1,0 +1,148 @@
+"""`autoattn bench model`: training steps of seed 004's models, with everybody's attention."""
+
+from __future__ import annotations
+
+import shlex
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from autoattn.cli import options
+from autoattn.errors import UsageError
+from autoattn.timetable import CONTEXTS, Mode, Numbers, Options, Row, Run, State, Whose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn bench model --out bench[/]\n\n"
+    "[bold]autoattn bench model --models S,2.7B --contexts 1024,4096 --dtype bf16 --modes compiled --out bench[/]"
+)
+INTERRUPTED = 130  # 128 + SIGINT
+ALL_MODELS = "S,M,L,XL,2.7B"
+Choice = TypeVar("Choice", bound=Enum)
+
+
+def command(
+    models: Annotated[str, typer.Option("--models", metavar="A,B,C", help="Which models.")] = ALL_MODELS,
+    contexts: Annotated[str, typer.Option("--contexts", metavar="A,B,C", help="Tokens of a sequence.")] = ",".join(
+        map(str, CONTEXTS)
+    ),
+    attention: Annotated[
+        str, typer.Option("--attention", metavar="A,B,C", help="Whose attention.")
+    ] = "autoattn,naive,sdpa,flex",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="A,B", help="fp32, and bf16 by autocast.")] = "fp32,bf16",
+    modes: Annotated[str, typer.Option("--modes", metavar="A,B", help="eager, and compiled by torch.compile.")] = (
+        "eager,compiled"
+    ),
+    batch: Annotated[int, typer.Option("--batch", help="Sequences in a step.")] = 4,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps before those that are timed.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are timed.")] = 10,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds of one row, looked at after each step.")] = 120.0,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("bench"),
+) -> None:
+    """Time training steps of seed 004's language models on the GPU in this machine: forward, backward and both, with
+    autoattn's attention, the formula, SDPA and FlexAttention.
+
+    Writes DIR/model.md, DIR/model.csv, DIR/model.svg and DIR/model-memory.svg anew after each row, so that Ctrl-C keeps
+    what was done. A row that runs out of memory, takes too long or fails says so, and the others go on.
+    """
+    for name, lowest, value in (("--batch", 1, batch), ("--warmup", 0, warmup), ("--steps", 1, steps)):
+        options.at_least(name, lowest, value)
+    options.at_least("--limit", 0.0, limit)
+    settings = Options(
+        models=_words("--models", models, ALL_MODELS.split(",")),
+        contexts=_lengths(contexts),
+        attention=_choices("--attention", attention, Whose),
+        numbers=_choices("--dtype", dtype, Numbers),
+        modes=_choices("--modes", modes, Mode),
+        batch=batch,
+        warmup=warmup,
+        steps=steps,
+        limit=limit,
+    )
+    from autoattn import bench
+
+    machine = bench.machine(())
+    from autoattn import training, transformer
+
+    run = Run(machine=machine, command=spelled(settings, out), options=settings)
+    _go(run, training.rows([transformer.SIZES[name] for name in settings.models], settings), out)
+
+
+def _words(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The words between commas, each once.
+
+    Raises:
+        UsageError: there are none, or one that nobody knows.
+    """
+    known = list(known)
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found or not set(found) <= set(known):
+        raise UsageError(f"{option} must be of {', '.join(known)}, got {text!r}; separate several by commas")
+    return found
+
+
+def _choices(option: str, text: str, choices: type[Choice]) -> tuple[Choice, ...]:
+    return tuple(choices(word) for word in _words(option, text, [one.value for one in choices]))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise UsageError(f"--contexts must be whole numbers from 1, got {text!r}; write for example 256,1024")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def spelled(settings: Options, out: Path) -> str:
+    """The command that repeats the run."""
+    lists = {
+        "models": settings.models,
+        "contexts": settings.contexts,
+        "attention": [one.value for one in settings.attention],
+        "dtype": [one.value for one in settings.numbers],
+        "modes": [one.value for one in settings.modes],
+    }
+    words = ["autoattn", "bench", "model"]
+    for name, values in lists.items():
+        words += [f"--{name}", ",".join(map(str, values))]
+    for name in ("batch", "warmup", "steps", "limit"):
+        words += [f"--{name}", f"{getattr(settings, name):g}"]
+    return shlex.join([*words, "--out", str(out)])
+
+
+def _go(run: Run, rows: Iterator[Row], out: Path) -> None:
+    """Runs row by row, and writes all that is known after each."""
+    from autoattn.cli import terminal
+    from autoattn.report import timetable
+
+    console = terminal.console()
+    console.print(f"{run.machine['card']}: {run.options.planned} rows", soft_wrap=True)
+    interrupted = False
+    try:
+        for row in rows:
+            run.rows.append(row)
+            console.print(line(run, row), soft_wrap=True)
+            timetable.write(run, out)
+    except KeyboardInterrupt:
+        interrupted = True
+    for path in timetable.write(run, out):
+        console.print(str(path), soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if any(row.state in (State.FAILED, State.WRONG) for row in run.rows):
+        raise typer.Exit(1)
+
+
+def line(run: Run, row: Row) -> str:
+    """One finished row."""
+    from autoattn.report import figures, timetable
+
+    planned = run.options.planned
+    head = f"[{len(run.rows):>{len(str(planned))}}/{planned}] {timetable.case_of(row)}, {row.whose.value}: "
+    if not row.timed:
+        return head + figures.printable(f"{row.state.value}, {row.detail}")
+    times = f"{row.mean('forward_ms'):.2f} + {row.mean('backward_ms'):.2f} ms, total {row.mean('total_ms'):.2f} ms"
+    return f"{head}{times}, attention {figures.percent(row.share)}, {timetable.gibibytes(row)} GiB, {row.ran}"

@@ -1,0 +1,183 @@
+"""Training steps -> the table that people read, a CSV with every number, and charts of speed and of memory."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from autoattn import report
+from autoattn.report import chart, figures, files
+from autoattn.timetable import Row, Run, Whose, over_ours
+
+PARTS = ("forward_ms", "backward_ms", "total_ms")
+COLUMNS = (
+    "model", "context", "batch", "dtype", "mode", "attention", "state", "detail", "ran",
+    "forward_ms", "forward_std_ms", "backward_ms", "backward_std_ms", "total_ms", "total_std_ms", "tokens_per_s",
+    "over_autoattn", "attention_forward_ms", "attention_backward_ms", "attention_share", "amdahl", "peak_bytes",
+    "first_step_s", "loss", "warmup", "steps", "forward_samples_ms", "backward_samples_ms", "total_samples_ms",
+)  # fmt: skip
+STYLES = {Whose.OURS: "c0", Whose.NAIVE: "c1", Whose.SDPA: "c2", Whose.FLEX: "c3"}
+
+
+def write(run: Run, out: Path) -> tuple[Path, ...]:
+    """Writes `model.md`, `model.csv`, `model.svg` and `model-memory.svg` into `out`, which is made when it is missing.
+
+    Returns:
+        The paths.
+
+    Raises:
+        OSError: `out` cannot be written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "model.md": markdown_text(run),
+        "model.csv": csv_text(run),
+        "model.svg": speed_text(run),
+        "model-memory.svg": memory_text(run),
+    }
+    for name, text in texts.items():
+        files.write(out / name, text)
+    return tuple(out / name for name in texts)
+
+
+def case_of(row: Row) -> str:
+    """What the rows of all attentions share, in words."""
+    return f"{row.model} {row.context:,} {row.numbers.value} {row.mode.value}"
+
+
+def milliseconds(row: Row, part: str) -> str:
+    """Mean and standard deviation of a part of the step."""
+    mean, spread = row.mean(part), row.spread(part)
+    if not math.isfinite(mean):
+        return "-"
+    return f"{mean:.2f}" + (f" ± {spread:.2f}" if math.isfinite(spread) else "")
+
+
+def gibibytes(row: Row) -> str:
+    """What was allocated at most, in GiB."""
+    return "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
+
+
+def markdown_text(run: Run) -> str:
+    """Header, table, and what has no numbers with the reason."""
+    made = report.environment(finalize=report.markdown_cell)
+    made.filters.update(
+        ms=milliseconds,
+        gib=gibibytes,
+        case=case_of,
+        ratio=lambda rows, row: figures.times(over_ours(rows, row.whose) or math.nan),
+    )
+    return made.get_template("timetable.md.j2").render(run=run, fenced=report.fenced)
+
+
+def csv_text(run: Run) -> str:
+    """A line for each row, with every sample."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
+    writer.writeheader()
+    for rows in run.cases():
+        for row in rows:
+            facts = {
+                "model": row.model,
+                "context": row.context,
+                "batch": row.batch,
+                "dtype": row.numbers.value,
+                "mode": row.mode.value,
+                "attention": row.whose.value,
+                "state": row.state.value,
+                "detail": row.detail,
+                "ran": row.ran,
+                "peak_bytes": "" if row.peak_bytes is None else row.peak_bytes,
+                "first_step_s": _short(row.first_s),
+                "loss": _short(row.loss),
+                "warmup": run.options.warmup,
+                "steps": len(row.times),
+            }
+            writer.writerow(facts | _numbers(rows, row))
+    return text.getvalue()
+
+
+def _numbers(rows: list[Row], row: Row) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for part in PARTS:
+        name = part.removesuffix("_ms")
+        found[part] = _short(row.mean(part))
+        found[f"{name}_std_ms"] = _short(row.spread(part))
+        found[f"{name}_samples_ms"] = " ".join(_short(getattr(one, part)) for one in row.times)
+    return found | {
+        "tokens_per_s": _short(row.tokens_per_second),
+        "over_autoattn": _short(over_ours(rows, row.whose)),
+        "attention_forward_ms": _short(row.attention_ms("forward_ms")),
+        "attention_backward_ms": _short(row.attention_ms("backward_ms")),
+        "attention_share": _short(row.share),
+        "amdahl": _short(row.bound),
+    }
+
+
+def _short(number: float | None) -> str:
+    """Six significant digits; nothing where there is no number."""
+    return "" if number is None or not math.isfinite(number) else f"{number:.6g}"
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def speed_text(run: Run) -> str:
+    """Tokens a second: bars are shares of the fastest of their own case."""
+    return _bars(
+        run,
+        title="training steps",
+        unit="bars: share of the case's fastest; numbers: thousands of tokens a second",
+        measure="thousand tokens a second",
+        value=lambda row: row.tokens_per_second / 1e3,
+        best=max,
+        shares=True,
+    )
+
+
+def memory_text(run: Run) -> str:
+    """GiB that were allocated at most; all bars on one scale, so that growth is seen."""
+    return _bars(
+        run,
+        title="memory of training steps",
+        unit="GiB allocated at most: weights, gradients and activations",
+        measure="GiB",
+        value=lambda row: (row.peak_bytes or 0) / 2**30,
+        best=min,
+        shares=False,
+    )
+
+
+def _bars(
+    run: Run,
+    *,
+    title: str,
+    unit: str,
+    measure: str,
+    value: Callable[[Row], float],
+    best: Callable[[list[float]], float],
+    shares: bool,
+) -> str:
+    groups, y = [], float(chart.TOP)
+    cases = [timed for rows in run.cases() if (timed := [row for row in rows if row.timed])]
+    widest = max((value(row) for rows in cases for row in rows), default=1.0) or 1.0
+    for rows in cases:
+        values = [value(row) for row in rows]
+        full = max(values) if shares else widest
+        bars = tuple(
+            chart.Bar(
+                name=row.whose.value,
+                style=STYLES[row.whose],
+                y=y + chart.BAR * place,
+                width=(chart.WIDTH - chart.LEFT - chart.RIGHT) * number / (full or 1.0),
+                label=figures.tflops(number),
+                best=number == best(values),
+            )
+            for place, (row, number) in enumerate(zip(rows, values, strict=True))
+        )
+        groups.append(chart.Group(name=case_of(rows[0]), ratio="", y=y + chart.BAR * len(bars) / 2, bars=bars))
+        y += chart.BAR * len(bars) + chart.GAP
+    return chart.drawn(f"{run.machine['card']}: {title}", unit, measure, groups, y + 8)

@@ -1,0 +1,299 @@
+"""Training steps of whole models, timed: forward, backward and both, each by a pair of events of its own.
+
+Everything that goes wrong with one row becomes its state, and the others go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autoattn import measure, transformer
+from autoattn.errors import StateError
+from autoattn.timetable import Mode, Numbers, Options, Row, State, Times
+from autoattn.transformer import Attend, Size, Transformer
+
+FEWEST = 3  # timed steps; a row that has fewer when its time is up is too long
+ALONE_STEPS = 10  # of one layer's attention
+SEED = 0
+# Share by which losses of one case may differ: the same weights and tokens, rounded differently.
+ALLOWED = {Numbers.FLOAT32: 1e-3, Numbers.BFLOAT16: 1e-2}
+
+
+class Gauge(Protocol):
+    """Clock and memory of a device."""
+
+    device: torch.device
+
+    def mark(self) -> Any:
+        """An event, now, on the current stream."""
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Milliseconds between two events that are over."""
+
+    def settle(self) -> None:
+        """Waits until all is over."""
+
+    def hide(self) -> None:
+        """Keeps the device busy while the host enqueues what comes next."""
+
+    def clear(self) -> None:
+        """Gives back the memory that nothing uses."""
+
+    def forget_peak(self) -> None:
+        """Begins to count anew what is allocated at most."""
+
+    def peak(self) -> int:
+        """Bytes that were allocated at most since `forget_peak`."""
+
+
+class Card:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end))
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def hide(self) -> None:
+        torch.cuda._sleep(measure.SPIN_CYCLES)
+
+    def clear(self) -> None:
+        torch.cuda.empty_cache()
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+
+def step(gauge: Gauge, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> tuple[Times, Tensor]:
+    """Runs a step and waits for it.
+
+    Returns:
+        Its times, and what `forward` gave.
+    """
+    whole_begin = gauge.mark()
+    forward_begin = gauge.mark()
+    found = forward()
+    forward_end = gauge.mark()
+    backward_begin = gauge.mark()
+    backward(found)
+    backward_end = gauge.mark()
+    whole_end = gauge.mark()
+    gauge.settle()
+    times = Times(
+        forward_ms=gauge.between(forward_begin, forward_end),
+        backward_ms=gauge.between(backward_begin, backward_end),
+        total_ms=gauge.between(whole_begin, whole_end),
+    )
+    return times, found.detach()
+
+
+def rows(sizes: list[Size], options: Options, gauge: Gauge | None = None) -> Iterator[Row]:
+    """Times one row after the other, by default on the current CUDA device.
+
+    Raises:
+        StateError: a row has broken the CUDA context, so that nothing more can run in this process.
+    """
+    gauge = gauge or Card()
+    for size in sizes:
+        model, why = _built(size, max(options.contexts), gauge)
+        losses: dict[object, float] = {}  # of each case, by its first row
+        for row in _planned(size, options):
+            if model is None:
+                yield replace(row, state=State.MEMORY, detail=why)
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what PyTorch's compiler has to say
+                row = _Trial(model, row, options, gauge).run()
+            if row.loss is not None:
+                row = _compared(row, losses.setdefault((row.context, row.numbers), row.loss))
+            yield row
+        del model
+        gc.collect()
+        gauge.clear()
+
+
+def _planned(size: Size, options: Options) -> Iterator[Row]:
+    for context in options.contexts:
+        for numbers in options.numbers:
+            for mode in options.modes:
+                for whose in options.attention:
+                    yield Row(
+                        model=size.name, context=context, batch=options.batch, layers=size.layers, numbers=numbers,
+                        mode=mode, whose=whose,
+                    )  # fmt: skip
+
+
+def _built(size: Size, context: int, gauge: Gauge) -> tuple[Transformer | None, str]:
+    """The model with the same weights at every call; None, and why, when it does not fit."""
+    torch.manual_seed(SEED)
+    try:
+        with gauge.device:
+            return Transformer(size, context), ""
+    except torch.OutOfMemoryError as error:
+        return None, f"the weights: {reason_of(error)}"
+
+
+def _compared(row: Row, expected: float) -> Row:
+    """A right row whose loss is not the others' is wrong."""
+    assert row.loss is not None
+    if row.state is not State.OK or abs(row.loss - expected) <= ALLOWED[row.numbers] * abs(expected):
+        return row
+    return replace(row, state=State.WRONG, detail=f"its loss is {row.loss:.6g}, that of the others {expected:.6g}")
+
+
+def reason_of(error: Exception) -> str:
+    """An exception on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
+
+
+@dataclass(slots=True)
+class _Trial:
+    """One row on its way to its numbers."""
+
+    model: Transformer
+    row: Row
+    options: Options
+    gauge: Gauge
+    deadline: float = 0.0
+
+    def run(self) -> Row:
+        """The row with its numbers, or with the reason why it has none."""
+        self.deadline = time.monotonic() + self.options.limit
+        try:
+            self._measure()
+        except torch.OutOfMemoryError as error:
+            self._failed(State.MEMORY, error)
+        except Exception as error:
+            self._failed(State.FAILED, error)
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()  # what the error held is gone by now
+        try:
+            self.gauge.settle()
+        except RuntimeError as error:
+            raise StateError(
+                f"the GPU must go on after each row, but {self.row.whose.value} broke it on {self.row.model} at "
+                f"{self.row.context} tokens ({reason_of(error)}); run the others with --attention"
+            ) from None
+        self.gauge.clear()
+        return self.row
+
+    def _failed(self, state: State, error: Exception) -> None:
+        # An error of the attention alone takes no times from a model that has them.
+        self._note(detail=reason_of(error))
+        if not self.row.times:
+            self._note(state=state)
+
+    def _note(self, **facts: Any) -> None:
+        self.row = replace(self.row, **facts)
+
+    def _measure(self) -> None:
+        torch.compiler.reset()  # so that no length is taken for a dynamic one, and no row for another's recompile
+        attend = transformer.attention_of(self.row.whose, self.row.context, self.gauge.device)
+        self.model.attend_by(attend)
+        fused = _fused()
+        if self._steps() and _fused() > fused:
+            self._note(ran="put into SDPA's place by torch.compile")
+        if self.row.times:
+            self._attention(attend)
+
+    def _steps(self) -> bool:
+        """Times whole steps; whether there are enough."""
+        compiled = self.row.mode is Mode.COMPILED
+        call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        tokens, targets = self._tokens()
+
+        def forward() -> Tensor:
+            with self._autocast():
+                loss: Tensor = call(tokens, targets)
+            return loss
+
+        taken: list[Times] = []
+        for number in range(self.options.warmup + self.options.steps):
+            if number == self.options.warmup:
+                self.gauge.forget_peak()
+            begin = time.monotonic()
+            self.model.zero_grad(set_to_none=True)
+            times, loss = step(self.gauge, forward, Tensor.backward)
+            if number == 0:
+                self._note(first_s=time.monotonic() - begin)
+            if number >= self.options.warmup:
+                taken.append(times)
+            if time.monotonic() > self.deadline:
+                break
+        if len(taken) < min(FEWEST, self.options.steps):
+            why = (
+                f"{number + 1} steps took more than the {self.options.limit:g} s of --limit, {len(taken)} of them timed"
+            )
+            self._note(state=State.LONG, detail=why)
+            return False
+        self._note(times=tuple(taken), peak_bytes=self.gauge.peak(), loss=float(loss))
+        return True
+
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(SEED)
+        shape = self.row.batch, self.row.context + 1
+        drawn = torch.randint(self.model.size.vocabulary, shape, generator=generator).to(self.gauge.device)
+        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.gauge.device.type, torch.bfloat16, enabled=self.row.numbers is Numbers.BFLOAT16)
+
+    def _attention(self, attend: Attend) -> None:
+        """Times one layer's attention alone, on tensors that lie as the model's do, and notes what runs."""
+        self.model.zero_grad(set_to_none=True)  # leaves it the room that the gradients took
+        size = self.model.size
+        dtype = torch.bfloat16 if self.row.numbers is Numbers.BFLOAT16 else torch.float32
+        generator = torch.Generator(self.gauge.device).manual_seed(SEED)
+        shape = self.row.batch, self.row.context, size.heads, size.head_dim
+        query, key, value, pull = (
+            torch.randn(shape, generator=generator, device=self.gauge.device, dtype=dtype).transpose(1, 2)
+            for _ in range(4)
+        )
+        leaves = tuple(one.requires_grad_() for one in (query, key, value))
+        if not self.row.ran:
+            with self._autocast():
+                self._note(ran=transformer.ran(self.row.whose, *leaves))
+        call: Any = torch.compile(attend, dynamic=False) if self.row.mode is Mode.COMPILED else attend
+
+        def forward() -> Tensor:
+            with self._autocast():
+                found: Tensor = call(*leaves)
+            return found
+
+        taken: list[Times] = []
+        for number in range(self.options.warmup + ALONE_STEPS):
+            for leaf in leaves:
+                leaf.grad = None
+            self.gauge.hide()
+            times, _ = step(self.gauge, forward, lambda found: found.backward(pull))
+            if number >= self.options.warmup:
+                taken.append(times)
+        self._note(alone=tuple(taken))
+
+
+def _fused() -> int:
+    """How many attentions torch.compile has recognised so far and put SDPA in the place of."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fuse_attention"])
