@@ -55,7 +55,7 @@ class Options:
     batch: int = 4  # the seed's
     warmup: int = 3  # steps before those that count; the first of them compiles
     steps: int = 10
-    limit: float = 120.0  # seconds of one row, compiling included
+    limit: float = 120.0  # seconds of a row's steps, without the first one, in which compilers work
 
     @property
     def planned(self) -> int:

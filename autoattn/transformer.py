@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoattn import functional
 from autoattn.entry import KERNEL
+from autoattn.rivals import SDPA
 from autoattn.timetable import Whose
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, heads, seq, head_dim], causal
@@ -196,7 +197,7 @@ def ran(whose: Whose, query: Tensor, key: Tensor, value: Tensor) -> str:
         told = functional.explain(query, key, value, causal=True)
         if told.route == KERNEL and told.variant is not None:
             return f"{told.variant.template}, {told.level.value}"
-        if told.route != "sdpa":
+        if told.route != SDPA:
             return f"{told.route}, {told.level.value}"
         return f"sdpa {_backend(query, key, value)}, {told.level.value}"
     if whose is Whose.SDPA:
@@ -207,7 +208,8 @@ def ran(whose: Whose, query: Tensor, key: Tensor, value: Tensor) -> str:
 def _backend(query: Tensor, key: Tensor, value: Tensor) -> str:
     with _Watch() as watch:
         sdpa(query, key, value)
-    return watch.backend
+    name: str = watch.backend
+    return name
 
 
 class _Watch(TorchDispatchMode):
@@ -215,10 +217,10 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backend = "math"
+        self.backend: str = "math"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = re.match(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention", func.overloadpacket.__name__)
         if found:
-            self.backend = found[1]
+            self.backend = str(found[1])
         return func(*args, **(kwargs or {}))

@@ -158,10 +158,10 @@ def test_another_loss_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "its loss is" in rows[1].detail
 
 
-def test_a_row_that_takes_too_long_says_so_after_a_step() -> None:
+def test_a_row_whose_steps_take_too_long_says_so() -> None:
     rows = timed(limit=0.0)
     assert [row.state for row in rows] == [State.LONG] * 3
-    assert rows[0].detail == "1 steps took more than the 0 s of --limit, 0 of them timed"
+    assert rows[0].detail == "0 of 4 steps were timed in the 0 s of --limit"
 
 
 def test_weights_that_do_not_fit_are_told_in_each_row(monkeypatch: pytest.MonkeyPatch) -> None:

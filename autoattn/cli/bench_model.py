@@ -40,7 +40,7 @@ def command(
     batch: Annotated[int, typer.Option("--batch", help="Sequences in a step.")] = 4,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps before those that are timed.")] = 3,
     steps: Annotated[int, typer.Option("--steps", help="Steps that are timed.")] = 10,
-    limit: Annotated[float, typer.Option("--limit", help="Seconds of one row, looked at after each step.")] = 120.0,
+    limit: Annotated[float, typer.Option("--limit", help="Seconds of a row's steps, after its first one.")] = 120.0,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("bench"),
 ) -> None:
     """Time training steps of seed 004's language models on the GPU in this machine: forward, backward and both, with
