@@ -268,14 +268,13 @@ class _Trial:
         dtype = torch.bfloat16 if self.row.numbers is Numbers.BFLOAT16 else torch.float32
         generator = torch.Generator(self.gauge.device).manual_seed(SEED)
         shape = self.row.batch, self.row.context, size.heads, size.head_dim
-        query, key, value, pull = (
-            torch.randn(shape, generator=generator, device=self.gauge.device, dtype=dtype).transpose(1, 2)
-            for _ in range(4)
-        )
+        drawn = (torch.randn(shape, generator=generator, device=self.gauge.device, dtype=dtype) for _ in range(4))
+        query, key, value, pull = (one.transpose(1, 2) for one in drawn)
+        query, key = query.contiguous(), key.contiguous()  # as rotary positions leave them
         leaves = tuple(one.requires_grad_() for one in (query, key, value))
         if not self.row.ran:
             with self._autocast():
-                self._note(ran=transformer.ran(self.row.whose, *leaves))
+                self._note(ran=transformer.ran(self.row.whose, self.row.mode, *leaves))
         call: Any = torch.compile(attend, dynamic=False) if self.row.mode is Mode.COMPILED else attend
 
         def forward() -> Tensor:

@@ -19,9 +19,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoattn import functional
+from autoattn.dispatch import Explanation
 from autoattn.entry import KERNEL
 from autoattn.rivals import SDPA
-from autoattn.timetable import Whose
+from autoattn.timetable import Mode, Whose
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, heads, seq, head_dim], causal
 VOCABULARY = 10_000
@@ -187,22 +188,46 @@ def attention_of(whose: Whose, length: int, device: torch.device) -> Attend:
     return {Whose.NAIVE: naive, Whose.SDPA: sdpa, Whose.OURS: ours}[whose]
 
 
-def ran(whose: Whose, query: Tensor, key: Tensor, value: Tensor) -> str:
+def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor) -> str:
     """What really runs for these tensors, in words; SDPA's backend is read from the operators that PyTorch dispatches.
 
     Raises:
         RuntimeError: nothing does.
     """
-    if whose is Whose.OURS:
-        told = functional.explain(query, key, value, causal=True)
-        if told.route == KERNEL and told.variant is not None:
-            return f"{told.variant.template}, {told.level.value}"
-        if told.route != SDPA:
-            return f"{told.route}, {told.level.value}"
-        return f"sdpa {_backend(query, key, value)}, {told.level.value}"
+    if whose is Whose.NAIVE:
+        return "the formula"
+    if whose is Whose.FLEX:
+        return "flex_attention, compiled"
+    backend = _backend(query, key, value)
     if whose is Whose.SDPA:
-        return _backend(query, key, value)
-    return "the formula" if whose is Whose.NAIVE else "flex_attention, compiled"
+        return backend
+    told = functional.explain(query, key, value, causal=True)
+    if mode is Mode.EAGER or told.route == KERNEL:
+        return _words(told, backend)
+    if _is_sdpa_when_traced(query, key, value):
+        return f"sdpa {backend}, traced"
+    with torch.no_grad():
+        told = functional.explain(query, key, value, causal=True)
+    return f"{_words(told, backend)}; gradients by PyTorch"
+
+
+def _words(told: Explanation, backend: str) -> str:
+    if told.route == KERNEL and told.variant is not None:
+        return f"{told.variant.template}, {told.level.value}"
+    return f"{told.route} {backend}" if told.route == SDPA else f"{told.route}, {told.level.value}"
+
+
+def _is_sdpa_when_traced(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a compiled call is PyTorch's attention in the graph, and no operator of autoattn's."""
+    names: list[str] = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        names.extend(getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes)
+        call: Callable[..., Any] = module.forward
+        return call
+
+    torch.compile(ours, backend=note, dynamic=False)(query, key, value)
+    return "scaled_dot_product_attention" in names
 
 
 def _backend(query: Tensor, key: Tensor, value: Tensor) -> str:

@@ -206,3 +206,19 @@ def test_a_compiled_row_compiles_the_model_and_the_attention(monkeypatch: pytest
     assert not compiled
     timed(modes=(Mode.COMPILED,), attention=(Whose.SDPA,))
     assert compiled == ["Transformer", "sdpa"]
+
+
+def test_attention_alone_has_tensors_that_lie_as_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def noted(*tensors: Tensor) -> Tensor:
+        found = transformer.sdpa(*tensors)
+        found.register_hook(lambda pull: seen.append(("pull", pull.shape, pull.stride())))
+        seen.append(tuple((one.shape, one.stride(), one.dtype) for one in tensors))
+        return found
+
+    replaced(monkeypatch, Whose.SDPA, noted)
+    (row,) = timed(attention=(Whose.SDPA,), numbers=(Numbers.BFLOAT16,), warmup=1, steps=3)
+    assert len(seen) == 2 * (4 * TINY.layers + 1 + training.ALONE_STEPS)
+    assert len(set(seen)) == 2
+    assert row.timed

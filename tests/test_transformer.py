@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import kernels
 import pytest
+import samples
 import torch
 from torch import Tensor
 
 from autoattn import functional, shapes, transformer
-from autoattn.timetable import Whose
+from autoattn.dispatch import Explanation, Level
+from autoattn.problem import Problem
+from autoattn.timetable import Mode, Whose
 from autoattn.transformer import SIZES, Size, Transformer
 
 CPU = torch.device("cpu")
@@ -104,16 +108,52 @@ def test_autoattn_s_own_function_runs_once_for_each_layer(monkeypatch: pytest.Mo
     assert asked == [{"shape": (2, 2, 32, 16), "causal": True}] * TINY.layers
 
 
+def three() -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (torch.randn(1, 2, 32, 16, requires_grad=True) for _ in range(3))
+    return query, key, value
+
+
 @pytest.mark.parametrize(
-    ("whose", "words"),
-    [(Whose.SDPA, "flash"), (Whose.OURS, "sdpa flash"), (Whose.NAIVE, "the formula"), (Whose.FLEX, "flex_attention")],
+    ("whose", "mode", "words"),
+    [
+        (Whose.SDPA, Mode.EAGER, "flash"),
+        (Whose.OURS, Mode.EAGER, "sdpa flash"),
+        (Whose.OURS, Mode.COMPILED, "sdpa flash, traced"),
+        (Whose.NAIVE, Mode.EAGER, "the formula"),
+        (Whose.FLEX, Mode.EAGER, "flex_attention, compiled"),
+    ],
 )
-def test_what_ran_is_named(whose: Whose, words: str) -> None:
-    query, key, value = torch.randn(3, 1, 2, 32, 16).unbind()
-    assert transformer.ran(whose, query, key, value).startswith(words)
+def test_what_ran_is_named(whose: Whose, mode: Mode, words: str) -> None:
+    if mode is Mode.COMPILED:
+        torch.compiler.reset()
+    assert transformer.ran(whose, mode, *three()).startswith(words)
+
+
+def told(route: str, problem: Problem) -> Explanation:
+    variant = samples.measured(problem).variant
+    return Explanation(problem=problem, route=route, level=Level.EXACT, reason="", variant=variant)
+
+
+@pytest.mark.parametrize(
+    ("learns", "free", "mode", "words"),
+    [
+        ("kernel", "kernel", Mode.EAGER, "triton/forward, exact"),
+        ("kernel", "kernel", Mode.COMPILED, "triton/forward, exact"),
+        ("sdpa-cudnn", "kernel", Mode.EAGER, "sdpa-cudnn, exact"),
+        ("sdpa", "kernel", Mode.COMPILED, "triton/forward, exact; gradients by PyTorch"),
+    ],
+)
+def test_of_autoattn_s_rows_the_kernel_is_named_and_who_gives_gradients(
+    learns: str, free: str, mode: Mode, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explain(*tensors: Tensor, causal: bool) -> Explanation:
+        return told(learns if torch.is_grad_enabled() else free, kernels.problem())
+
+    monkeypatch.setattr(functional, "explain", explain)
+    monkeypatch.setattr(transformer, "_is_sdpa_when_traced", lambda *tensors: False)
+    assert transformer.ran(Whose.OURS, mode, *three()) == words
 
 
 def test_sdpa_without_a_fused_backend_is_named_math() -> None:
-    query, key, value = torch.randn(3, 1, 2, 32, 16).unbind()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert transformer.ran(Whose.SDPA, query, key, value) == "math"
+        assert transformer.ran(Whose.SDPA, Mode.EAGER, *three()) == "math"
