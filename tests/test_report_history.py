@@ -87,8 +87,17 @@ def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool, tm
     entry = searched.entry_of(samples.problem(), measured=measured)
     shop: Any = None  # nothing is compiled
     for kind in (True, False):
-        run = tune._Run(entry.problem, H200, kind, Options(cache=tmp_path), shop, lambda _: None, 0, 1, None)
-        name = run._study_name(space.load(entry.template))
+        every = tune._All(
+            problems=[entry.problem],
+            device=H200,
+            measured=kind,
+            options=Options(cache=tmp_path),
+            shop=shop,
+            listen=lambda _: None,
+            shared=None,
+            known={},
+        )
+        name = tune._Run(every, 0)._study_name(space.load(entry.template))
         assert history._belongs(name, entry) == (kind is measured)
 
 
