@@ -314,7 +314,9 @@ def _expected(
     """Gradients of some key heads by autograd, in float64; by PyTorch's own low precision if `low`."""
     if problem.modifiers.dropout:  # what is dropped depends on the batch entry and the head, so that none stands alone
         whole = _differentiated(problem, operands, saved, low=low)
-        return tuple(at(whole, place, problem) for place in places)
+        # Gradients of sinks are sums over batch entries already: the first has them, that `sinks_of` counts them once.
+        others = replace(whole, sinks=torch.zeros_like(whole.sinks)) if whole.sinks is not None else whole
+        return tuple(at(others if place[0] else whole, place, problem) for place in places)
     found = []
     for entry, head in places:
         entries, group = slice(entry, entry + 1), slice(head * problem.group_size, (head + 1) * problem.group_size)
@@ -396,7 +398,10 @@ def _allowed(
         if problem.dtype is DType.FLOAT32:
             absolute += validate.FLOAT32_ULPS[problem.precision] * eps * float(exact.abs().max())
         if scores in validate.RISES:  # a weight errs by its score's ulps, here and in PyTorch in another order
-            absolute += validate.RISES[scores] * eps * (terms[name] / weight_grad + float(exact.abs().max()))
+            ulp = (
+                TF32_ULP if problem.precision is Precision.TF32 else eps
+            )  # scores of cut operands, an LSE of whole ones
+            absolute += validate.RISES[scores] * ulp * (terms[name] / weight_grad + float(exact.abs().max()))
         honest = float((low - exact).abs().max())
         found[name] = max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))
     return found

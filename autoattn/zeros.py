@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +67,10 @@ class Rooms:
         return room
 
     def _grown(self, index: int, stream: int, size: int) -> Room:
-        room = Room.of(_zeros(max(LEAST, 1 << (size - 1).bit_length()), index))
+        room = Room.of(_zeros_to_keep(max(LEAST, 1 << (size - 1).bit_length()), index, stream))
         with _writing:
             if index not in _slabs:
-                _slabs[index] = _zeros(CAPTURED, index)
+                _slabs[index] = _zeros_to_keep(CAPTURED, index, stream)
                 _settle(index)
             while len(self._found) >= MOST:
                 del self._found[next(iter(self._found))]
@@ -84,6 +85,21 @@ def _of_graph(index: int, size: int) -> Room:
             _slabs[index] = left[-(-size // STEP) * STEP :]
             return Room.of(left[:size])
     return Room.of(_zeros(size, index))
+
+
+def _zeros_to_keep(size: int, index: int, stream: int) -> Tensor:
+    """Zeros that outlive the call, in PyTorch's ordinary memory.
+
+    A thread may be allocating from a pool (`torch.cuda.use_mem_pool`; torch.compile's CUDA graphs while they warm up)
+    whose owner counts on getting everything back. Pools are a thread's own, so another one asks.
+    """
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_zeros_on, size, index, stream).result()
+
+
+def _zeros_on(size: int, index: int, stream: int) -> Tensor:
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):
+        return _zeros(size, index)
 
 
 def _zeros(size: int, index: int) -> Tensor:

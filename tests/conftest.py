@@ -58,6 +58,7 @@ def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from autoattn import zeros
 
     monkeypatch.setattr(zeros, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(zeros, "_zeros_on", lambda size, index, stream: zeros._zeros(size, index))
     monkeypatch.setattr(zeros, "_settle", lambda index: None)
     monkeypatch.setattr(zeros, "_slabs", {})
     for rooms in zeros.ROOMS.values():

@@ -127,3 +127,27 @@ def test_the_gradient_of_sinks_is_compared_where_all_heads_are() -> None:
     assert case.allowed["sinks"] < 0.01
     full = gradients.full_case(replace(one, heads_q=6, heads_kv=3), CPU, torch.Generator().manual_seed(0))
     assert "sinks" not in full.allowed
+
+
+def test_the_gradient_of_sinks_is_counted_once_where_dropout_keeps_heads_together() -> None:
+    one = problem(dtype=DType.FLOAT32, batch=2, modifiers=Modifiers(sinks=True, dropout=True))
+    case = case_of(one)
+    leaf = case.operands.sinks.double().requires_grad_()
+    output, _ = reference.attention(one, replace(case.operands, sinks=leaf))
+    (expected,) = torch.autograd.grad(output, leaf, case.saved.output_grad.to(output.dtype))
+    torch.testing.assert_close(gradients.sinks_of(one, case.places, case.expected), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scores", [Scores.PLAIN, Scores.LOUD, Scores.STEEP])
+def test_tf32_may_take_scores_of_cut_operands_from_an_lse_of_whole_ones(scores: Scores) -> None:
+    one = problem(dtype=DType.FLOAT32, precision=Precision.TF32, heads_q=2, heads_kv=2, seq_q=100, seq_kv=130)
+    case = case_of(one, scores=scores)
+    cut = [reference.cut_to_tf32(tensor).double() for tensor in (case.operands.query, case.operands.key)]
+    weights = (cut[0] @ cut[1].mT * case.operands.scale - case.saved.lse[..., None].double()).exp()
+    found = gradients.empty_gradients(case)
+    found.value.copy_(weights.mT @ case.saved.output_grad.double())
+    error, _ = gradients.errors_by_name(found, case)["value"]
+    assert 0 < error <= case.allowed["value"]
+    found.value.mul_(2.0)
+    error, _ = gradients.errors_by_name(found, case)["value"]
+    assert error > case.allowed["value"]

@@ -58,6 +58,17 @@ def test_a_room_that_is_outgrown_gives_way_to_a_larger_one_and_is_zeroed_only_wh
     assert [size for size, _ in card.made if size != zeros.CAPTURED] == [4096, 8192]
 
 
+def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking: list[int] = []
+    plain = zeros._zeros_on
+    monkeypatch.setattr(zeros, "_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1])
+    Rooms().room(0, 7, 10)
+    assert len(asking) == 2, "the room, and zeros for graphs"
+    assert threading.get_ident() not in asking
+
+
 def test_each_captured_launch_has_zeros_of_its_own_that_were_made_before(card: SimpleNamespace) -> None:
     rooms, others = Rooms(), Rooms()
     shared = [rooms.room(0, 7, 10), others.room(0, 7, 10)]

@@ -76,3 +76,21 @@ def test_graphs_are_replayed_beside_one_another_and_beside_launches(launch: Call
         assert torch.equal(launch(), wanted)
     torch.cuda.synchronize()
     assert all(torch.equal(one, wanted) for one in outputs)
+
+
+def test_a_pool_that_a_thread_allocates_from_gets_everything_back(launch: Callable[[], Tensor]) -> None:
+    """As torch.compile's CUDA graphs ask of what runs while they warm up."""
+    wanted, pool = launch(), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool), torch.cuda.stream(torch.cuda.Stream()):
+        found = launch()
+    torch.cuda.synchronize()
+    assert torch.equal(found, wanted)
+    assert active(pool) > 0
+    del found
+    assert active(pool) == 0
+
+
+def active(pool: torch.cuda.MemPool) -> int:
+    """Blocks of a pool that somebody holds."""
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    return sum(block["state"] == "active_allocated" for block in blocks)
