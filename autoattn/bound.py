@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from autoattn.compile import Descriptor, Kernel, described
+from autoattn.compile import Descriptor, Kernel, described, make_current
 from autoattn.zeros import ROOMS, Rooms
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
@@ -105,7 +105,7 @@ def bind(
     for name in kernel.parameters:
         given = arguments.get(name)
         if isinstance(given, Descriptor):
-            encode = direct.encoder(len(maps)) if direct else None
+            encode = direct.encoder(len(maps), kernel.device) if direct else None
             maps.append((len(flat), order.index(f"{described(name)}_ptr"), _Maps(given, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
             continue
@@ -171,11 +171,16 @@ class _Direct:
         except (AttributeError, KeyError, TypeError):
             return None
 
-    def encoder(self, place: int) -> Callable[[Descriptor], Any]:
+    def encoder(self, place: int, device: torch.device) -> Callable[[Descriptor], Any]:
         """What encodes the descriptor at a place among them."""
         encode, facts = self.encode, self.facts[place]
         assert encode is not None
-        return lambda descriptor: encode(descriptor, facts)[0]
+
+        def encoded(descriptor: Descriptor) -> Any:
+            make_current(device)
+            return encode(descriptor, facts)[0]
+
+        return encoded
 
 
 class _Maps(dict[int, Any]):

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,24 @@ class Kernel:
         import torch
 
         with torch.cuda.device(self.device):
+            make_current(self.device)
             self.compiled[(*grid, 1, 1)](*ordered)
+
+
+def make_current(device: torch.device) -> None:
+    """Makes the driver know, on this thread, the context of the current device.
+
+    PyTorch leaves that to the first call that needs one. In a thread where there was none yet, as in autograd's when
+    attention is the last of a model, the driver refuses to encode a descriptor ("invalid device context").
+    """
+    import torch
+
+    if device.index not in _current.__dict__.setdefault("known", set()):
+        torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest that make a context current
+        _current.known.add(device.index)
+
+
+_current = threading.local()  # known: indices of devices
 
 
 def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -> Kernel:

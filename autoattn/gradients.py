@@ -55,10 +55,10 @@ class Gate:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         lengths = validate.TINY_LENGTHS if tiny else validate.LENGTHS
         facts = [(pair, Scores.PLAIN) for pair in lengths]
-        facts += [
-            (lengths[0] if tiny else validate.LOUD_LENGTHS, Scores.LOUD),
-            (lengths[0] if tiny else validate.STEEP_LENGTHS, Scores.STEEP),
-        ]
+        facts.append((lengths[0] if tiny else validate.LOUD_LENGTHS, Scores.LOUD))
+        # tf32 takes steep scores for others that are off by up to 0.2, and gradients by more than their own size.
+        if problem.precision is not Precision.TF32:
+            facts.append((lengths[0] if tiny else validate.STEEP_LENGTHS, Scores.STEEP))
         self.cases = [
             make_small_case(problem, *pair, number, device, generator, scores=scores)
             for number, (pair, scores) in enumerate(facts)

@@ -5,6 +5,7 @@ There is no card here: the C function and the encoder only note what they get.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ class Card:
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
         self.encoded: list[tuple[Any, ...]] = []
+        self.current: list[int] = []  # threads in which a context was made current
         self.stream = 7
         self.utils = SimpleNamespace(fill_tma_descriptor=self.encode)
 
@@ -58,6 +60,8 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(bound, "_filled", [])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: here.current.append(threading.get_ident()))
+    monkeypatch.setattr(compile, "_current", threading.local())
     monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
     yield here
     triton.runtime.driver._active = before
@@ -115,6 +119,17 @@ def test_a_descriptor_is_encoded_once_for_an_address(card: Card) -> None:
         launch(addresses)
     assert [given[0] for given in card.encoded] == [16, 32, 48, 64, 160]
     assert card.launched[0] == card.launched[1] == card.launched[3]
+
+
+def test_a_context_is_current_once_in_each_thread_that_encodes(card: Card) -> None:
+    launch = bind(card)
+    launch(ADDRESSES)
+    launch((160, *ADDRESSES[1:]))
+    assert card.current == [threading.get_ident()]
+    other = threading.Thread(target=launch, args=((176, *ADDRESSES[1:]),))
+    other.start()
+    other.join()
+    assert card.current == [threading.get_ident(), other.ident]
 
 
 def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

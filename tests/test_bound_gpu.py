@@ -103,3 +103,14 @@ def test_graphs_are_replayed_beside_one_another_and_beside_calls() -> None:
     torch.cuda.synchronize()
     for made, right in zip(outputs, (wanted, of_other, wanted), strict=True):
         assert all(torch.equal(one, right) for one in made)
+
+
+def test_a_thread_in_which_pytorch_did_nothing_may_launch() -> None:
+    """As autograd's threads: their first call of CUDA may be the driver's, for a descriptor of a tensor that is new."""
+    prepared_call()
+    others = [three() for _ in range(4)]
+    expected = [autoattn.attention(*(tensor.clone() for tensor in tensors), **CAUSAL) for tensors in others]
+    found: list[tuple[int, Tensor]] = []
+    together(lambda number: found.append((number, autoattn.attention(*others[number], **CAUSAL))))
+    assert len(found) == len(others)
+    assert all(torch.equal(output, expected[number]) for number, output in found)
