@@ -56,6 +56,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     fixed: dict[str, int | str] = {}
     triton: list[str] = []
     step_bytes: int = 1
+    deterministic: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class SearchSpace:
     seeds: tuple[tuple[Rule, dict[str, Value]], ...]
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
     step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
+    deterministic: bool = True  # two launches on the same inputs agree to the bit
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
     # What a variant has that does not state a parameter. It states none at this value, so that kernels that are older
     # than the parameter keep their names and texts.
@@ -334,6 +336,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
+        deterministic=file.deterministic,
         fixed=dict(file.fixed),
         implied=implied,
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),

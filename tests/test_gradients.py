@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
+import gradient_kernels
 import pytest
 import torch
 from gradient_kernels import problem
 
-from autoattn import gradients, reference
+from autoattn import gradients, reference, space
+from autoattn.compile import Kernel
 from autoattn.gradients import Case
 from autoattn.inputs import Scores
 from autoattn.ops.backward import Gradients
 from autoattn.problem import DType, Modifiers, Precision, Problem
+from autoattn.trial import Verdict
 
 CPU = torch.device("cpu")
 
@@ -151,3 +155,31 @@ def test_tf32_may_take_scores_of_cut_operands_from_an_lse_of_whole_ones(scores: 
     found.value.mul_(2.0)
     error, _ = gradients.errors_by_name(found, case)["value"]
     assert error > case.allowed["value"]
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, *runs: Gradients, case: Case, deterministic: bool) -> Verdict:
+    """The gate's verdict on a kernel whose two runs give these, by what its search space says."""
+    left = list(runs)
+    points = replace(space.load(gradient_kernels.TEMPLATE), deterministic=deterministic)
+    monkeypatch.setattr(gradients, "run", lambda kernel, case, as_calls_do=False: left.pop(0))
+    monkeypatch.setattr(gradients.space, "load", lambda template: points)
+    source = gradient_kernels.source(case.problem)
+    kernel = Kernel(source=source, module=ModuleType("rendered"), compiled=None, device=CPU, sm_count=1)
+    return gradients.judge(kernel, [case])
+
+
+def test_runs_may_differ_where_the_search_space_says_so_and_each_must_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(problem(dtype=DType.FLOAT32, mask="causal:top-left"))
+    right, other = by_pytorch(case, torch.float32), by_pytorch(case, torch.float32)
+    other.query[0, 0, 3, 0] += case.allowed["query"] / 4
+    assert judged(monkeypatch, right, right, case=case, deterministic=True).ok
+    verdict = judged(monkeypatch, right, other, case=case, deterministic=True)
+    assert not verdict.ok
+    assert verdict.reason.endswith("two runs on the same inputs differ in the query's gradient")
+    assert judged(monkeypatch, right, other, case=case, deterministic=False).ok
+    other.query[0, 0, 3, 0] += 2 * case.allowed["query"]
+    verdict = judged(monkeypatch, right, other, case=case, deterministic=False)
+    assert "the query's gradient has error" in verdict.reason
+    other.query[0, 0, 3, 0] = torch.nan
+    verdict = judged(monkeypatch, right, other, case=case, deterministic=False)
+    assert "1 of 4224 elements of the query's gradient are NaN" in verdict.reason

@@ -101,6 +101,11 @@ def test_a_file_says_what_it_says(load: Callable[[Any], SearchSpace]) -> None:
     assert one.seeds[1][1] == {"TILE": 32, "warps": 2, "mode": "plain"}
 
 
+def test_kernels_repeat_themselves_to_the_bit_unless_the_file_says_no(load: Callable[[Any], SearchSpace]) -> None:
+    assert load(SMALL).deterministic
+    assert not load({**SMALL, "deterministic": False}).deterministic
+
+
 def test_the_digest_is_the_texts(load: Callable[[Any], SearchSpace]) -> None:
     text = yaml.safe_dump(SMALL, sort_keys=False)
     assert load(text).digest == load(text).digest
