@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from autoattn import compile, dispatch, gpu, learning, prepared, redone, render, rivals
+from autoattn import compile, determinism, dispatch, gpu, learning, prepared, redone, render, rivals
 from autoattn.arguments import Call
 from autoattn.device import Device
 from autoattn.dispatch import Explanation
@@ -34,6 +34,7 @@ class Plan:
     explanation: Explanation
     kernel: compile.Kernel | None = None
     gradients: compile.Kernel | None = None  # what differentiates the kernel's answer, where somebody may
+    repeats: bool = False  # PyTorch answers, and its gradients must repeat to the bit
     lasting: bool = True  # the same call will be answered like this until `forget`
 
 
@@ -58,11 +59,12 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None) -> Plan:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
         learned_bias = learns and operands.bias is not None and operands.bias.requires_grad
-        return _without_kernel(refusal, problem, lse, learned_bias=learned_bias)
+        without = _without_kernel(refusal, problem, lse, learned_bias=learned_bias)
+        return _repeating(without) if learns and call.deterministic else without
     try:
         if learns:
             given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands, lse=lse)
-            return _prepare_both(problem, *given, operands.query.device.index)
+            return _prepare_both(problem, *given, operands.query.device.index, call.deterministic)
         return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
@@ -85,6 +87,8 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
         return _nothing(call, lse)
     problem, operands = call.problem, call.operands
     if planned.kernel is None:
+        if planned.repeats and not torch.are_deterministic_algorithms_enabled():
+            return determinism.attend(lambda given: _by_pytorch(planned, problem, given, lse), operands)
         return _by_pytorch(planned, problem, operands, lse)
     if planned.gradients is not None:
         both = learning.Pass(problem=problem, forward=planned.kernel, backward=planned.gradients)
@@ -137,11 +141,11 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, index: int) -> Plan:
+def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool) -> Plan:
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
     card = None if torch.cuda.is_current_stream_capturing() else gpu.present(index)
     forward_plan = _prepare(problem, traits, index)
-    asked = learning.backward_of(problem)
+    asked = learning.backward_of(problem, deterministic=deterministic)
     found = dispatch.explain(asked, card)
     refused = learning.why_not_by(found)
     if refused is None and forward_plan.kernel is None:
@@ -155,7 +159,8 @@ def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, ind
             step = f"gradients: {found.reason}"
             explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
             return Plan(explanation, forward_plan.kernel, gradients)
-    return _without_kernel(f"an input needs a gradient, and {refused}", problem, gradient_traits.lse, found.steps)
+    without = _without_kernel(f"an input needs a gradient, and {refused}", problem, gradient_traits.lse, found.steps)
+    return _repeating(without) if deterministic else without
 
 
 def _decided(problem: Problem, traits: Traits, card: Device | None) -> Explanation:
@@ -188,6 +193,13 @@ def _without_kernel(
     if why_not is None:
         return Plan(found)
     return Plan(replace(found, route=rivals.EAGER, steps=(*found.steps, f"sdpa: {why_not}")))
+
+
+def _repeating(plan: Plan) -> Plan:
+    """PyTorch's answer with gradients that repeat to the bit."""
+    step = "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
+    explanation = replace(plan.explanation, steps=(*plan.explanation.steps, step))
+    return replace(plan, explanation=explanation, repeats=True)
 
 
 def _by_pytorch(plan: Plan, problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Tensor | None]:

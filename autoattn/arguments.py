@@ -45,6 +45,7 @@ class Call:
     problem: Problem  # sizes of 0 stand as 1
     operands: Operands
     empty: bool = False  # there is no query, or no key, so there is nothing to compute
+    deterministic: bool = False  # its gradients, if it has any, must repeat to the bit
 
 
 def read(
@@ -66,6 +67,7 @@ def read(
     layout: str = "bhsd",
     precision: str | None = None,
     numerics: str | None = None,
+    deterministic: bool = False,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -92,8 +94,9 @@ def read(
     facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers, "numerics": _numerics(numerics)}
     tensors = {"bias": seen.bias, "table": seen.table, "mask_captures": seen.captures, **changed.operands}
     return _call(
-        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
-    )
+        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors,
+        deterministic_of(deterministic),
+    )  # fmt: skip
 
 
 def layout_of(layout: Any) -> Layout:
@@ -124,6 +127,7 @@ def read_packed(
     scale: float | None = None,
     precision: str | None = None,
     numerics: str | None = None,
+    deterministic: bool = False,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -153,8 +157,9 @@ def read_packed(
     }
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **changed.operands}
     return _call(
-        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors
-    )
+        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors,
+        deterministic_of(deterministic),
+    )  # fmt: skip
 
 
 def longest(
@@ -185,6 +190,7 @@ def _call(
     float8: dict[str, Any],
     facts: dict[str, Any],
     others: dict[str, Any],
+    deterministic: bool,
 ) -> Call:
     """What both kinds of call have in common.
 
@@ -217,7 +223,8 @@ def _call(
         **others,
         **_float8_scales(query, batch, problem, float8),
     )
-    return Call(problem=problem, operands=operands, empty=batch == 0 or seq_q == 0 or seq_kv == 0)
+    empty = batch == 0 or seq_q == 0 or seq_kv == 0
+    return Call(problem=problem, operands=operands, empty=empty, deterministic=deterministic)
 
 
 def _problem(**facts: Any) -> Problem:
@@ -346,6 +353,17 @@ def _numerics(numerics: str | None) -> Numerics:
     if not isinstance(numerics, str) or numerics not in _ANY_NUMERICS:
         raise TensorError(f"{name} must be any{none}, got {numerics!r:.60}; {way_out}")
     return Numerics(numerics)
+
+
+def deterministic_of(given: Any) -> bool:
+    """Whether gradients must repeat to the bit: the caller says so, or PyTorch's switch for all algorithms.
+
+    Raises:
+        TensorError: the caller's is no boolean.
+    """
+    if not isinstance(given, bool):
+        raise TensorError(f"deterministic must be True or False, got {given!r:.60}; correct it")
+    return given or torch.are_deterministic_algorithms_enabled()
 
 
 def _float8_scales(query: Tensor, batch: int, problem: Problem, given: dict[str, Any]) -> dict[str, Tensor]:

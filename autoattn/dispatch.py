@@ -23,6 +23,7 @@ from autoattn.variant import Variant
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
+NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
 
 
@@ -128,8 +129,10 @@ class _Search:
 
     def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
         self.problem, self.device = problem, device
-        # What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude.
-        self.keys = dict.fromkeys((problem.key, replace(problem, numerics=Numerics.ANY).key))
+        # What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude; what was
+        # tuned for any gradients serves deterministic ones likewise.
+        asked = (problem, replace(problem, numerics=Numerics.ANY))
+        self.keys = dict.fromkeys(one.key for one in (*asked, *(replace(one, deterministic=False) for one in asked)))
         self.steps: list[str] = []
         self.measured: dict[str, CacheEntry] = {}
         self.predicted: dict[str, CacheEntry] = {}
@@ -166,13 +169,14 @@ class _Search:
     def _neighbour(self) -> Explanation | None:
         """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
         related = [
-            (distance(entry.problem, self.problem), key, entry)
+            (entry.problem.deterministic is not self.problem.deterministic, far, key, entry)
             for key, entry in self.measured.items()
-            if key not in self.keys and self.problem.shares_kernels(entry.problem)
+            if key not in self.keys
+            and self.problem.shares_kernels(entry.problem)
+            and (far := distance(entry.problem, self.problem)) <= FARTHEST
         ]
-        for far, _, entry in sorted(related, key=lambda item: item[:2]):
-            if far > FARTHEST:
-                break
+        # Those whose gradients were tuned as these are asked for come first, however far the others are.
+        for _, far, _, entry in sorted(related, key=lambda item: item[:3]):
             level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
             found = self._use(entry, level, f"{entry.problem} is {far:.1f} octaves away and was measured on this card")
             if found is not None:
@@ -218,10 +222,12 @@ class _Search:
     def _use(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
         """The entry as an answer, or a step that says why it is none."""
         worthless = self._why_worthless(entry)
-        why_not = worthless or self._why_infeasible(entry)
+        infeasible = None if worthless is not None else self._why_infeasible(entry)
+        why_not = worthless or infeasible or self._why_unrepeated(entry)
         if why_not is not None:
             self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
-            return self._instead(entry, reason) if level is Level.EXACT and worthless is None else None
+            words = "its kernel cannot run here" if infeasible else why_not
+            return self._instead(entry, f"{reason}, but {words}") if level is Level.EXACT and not worthless else None
         tuned_with = entry.versions.get("triton")
         if tuned_with != triton.__version__:
             self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
@@ -258,10 +264,14 @@ class _Search:
         )
 
     def _instead(self, entry: CacheEntry, reason: str) -> Explanation | None:
-        """The fastest of what was measured beside a kernel that cannot run here: its runners-up and its rivals."""
+        """The fastest of what was measured beside a choice that cannot serve here: kernels and rivals."""
         seeds = (seed for one in space.of(self.problem.op) for seed in one.seeds_for(self.problem, self.device))
         seed = next(seeds, None)  # for calls that ask for more than a rival gives
-        found = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in ROUTES]
+        # A rival that may repeat itself takes at least the time that it takes when it need not.
+        routes = [name for name in ROUTES if not self._is_looser(entry) or name not in NEVER_ALIKE]
+        found = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in routes]
+        if self._why_not(entry) is None:
+            found.append((entry.time_us, KERNEL, entry.variant))
         for one in entry.candidates:
             alike = replace(entry, template=one.template, params=one.params, source_digest=one.source_digest)
             if self._why_not(alike) is None:
@@ -269,12 +279,14 @@ class _Search:
         if not found:
             return None
         _, route, variant = min(found, key=lambda one: one[0])
-        words = f"a runner-up of {variant.template}" if route == KERNEL and variant is not None else route
+        words = route
+        if route == KERNEL and variant is not None:
+            words = f"{'its kernel' if variant == entry.variant else 'a runner-up'} of {variant.template}"
         return Explanation(
             problem=self.problem,
             route=route,
             level=Level.EXACT,
-            reason=f"{reason}, but its kernel cannot run here; {words} was the fastest beside it",
+            reason=f"{reason}; {words} was the fastest beside it",
             steps=tuple(self.steps),
             entry=entry,
             variant=variant,
@@ -290,6 +302,17 @@ class _Search:
         if entry.choice not in (KERNEL, *ROUTES):
             return f"its choice {entry.choice} is none of PyTorch's backends"
         return None
+
+    def _is_looser(self, entry: CacheEntry) -> bool:
+        """Whether gradients must repeat to the bit here, and needed not where the entry was tuned."""
+        return self.problem.deterministic and not entry.problem.deterministic
+
+    def _why_unrepeated(self, entry: CacheEntry) -> str | None:
+        """Why an entry's choice says nothing of gradients that must repeat to the bit."""
+        chosen = entry.mark.choice if entry.mark is not None and entry.mark.choice in ROUTES else entry.choice
+        if not self._is_looser(entry) or chosen == KERNEL:
+            return None
+        return f"{chosen} was timed there with gradients that may differ from run to run"
 
     def _why_infeasible(self, entry: CacheEntry) -> str | None:
         try:

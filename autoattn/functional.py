@@ -41,6 +41,7 @@ def attention(
     layout: str = "bhsd",
     precision: str | None = None,
     numerics: str | None = None,
+    deterministic: bool = False,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -77,6 +78,8 @@ def attention(
         precision: of float32 products, "ieee", "tf32" or "tf32x3"; torch.get_float32_matmul_precision() when None.
         numerics: "any", or "online" for a kernel whose time no growth of the scores changes; the environment's
             AUTOATTN_NUMERICS, or else "any", when None. The answer is right with both.
+        deterministic: whether two calls on the same inputs must have gradients that agree to the bit;
+            torch.use_deterministic_algorithms(True) says so for all calls. Outputs always agree.
         query_scale, key_scale, value_scale: [batch, heads_kv] float32, what float8 numbers stand for; 1 when None.
         return_lse: whether the log-sum-exp is returned too.
 
@@ -99,7 +102,8 @@ def attention(
             window, mask, bias, alibi_slopes, sinks, score_mod, precision, numerics,
             query_scale, key_scale, value_scale,
         )  # fmt: skip
-    asked = prepared.key(query, key, value, (), (causal, softcap, dropout, scale, layout, return_lse), seldom)
+    words = causal, softcap, dropout, scale, layout, return_lse, deterministic
+    asked = prepared.key(query, key, value, (), words, seldom)
     if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
         return found
     if asked is None and operators.is_watched(query, key, value):
@@ -108,14 +112,14 @@ def attention(
         return traced.attention(
             query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-            layout=layout, precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
-            value_scale=value_scale, return_lse=return_lse,
+            layout=layout, precision=precision, numerics=numerics, deterministic=deterministic,
+            query_scale=query_scale, key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
         )  # fmt: skip
     call = arguments.read(
         query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-        layout=layout, precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
-        value_scale=value_scale,
+        layout=layout, precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
+        key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
     plan = answer.plan(call, lse=return_lse)
     made = answer.run(call, plan, lse=return_lse)
@@ -145,6 +149,7 @@ def packed_attention(
     scale: float | None = None,
     precision: str | None = None,
     numerics: str | None = None,
+    deterministic: bool = False,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -182,7 +187,7 @@ def packed_attention(
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
     asked = prepared.key(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
-        (causal, softcap, dropout, scale, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
+        (causal, softcap, dropout, scale, return_lse, deterministic, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
     if (known := prepared.find(asked)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
@@ -195,14 +200,14 @@ def packed_attention(
         return traced.packed_attention(
             *tensors, max_seqlen_q, max_seqlen_kv, causal=causal, window=window, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-            precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
-            value_scale=value_scale, return_lse=return_lse,
+            precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
+            key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
         )  # fmt: skip
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
-        scale=scale, precision=precision, numerics=numerics, query_scale=query_scale, key_scale=key_scale,
-        value_scale=value_scale,
+        scale=scale, precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
+        key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
     plan = answer.plan(call, lse=return_lse)
     made = answer.run(call, plan, lse=return_lse)
@@ -286,13 +291,13 @@ def flash_attn_func(
 
     Args:
         q, k, v: [batch, seq, heads, head_dim]
-        deterministic: changes nothing; two calls always agree to the bit.
+        deterministic: as in `attention`.
         return_attn_probs: returns (output, softmax_lse [batch, heads_q, seq_q], None); the third, FlashAttention's
             matrix for its own tests of dropout, does not exist here. The LSE of a query that sees no key is -inf.
     """
     found = attention(
         q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
-        scale=softmax_scale, layout="bshd", return_lse=return_attn_probs,
+        scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
     return found if isinstance(found, Tensor) else (*found, None)
 
@@ -327,7 +332,7 @@ def flash_attn_varlen_func(
     found = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
-        return_lse=return_attn_probs,
+        deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
     return found if isinstance(found, Tensor) else (*found, None)
 

@@ -246,6 +246,7 @@ def kind_of(problem: Problem) -> Problem:
         mask=mask,
         layout=problem.layout if problem.packed else Layout.BHSD,
         numerics=Numerics.ANY,
+        deterministic=False,
     )
 
 

@@ -38,9 +38,9 @@ class Pass:
     backward: Kernel
 
 
-def backward_of(problem: Problem) -> Problem:
-    """The problem of a call's gradients."""
-    return replace(problem, op=Op.BACKWARD)
+def backward_of(problem: Problem, *, deterministic: bool = False) -> Problem:
+    """The problem of a call's gradients; `deterministic` ones repeat to the bit."""
+    return replace(problem, op=Op.BACKWARD, deterministic=deterministic)
 
 
 def why_not(operands: Operands) -> str | None:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from autoattn.captures import Traced
     from autoattn.masks import BlockSparse
 
-ARGUMENTS = ("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision", "numerics")
+ARGUMENTS = (
+    *("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision", "numerics"),
+    "deterministic",
+)
 
 
 class Attention(torch.nn.Module):
@@ -42,6 +45,7 @@ class Attention(torch.nn.Module):
         layout: str = "bhsd",
         precision: str | None = None,
         numerics: str | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(mask, Tensor):
@@ -51,6 +55,7 @@ class Attention(torch.nn.Module):
         self.causal, self.window = causal, window
         self.softcap, self.score_mod, self.dropout = softcap, score_mod, dropout
         self.scale, self.layout, self.precision, self.numerics = scale, layout, precision, numerics
+        self.deterministic = deterministic
 
     def forward(
         self,
@@ -70,7 +75,7 @@ class Attention(torch.nn.Module):
             query, key, value, mask=self.mask if mask is None else mask, causal=self.causal, window=self.window,
             bias=bias, softcap=self.softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=self.score_mod,
             dropout=self.dropout if self.training else 0.0, scale=self.scale, layout=self.layout,
-            precision=self.precision, numerics=self.numerics,
+            precision=self.precision, numerics=self.numerics, deterministic=self.deterministic,
         )  # fmt: skip
         assert isinstance(output, Tensor)
         return output

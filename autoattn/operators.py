@@ -41,7 +41,7 @@ WORDS = (
     "str mask='full', str mask_mod='', SymInt[] table_sizes=[], float density=0.0, float softcap=0.0, "
     "str score_mod='', float dropout=0.0, SymInt? seed=None, float? scale=None, str layout='bhsd', "
     "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, str? precision=None, str? numerics=None, bool return_lse=False, "
-    "bool keep_lse=False"
+    "bool keep_lse=False, bool deterministic=False"
 )
 library = torch.library.Library("autoattn", "FRAGMENT")
 library.define(f"attention({INPUTS}, *, {WORDS}) -> (Tensor, Tensor)")
@@ -171,7 +171,7 @@ def _offsets(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
 
 def _asked(given: dict[str, Any]) -> dict[str, Any]:
     """The other arguments of the function, but for return_lse."""
-    same = (*LEARNING[4:], "softcap", "dropout", "scale", "precision", "numerics")
+    same = (*LEARNING[4:], "softcap", "dropout", "scale", "precision", "numerics", "deterministic")
     asked = {name: given[name] for name in same}
     asked["seed"] = given["seed"] if given["drawn_seed"] is None else int(given["drawn_seed"])
     asked["score_mod"] = _score_mod(given)

@@ -37,6 +37,7 @@ Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
 _watchers = torch._C._len_torch_dispatch_stack  # modes, which would not see a launch
+_repeats = torch._C._get_deterministic_algorithms
 _FLOAT32 = torch.float32
 _ROOMS = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 _ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
@@ -80,7 +81,8 @@ def key(
         return (
             dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), others,
             address & _ALIGNED,
-            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled(),
+            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
+            and (True, _repeats()),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             dtype is _FLOAT32 and torch.get_float32_matmul_precision(),
             arguments.asked_numerics(),
@@ -116,7 +118,8 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
     elif plan.kernel is not None:
         known = _by_kernel(plan.kernel, call, made, answer)
     else:
-        known = _by_pytorch(asked, call, plan.explanation.route)
+        switched = plan.repeats and not _repeats()  # in both passes, which takes more than a call
+        known = None if switched else _by_pytorch(asked, call, plan.explanation.route)
     if known is None:
         return
     with _writing:

@@ -129,6 +129,7 @@ class Problem:
     precision: Precision = Precision.IEEE
     numerics: Numerics = Numerics.ANY
     op: Op = Op.FORWARD
+    deterministic: bool = False  # of gradients: each call on the same inputs gives the same bits; outputs always do
 
     def __post_init__(self) -> None:
         if self.head_dim_v == 0 and not isinstance(self.head_dim_v, bool):
@@ -160,6 +161,11 @@ class Problem:
         if self.precision is not Precision.IEEE and self.dtype is not DType.FLOAT32:
             raise ProblemError(
                 f"precision {self.precision.value} is a choice for float32 alone, got {self.dtype.value}; leave it out"
+            )
+        if self.deterministic and self.op is not Op.BACKWARD:
+            raise ProblemError(
+                f"deterministic is a choice for the operation backward alone, got {self.op.value}; leave it out, since "
+                "outputs always agree to the bit"
             )
         for longest, tokens in (("seq_q", "tokens_q"), ("seq_kv", "tokens_kv")):
             most, total = getattr(self, longest), getattr(self, tokens)
@@ -215,11 +221,12 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """A sortable name that holds every fact and can stand in a file name; online numerics come right after any."""
+        """A sortable name that holds every fact and can stand in a file name; what few ask for stands last."""
         mask = str(self.mask).replace(":", "-").replace(",", "-").replace("--1", "-all")
         mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
         tokens = f"_t{self.tokens_q}-{self.tokens_kv}" if self.packed else ""
         numerics = f"_{self.numerics.value}" if self.numerics is not Numerics.ANY else ""
+        numerics += "_deterministic" * self.deterministic
         return (
             f"{self.op.value}_{self.family}_b{self.batch}_h{self.heads_q}-{self.heads_kv}"
             f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}"
@@ -309,10 +316,11 @@ class Problem:
         mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
         layout = "" if self.layout is Layout.BHSD else f" {self.layout.value}"
         layout += f" {self.tokens_q}x{self.tokens_kv} tokens" if self.packed else ""
-        numerics = [self.numerics.value] if self.numerics is not Numerics.ANY else []
+        asked = [self.numerics.value] if self.numerics is not Numerics.ANY else []
+        asked += ["deterministic"] * self.deterministic
         name = "" if self.op is Op.FORWARD else f"{self.op.value} "
         name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
-        return " ".join([name, *self.modifiers.names, *numerics])
+        return " ".join([name, *self.modifiers.names, *asked])
 
 
 def padded(head_dim: int) -> int:

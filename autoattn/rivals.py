@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 
-from autoattn import reference
+from autoattn import determinism, reference
 from autoattn.mask import Mask
 from autoattn.operands import Operands
 from autoattn.problem import Bias, DType, Precision, Problem
@@ -102,15 +102,21 @@ def gradient_calls(
     """The backward passes of the rivals that take these operands, ready to be timed: each was run once.
 
     A call gives the gradients of query, key and value alone, of a forward pass that is done and whose graph is kept.
+    Those of a deterministic problem are of PyTorch's deterministic algorithms, which cuDNN's attention has not.
     """
+    repeated = problem.deterministic
     leaves = tuple(
         tensor.detach().clone().requires_grad_() for tensor in (operands.query, operands.key, operands.value)
     )
     traced = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
     found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
-    for name, call in calls(problem, traced).items():
+    with determinism.switched_on(repeated):
+        candidates = calls(problem, traced)
+    for name, call in candidates.items():
         try:
-            backward = partial(torch.autograd.grad, call(), leaves, output_grad, retain_graph=True)
+            with determinism.switched_on(repeated):
+                output = call()
+            backward = partial(_gradients, output, leaves, output_grad, repeated)
             backward()
             if output_grad.is_cuda:
                 torch.cuda.synchronize(output_grad.device)
@@ -119,6 +125,12 @@ def gradient_calls(
                 torch.cuda.empty_cache()
             continue
         found[name] = backward
+    return found
+
+
+def _gradients(output: Tensor, leaves: tuple[Tensor, ...], output_grad: Tensor, repeated: bool) -> tuple[Tensor, ...]:
+    with determinism.switched_on(repeated):
+        found: tuple[Tensor, ...] = torch.autograd.grad(output, leaves, output_grad, retain_graph=True)
     return found
 
 

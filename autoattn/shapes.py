@@ -188,6 +188,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             precision=precision,
             numerics=point.get("numerics", Numerics.ANY),
             op=point.get("operation", Op.FORWARD),
+            deterministic=point.get("deterministic", False),
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
@@ -256,6 +257,12 @@ def _operation(key: str, value: object) -> Op:
     return Op(_choice(key, value, [op.value for op in Op]))
 
 
+def _deterministic(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ProblemError(f"{key} must be true or false, got {_show(value)}; correct it")
+    return value
+
+
 def _choice(key: str, value: object, known: list[str]) -> str:
     if not isinstance(value, str) or value not in known:
         listed = f"{', '.join(known[:-1])} or {known[-1]}"
@@ -295,6 +302,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "tokens_kv": _size,
     "numerics": _numerics,
     "operation": _operation,
+    "deterministic": _deterministic,
     "score_mod": _score_mod,
     "softcap": _switch,
     "alibi": _switch,

@@ -24,7 +24,8 @@ VERSION = 1
 _SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
-    *("dtype", "precision", "numerics", "element_bytes", "float8", "packed", "queries", "keys_per_row"),
+    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
+    *("packed", "queries", "keys_per_row"),
     *("split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "sinks", "dropout"),
@@ -95,7 +96,7 @@ class SearchSpace:
         """
         self.check(variant.as_dict())
         params = self.params_of(variant)
-        if (reason := self.why_unavailable()) is not None:
+        if (reason := self.why_unavailable() or self._why_not_repeated(problem)) is not None:
             return reason
         facts = _Named(facts_of(problem, device) | params, self.let)
         for requirement in self.require:
@@ -111,6 +112,11 @@ class SearchSpace:
         return (
             f"{self.template} is written for Triton {releases}, whose language moves, and this is {installed_triton()}"
         )
+
+    def _why_not_repeated(self, problem: Problem) -> str | None:
+        if self.deterministic or not problem.deterministic:
+            return None
+        return f"kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic"
 
     def variant(self, params: Mapping[str, Value]) -> Variant:
         """The variant with these parameters, which states none that is implied."""
@@ -147,7 +153,7 @@ class SearchSpace:
 
         A rule is tried as soon as all parameters that it speaks of are set, so whole branches fall early.
         """
-        if self.why_unavailable() is not None:
+        if self.why_unavailable() or self._why_not_repeated(problem):
             return iter(())
         order = list(self.choices)
         rules = self._rules_by_depth(order)
@@ -239,6 +245,7 @@ def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
         "dtype": problem.dtype.value,
         "precision": problem.precision.value,
         "numerics": problem.numerics.value,
+        "deterministic": int(problem.deterministic),
         "element_bytes": problem.dtype.bytes,
         "float8": int(problem.dtype is DType.FLOAT8),
         "packed": int(problem.packed),

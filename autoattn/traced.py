@@ -17,6 +17,7 @@ from autoattn import (
     answer,
     arguments,
     captures,
+    determinism,
     dispatch,
     functional,
     gpu,
@@ -119,6 +120,8 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
     """
     if not torch.compiler.is_dynamo_compiling() or not _learns(query, key, value, never=(given["mask"], given["bias"])):
         return False
+    if _is_asked_alone(given):  # the operator switches PyTorch's algorithms when it runs; a graph cannot
+        return False
     biased = isinstance(given["mask"], Tensor) or given["bias"] is not None
     plain = (
         (given["mask"] is None or isinstance(given["mask"], Tensor))
@@ -129,6 +132,11 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
         and len([name for name in _SELDOM if given[name] is not None]) == 0
     )
     return plain and not _differentiates(query.device.index)
+
+
+def _is_asked_alone(given: dict[str, Any]) -> bool:
+    """Whether a call asks for gradients that repeat to the bit, and PyTorch was not told to run all of it so."""
+    return given["deterministic"] is True and not torch.are_deterministic_algorithms_enabled()
 
 
 _SELDOM = ("alibi_slopes", "sinks", "score_mod", "query_scale", "key_scale", "value_scale")
@@ -150,6 +158,11 @@ _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined] 
 
 def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any) -> Answer:
     """PyTorch's own attention, traced."""
+    if _is_asked_alone(given) and (_learns(query, key, value, never=()) or _is_differentiated()):
+        raise TensorError(
+            "deterministic=True must not be asked where torch.compile traces PyTorch's attention, got it with a tensor "
+            f"class or a transform that takes no kernel; {determinism.WAY_OUT}"
+        )
     call = arguments.read(query, key, value, **given)
     planned = answer.plan_without_kernel(call, "Dynamo traces what a kernel cannot follow", lse=return_lse)
     output, lse = answer.run(call, planned, lse=return_lse)
@@ -213,6 +226,7 @@ def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         "dropout": dropout,
         "scale": arguments.scale_of(given["scale"]),
         "numerics": given["numerics"],
+        "deterministic": arguments.deterministic_of(given["deterministic"]),
         "return_lse": bool(given["return_lse"]),
     }
     if dropout > 0.0:

@@ -46,6 +46,7 @@ FLOORS = (
         "demand",
         "gpu",
         "rivals",
+        "determinism",
         "peers",
         "operands",
         "inputs",

@@ -54,7 +54,10 @@ SAID: dict[str, tuple[Given, Given]] = {
     "blocks": (traced._pieces(LOCAL), {"mask": LOCAL}),
     "dropout": ({"dropout": 0.5, "seed": 3}, {"dropout": 0.5, "seed": 3}),
     "drawn": ({"dropout": 0.5, "drawn_seed": torch.tensor([3])}, {"dropout": 0.5, "seed": 3}),
-    "numbers": ({"precision": "tf32", "numerics": "online"}, {"precision": "tf32", "numerics": "online"}),
+    "numbers": (
+        {"precision": "tf32", "numerics": "online", "deterministic": True},
+        {"precision": "tf32", "numerics": "online", "deterministic": True},
+    ),
 }
 
 

@@ -48,6 +48,7 @@ words = {
     "precision": st.sampled_from([None, "ieee", "tf32", "tf32x3", "exact"]),
     "numerics": st.sampled_from([None, "any", "online", "lazy", ""]),
     "return_lse": st.sampled_from([False, True, 0, 1]),
+    "deterministic": st.sampled_from([False, True, 0, 1]),
 }
 tensor_facts = st.fixed_dictionaries(
     {
@@ -158,6 +159,7 @@ EACH: dict[str, dict[str, Any]] = {
     "layout": {"layout": "bshd"},
     "precision": {"precision": "tf32"},
     "return_lse": {"return_lse": True},
+    "deterministic": {"deterministic": True},
 }
 
 

@@ -150,7 +150,7 @@ problems = st.builds(
     precision=st.sampled_from(Precision),
     numerics=st.sampled_from(Numerics),
     op=st.sampled_from(Op),
-)
+) | st.builds(problem, op=st.just(Op.BACKWARD), deterministic=st.booleans(), numerics=st.sampled_from(Numerics))
 
 
 @given(problems, problems)

@@ -117,6 +117,17 @@ def test_numerics_may_be_a_list_and_are_any_where_nothing_is_said() -> None:
         assert f"numerics must be any or online, got {wrong!r}; correct it" in refusal(document)
 
 
+def test_gradients_may_have_to_repeat_to_the_bit() -> None:
+    both = problems_of({**ONE, "operation": "backward", "deterministic": [False, True]})
+    assert [one.deterministic for one in both] == [False, True]
+    for wrong, words in (
+        ("yes", "deterministic must be true or false, got 'yes'"),
+        (True, "backward alone, got forward"),
+    ):
+        document = {"version": 1, "groups": {"g": {"problems": [{**ONE, "deterministic": wrong}]}}}
+        assert words in refusal(document)
+
+
 def test_modifiers_are_switches_words_and_expressions() -> None:
     assert the_problem().modifiers == Modifiers()
     every = {"softcap": True, "alibi": True, "sinks": True, "dropout": True}

@@ -1,0 +1,323 @@
+"""Gradients that must repeat to the bit: which kernels and entries may give them, and what PyTorch is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradient_kernels
+import pytest
+import samples
+import torch
+import triton
+from test_learning import attend, card, enter, inputs  # noqa: F401 - the first two are fixtures
+from torch import Tensor
+
+import autoattn
+from autoattn import answer, arguments, cache, determinism, dispatch, functional, learning, prepared, rivals, space
+from autoattn.dispatch import Explanation, Level
+from autoattn.entry import CacheEntry
+from autoattn.errors import ProblemError, TensorError
+from autoattn.problem import DType, Op
+
+ASKED = samples.problem()
+LOOSE = learning.backward_of(ASKED)
+STRICT = learning.backward_of(ASKED, deterministic=True)
+NEAR = replace(LOOSE, seq_q=2048)
+TEMPLATE = gradient_kernels.TEMPLATE
+
+
+# --- the problem ------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_fact_of_gradients_that_names_show_only_where_it_holds() -> None:
+    assert STRICT.key == f"{LOOSE.key}_deterministic"
+    assert str(STRICT) == f"{LOOSE} deterministic"
+    assert "deterministic" not in LOOSE.key
+    assert STRICT.shares_kernels(LOOSE)
+    with pytest.raises(ProblemError, match="deterministic is a choice for the operation backward alone, got forward"):
+        replace(ASKED, deterministic=True)
+
+
+def test_entries_from_before_hold_and_say_nothing_of_it(tmp_path: Path) -> None:
+    entries = [measured(LOOSE), measured(STRICT)]
+    path = cache.merge(tmp_path, samples.H200, Op.BACKWARD, entries)
+    assert path.read_text().count("deterministic") == 2  # the second one's: its key and its fact
+    assert {key: one.problem for key, one in cache.read(path).entries.items()} == {
+        LOOSE.key: LOOSE,
+        STRICT.key: STRICT,
+    }
+
+
+@pytest.fixture
+def atomic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward template, as if its sums came in any order."""
+    load, points = space.load, replace(space.load(TEMPLATE), deterministic=False)
+    monkeypatch.setattr(space, "load", lambda template: points if template == TEMPLATE else load(template))
+
+
+def test_rules_know_it_and_a_template_of_atomic_sums_has_no_variant_for_it(atomic: None) -> None:
+    points = space.load(TEMPLATE)
+    assert [space.facts_of(one, samples.H200)["deterministic"] for one in (LOOSE, STRICT)] == [0, 1]
+    first = next(points.feasible(LOOSE, samples.H200))
+    assert points.why_infeasible(first, LOOSE, samples.H200) is None
+    reason = points.why_infeasible(first, STRICT, samples.H200)
+    assert reason == "kernels of triton/backward do not repeat themselves to the bit, and the problem is deterministic"
+    assert list(points.feasible(STRICT, samples.H200)) == points.seeds_for(STRICT, samples.H200) == []
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
+
+
+def measured(one: Any, **changes: Any) -> CacheEntry:
+    variant = gradient_kernels.variant()
+    facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
+    facts |= {"versions": {"triton": triton.__version__}}
+    return samples.current(samples.measured(one, **facts | changes))
+
+
+def found(folder: Path, one: Any, *entries: CacheEntry) -> Explanation:
+    cache.merge(folder, samples.H200, Op.BACKWARD, entries)
+    return dispatch.explain(one, samples.H200, folder)
+
+
+def test_an_entry_of_its_own_comes_first(tmp_path: Path) -> None:
+    other = gradient_kernels.variant(QUERIES_BLOCK_M=32).as_dict()
+    told = found(tmp_path, STRICT, measured(LOOSE), measured(STRICT, params=other))
+    assert (told.level, told.route, told.steps) == (Level.EXACT, "kernel", ())
+    assert told.variant is not None
+    assert told.variant["QUERIES_BLOCK_M"] == 32
+
+
+def test_what_was_tuned_for_any_gradients_serves_where_its_kernel_repeats_itself(tmp_path: Path) -> None:
+    told = found(tmp_path, STRICT, measured(LOOSE))
+    assert (told.level, told.route) == (Level.EXACT, "kernel")
+    assert told.entry is not None
+    assert told.entry.problem == LOOSE
+
+
+def test_and_not_where_its_sums_are_atomic(tmp_path: Path, atomic: None) -> None:
+    told = found(tmp_path, STRICT, measured(LOOSE, rivals=()))
+    assert (told.level, told.route) == (Level.SDPA, "sdpa")
+    assert "do not repeat themselves to the bit" in told.steps[0]
+    assert found(tmp_path, LOOSE).level is Level.EXACT
+
+
+def test_cudnns_time_is_none_of_gradients_that_repeat_so_that_the_best_of_the_others_serves(tmp_path: Path) -> None:
+    """Of its own gradients the kernel takes 400 us, cuDNN 364 and FlashAttention, which would not get faster, 568."""
+    told = found(tmp_path, STRICT, measured(LOOSE, choice="sdpa-cudnn"))
+    assert (told.level, told.route) == (Level.EXACT, "kernel")
+    assert told.reason.endswith("its kernel of triton/backward was the fastest beside it")
+    slow = measured(LOOSE, choice="sdpa-cudnn")
+    slow = replace(slow, measurement=samples.measurement(LOOSE, 700.0))
+    assert found(tmp_path, STRICT, slow).route == "sdpa-flash"
+    assert found(tmp_path, LOOSE).route == "sdpa-cudnn"
+
+
+def test_neighbours_of_its_kind_come_before_nearer_ones_of_the_other(tmp_path: Path) -> None:
+    strict = replace(NEAR, deterministic=True)
+    told = found(tmp_path, replace(STRICT, seq_q=1000), measured(LOOSE), measured(strict))
+    assert told.entry is not None
+    assert told.entry.problem == strict
+    told = found(tmp_path, replace(LOOSE, seq_q=1000))
+    assert told.entry is not None
+    assert told.entry.problem == LOOSE
+
+
+def test_any_gradients_take_an_entry_of_deterministic_ones_where_there_is_no_other(tmp_path: Path) -> None:
+    told = found(tmp_path, LOOSE, measured(STRICT))
+    assert (told.level, told.route) == (Level.BUCKET, "kernel")
+    assert "0.0 octaves away" in told.reason
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
+    """What PyTorch's attention found switched on in its two passes, in their order."""
+    seen: list[tuple[str, bool]] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, output: Tensor) -> Tensor:
+            seen.append(("forward", torch.are_deterministic_algorithms_enabled()))
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, push: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append(("backward", torch.are_deterministic_algorithms_enabled()))
+            return push
+
+    def watched(*tensors: Tensor, **given: Any) -> Any:
+        return Watched.apply(attention(*tensors, **given))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    functional.forget()
+    yield seen
+    functional.forget()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def learnt(call: Callable[..., Any], tensors: list[Tensor], **given: Any) -> tuple[Tensor, ...]:
+    output = call(*tensors, **given)
+    return (output, *torch.autograd.grad(output.float().square().sum(), tensors))
+
+
+def test_pytorch_is_switched_in_both_passes_and_for_no_longer(switch: list[tuple[str, bool]]) -> None:
+    tensors = inputs(dtype=torch.float32)
+    plain = learnt(autoattn.attention, tensors)
+    assert switch == [("forward", False), ("backward", False)]
+    asked = [learnt(autoattn.attention, tensors, deterministic=True) for _ in range(2)]  # the second could be prepared
+    assert switch[2:] == [("forward", True), ("backward", True)] * 2
+    for one in asked:
+        for ours, theirs in zip(one, plain, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    learnt(autoattn.Attention(deterministic=True), tensors)
+    assert switch[-2:] == [("forward", True), ("backward", True)]
+
+
+def test_pytorchs_own_switch_says_so_for_all_calls(switch: list[tuple[str, bool]]) -> None:
+    tensors = inputs(dtype=torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert arguments.read(*tensors).deterministic
+        assert not determinism._inside
+        learnt(autoattn.attention, tensors)
+        assert prepared.find(key_of(tensors)) is not None  # PyTorch switches itself
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not arguments.read(*tensors).deterministic
+    assert prepared.find(key_of(tensors)) is None
+    assert switch == [("forward", True), ("backward", True)]
+
+
+def key_of(tensors: list[Tensor]) -> Any:
+    return prepared.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)
+
+
+def test_calls_that_nobody_differentiates_are_left_alone(switch: list[tuple[str, bool]]) -> None:
+    tensors = [tensor.detach() for tensor in inputs(dtype=torch.float32)]
+    autoattn.attention(*tensors, deterministic=True)
+    assert switch == [("forward", False)]
+
+
+def test_the_formula_is_switched_too_and_gives_the_lse_its_gradient() -> None:
+    tensors = inputs(dtype=torch.float32)
+    pushes = torch.randn(2, 4, 33), torch.randn(2, 4, 33, 24)
+    both = []
+    for asked in (False, True):
+        output, lse = autoattn.attention(*tensors, softcap=3.0, return_lse=True, deterministic=asked)
+        both.append(torch.autograd.grad((lse, output), tensors, pushes))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_saved_is_freed_unless_the_graph_is_kept(switch: list[tuple[str, bool]]) -> None:
+    tensors = inputs(dtype=torch.float32)
+    loss = autoattn.attention(*tensors, deterministic=True).sum()
+    loss.backward(retain_graph=True)
+    first = tensors[0].grad.clone()
+    loss.backward()
+    torch.testing.assert_close(tensors[0].grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_switches_of_several_threads_end_with_the_last() -> None:
+    first, second = determinism.switched_on(), determinism.switched_on()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.are_deterministic_algorithms_enabled()
+    second.__exit__(None, None, None)
+    assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with determinism.switched_on():
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+
+
+def test_explain_tells_of_it() -> None:
+    told = autoattn.explain(*inputs(), deterministic=True)
+    assert told.steps[-1] == "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
+    assert told.steps[-1] not in autoattn.explain(*inputs()).steps
+
+
+@pytest.mark.parametrize("given", [1, None, "yes"])
+def test_it_is_true_or_false(given: Any) -> None:
+    with pytest.raises(TensorError, match="deterministic must be True or False, got"):
+        autoattn.attention(*inputs(), deterministic=given)
+
+
+def test_torch_func_is_told_the_way_out() -> None:
+    tensors = inputs(dtype=torch.float32)
+
+    def loss(query: Tensor) -> Tensor:
+        return autoattn.attention(query, *tensors[1:], deterministic=True).sum()
+
+    with pytest.raises(TensorError, match=r"call torch.use_deterministic_algorithms\(True\) around both passes"):
+        torch.func.grad(loss)(tensors[0].detach())
+
+
+def test_a_compiled_step_is_the_operator_which_switches_when_it_runs(switch: list[tuple[str, bool]]) -> None:
+    torch._dynamo.reset()
+    tensors = inputs(dtype=torch.float32)
+    plain = learnt(autoattn.attention, tensors)
+    compiled = torch.compile(partial(autoattn.attention, deterministic=True), backend="aot_eager", fullgraph=True)
+    del switch[:]
+    for ours, theirs in zip(learnt(compiled, tensors), plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert switch[-2:] == [("forward", True), ("backward", True)]  # computed again, to differentiate that
+
+
+# --- calls on a card --------------------------------------------------------------------------------------------------
+
+
+def test_a_deterministic_call_asks_for_kernels_of_a_deterministic_problem(
+    card: dict[str, Any], attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    tensors = inputs()
+    with torch.no_grad():
+        one = autoattn.explain(*tensors).problem
+    assert one is not None
+    enter(card, one)
+    asked: list[bool] = []
+    explain = dispatch.explain
+    monkeypatch.setattr(
+        dispatch, "explain", lambda one, *facts: (asked.append(one.deterministic), explain(one, *facts))[1]
+    )
+    learnt(attend, tensors, deterministic=True)
+    assert True in asked
+    assert card["backward"] == 1
+
+
+def test_where_sums_are_atomic_pytorch_serves_it_alone(
+    card: dict[str, Any], atomic: None, switch: list[tuple[str, bool]]  # noqa: F811
+) -> None:  # fmt: skip
+    tensors = inputs(dtype=torch.float32)
+    with torch.no_grad():
+        one = autoattn.explain(*tensors).problem
+    assert one is not None
+    enter(card, one)
+    learnt(autoattn.attention, tensors)
+    assert (card["backward"], switch) == (1, [])
+    learnt(autoattn.attention, tensors, deterministic=True)
+    assert (card["backward"], switch) == (1, [("forward", True), ("backward", True)])
+    planned = answer.plan(arguments.read(*tensors, deterministic=True), lse=False)
+    assert planned.repeats
+    assert planned.kernel is None
+
+
+def test_rivals_of_a_deterministic_problem_are_timed_with_the_switch(switch: list[tuple[str, bool]]) -> None:
+    one = gradient_kernels.problem(dtype=DType.FLOAT32, deterministic=True)
+    operands = autoattn.inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    calls = rivals.gradient_calls(one, operands, torch.ones(2, 4, 33, 16))
+    del switch[:]
+    calls["sdpa"]()
+    assert switch == [("backward", True)]
