@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import options, rows
 from autoattn.cli.bench import picked
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ EXAMPLES = (
     "Examples:\n\n[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --out ablations[/]\n\n"
     "[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --device a30 --out ablations[/]"
 )
-INTERRUPTED = 130  # 128 + SIGINT
 
 
 def command(
@@ -61,31 +61,24 @@ def command(
     _go(run, ablate.run(problems, card, measured=measured, options=settings), out)
 
 
-def _go(run: Run, rows: Iterator[list[Row]], out: Path) -> None:
-    """Runs problem by problem, and writes all that is known after each."""
-    from autoattn.cli import terminal
+def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
     from autoattn.report import ablation
 
-    console = terminal.console()
-    console.print(
-        f"{run.device.full_name}: {run.planned} problems, {'measured' if run.measured else 'predicted by the model'}",
-        soft_wrap=True,
+    numbers = count(1)
+
+    def noted(problem: list[Row]) -> list[str]:
+        run.rows += problem
+        number = next(numbers)
+        return [f"[{number}/{run.planned}] {line(row)}" for row in problem]
+
+    how = "measured" if run.measured else "predicted by the model"
+    rows.take(
+        found,
+        head=[f"{run.device.full_name}: {run.planned} problems, {how}"],
+        lines=noted,
+        write=lambda: ablation.write(run, out),
+        failed=lambda: all(row.baseline is None for row in run.rows),
     )
-    interrupted = False
-    try:
-        for number, found in enumerate(rows, start=1):
-            run.rows += found
-            for row in found:
-                console.print(f"[{number}/{run.planned}] {line(row)}", soft_wrap=True, markup=False)
-            ablation.write(run, out)
-    except KeyboardInterrupt:
-        interrupted = True
-    for path in ablation.write(run, out):
-        console.print(str(path), soft_wrap=True)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if not any(row.baseline is not None for row in run.rows):
-        raise typer.Exit(1)
 
 
 def line(row: Row) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import options, rows
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ EXAMPLES = (
     "\n\nTraining steps of whole models: [bold]autoattn bench model --help[/]"
 )
 PEERS = "sdpa-flash,sdpa-cudnn,sdpa-efficient,varlen-flash,flex,fa2,fa3,fa4"
-INTERRUPTED = 130  # 128 + SIGINT
 
 
 def command(
@@ -113,39 +112,34 @@ def _spelled(
     return shlex.join([*words, "--out", str(out)])
 
 
-def _go(run: Run, rows: Iterator[Row], out: Path) -> None:
-    """Runs row by row, and writes all that is known after each."""
-    from autoattn.cli import terminal
+def _go(run: Run, found: Iterator[Row], out: Path) -> None:
     from autoattn.report import comparison
 
-    console = terminal.console()
-    console.print(
-        f"{run.machine['card']}: {run.planned} problems, {run.options.inputs.value} inputs; kernels are compiled first",
-        soft_wrap=True,
-    )
-    for name, why in run.missing.items():
-        console.print(f"{name} is missing: {why}", soft_wrap=True)
-    interrupted = False
-    try:
-        for row in rows:
-            run.rows.append(row)
-            console.print(line(run, row), soft_wrap=True)
-            comparison.write(run, out)
-    except KeyboardInterrupt:
-        interrupted = True
-    best = comparison.against_best(run.rows)
-    if best is not None:
-        console.print(
+    def noted(row: Row) -> list[str]:
+        run.rows.append(row)
+        return [line(run, row)]
+
+    def standing() -> list[str]:
+        best = comparison.against_best(run.rows)
+        if best is None:
+            return []
+        return [
             f"Ours over the best peer: {best.mean:.3f} in the geometric mean of {best.rows} problems, lowest "
-            f"{best.lowest:.3f} ({best.worst.problem}), {best.below} below 1",
-            soft_wrap=True,
-        )
-    for path in comparison.write(run, out):
-        console.print(str(path), soft_wrap=True)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if any(row.ours is None for row in run.rows):
-        raise typer.Exit(1)
+            f"{best.lowest:.3f} ({best.worst.problem}), {best.below} below 1"
+        ]
+
+    problems = f"{run.planned} problems, {run.options.inputs.value} inputs; kernels are compiled first"
+    rows.take(
+        found,
+        head=[
+            f"{run.machine['card']}: {problems}",
+            *(f"{name} is missing: {why}" for name, why in run.missing.items()),
+        ],
+        lines=noted,
+        write=lambda: comparison.write(run, out),
+        tail=standing,
+        failed=lambda: any(row.ours is None for row in run.rows),
+    )
 
 
 def line(run: Run, row: Row) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import options, rows
 from autoattn.errors import UsageError
 from autoattn.timetable import CONTEXTS, Mode, Numbers, Options, Row, Run, State, Whose
 
@@ -20,7 +20,6 @@ EXAMPLES = (
     "Examples:\n\n[bold]autoattn bench model --out bench[/]\n\n"
     "[bold]autoattn bench model --models S,2.7B --contexts 1024,4096 --dtype bf16 --modes compiled --out bench[/]"
 )
-INTERRUPTED = 130  # 128 + SIGINT
 ALL_MODELS = "S,M,L,XL,2.7B"
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -113,27 +112,20 @@ def spelled(settings: Options, out: Path) -> str:
     return shlex.join([*words, "--out", str(out)])
 
 
-def _go(run: Run, rows: Iterator[Row], out: Path) -> None:
-    """Runs row by row, and writes all that is known after each."""
-    from autoattn.cli import terminal
+def _go(run: Run, found: Iterator[Row], out: Path) -> None:
     from autoattn.report import timetable
 
-    console = terminal.console()
-    console.print(f"{run.machine['card']}: {run.options.planned} rows", soft_wrap=True)
-    interrupted = False
-    try:
-        for row in rows:
-            run.rows.append(row)
-            console.print(line(run, row), soft_wrap=True)
-            timetable.write(run, out)
-    except KeyboardInterrupt:
-        interrupted = True
-    for path in timetable.write(run, out):
-        console.print(str(path), soft_wrap=True)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if any(row.state in (State.FAILED, State.WRONG) for row in run.rows):
-        raise typer.Exit(1)
+    def noted(row: Row) -> list[str]:
+        run.rows.append(row)
+        return [line(run, row)]
+
+    rows.take(
+        found,
+        head=[f"{run.machine['card']}: {run.options.planned} rows"],
+        lines=noted,
+        write=lambda: timetable.write(run, out),
+        failed=lambda: any(row.state in (State.FAILED, State.WRONG) for row in run.rows),
+    )
 
 
 def line(run: Run, row: Row) -> str:

@@ -1,0 +1,56 @@
+"""Rows that a bench gives one by one: each is told, and all that is known is written anew after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+INTERRUPTED = 130  # 128 + SIGINT
+Row = TypeVar("Row")
+
+
+def take(
+    rows: Iterator[Row],
+    *,
+    head: Iterable[str],
+    lines: Callable[[Row], Iterable[str]],
+    write: Callable[[], Iterable[Path]],
+    tail: Callable[[], Iterable[str]] = tuple,
+    failed: Callable[[], bool],
+) -> None:
+    """Prints and writes until the rows or the user's patience end; what was done before Ctrl-C is kept.
+
+    Args:
+        head, tail: lines before the rows and behind them.
+        lines: notes a row and tells of it.
+        write: writes all that is known; gives the paths.
+        failed: whether it was all in vain, or some of it.
+
+    Raises:
+        typer.Exit: with 130 after Ctrl-C, else with 1 where it `failed`.
+    """
+    from autoattn.cli import terminal
+
+    console = terminal.console()
+
+    def say(texts: Iterable[str]) -> None:
+        for text in texts:
+            console.print(text, soft_wrap=True)
+
+    say(head)
+    interrupted = False
+    try:
+        for row in rows:
+            say(lines(row))
+            write()
+    except KeyboardInterrupt:
+        interrupted = True
+    say(tail())
+    say(map(str, write()))
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if failed():
+        raise typer.Exit(1)
