@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -141,33 +142,34 @@ def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 # --- whose attention --------------------------------------------------------------------------------------------------
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def naive(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> Tensor:
     """The formula: scores and weights are written out."""
     length = query.shape[-2]
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
-    return weights.to(value.dtype) @ value
+    if causal:
+        hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, dim=-1).to(value.dtype) @ value
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def sdpa(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> Tensor:
     """F.scaled_dot_product_attention, which chooses its backend itself."""
-    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 
-def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def ours(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> Tensor:
     """What a user of autoattn calls."""
-    found = functional.attention(query, key, value, causal=True)
+    found = functional.attention(query, key, value, causal=causal)
     assert isinstance(found, Tensor)
     return found
 
 
-def flex(length: int, device: torch.device) -> Attend:
+def flex(length: int, device: torch.device, *, causal: bool = True) -> Attend:
     """FlexAttention with its block table made before; compiled, also in an eager model, as its documentation asks.
 
     On the CPU, where it has no gradients and nothing is timed, it is not compiled.
     """
-    table = create_block_mask(_causal, None, None, length, length, device=str(device))
+    table = create_block_mask(_causal, None, None, length, length, device=str(device)) if causal else None
     call: Any = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -181,14 +183,15 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def attention_of(whose: Whose, length: int, device: torch.device) -> Attend:
+def attention_of(whose: Whose, length: int, device: torch.device, *, causal: bool = True) -> Attend:
     """One of the four for a context of `length` tokens."""
     if whose is Whose.FLEX:
-        return flex(length, device)
-    return {Whose.NAIVE: naive, Whose.SDPA: sdpa, Whose.OURS: ours}[whose]
+        return flex(length, device, causal=causal)
+    found = {Whose.NAIVE: naive, Whose.SDPA: sdpa, Whose.OURS: ours}[whose]
+    return found if causal else partial(found, causal=False)
 
 
-def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor) -> str:
+def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> str:
     """What really runs for these tensors, in words; SDPA's backend is read from the operators that PyTorch dispatches.
 
     Raises:
@@ -198,16 +201,16 @@ def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor) -> 
         return "the formula"
     if whose is Whose.FLEX:
         return "flex_attention, compiled"
-    backend = _backend(query, key, value)
+    backend = _backend(query, key, value, causal)
     if whose is Whose.SDPA:
         return backend
-    told = functional.explain(query, key, value, causal=True)
+    told = functional.explain(query, key, value, causal=causal)
     if mode is Mode.EAGER or told.route == KERNEL:
         return _words(told, backend)
     if _is_sdpa_when_traced(query, key, value):
         return f"sdpa {backend}, traced"
     with torch.no_grad():
-        told = functional.explain(query, key, value, causal=True)
+        told = functional.explain(query, key, value, causal=causal)
     return f"{_words(told, backend)}; gradients by PyTorch"
 
 
@@ -230,9 +233,9 @@ def _is_sdpa_when_traced(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return "scaled_dot_product_attention" in names
 
 
-def _backend(query: Tensor, key: Tensor, value: Tensor) -> str:
+def _backend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
     with _Watch() as watch:
-        sdpa(query, key, value)
+        sdpa(query, key, value, causal=causal)
     name: str = watch.backend
     return name
 

@@ -99,6 +99,8 @@ FLOORS = (
         "comparison",
         "training",
         "timetable",
+        "passes",
+        "passing",
         "transformer",
         "report",
         "cli",

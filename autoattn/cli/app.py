@@ -15,7 +15,20 @@ import typer
 from typer.core import TyperGroup
 
 from autoattn import __version__
-from autoattn.cli import ablate, bench, bench_model, cache, devices, explain, render, report, show, tune, verify
+from autoattn.cli import (
+    ablate,
+    bench,
+    bench_model,
+    bench_seed_001,
+    cache,
+    devices,
+    explain,
+    render,
+    report,
+    show,
+    tune,
+    verify,
+)
 from autoattn.errors import AutoattnError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count it
@@ -61,8 +74,10 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
     commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
 
 
-for module in (tune, show, explain, render, verify, report, bench, bench_model, ablate, devices):
-    add(app, module.__name__.rpartition(".")[2].replace("_", " "), module.command, module.EXAMPLES)
+for module in (tune, show, explain, render, verify, report, bench, bench_model, bench_seed_001, ablate, devices):
+    # The first underline stands for a space, another one for a dash.
+    name = module.__name__.rpartition(".")[2].replace("_", " ", 1).replace("_", "-")
+    add(app, name, module.command, module.EXAMPLES)
 
 tools = typer.Typer(
     help="List, compare, merge, pack and prune caches.",

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoattn.cli import options, rows
-from autoattn.errors import UsageError
 from autoattn.timetable import CONTEXTS, Mode, Numbers, Options, Row, Run, State, Whose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn bench model --out bench[/]\n\n"
     "[bold]autoattn bench model --models S,2.7B --contexts 1024,4096 --dtype bf16 --modes compiled --out bench[/]"
 )
 ALL_MODELS = "S,M,L,XL,2.7B"
-Choice = TypeVar("Choice", bound=Enum)
 
 
 def command(
@@ -52,11 +49,11 @@ def command(
         options.at_least(name, lowest, value)
     options.at_least("--limit", 0.0, limit)
     settings = Options(
-        models=_words("--models", models, ALL_MODELS.split(",")),
-        contexts=_lengths(contexts),
-        attention=_choices("--attention", attention, Whose),
-        numbers=_choices("--dtype", dtype, Numbers),
-        modes=_choices("--modes", modes, Mode),
+        models=options.words("--models", models, ALL_MODELS.split(",")),
+        contexts=options.lengths("--contexts", contexts),
+        attention=options.choices("--attention", attention, Whose),
+        numbers=options.choices("--dtype", dtype, Numbers),
+        modes=options.choices("--modes", modes, Mode),
         batch=batch,
         warmup=warmup,
         steps=steps,
@@ -69,30 +66,6 @@ def command(
 
     run = Run(machine=machine, command=spelled(settings, out), options=settings)
     _go(run, training.rows([transformer.SIZES[name] for name in settings.models], settings), out)
-
-
-def _words(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The words between commas, each once.
-
-    Raises:
-        UsageError: there are none, or one that nobody knows.
-    """
-    known = list(known)
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found or not set(found) <= set(known):
-        raise UsageError(f"{option} must be of {', '.join(known)}, got {text!r}; separate several by commas")
-    return found
-
-
-def _choices(option: str, text: str, choices: type[Choice]) -> tuple[Choice, ...]:
-    return tuple(choices(word) for word in _words(option, text, [one.value for one in choices]))
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"--contexts must be whole numbers from 1, got {text!r}; write for example 256,1024")
-    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def spelled(settings: Options, out: Path) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from autoattn.problem import Problem
     from autoattn.shapes import NamedProblem
 
+Choice = TypeVar("Choice", bound=Enum)
 ONE = "One problem"
 MODIFIERS = ("softcap", "alibi", "sinks", "dropout", "bias", "score_mod")
 
@@ -204,3 +207,33 @@ def at_least(name: str, least: float, given: float | None) -> None:
     """
     if given is not None and not given >= least:
         raise UsageError(f"{name} must be at least {least:g}, got {given:g}; correct it")
+
+
+def words(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The words between commas, each once.
+
+    Raises:
+        UsageError: there are none, or one that nobody knows.
+    """
+    known = list(known)
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found or not set(found) <= set(known):
+        raise UsageError(f"{option} must be of {', '.join(known)}, got {text!r}; separate several by commas")
+    return found
+
+
+def choices(option: str, text: str, known: type[Choice]) -> tuple[Choice, ...]:
+    """The same of an enumeration's values."""
+    return tuple(known(word) for word in words(option, text, [one.value for one in known]))
+
+
+def lengths(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers between commas, each once.
+
+    Raises:
+        UsageError: there is something else, or nothing.
+    """
+    found = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
+        raise UsageError(f"{option} must be whole numbers from 1, got {text!r}; write for example 256,1024")
+    return tuple(dict.fromkeys(int(word) for word in found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autoattn import report
@@ -67,6 +68,45 @@ def drawn(title: str, unit: str, measure: str, groups: list[Group], height: floa
             bar=BAR,
         )
     )
+
+
+def barred(
+    cases: Mapping[str, Mapping[str, float]],
+    *,
+    styles: Mapping[str, str],
+    card: str,
+    title: str,
+    unit: str,
+    measure: str,
+    best: Callable[[Iterable[float]], float],
+    shares: bool,
+) -> str:
+    """A group of bars for each case, by its name; in a case the numbers by theirs.
+
+    Args:
+        styles: of each number's name.
+        unit, measure: as of `drawn`.
+        best: max or min, of a case's numbers.
+        shares: whether bars are shares of their case's longest, or all on one scale.
+    """
+    groups, y = [], float(TOP)
+    widest = max((number for numbers in cases.values() for number in numbers.values()), default=1.0)
+    for case, numbers in cases.items():
+        full = max(numbers.values()) if shares else widest
+        bars = tuple(
+            Bar(
+                name=name,
+                style=styles[name],
+                y=y + BAR * place,
+                width=(WIDTH - LEFT - RIGHT) * number / (full or 1.0),
+                label=figures.tflops(number),
+                best=number == best(numbers.values()),
+            )
+            for place, (name, number) in enumerate(numbers.items())
+        )
+        groups.append(Group(name=case, ratio="", y=y + BAR * len(bars) / 2, bars=bars))
+        y += BAR * len(bars) + GAP
+    return drawn(f"{card}: {title}", unit, measure, groups, y + 8)
 
 
 def _groups(run: Run) -> tuple[list[Group], float, bool]:

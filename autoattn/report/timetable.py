@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from autoattn import report
 from autoattn.report import chart, figures, files
@@ -19,7 +20,7 @@ COLUMNS = (
     "over_autoattn", "attention_forward_ms", "attention_backward_ms", "attention_share", "amdahl", "peak_bytes",
     "first_step_s", "loss", "warmup", "steps", "forward_samples_ms", "backward_samples_ms", "total_samples_ms",
 )  # fmt: skip
-STYLES = {Whose.OURS: "c0", Whose.NAIVE: "c1", Whose.SDPA: "c2", Whose.FLEX: "c3"}
+STYLES = {Whose.OURS.value: "c0", Whose.NAIVE.value: "c1", Whose.SDPA.value: "c2", Whose.FLEX.value: "c3"}
 
 
 def write(run: Run, out: Path) -> tuple[Path, ...]:
@@ -129,10 +130,10 @@ def speed_text(run: Run) -> str:
     """Tokens a second: bars are shares of the fastest of their own case."""
     return _bars(
         run,
+        lambda row: row.tokens_per_second / 1e3,
         title="training steps",
         unit="bars: share of the case's fastest; numbers: thousands of tokens a second",
         measure="thousand tokens a second",
-        value=lambda row: row.tokens_per_second / 1e3,
         best=max,
         shares=True,
     )
@@ -142,42 +143,16 @@ def memory_text(run: Run) -> str:
     """GiB that were allocated at most; all bars on one scale, so that growth is seen."""
     return _bars(
         run,
+        lambda row: (row.peak_bytes or 0) / 2**30,
         title="memory of training steps",
         unit="GiB allocated at most: weights, gradients and activations",
         measure="GiB",
-        value=lambda row: (row.peak_bytes or 0) / 2**30,
         best=min,
         shares=False,
     )
 
 
-def _bars(
-    run: Run,
-    *,
-    title: str,
-    unit: str,
-    measure: str,
-    value: Callable[[Row], float],
-    best: Callable[[list[float]], float],
-    shares: bool,
-) -> str:
-    groups, y = [], float(chart.TOP)
+def _bars(run: Run, value: Callable[[Row], float], **facts: Any) -> str:
     cases = [timed for rows in run.cases() if (timed := [row for row in rows if row.timed])]
-    widest = max((value(row) for rows in cases for row in rows), default=1.0) or 1.0
-    for rows in cases:
-        values = [value(row) for row in rows]
-        full = max(values) if shares else widest
-        bars = tuple(
-            chart.Bar(
-                name=row.whose.value,
-                style=STYLES[row.whose],
-                y=y + chart.BAR * place,
-                width=(chart.WIDTH - chart.LEFT - chart.RIGHT) * number / (full or 1.0),
-                label=figures.tflops(number),
-                best=number == best(values),
-            )
-            for place, (row, number) in enumerate(zip(rows, values, strict=True))
-        )
-        groups.append(chart.Group(name=case_of(rows[0]), ratio="", y=y + chart.BAR * len(bars) / 2, bars=bars))
-        y += chart.BAR * len(bars) + chart.GAP
-    return chart.drawn(f"{run.machine['card']}: {title}", unit, measure, groups, y + 8)
+    named = {case_of(rows[0]): {row.whose.value: value(row) for row in rows} for rows in cases}
+    return chart.barred(named, styles=STYLES, card=run.machine["card"], **facts)

@@ -1,0 +1,105 @@
+"""`autoattn bench seed-001`: the passes of one attention, as seed 001's two tables have them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoattn.cli import options, rows
+from autoattn.passes import Options, Row, Run, Table
+from autoattn.timetable import Numbers, State, Whose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLES = (
+    "Examples:\n\n[bold]autoattn bench seed-001 --out bench[/]\n\n"
+    "[bold]autoattn bench seed-001 --tables flash --contexts 16384,32768 --dtype bf16 --out bench[/]"
+)
+
+
+def command(
+    tables: Annotated[str, typer.Option("--tables", metavar="A,B", help="Which tables.")] = "attention,flash",
+    contexts: Annotated[
+        str | None, typer.Option("--contexts", metavar="A,B,C", help="Tokens of a sequence; the seed's if left out.")
+    ] = None,
+    head_dims: Annotated[
+        str | None, typer.Option("--head-dims", metavar="A,B,C", help="Head dims; the seed's if left out.")
+    ] = None,
+    attention: Annotated[
+        str, typer.Option("--attention", metavar="A,B,C", help="Whose attention: any of these, and flex.")
+    ] = "autoattn,naive,sdpa",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="A,B", help="fp32 and bf16; the first table has fp32.")] = (
+        "fp32,bf16"
+    ),
+    seconds: Annotated[float, typer.Option("--seconds", help="Of rounds, for each attention and part.")] = 0.1,
+    seed: Annotated[int, typer.Option("--seed", help="Of the inputs, and of the order within rounds.")] = 0,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("bench"),
+) -> None:
+    """Time forward, backward and both of one attention on the GPU in this machine, and weigh the memory that they take:
+    seed 001's two tables, with autoattn's attention, the formula and SDPA.
+
+    Outputs and gradients are checked first. Writes DIR/seed-001.md, DIR/seed-001.csv, DIR/seed-001.svg and
+    DIR/seed-001-memory.svg anew after each call, so that Ctrl-C keeps what was done.
+    """
+    options.at_least("--seconds", 0.0, seconds)
+    options.at_least("--seed", 0, seed)
+    settings = Options(
+        tables=options.choices("--tables", tables, Table),
+        attention=options.choices("--attention", attention, Whose),
+        contexts=() if contexts is None else options.lengths("--contexts", contexts),
+        head_dims=() if head_dims is None else options.lengths("--head-dims", head_dims),
+        numbers=options.choices("--dtype", dtype, Numbers),
+        seconds=seconds,
+        seed=seed,
+    )
+    from autoattn import bench
+
+    machine = bench.machine(())
+    from autoattn import passing
+
+    run = Run(machine=machine, command=spelled(settings, out), options=settings)
+    _go(run, passing.rows(settings), out)
+
+
+def spelled(settings: Options, out: Path) -> str:
+    """The command that repeats the run."""
+    lists = {
+        "tables": [one.value for one in settings.tables],
+        "contexts": settings.contexts,
+        "head-dims": settings.head_dims,
+        "attention": [one.value for one in settings.attention],
+        "dtype": [one.value for one in settings.numbers],
+    }
+    words = ["autoattn", "bench", "seed-001"]
+    for name, values in lists.items():
+        words += [f"--{name}", ",".join(map(str, values))] if values else []
+    return shlex.join([*words, "--seconds", f"{settings.seconds:g}", "--seed", str(settings.seed), "--out", str(out)])
+
+
+def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
+    from autoattn.report import passes
+
+    def noted(case: list[Row]) -> list[str]:
+        run.cases.append(case)
+        return [line(run, case)]
+
+    rows.take(
+        found,
+        head=[f"{run.machine['card']}: {len(run.options.cases())} calls"],
+        lines=noted,
+        write=lambda: passes.write(run, out),
+        failed=lambda: any(row.state in (State.FAILED, State.WRONG) for case in run.cases for row in case),
+    )
+
+
+def line(run: Run, case: list[Row]) -> str:
+    """One finished call."""
+    from autoattn.report import figures, passes
+
+    planned = len(run.options.cases())
+    words = [f"{row.whose.value} {passes.told(row)}" for row in case]
+    return f"[{len(run.cases):>{len(str(planned))}}/{planned}] {case[0].case}: " + figures.printable("; ".join(words))

@@ -1,0 +1,354 @@
+"""Seed 001's tables: which calls they have, how passes are checked, timed and weighed, and what is written of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoattn import bench, gpu, passing, transformer
+from autoattn.cli.app import run
+from autoattn.errors import StateError
+from autoattn.measure import Rounds
+from autoattn.passes import Case, Options, Part, Row, Run, Table, Time, over_ours
+from autoattn.report import passes as report
+from autoattn.timetable import Numbers, State, Whose
+
+FEW = {"contexts": (128,), "head_dims": (16,)}
+HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
+
+
+class Gauge:
+    """A device that is the CPU: a call's time is 10 us a call that it makes, memory that of the tensors that live."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, us: float = 10.0) -> None:
+        self.us = us
+        self.graphs: list[int] = []
+        self.timed: list[list[str]] = []
+        self.held = 1000
+        self.log: list[str] = []
+        self.breaks = self.refuses = False
+
+    def samples(self, call: Callable[[], object], count: int) -> list[float]:
+        for _ in range(count):
+            call()
+        return [self.us] * count
+
+    def rounds(self, calls: Mapping[str, Callable[[], object]], *, seconds: float, seed: int) -> Rounds:
+        for call in calls.values():
+            call()
+        self.timed.append([*calls])
+        return Rounds(times_us={name: [self.us * 20, self.us * 20, self.us * 40] for name in calls}, pulses=[])
+
+    def graph(self, make: Callable[[], Callable[[], object]], count: int) -> Callable[[], object]:
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.graphs.append(count)
+        make()()
+        return lambda: None
+
+    def allocated(self) -> int:
+        self.log.append("allocated")
+        self.held += 100_000
+        return self.held
+
+    def forget_peak(self) -> None:
+        self.log.append("peak forgotten")
+
+    def peak(self) -> int:
+        self.log.append("peak")
+        return self.held + 5000
+
+    def clear(self) -> None:
+        if self.breaks:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+def timed(gauge: Gauge | None = None, **options: Any) -> list[list[Row]]:
+    return list(passing.rows(Options(**FEW | {"tables": (Table.FLASH,)} | options), gauge or Gauge()))
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, whose: Whose, attend: Callable[..., Tensor]) -> None:
+    """One of the attentions, replaced."""
+    known = transformer.attention_of
+    monkeypatch.setattr(
+        transformer,
+        "attention_of",
+        lambda one, *given, **facts: attend if one is whose else known(one, *given, **facts),
+    )
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+def test_all_calls_of_both_tables_are_there_those_the_seed_lost_too() -> None:
+    cases = Options().cases()
+    assert [sum(one.table is table for one in cases) for table in Table] == [20, 54]
+    lost = [str(one) for one in cases if one.lost]
+    assert lost == [
+        *(f"attention 16,384 D{head_dim} fp32" for head_dim in (16, 32, 64, 128)),
+        *(f"flash 32,768 D{head_dim} fp32" for head_dim in (16, 32, 64)),
+    ]
+    one = Case(table=Table.ATTENTION, context=256, head_dim=32, numbers=Numbers.FLOAT32).problem
+    assert str(one) == "fp32:ieee B8 H1 256x256 D32 full"
+
+
+@pytest.mark.parametrize("table", list(Table))
+def test_each_attention_is_right_and_has_each_part(table: Table) -> None:
+    contexts = (256,) if table is Table.ATTENTION else (128,)
+    for rows in timed(tables=(table,), contexts=contexts):
+        assert [row.whose for row in rows] == [Whose.OURS, Whose.NAIVE, Whose.SDPA]
+        for row in rows:
+            assert (row.state, row.detail) == (State.OK, "")
+            assert [*row.times] == list(Part)
+            assert row.ran
+
+
+def test_parts_are_timed_apart_and_by_graphs_where_the_host_may_be_slower() -> None:
+    gauge = Gauge()
+    (rows, _) = timed(gauge)
+    assert gauge.timed == [["autoattn", "naive", "sdpa"]] * 6
+    assert gauge.graphs == [20] * 18
+    time = rows[0].times[Part.BOTH]
+    assert (time.graph, time.calls, time.ms) == (True, 20, pytest.approx(0.01))
+    slow = Gauge(us=1000.0)
+    (rows, _) = timed(slow)
+    assert not slow.graphs
+    assert (rows[0].times[Part.BOTH].graph, rows[0].times[Part.BOTH].ms) == (False, 20.0)
+
+
+def test_where_a_graph_is_refused_all_are_timed_by_events_and_say_so() -> None:
+    gauge = Gauge()
+    gauge.refuses = True
+    (rows, _) = timed(gauge)
+    assert not any(time.graph for row in rows for time in row.times.values())
+    assert all("both timed without CUDA graphs: RuntimeError: operation not permitted" in row.detail for row in rows)
+
+
+def test_a_backward_pass_is_that_alone_and_both_are_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards: list[int] = []
+    backwards: list[int] = []
+
+    def noted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        forwards.append(1)
+        output = transformer.sdpa(query, key, value)
+        output.register_hook(lambda pull: backwards.append(1))
+        return output
+
+    options = Options(**FEW, tables=(Table.FLASH,), numbers=(Numbers.FLOAT32,))
+    replaced(monkeypatch, Whose.SDPA, noted)
+    one = passing._Bench(options.cases()[0], options, Gauge())
+    one.leaves = tuple(torch.randn(1, 1, 128, 16, requires_grad=True) for _ in range(3))
+    one.pull = torch.ones(1, 1, 128, 16)
+    counts = []
+    for part in Part:
+        call = one._call(noted, part)
+        forwards.clear(), backwards.clear()
+        call(), call()
+        counts.append((len(forwards), len(backwards)))
+    assert counts == [(2, 0), (0, 2), (2, 2)]
+
+
+def test_memory_is_that_of_one_attention_alone_inputs_included() -> None:
+    gauge = Gauge()
+    (rows, _) = timed(gauge, attention=(Whose.SDPA,))
+    inputs = 4 * 128 * 16 * 2  # of bfloat16
+    assert gauge.log[:4] == ["allocated", "peak forgotten", "allocated", "peak"]
+    assert rows[0].before_bytes == 100_000 + inputs
+    assert rows[0].peak_bytes == 105_000 + inputs
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), State.MEMORY), (RuntimeError("no kernel"), State.FAILED)],
+)
+def test_one_that_fails_says_so_and_the_others_go_on(
+    error: Exception, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*tensors: Tensor) -> Tensor:
+        raise error
+
+    replaced(monkeypatch, Whose.NAIVE, fails)
+    for rows in timed():
+        assert [row.state for row in rows] == [State.OK, state, State.OK]
+        assert str(error) in rows[1].detail
+        assert not rows[1].times
+
+
+@pytest.mark.parametrize("pass_", ["output", "gradient"])
+def test_wrong_numbers_are_not_timed(pass_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = transformer.sdpa(query, key, value)
+        return output + 1.0 if pass_ == "output" else 2.0 * output - output.detach()
+
+    replaced(monkeypatch, Whose.OURS, wrong)
+    for rows in timed():
+        assert [row.state for row in rows] == [State.WRONG, State.OK, State.OK]
+        assert pass_ in rows[0].detail
+        assert not rows[0].times
+
+
+def test_a_broken_context_ends_the_run_with_a_sentence() -> None:
+    gauge = Gauge()
+    gauge.breaks = True
+    with pytest.raises(StateError, match="one of autoattn, naive, sdpa broke it on flash 128 D16 bf16"):
+        timed(gauge)
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+CASE = Case(table=Table.FLASH, context=32768, head_dim=64, numbers=Numbers.FLOAT32)
+
+
+def row_of(whose: Whose, both: float, **facts: Any) -> Row:
+    parts = {Part.FORWARD: both / 3, Part.BACKWARD: both / 2, Part.BOTH: both}
+    times = {part: Time(samples_us=(ms * 1e3,) * 3, graph=ms < 0.1) for part, ms in parts.items()}
+    facts = {"before_bytes": 8 << 20, "peak_bytes": 16 << 20, "ran": "flash"} | facts
+    return Row(case=CASE, whose=whose, times=times, **facts)
+
+
+ROWS = [
+    row_of(Whose.OURS, 0.12),
+    Row(case=CASE, whose=Whose.NAIVE, state=State.MEMORY, detail=HOSTILE),
+    row_of(Whose.SDPA, 0.36),
+]
+
+
+def run_of(*cases: list[Row]) -> Run:
+    return Run(
+        machine={"card": "NVIDIA H200, sm_90, 132 SMs"}, command="autoattn bench seed-001", options=Options(),
+        cases=list(cases),
+    )  # fmt: skip
+
+
+def test_the_tables_have_every_part_mark_and_reason() -> None:
+    text = report.markdown_text(run_of(ROWS))
+    lines = [line for line in text.splitlines() if line.startswith("| 32,768 †")]
+    assert lines[0] == (
+        "| 32,768 † | 64 | fp32 | 0.040 g | 0.060 g | 0.120 | out of memory | out of memory | out of memory | 0.120 "
+        "| 0.180 | 0.360 | - | - | - | 3.00x | 3.00x | 3.00x |"
+    )
+    assert lines[1] == (
+        "| 32,768 † | 64 | fp32 | 8.0 | 16.0 | - | - | 8.0 | 16.0 | autoattn: flash; naive: -; sdpa: flash |"
+    )
+    assert "**Not finished: 1 of 74 calls are here.**" in text
+    assert "- flash 32,768 D64 fp32, naive: out of memory, " in text
+    assert "<script>" not in text
+    assert "\x1b" not in text
+
+
+def test_every_line_of_a_table_has_as_many_cells() -> None:
+    blocks = re.findall(r"(?:^\|.*\n)+", report.markdown_text(run_of(ROWS, ROWS)), flags=re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert len({len(re.split(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+        assert len(block.splitlines()) == 4
+
+
+def test_the_csv_has_every_sample() -> None:
+    found = list(csv.DictReader(io.StringIO(report.csv_text(run_of(ROWS)))))
+    assert [(one["attention"], one["part"]) for one in found[:4]] == [
+        ("autoattn", "forward"), ("autoattn", "backward"), ("autoattn", "both"), ("naive", "forward"),
+    ]  # fmt: skip
+    assert found[0]["samples_us"] == "40 40 40"
+    assert (found[0]["timing"], found[2]["timing"], found[3]["timing"]) == ("graph", "events", "")
+    assert (found[6]["over_autoattn"], found[6]["peak_bytes"]) == ("3", str(16 << 20))
+
+
+@pytest.mark.parametrize("draw", [report.time_text, report.memory_text])
+def test_the_charts_have_a_bar_for_each_row_with_numbers(draw: Any) -> None:
+    root = ElementTree.fromstring(draw(run_of(ROWS)))
+    titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert [(title or "").partition(":")[0] for title in titles] == ["autoattn", "sdpa"]
+
+
+def test_bars_of_memory_share_one_scale_so_that_growth_is_seen() -> None:
+    half = [replace(row_of(Whose.OURS, 1.0), case=replace(CASE, context=16384), peak_bytes=8 << 20)]
+    root = ElementTree.fromstring(report.memory_text(run_of(half, ROWS)))
+    bars = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if one.find("{*}title") is not None]
+    widths = [float(one.attrib["width"]) for one in bars]
+    assert widths[1] == pytest.approx(2 * widths[0], rel=1e-2)
+
+
+def test_ours_is_compared_part_by_part() -> None:
+    assert over_ours(ROWS, Whose.SDPA, Part.BACKWARD) == pytest.approx(3.0)
+    assert over_ours(ROWS, Whose.NAIVE, Part.BACKWARD) != over_ours(ROWS, Whose.NAIVE, Part.BACKWARD)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """A card whose rows are ROWS; gives the options that were asked for."""
+    asked: list[Options] = []
+
+    def rows(options: Options) -> Iterator[list[Row]]:
+        asked.append(options)
+        yield ROWS
+
+    monkeypatch.setattr(bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
+    monkeypatch.setattr(passing, "rows", rows)
+    return asked
+
+
+def test_the_command_writes_tables_and_plots_and_says_how_to_repeat_it(
+    planted: list[Options], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--tables", "flash", "--contexts", "32768", "--head-dims", "64", "--dtype", "fp32"]
+    assert run(["bench", "seed-001", *words, "--out", str(tmp_path)]) == 0
+    assert planted == [
+        Options(tables=(Table.FLASH,), contexts=(32768,), head_dims=(64,), numbers=(Numbers.FLOAT32,))
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "seed-001-memory.svg", "seed-001.csv", "seed-001.md", "seed-001.svg",
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "[1/1] flash 32,768 D64 fp32: autoattn 0.040 g / 0.060 g / 0.120 ms, 16.0 MiB; naive out of memory" in said
+    assert (
+        "autoattn bench seed-001 --tables flash --contexts 32768 --head-dims 64 --attention autoattn,naive,sdpa "
+        f"--dtype fp32 --seconds 0.1 --seed 0 --out {tmp_path}"
+    ) in (tmp_path / "seed-001.md").read_text(encoding="utf-8")
+
+
+def test_all_of_the_seed_runs_by_default(planted: list[Options], tmp_path: Path) -> None:
+    assert run(["bench", "seed-001", "--out", str(tmp_path)]) == 0
+    assert planted == [Options(numbers=(Numbers.FLOAT32, Numbers.BFLOAT16))]
+
+
+def test_without_a_gpu_it_refuses_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "present", lambda index=None: None)
+    assert run(["bench", "seed-001", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--tables", "naive"), "--tables must be of attention, flash, got 'naive'"),
+        (("--head-dims", "a"), "--head-dims must be whole numbers from 1, got 'a'"),
+        (("--dtype", "fp16"), "--dtype must be of fp32, bf16, got 'fp16'"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(
+    words: tuple[str, str], sentence: str, planted: list[Options], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "seed-001", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not planted
