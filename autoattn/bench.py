@@ -79,7 +79,7 @@ def rows(problems: Iterable[Problem], peers: list[Peer], options: Options) -> It
     problems = list(problems)
     bench = _Bench(peers, options)
     if bench.card is not None:
-        _compile_ahead(sources(problems, bench.card, options.ours), bench.card.arch)
+        compile_ahead(sources(problems, bench.card, options.ours), bench.card.arch)
     for problem in problems:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a peer has to say of itself, once a row
@@ -99,7 +99,7 @@ def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Sourc
     return list(found)
 
 
-def _compile_ahead(kernels: list[Source], arch: int) -> None:
+def compile_ahead(kernels: list[Source], arch: int) -> None:
     """Fills Triton's cache by all cores, while nothing is timed; what the compiler refuses is told in its row."""
     if len(kernels) < WORTH_A_POOL:
         return

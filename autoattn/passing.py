@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from autoattn import gradients, learning, measure, transformer, validate
+from autoattn import bench, dispatch, gpu, gradients, learning, measure, render, transformer, validate
 from autoattn.comparison import LOOSE
+from autoattn.device import Device
 from autoattn.errors import AutoattnError, StateError
 from autoattn.measure import Rounds, Stopwatch
 from autoattn.ops.backward import Gradients
@@ -23,6 +25,7 @@ from autoattn.passes import TABLES, Case, Options, Part, Row, Time
 from autoattn.timetable import Mode, State, Whose
 from autoattn.training import reason_of
 from autoattn.transformer import Attend
+from autoattn.variant import Source
 
 ROWS = 32  # query rows of all sequences whose output is compared
 LAUNCH_BOUND_US = 250.0  # from here down the host may need longer to enqueue a pass than the card to run it
@@ -101,7 +104,10 @@ def rows(options: Options, gauge: Gauge | None = None) -> Iterator[list[Row]]:
     Raises:
         StateError: an attention has broken the CUDA context, so that nothing more can run in this process.
     """
-    gauge = gauge or Card()
+    if gauge is None:
+        gauge = Card()
+        if (card := gpu.present(gauge.device.index)) is not None:
+            bench.compile_ahead(sources(options.cases(), card), card.arch)
     for case in options.cases():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -115,6 +121,22 @@ def rows(options: Options, gauge: Gauge | None = None) -> Iterator[list[Row]]:
                 f"broke it on {case} ({reason_of(error)}); run the others with --attention"
             ) from None
         yield found
+
+
+def sources(cases: Iterable[Case], card: Device) -> list[Source]:
+    """The distinct kernels of both passes that calls will run, where kernels of ours run."""
+    found: dict[Source, None] = {}
+    for case in cases:
+        asked = case.problem, learning.backward_of(case.problem)
+        told = [dispatch.explain(one, card) for one in asked]
+        if learning.why_not_by(told[1]) is not None:
+            continue
+        for one, explanation in zip(asked, told, strict=True):
+            if explanation.variant is not None:
+                with suppress(AutoattnError):  # it is told where it runs
+                    traits = render.natural_traits(one, lse=one is asked[0])
+                    found[render.render(one, explanation.variant, traits)] = None
+    return list(found)
 
 
 @dataclass(slots=True)

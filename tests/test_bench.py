@@ -66,7 +66,7 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     monkeypatch.setattr(bench, "Stopwatch", lambda device: found)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(bench, "_compile_ahead", lambda kernels, arch: None)
+    monkeypatch.setattr(bench, "compile_ahead", lambda kernels, arch: None)
     return found
 
 
@@ -306,7 +306,7 @@ def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
 def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = bench.sources([kernels.problem(head_dim=64)], samples.H200, Ours.VARIANTS)[:3]
-    bench._compile_ahead(found, samples.H200.arch)
+    bench.compile_ahead(found, samples.H200.arch)
     assert len(list(tmp_path.glob("*/*.cubin"))) == 3
 
 

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gradient_kernels
 import pytest
+import samples
 import torch
 from torch import Tensor
 
-from autoattn import bench, gpu, passing, transformer
+from autoattn import bench, cache, gpu, learning, passing, resources, transformer
 from autoattn.cli.app import run
 from autoattn.errors import StateError
 from autoattn.measure import Rounds
@@ -167,6 +169,19 @@ def test_memory_is_that_of_one_attention_alone_inputs_included() -> None:
     assert gauge.log[:4] == ["allocated", "peak forgotten", "allocated", "peak"]
     assert rows[0].before_bytes == 100_000 + inputs
     assert rows[0].peak_bytes == 105_000 + inputs
+
+
+def test_kernels_of_both_passes_are_known_before_so_that_all_cores_compile_them() -> None:
+    cases = Options(tables=(Table.FLASH,), head_dims=(64,), contexts=(1024, 2048), numbers=(Numbers.BFLOAT16,)).cases()
+    assert passing.sources(cases, samples.H200) == [], "no gradients were tuned"
+    asked = learning.backward_of(cases[0].problem)
+    variant = gradient_kernels.variant()
+    facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
+    entry = samples.current(samples.measured(asked, **facts))
+    cache.merge(resources.user_cache(), samples.H200, asked.op, [entry])
+    found = passing.sources(cases, samples.H200)
+    assert {(one.name, one.traits.lse) for one in found} == {("forward", True), ("backward", False)}
+    assert sum(one.name == "backward" for one in found) == 1, "the other call's neighbour"
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
