@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -48,6 +49,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, poisoning(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(scope="session")
+def child() -> Iterator[Any]:
+    """A pool of one process in which Triton's interpreter runs kernels; it starts at its first job."""
+    import interpreted
+
+    with interpreted.pool() as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.interpreter
 
 MASK_LOOPS = ("split", "every", "branch")
 SOFTMAXES = ("online", "lazy", "first_max")
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
 
 
 def small(**changes: Any) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,11 @@ import gradient_kernels
 import interpreted
 import kernels
 import pytest
-from gradient_kernels import Differentiated, judged, problem
+from gradient_kernels import Differentiated, judged
 
 from autoattn import render
 from autoattn.inputs import Scores
-from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision
+from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.variant import Traits
 from autoattn.workers import Failure, Pool
 
@@ -25,7 +24,7 @@ POINTS = kernels.covering(
     {
         "mask": MASKS,
         "lengths": ((17, 37), (37, 17), (32, 16)),
-        "heads": ((2, 2, 2), (1, 6, 2), (2, 3, 1)),
+        "heads": ((2, 2, 2), (1, 4, 2), (1, 3, 1)),
         "dims": ((16, 16), (24, 40), (13, 13)),
         "layout": (Layout.BHSD, Layout.BSHD),
         "dtype": (DType.FLOAT16, DType.FLOAT32),
@@ -37,10 +36,9 @@ POINTS = kernels.covering(
 )
 
 
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
+def problem(**changes: Any) -> Problem:
+    """Two sequences of two heads that share their keys: the least that tells each from the others."""
+    return gradient_kernels.problem(**{"heads_q": 2, "heads_kv": 1, **changes})
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: "-".join(str(value) for value in point.values()))
@@ -119,7 +117,9 @@ def test_offsets_of_64_bits_and_strides_that_nothing_divides_serve_any_tensors(c
 
 @pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
 def test_autograd_runs_both_passes(child: Pool, layout: Layout) -> None:
-    one = kernels.problem(mask="causal", dtype=DType.FLOAT32, layout=layout, seq_q=37, seq_kv=20, head_dim_v=24)
+    one = replace(
+        problem(mask="causal", dtype=DType.FLOAT32, layout=layout, seq_q=37, seq_kv=20, head_dim_v=24), op=Op.FORWARD
+    )
     job = Differentiated(
         forward=kernels.source(one, render.natural_traits(one, lse=True)),
         backward=gradient_kernels.source(replace(one, op=Op.BACKWARD)),
@@ -137,15 +137,32 @@ SPOILT = {
     "a scale forgotten": ("(query_grad * scale)", "query_grad"),
     "a tail of queries left out": ("end_m = seq_q", "end_m = seq_q // KEYS_BLOCK_M * KEYS_BLOCK_M"),
     "a store out of bounds": ("mask=m_n[:, None])\n    tl.store", "mask=(o_n <= seq_kv)[:, None])\n    tl.store"),
-    "rows without keys": ('tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)', "tl.maximum(lse * LOG2E, -1.0)"),
+    "a small LSE cut off": ('float("inf"), lse * LOG2E)', 'float("inf"), tl.maximum(lse * LOG2E, 1.0))'),
 }  # fmt: skip
+
+
+WHOLE = problem(batch=1, mask="causal", seq_q=41, seq_kv=23)
+
+
+def test_the_gate_takes_the_kernel_that_is_spoilt_below(child: Pool) -> None:
+    assert judged(child, WHOLE).ok
 
 
 @pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT.keys())
 def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str]) -> None:
-    one = problem(mask="causal", seq_q=41, seq_kv=23)
-    source = gradient_kernels.source(one)
+    source = gradient_kernels.source(WHOLE)
     assert change[0] in source.text
-    assert judged(child, one, source_=source).ok
     spoilt = replace(source, text=source.text.replace(*change))
-    assert not judged(child, one, source_=spoilt).ok
+    assert not judged(child, WHOLE, source_=spoilt).ok
+
+
+def test_the_gate_sees_a_row_without_keys_whose_lse_stays_minus_infinity(child: Pool) -> None:
+    """What a bias hides has a score of -inf, and -inf less -inf is NaN; a mask's tests would hide that."""
+    hidden = Modifiers(bias=Bias.BOOLEAN)
+    one = problem(batch=1, mask="causal", seq_q=41, seq_kv=23, dtype=DType.FLOAT32, modifiers=hidden)
+    source = gradient_kernels.source(one)
+    right = 'tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)'
+    assert right in source.text
+    assert judged(child, one, source_=source).ok
+    verdict = judged(child, one, source_=replace(source, text=source.text.replace(right, "lse * LOG2E")))
+    assert "NaN" in verdict.reason

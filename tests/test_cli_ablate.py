@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,12 +140,6 @@ def test_the_source_says_that_it_is_no_attention() -> None:
 def test_only_plain_problems_have_a_kernel_without_softmax(one: Problem, traits: Traits | None) -> None:
     with pytest.raises(CompileError, match="only triton/forward has a kernel without softmax"):
         render.render(one, without_softmax(), traits)
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
 
 
 def verdict(child: Pool, one: Problem, **params: Any) -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.interpreter
 SOFTMAXES = ("online", "lazy", "first_max")
 
 
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
-
-
 # --- structures -------------------------------------------------------------------------------------------------------
 
 STRUCTURES = [
@@ -43,7 +36,7 @@ SETTINGS = kernels.covering(
         "dtype": (DType.FLOAT16, DType.FLOAT32),
         "head_dim": (16, 24),
         "lengths": ((17, 37), (37, 17), (32, 16), (5, 48)),
-        "heads": ((2, 4, 2), (3, 2, 2), (1, 6, 2)),
+        "heads": ((2, 4, 2), (3, 1, 1), (1, 3, 1)),
         "layout": (Layout.BHSD, Layout.BSHD),
         "lse": (False, True),
     }
@@ -103,7 +96,7 @@ def test_every_head_dim_matches_the_reference(child: Pool, head_dim: int) -> Non
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (3, 3), (2, 1), (4, 2), (6, 2), (8, 1)])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
 def test_every_group_size_reads_its_own_key_head(child: Pool, batch: int, heads_q: int, heads_kv: int) -> None:
     one = kernels.problem(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=5, seq_kv=9)
     result = run(child, one, HEAD_GROUP=4)
@@ -137,7 +130,7 @@ def test_tiles_need_not_be_square(child: Pool, block_m: int, block_n: int, mask_
 @pytest.mark.parametrize("sm_count", [1, 2, 7])
 @pytest.mark.parametrize("head_group", [1, 4, 16, 0])
 def test_every_tile_is_computed_once_in_any_program_order(child: Pool, sm_count: int, head_group: int) -> None:
-    one = kernels.problem(batch=3, heads_q=2, heads_kv=1, seq_q=33, seq_kv=16)
+    one = kernels.problem(batch=3, heads_q=2, heads_kv=1, seq_q=17, seq_kv=16)
     result = run(child, one, sm_count=sm_count, HEAD_GROUP=head_group, PERSISTENT=2)
     assert result.ok, result
 
@@ -151,7 +144,7 @@ LAYOUTS_IN_MEMORY = (interpreted.dense, interpreted.transposed, interpreted.odd_
 @pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("make", LAYOUTS_IN_MEMORY, ids=lambda make: make.__name__)
 def test_any_strides_and_offsets_match_the_reference(child: Pool, make: Any, head_dim: int, layout: Layout) -> None:
-    one = kernels.problem(seq_q=17, seq_kv=20, head_dim=head_dim, layout=layout, mask="causal")
+    one = kernels.problem(heads_q=2, seq_q=17, seq_kv=20, head_dim=head_dim, layout=layout, mask="causal")
     result = run(child, one, make)
     assert result.ok, result
 
@@ -232,7 +225,6 @@ def test_a_nan_query_row_stays_alone(child: Pool, softmax: str) -> None:
 @pytest.mark.parametrize(
     ("softmax", "dtype", "mask"),
     [
-        ("online", DType.FLOAT16, "full"),
         ("lazy", DType.FLOAT32, "causal"),
         ("first_max", DType.FLOAT16, "causal:top-left"),
         ("first_max", DType.FLOAT32, "full"),

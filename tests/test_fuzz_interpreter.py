@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import drawn
@@ -18,13 +17,7 @@ from autoattn.workers import Pool
 
 pytestmark = pytest.mark.interpreter
 
-EXAMPLES = 30
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
+EXAMPLES = 20
 
 
 def faults(child: Pool, one: Drawn) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +24,6 @@ MASKS = ("full", "causal:bottom-right", "causal:top-left", "window:9,3", "window
 MASK_LOOPS = ("split", "every", "branch")
 SOFTMAXES = ("online", "lazy", "first_max")
 HEAVY = Modifiers(sinks=True, alibi=True, softcap=True)
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
 
 
 def small(**changes: Any) -> Problem:

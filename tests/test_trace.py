@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import interpreted
@@ -279,12 +279,6 @@ def test_captured_tensors_are_checked_against_what_is_declared_and_asked() -> No
 
 
 # --- through a kernel -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
 
 
 @pytest.mark.interpreter
