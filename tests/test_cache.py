@@ -236,12 +236,12 @@ def test_writers_that_merge_at_once_lose_nothing(folder: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder), str(number)], stdin=subprocess.PIPE, env=environment
         )
-        for number in range(8)
+        for number in range(4)
     ]
     for writer in writers:
         assert writer.stdin is not None
         writer.stdin.close()
-    assert [writer.wait() for writer in writers] == [0] * 8
+    assert [writer.wait() for writer in writers] == [0] * 4
     batches = sorted(entry.problem.batch for entry in cache.lookup(folder, H200, FORWARD).values())
-    assert batches == list(range(1, 161))
+    assert batches == list(range(1, 81))
     assert left_behind(folder) == []

@@ -1,4 +1,7 @@
-"""Two tuners on one study, as two hosts would be: real processes, a real PostgreSQL, predicted times."""
+"""Two tuners on one study, as two hosts would be: real processes, a real PostgreSQL, predicted times.
+
+Their kernels are compiled, and not rehearsed: test_tune.py and test_planted.py do that.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from autoattn.trial import Trial
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+TUNER = Path(__file__).parent / "unrehearsed.py"
 ONE = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16", "--mask", "causal")
 TRIALS = 8
 
@@ -30,11 +34,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `autoattn tune` with a cache of its own."""
+    """Starts `autoattn tune`, without rehearsals, with a cache of its own."""
     running: list[subprocess.Popen[str]] = []
 
     def started(name: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "autoattn", "tune", "--device", "a30", *ONE, "--trials", str(TRIALS)]
+        command = [sys.executable, str(TUNER), "tune", "--device", "a30", *ONE, "--trials", str(TRIALS)]
         running.append(
             subprocess.Popen(
                 [*command, "--jobs", "1", "--cache", str(tmp_path / name), *arguments],

@@ -17,6 +17,7 @@ from triton import knobs
 from autoattn.inspecting import Inspect
 from autoattn.trial import Outcome, StaticReport
 from autoattn.workers import Failure, Pool
+from autoattn.workshop import COMPILER_ROOM
 
 LIMIT = 5.0  # seconds for a compile that hangs
 ENOUGH = 300.0  # for one that does not, on a busy machine
@@ -60,7 +61,7 @@ def plant(tmp_path: Path) -> Plant:
 @pytest.mark.parametrize(("fault", "outcome", "words"), FAULTS.values(), ids=FAULTS)
 def test_a_compile_whose_ptxas(plant: Plant, tmp_path: Path, fault: str, outcome: Outcome, words: str) -> None:
     job = Inspect(source=kernels.source(kernels.problem()), arch=80)
-    with Pool(size=1, environment=plant(fault)) as pool:
+    with Pool(size=1, environment=plant(fault), preload=COMPILER_ROOM) as pool:
         result = pool.result(job, LIMIT if outcome is Outcome.TIMEOUT else ENOUGH)
         assert isinstance(result, Failure)
         assert result.outcome is outcome, result.detail
@@ -77,7 +78,7 @@ def test_a_tool_of_the_compiler_that_somebody_killed_once_is_run_again(plant: Pl
     if tool == "NVDISASM":
         path.write_text(path.read_text().replace(knobs.nvidia.ptxas.path, knobs.nvidia.nvdisasm.path))
         environment["TRITON_NVDISASM_PATH"] = environment.pop("TRITON_PTXAS_PATH")
-    with Pool(size=1, environment=environment) as pool:
+    with Pool(size=1, environment=environment, preload=COMPILER_ROOM) as pool:
         assert isinstance(pool.result(Inspect(source=kernels.source(kernels.problem()), arch=80), ENOUGH), StaticReport)
     assert (tmp_path / "note").exists()
 
@@ -86,7 +87,7 @@ PARENT = """
 import kernels
 from autoattn.inspecting import Inspect
 from autoattn.workers import Pool
-pool = Pool(size=1)
+pool = Pool(size=1, preload="autoattn.inspecting")
 pool.submit(Inspect(source=kernels.source(kernels.problem()), arch=80), 600.0)
 pool.next_results()
 """

@@ -114,7 +114,7 @@ def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
 FACTS = ["shapes", "dtype", "by", "pad", "gradient", "grad", "autocast", "matmul", "environment", *words]
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(calls, st.sampled_from(FACTS), st.tuples(tensor_facts, st.fixed_dictionaries(words)))
 def test_calls_with_one_key_are_decided_alike(one: Any, change: str, donor: Any) -> None:
     """The second call is the first one but for a fact, so that keys that forget it meet."""
