@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from autoattn.errors import CompileError
 from autoattn.mask import Mask
 from autoattn.ops import forward
 from autoattn.problem import DType, Layout, Modifiers, Problem
-from autoattn.variant import Source, Traits, Value
+from autoattn.variant import Source, Traits, Value, Variant
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -66,7 +67,7 @@ def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
+@pytest.mark.parametrize(("kind", "traits"), KINDS[::2], ids=str)  # the next test has the others
 def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
     one = problem(**kind)
     points = space.load(TEMPLATE)
@@ -78,15 +79,28 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
     assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
 
 
+EARLY = 4  # seeds of a kind; the others are refused too, if they are
+
+
+@cache
+def early_seeds() -> tuple[tuple[Variant, ...], ...]:
+    """Of each kind the seed that is tried first, and of the next few those that no kind before it has."""
+    found: list[tuple[Variant, ...]] = []
+    known: set[tuple[tuple[str, Value], ...]] = set()
+    for kind, _ in KINDS:
+        tried = space.load(TEMPLATE).seeds_for(problem(**kind), H200)[:EARLY]
+        loops = {tuple(pair for pair in seed.params if pair[0] != ORDER): seed for seed in reversed(tried)}
+        found.append(tuple(seed for loop, seed in loops.items() if seed is tried[0] or loop not in known))
+        known |= set(loops)
+    return tuple(found)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
-def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(kind: dict[str, Any], traits: Traits) -> None:
-    one = problem(**kind)
-    loops = {}
-    for seed in space.load(TEMPLATE).seeds_for(one, H200)[:4]:  # the others are refused too, if they are
-        loops[tuple(pair for pair in seed.params if pair[0] != ORDER)] = seed
-    for seed in loops.values():
-        assert inspect(render.render(one, seed, traits), 90).loop, seed
+@pytest.mark.parametrize("place", range(len(KINDS)), ids=lambda place: "-".join(map(str, KINDS[place])))
+def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(place: int) -> None:
+    kind, traits = KINDS[place]
+    for seed in early_seeds()[place]:
+        assert inspect(render.render(problem(**kind), seed, traits), 90).loop, seed
 
 
 def test_a_causal_mask_costs_the_loop_over_whole_blocks_nothing() -> None:

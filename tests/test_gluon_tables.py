@@ -6,32 +6,23 @@ import re
 import subprocess
 from pathlib import Path
 
-import kernels
+import gluon_kernels
 import pytest
 
-from autoattn import profiles, render, sass, space
+from autoattn import sass
 from autoattn.compile import build, inspect
-from autoattn.problem import DType, Problem
-from autoattn.variant import Source, Value, Variant
+from autoattn.variant import Source, Value
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
-TEMPLATE = "gluon/forward"
 LABEL = re.compile(r"^(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;(.*)$")
 # The unit of a uniform register that an instruction writes: "UIADD3 UR4, ..." or "UIADD3.64 UR4, ..." for UR4 and UR5
 WRITTEN = re.compile(r"^(U[A-Z0-9]+|R2UR|S2UR|VOTEU|REDUX)(\S*) (?:!?UP[T\d], |P\d, )*UR(\d+)\b")
 
 
-def problem(mask: str) -> Problem:
-    sizes = {"batch": 4, "heads_q": 16, "heads_kv": 16, "seq_q": 4096, "seq_kv": 4096, "head_dim": 128}
-    return kernels.problem(**sizes, dtype=DType.BFLOAT16, mask=mask)
-
-
 def source(mask: str, **changes: Value) -> Source:
-    one = problem(mask)
-    default = space.load(TEMPLATE).default(one, profiles.named("h200")).as_dict()
-    return render.render(one, Variant.of(TEMPLATE, default | changes))
+    return gluon_kernels.source(gluon_kernels.problem(head_dim=128, mask=mask), **changes)
 
 
 def listing(cubin: bytes, folder: Path) -> tuple[list[str], list[list[int]], int]:
@@ -99,6 +90,6 @@ def test_whole_blocks_find_the_queries_in_a_tile_without_partial_ones(
 
 def test_a_table_costs_the_loop_over_whole_blocks_nothing() -> None:
     masks = ("full", "blocks:128x128,0.5")
-    dense, listed = (inspect(source(mask, softmax="vote"), 90).loop for mask in masks)
+    dense, listed = (inspect(source(mask, softmax="first_max"), 90).loop for mask in masks)
     assert abs(sum(listed.values()) - sum(dense.values())) < 16
     assert "LDG" not in "".join(listed)
