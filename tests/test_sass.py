@@ -16,6 +16,7 @@ from autoattn import encodings, sass
 from autoattn.compile import inspect
 from autoattn.errors import CompileError
 from autoattn.problem import DType
+from autoattn.trial import StaticReport
 
 BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS = 64, 32, 64, 4
 
@@ -268,6 +269,17 @@ def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):
 )
 def test_branches_are_read_from_their_encoding(arch, at, low, high, target, goes_on):
     assert sass._flow("BRA", at, low, high, arch) == (target, goes_on)
+
+
+@pytest.mark.parametrize("name", ["LDL.64", "STL.128"])
+@pytest.mark.parametrize(("moves", "measured"), [(0, True), (20, True), (21, False)])
+def test_a_hopper_loop_with_more_than_2_moves_of_registers_in_100_is_not_measured(monkeypatch, name, moves, measured):
+    loop = {"HGMMA.64x128x16.F32.BF16.SS": 16, "UTMALDG.4D": 2, "FFMA": 1000 - 18 - moves, name: moves}
+    monkeypatch.setattr(sass, "_sections", lambda cubin: {".text.forward": b""})
+    monkeypatch.setattr(sass, "_decode", lambda cubin, text, arch: [(each, None, True) for each in loop])
+    facts = {"digest": "d", "arch": 90, "registers": 168, "spilled_bytes": 64, "shared_bytes": 0, "num_warps": 4}
+    reason = sass.why_slow(StaticReport(**facts, code_bytes=16, loop=loop, masked_loop={}), b"")
+    assert reason == ("" if measured else "each block of keys moves registers to and from memory in 21 instructions")
 
 
 # --- the rule, on made-up code ----------------------------------------------------------------------------------------
