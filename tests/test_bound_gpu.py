@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import streams
 import torch
 from functional_calls_gpu import no_shipped_cache, normal  # noqa: F401 - a fixture
 from threads import together
@@ -60,15 +61,9 @@ def test_each_launch_leaves_the_counters_at_zero(trips: bool) -> None:
 
 def test_streams_run_at_once_and_each_has_its_own() -> None:
     (call, wanted), (other, of_other) = prepared_call(), prepared_call(trips=True)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    found: list[tuple[Tensor, Tensor]] = []
-    for _ in range(20):
-        for number, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                found.append((call(), wanted) if number % 2 else (other(), of_other))
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, right) for one, right in found)
-    assert len(SCRATCH._found) == 1 + len(streams)
+    for found, right in zip(streams.at_once([other, call], 20), (of_other, wanted), strict=True):
+        assert all(torch.equal(one, right) for one in found)
+    assert len(SCRATCH._found) == 1 + streams.STREAMS
 
 
 def test_threads_may_share_a_stream() -> None:
@@ -88,19 +83,11 @@ def test_threads_may_share_a_stream() -> None:
 
 def test_graphs_are_replayed_beside_one_another_and_beside_calls() -> None:
     (call, wanted), (other, of_other) = prepared_call(), prepared_call(trips=True)
-    graphs, outputs = [], []
-    for one in (call, other, call):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs.append([one() for _ in range(3)])
-        graphs.append(graph)
-    streams = [torch.cuda.Stream() for _ in graphs]
-    for _ in range(10):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
+
+    def beside() -> None:
         assert torch.equal(call(), wanted)
-    torch.cuda.synchronize()
+
+    outputs = streams.replayed([call, other, call], 10, beside=beside)
     for made, right in zip(outputs, (wanted, of_other, wanted), strict=True):
         assert all(torch.equal(one, right) for one in made)
 

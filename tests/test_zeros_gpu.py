@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import kernels
 import pytest
+import streams
 import torch
 from torch import Tensor
 
@@ -47,35 +48,20 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
 
 def test_streams_run_at_once_and_each_has_its_own_counters(launch: Callable[[], Tensor]) -> None:
     wanted = launch()
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    found: list[Tensor] = []
-    for _ in range(50):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(launch())
-    torch.cuda.synchronize()
+    (found,) = streams.at_once([launch], 50)
     assert all(torch.equal(one, wanted) for one in found)
-    assert len(ARRIVALS._found) == 1 + len(streams)
+    assert len(ARRIVALS._found) == 1 + streams.STREAMS
     assert not any(room.tensor.any() for room in ARRIVALS._found.values()), "each launch leaves zeros"
 
 
 def test_graphs_are_replayed_beside_one_another_and_beside_launches(launch: Callable[[], Tensor]) -> None:
     wanted = launch()
-    graphs: list[torch.cuda.CUDAGraph] = []
-    outputs: list[Tensor] = []
-    for _ in range(3):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs += [launch() for _ in range(3)]
-        graphs.append(graph)
-    streams = [torch.cuda.Stream() for _ in graphs]
-    for _ in range(20):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
+
+    def beside() -> None:
         assert torch.equal(launch(), wanted)
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, wanted) for one in outputs)
+
+    for outputs in streams.replayed([launch] * 3, 20, beside=beside):
+        assert all(torch.equal(one, wanted) for one in outputs)
 
 
 def test_a_pool_that_a_thread_allocates_from_gets_everything_back(launch: Callable[[], Tensor]) -> None:
