@@ -8,9 +8,8 @@ from pathlib import Path
 import gradient_kernels
 import pytest
 import samples
-import test_tune
 import typer.testing
-from test_tune import SMALL, Pretended, run
+from pretended_workshop import GOOD, SMALL, Pretended, run
 
 from autoattn import cache, dispatch, shapes, tune
 from autoattn.cli import app
@@ -95,7 +94,7 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
 
     def result(pool: object, job: Rehearse, seconds: float) -> object:
         jobs.append(job)
-        return test_tune.GOOD
+        return GOOD
 
     monkeypatch.setattr("autoattn.workers.Pool.result", result)
     one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""A workshop that only pretends, in which every variant works: for the tests of the tuner's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import samples
+
+from autoattn import cache, plan, render, tune
+from autoattn.device import Device
+from autoattn.entry import KERNEL, Rival, WorstCase
+from autoattn.jobs import Finished, finalist_name
+from autoattn.mask import Mask
+from autoattn.problem import DType, Op, Problem
+from autoattn.rounds import Round
+from autoattn.study import Study
+from autoattn.trial import Energy, Outcome, Trial, Verdict
+from autoattn.variant import Variant
+from autoattn.workers import Failure
+from autoattn.workshop import Steps
+
+SMALL = Problem(
+    dtype=DType.FLOAT16, batch=1, heads_q=2, heads_kv=1, seq_q=64, seq_kv=64, head_dim=16, mask=Mask.parse("causal")
+)
+GOOD = Verdict(ok=True, checks=10, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
+
+
+def rounds_of(times: dict[str, float], count: int = 40) -> tuple[Round, ...]:
+    """Rounds without any noise."""
+    return tuple(Round(times_us=dict(times)) for _ in range(count))
+
+
+class Pretended:
+    """A workshop in which every variant works and the smaller tile is the faster one."""
+
+    fails: frozenset[str] = frozenset()  # problem keys whose variants all fail
+    interrupts: frozenset[str] = frozenset()
+    many: int = 1  # problems at once
+    rivals: tuple[Rival, ...] = ()
+    finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
+    asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
+    outgrown: ClassVar[list[tuple[Variant, int]]] = []  # whose worst case was asked for, with the seed
+    tried: ClassVar[list[tuple[str, Variant]]] = []  # problem keys and variants, in order
+
+    def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
+        self.measured = measured
+        self.outcomes: dict[Outcome, int] = {}
+        self.kernels = self.begun = 0
+        self.busy_seconds, self.finals_seconds = (0.0, 0.0), 0.0
+        self.idle = True
+        self._known: set[str] = set()  # digests
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def at_once(self, problem: Problem) -> int:
+        return self.many
+
+    def wait(self) -> None:
+        pass
+
+    def search(
+        self,
+        study: Study,
+        *,
+        budget: int,
+        more: Callable[[int, int], bool],
+        late: Callable[[], bool],
+        heard: Callable[[Trial], None],
+    ) -> Steps[None]:
+        if study.problem.key in self.interrupts:
+            raise KeyboardInterrupt
+        begun = kernels = 0
+        while more(begun, kernels) and (variant := study.propose()) is not None:
+            self.tried.append((study.problem.key, variant))
+            digest = render.render(study.problem, variant).digest
+            begun, kernels = begun + 1, kernels + (digest not in self._known)
+            self._known.add(digest)
+            self.kernels = self.begun = self.kernels + 1
+            time_us = self.time_us(variant)
+            trial = Trial(
+                variant=variant,
+                outcome=Outcome.OK,
+                digest=digest,
+                prediction=samples.prediction(time_us),
+                verdict=GOOD if self.measured else None,
+                measurement=samples.measurement(study.problem, time_us) if self.measured else None,
+            )
+            if study.problem.key in self.fails:
+                trial = Trial(variant=variant, outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
+            study.record(trial)
+            heard(trial)
+            yield
+
+    def rehearse(self, problem: Problem, variant: Any) -> Verdict | Failure:
+        return GOOD
+
+    def final(self, problem: Problem, variants: list[Any], **budgets: Any) -> Steps[Finished | Failure]:
+        yield
+        return self.finished(problem, variants, **budgets)
+
+    def finished(self, problem: Problem, variants: list[Any], **budgets: Any) -> Finished | Failure:
+        self.finals.append(variants)
+        self.asked.append(budgets)
+        times = [samples.measurement(problem, self.time_us(one)) for one in variants]
+        named = {finalist_name(place): one.median_us for place, one in enumerate(times)}
+        named |= {rival.name: rival.measurement.median_us for rival in self.rivals}
+        return Finished(
+            verdicts=(GOOD,) * len(variants),
+            measurements=tuple(times),
+            rivals=self.rivals,
+            rounds=rounds_of(named),
+            energies=tuple(Energy(joules=self.joules(one), watts=500.0) for one in variants),
+        )
+
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[WorstCase | Failure]:
+        yield
+        return self.computed_twice(problem, variant, seed=seed)
+
+    def computed_twice(self, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
+        self.outgrown.append((variant, seed))
+        return WorstCase(
+            median_us=2.5 * self.time_us(variant), slowdown=2.5, rounds=7, max_error=2e-3, tiles=64, redone=63
+        )
+
+    def joules(self, variant: Variant) -> float:
+        return self.time_us(variant)
+
+    def time_us(self, variant: Variant) -> float:
+        return float(int(variant["BLOCK_M"]) + int(variant["BLOCK_N"]))
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
+    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": [], "outgrown": [], "tried": []})
+    monkeypatch.setattr(tune, "Workshop", fresh)
+    return fresh
+
+
+def run(folder: Path, *problems: Problem, measured: bool = False, **changes: Any) -> plan.Summary:
+    options = plan.Options(**{"effort": plan.Effort.QUICK, "trials": 6, "cache": folder, "jobs": 2, **changes})
+    device = samples.H200 if measured else samples.A30
+    return tune.tune(list(problems) or [SMALL], device, measured=measured, options=options)
+
+
+def rival(name: str, time_us: float, max_error: float | None = 1e-3) -> Rival:
+    return Rival(name=name, measurement=samples.measurement(SMALL, time_us), max_error=max_error)
+
+
+def remember(folder: Path, variant: Variant, device: Device = samples.H200, problem: Problem = SMALL) -> None:
+    """Writes a measured entry with this winner and no runners-up."""
+    entry = replace(samples.measured(problem), params=variant.as_dict(), candidates=(), choice=KERNEL)
+    cache.merge(folder, device, Op.FORWARD, [entry])

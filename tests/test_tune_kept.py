@@ -1,0 +1,282 @@
+"""What a tune keeps and what it tries first, one problem at a time and several at once; a workshop pretends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+import samples
+from pretended_workshop import SMALL, Pretended, pretended, run  # noqa: F401 - a fixture
+
+from autoattn import cache, gpu, plan, space, storage, tune
+from autoattn.errors import CacheError, UsageError
+from autoattn.ledger import Ledger, studies
+from autoattn.problem import Op
+from autoattn.trial import Evidence
+from autoattn.variant import Variant
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [("quick", "quick", 1), ("standard", "quick", 1), ("quick", "standard", 0), ("standard", "max", 0)],
+)
+def test_an_entry_is_kept_unless_more_effort_is_asked_for(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kept: int
+) -> None:
+    small = {
+        effort: replace(profile, trials=3 + place) for place, (effort, profile) in enumerate(plan.PROFILES.items())
+    }
+    monkeypatch.setattr(plan, "PROFILES", small)
+    run(tmp_path, effort=plan.Effort(before), trials=None)
+    assert run(tmp_path, effort=plan.Effort(after), trials=None).kept == kept
+
+
+@pytest.mark.parametrize("stale", ["search space", "source_digest", "triton"])
+def test_an_entry_that_anything_changed_for_is_tuned_anew(
+    pretended: type[Pretended], tmp_path: Path, stale: str
+) -> None:
+    entry = run(tmp_path).entries[SMALL.key]
+    changes: dict[str, dict[str, Any]] = {
+        "search space": {"search": replace(entry.search, spaces={"triton/forward": "0" * 16})},
+        "source_digest": {"source_digest": "0" * 16},
+        "triton": {"versions": {"triton": "3.5.1"}},
+    }
+    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **changes[stale])])
+    summary = run(tmp_path)
+    assert summary.kept == 0
+    assert run(tmp_path).kept == 1
+
+
+def test_a_prediction_is_measured_once_the_card_is_there(pretended: type[Pretended], tmp_path: Path) -> None:
+    options = plan.Options(effort=plan.Effort.QUICK, trials=6, cache=tmp_path)
+    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    assert run(tmp_path, measured=True).kept == 0
+    assert cache.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key].evidence is Evidence.MEASURED
+
+
+def test_a_prediction_never_takes_a_measurements_place(pretended: type[Pretended], tmp_path: Path) -> None:
+    measured = run(tmp_path, measured=True).entries[SMALL.key]
+    options = plan.Options(effort=plan.Effort.MAX, trials=12, cache=tmp_path)
+    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    found = cache.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key]
+    assert (found.evidence, found.params) == (Evidence.MEASURED, measured.params)
+
+
+def test_seeds_are_tried_before_anything_else(pretended: type[Pretended], tmp_path: Path) -> None:
+    seeds = space.load(kernels.TEMPLATE).seeds_for(SMALL, samples.A30)
+    entry = run(tmp_path, trials=len(seeds)).entries[SMALL.key]
+    tried = [entry.variant, *(Variant.of(entry.template, one.params) for one in entry.candidates)]
+    assert set(tried) <= set(seeds)
+
+
+def test_what_won_for_a_sister_problem_is_tried_for_the_next(pretended: type[Pretended], tmp_path: Path) -> None:
+    sister = replace(SMALL, batch=5)
+    points = space.load(kernels.TEMPLATE)
+
+    def time_us(self: Pretended, variant: Variant) -> float:
+        fits_both = points.why_infeasible(variant, SMALL, samples.A30) is None
+        return 1.0 if fits_both and variant not in points.seeds_for(SMALL, samples.A30) else 100.0
+
+    pretended.time_us = time_us  # type: ignore[method-assign]
+    winner = run(tmp_path, sister, trials=40).entries[sister.key].variant
+    assert winner not in points.seeds_for(SMALL, samples.A30)
+    pretended.time_us = lambda self, variant: 1.0 if variant == winner else 100.0  # type: ignore[method-assign]
+    summary = run(tmp_path, sister, SMALL, trials=20)
+    assert summary.kept == 1
+    assert summary.entries[SMALL.key].variant == winner
+
+
+def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(pretended: type[Pretended], tmp_path: Path) -> None:
+    def stop(progress: plan.Progress) -> None:
+        if progress.tried == 4:
+            raise KeyboardInterrupt
+
+    options = plan.Options(effort=plan.Effort.QUICK, trials=10, cache=tmp_path)
+    summary = tune.tune([SMALL], samples.A30, measured=False, options=options, listen=stop)
+    assert (summary.interrupted, summary.entries, summary.kernels) == (True, {}, 4)
+    assert not summary.path.exists()
+    again = tune.tune([SMALL], samples.A30, measured=False, options=options)
+    assert not again.interrupted
+    assert again.kernels == 6, "the first four are in the journal"
+    assert again.entries[SMALL.key].search.trials == 10
+
+
+def test_trials_of_a_shared_storage_leave_no_journal_and_are_known_to_the_next(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    first = run(tmp_path / "here", trials=6, storage=url)
+    second = run(tmp_path / "there", trials=6, storage=url)
+    assert (first.kernels, second.kernels) == (6, 0)
+    assert first.entries == second.entries
+    assert sorted(tmp_path.rglob("*.journal")) == []
+
+
+def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_up(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    names = []
+    named = tune._Run._study_name
+    monkeypatch.setattr(tune._Run, "_study_name", lambda self, one: names.append(named(self, one)) or names[-1])
+    run(tmp_path / "none", trials=1, storage=url)
+    one = space.load("triton/forward")
+    other = Ledger(names[0], storage.server(url), one)
+    (known,) = other.news().finished
+    flying = [seed for seed in one.seeds_for(SMALL, samples.A30) if seed != known.variant][:2]
+    assert all(other.claim(seed) for seed in flying)
+    slept: list[float] = []
+    really_sleep = tune.time.sleep
+
+    def sleep(seconds: float) -> None:
+        if seconds != tune.LISTEN_SECONDS:  # another thread of this process, which waits for something else
+            really_sleep(seconds)
+            return
+        slept.append(seconds)
+        if len(slept) == 2:
+            other.finish(replace(known, variant=flying[0]), 1.0)
+            other.leave()
+
+    monkeypatch.setattr(tune.time, "sleep", sleep)
+    entry = run(tmp_path / "here", trials=4, storage=url).entries[SMALL.key]
+    assert len(slept) == 2
+    assert entry.search.trials == 4
+    trials = [trial for found in studies(storage.server(url)).values() for trial in found]
+    assert set(flying) <= {trial.variant for trial in trials}
+    assert len(trials) == len({trial.variant for trial in trials}) == 4
+
+
+def test_studies_of_two_cards_never_mix(pretended: type[Pretended], tmp_path: Path) -> None:
+    """Neither two models, nor one model of which parts are switched off."""
+    url = f"sqlite:///{tmp_path / 'trials.db'}"
+    options = plan.Options(effort=plan.Effort.QUICK, trials=4, cache=tmp_path, storage=url)
+    cards = (samples.H200, samples.A30, replace(samples.H200, sm_count=66))
+    for card in cards:
+        assert tune.tune([SMALL], card, measured=True, options=options).kernels == 4
+        cache.path_of(tmp_path, card, Op.FORWARD).unlink()
+    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    names = [name for name, trials in studies(storage.server(url)).items() if trials]
+    kinds = {" ".join(name.split()[2:5]).rpartition("/")[0] for name in names}
+    assert kinds == {
+        "measured NVIDIA H200/sm_90/132sm",
+        "measured NVIDIA H200/sm_90/66sm",
+        "measured NVIDIA A30/sm_80/56sm",
+        "predicted NVIDIA H200/sm_90/132sm",
+    }
+
+
+def test_each_card_that_is_such_a_device_measures_unless_fewer_are_asked_for(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "alike", lambda device: ("0", "3", "5"))
+    seen = []
+    init = pretended.__init__
+    monkeypatch.setattr(
+        pretended, "__init__", lambda self, *given, **named: seen.append(named["cards"]) or init(self, *given, **named)
+    )
+    for number in (None, 1, 3):
+        run(tmp_path / str(number), measured=True, workers=number)
+    run(tmp_path / "predicted")
+    assert seen == [("0", "3", "5"), ("0",), ("0", "3", "5"), ()]
+    with pytest.raises(
+        UsageError, match=r"--workers must be at most the visible GPUs that are NVIDIA H200 \(3\), got 4"
+    ):
+        run(tmp_path / "many", measured=True, workers=4)
+
+
+def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pretended], tmp_path: Path) -> None:
+    path = cache.path_of(tmp_path, samples.A30, Op.FORWARD)
+    path.parent.mkdir(parents=True)
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(CacheError, match="damaged"):
+        run(tmp_path)
+    assert sorted(tmp_path.rglob("*.journal")) == []
+
+
+def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    heard: list[plan.Progress] = []
+    other = replace(SMALL, seq_q=128, seq_kv=128)
+    pretended.fails = frozenset({other.key})
+    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=tmp_path)
+    tune.tune([SMALL, other], samples.H200, measured=True, options=options, listen=heard.append)
+    phases = [(one.index, one.phase) for one in heard]
+    assert phases == [(0, "search")] * 3 + [(0, "final"), (0, "done")] + [(1, "search")] * 3 + [(1, "done")]
+    assert [one.tried for one in heard[:3]] == [1, 2, 3]
+    best = [one.best_us for one in heard[:5]]
+    assert best == sorted(best, reverse=True), "it only falls"  # type: ignore[type-var]
+    assert "ptxas said no" in heard[-1].detail
+    heard.clear()
+    tune.tune([SMALL], samples.H200, measured=True, options=options, listen=heard.append)
+    assert [one.phase for one in heard] == ["kept"]
+
+
+LADDER = tuple(replace(SMALL, batch=batch) for batch in (1, 2, 3, 4))  # sister problems
+
+
+def test_several_problems_are_searched_at_once_and_none_is_lost(pretended: type[Pretended], tmp_path: Path) -> None:
+    heard: list[plan.Progress] = []
+    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=tmp_path)
+    pretended.many = 2
+    summary = tune.tune(LADDER, samples.H200, measured=True, options=options, listen=heard.append)
+    assert list(summary.entries) == [one.key for one in LADDER]
+    searched = [one.index for one in heard if one.phase == "search"]
+    assert searched[:4] == [0, 1, 0, 1], "two take turns"
+    begun = {index: place for place, index in reversed(list(enumerate(one.index for one in heard)))}
+    ended = {one.index: place for place, one in enumerate(heard) if one.phase == "done"}
+    assert all(begun[index] > ended[index - 2] for index in (2, 3)), "never three"
+    assert cache.read(summary.path).entries.keys() == summary.entries.keys()
+
+
+def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once: the third learns from the first whether or not the second has ended."""
+    asked: list[list[str]] = []
+    entry = tune._Run.entry
+    monkeypatch.setattr(
+        tune._Run,
+        "entry",
+        lambda self, siblings, old: asked.append([one.problem.key for one in siblings]) or entry(self, siblings, old),
+    )
+    pretended.many = 2
+    run(tmp_path, *LADDER, measured=True)
+    keys = [one.key for one in LADDER]
+    assert asked == [[], [], keys[:1], keys[:2]]
+
+
+def test_without_the_card_siblings_kernels_come_first_and_few_new_ones_are_compiled(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    wider = replace(SMALL, seq_q=256, seq_kv=256)  # other seeds, the same kernels
+    summary = run(tmp_path, SMALL, wider, trials=None)
+    first = summary.entries[SMALL.key]
+    theirs = [variant for key, variant in pretended.tried if key == wider.key]
+    known = {variant for key, variant in pretended.tried if key == SMALL.key}
+    assert theirs[0] == first.variant
+    assert sum(variant not in known for variant in theirs) == plan.PROFILES[plan.Effort.QUICK].sibling_trials
+
+
+def test_ctrl_c_among_several_searches_gives_up_what_all_of_them_claimed(
+    pretended: type[Pretended], tmp_path: Path
+) -> None:
+    pretended.many = 2
+    pretended.interrupts = frozenset({LADDER[1].key})
+    summary = run(tmp_path, *LADDER, measured=True)
+    assert summary.interrupted
+    pretended.interrupts = frozenset()
+    again = run(tmp_path, *LADDER, measured=True)
+    assert not again.interrupted
+    assert len(again.entries) == 4
+
+
+def test_without_trials_it_says_so(pretended: type[Pretended], tmp_path: Path) -> None:
+    summary = run(tmp_path, trials=0)
+    assert summary.failed == {
+        SMALL.key: "the search was given no time or no trials; allow more with --trials or --timeout"
+    }
+    assert not summary.path.exists()
