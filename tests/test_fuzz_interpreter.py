@@ -17,7 +17,7 @@ from autoattn.workers import Pool
 
 pytestmark = pytest.mark.interpreter
 
-EXAMPLES = 20
+EXAMPLES = 30
 
 
 def faults(child: Pool, one: Drawn) -> object:
