@@ -23,7 +23,7 @@ from autoattn.errors import AutoattnError, CacheError, StorageError, UsageError
 
 LOCK_SECONDS = 30.0  # a writer holds the journal for milliseconds; longer means a dead file system
 CONNECT_SECONDS = 10  # until a server that does not answer is given up
-OPENINGS = 5  # attempts: of two processes that make the tables of a fresh database at once, one fails
+RACE_SECONDS = 60.0  # of attempts: of two processes that make the tables of a fresh database at once, one fails
 KNOWN = "postgresql://, mysql://, sqlite:/// or grpc://HOST:PORT"
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -82,12 +82,13 @@ def shown(url: str) -> str:
 
 def _opened(url: str, arguments: dict[str, Any]) -> BaseStorage:
     escaped = url.replace("{", "{{").replace("}", "}}")  # Optuna fills in a template
-    for attempt in range(OPENINGS):
+    end = time.monotonic() + RACE_SECONDS
+    while True:
         try:
             kept = RDBStorage(escaped, arguments, skip_compatibility_check=True)
             there, wanted, ever = kept.get_current_version(), kept.get_head_version(), kept.get_all_versions()
         except Exception as error:  # SQLAlchemy's, its driver's or Optuna's own
-            if attempt == OPENINGS - 1 or type(error).__name__ not in _RACES:
+            if not _raced(error) or time.monotonic() > end:
                 raise _unopened(url, error) from None
             time.sleep(random.uniform(0.1, 0.5))
             continue
@@ -98,10 +99,12 @@ def _opened(url: str, arguments: dict[str, Any]) -> BaseStorage:
                 f"got {there}; {way}, or name another database"
             )
         return get_storage(kept)
-    raise AssertionError("the last attempt returns or raises")
 
 
-_RACES = ("ProgrammingError", "IntegrityError", "InternalError", "StorageInternalError")
+def _raced(error: Exception) -> bool:
+    """Whether another process makes the same tables; to MySQL and SQLite each of them is there as soon as it is made."""
+    said = _said(error)
+    return type(error).__name__ == "IntegrityError" or "already exists" in said or "concurrently" in said
 
 
 def _proxy(url: str, rest: str) -> Storage:
@@ -151,13 +154,20 @@ def _lost(url: str, error: Exception) -> StorageError:
 
 def _words(url: str, error: Exception) -> str:
     """What the server or its driver said, without the password."""
+    words = " ".join(_said(error).split()).rstrip(".")[:300]
+    password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
+    return words.replace(password, "***") if password else words
+
+
+def _said(error: Exception) -> str:
     cause = error.__cause__ or error
     cause = getattr(cause, "orig", None) or cause
     details = getattr(cause, "details", None)  # a gRPC error's own words
-    said = (details() if callable(details) else None) or str(cause) or type(cause).__name__
-    words = " ".join(str(said).split()).rstrip(".")[:300]
-    password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
-    return words.replace(password, "***") if password else words
+    if callable(details):
+        return str(details()) or type(cause).__name__
+    if cause.args and all(isinstance(part, kind) for part, kind in zip(cause.args, (int, str), strict=False)):
+        return " ".join(map(str, cause.args[1:]))  # MySQL's drivers put a number before the words
+    return str(cause) or type(cause).__name__
 
 
 # --- journals ---------------------------------------------------------------------------------------------------------

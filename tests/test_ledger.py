@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 from samples import A30, prediction, problem
-from servers import grpc_url, postgres_server  # noqa: F401
+from servers import grpc_url, mysql_server, postgres_server  # noqa: F401
 from test_study import SPACE, failed, trial, variant
 
 from autoattn import ledger, storage
@@ -28,7 +28,7 @@ from autoattn.trial import Outcome, Trial
 from autoattn.variant import Variant
 
 HERE = Path(__file__).parent
-KINDS = ("journal", "sqlite", "postgresql", "grpc")
+KINDS = ("journal", "sqlite", "postgresql", "mysql", "grpc")
 ONE, OTHER = variant(2, 2), variant(4, 4)
 
 Open = Callable[..., Ledger]
@@ -43,7 +43,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'trials.db'}"
     if request.param == "grpc":
         return str(request.getfixturevalue("grpc_url"))
-    return str(request.getfixturevalue("postgres_server").database())
+    server = {"postgresql": "postgres_server", "mysql": "mysql_server"}[request.param]
+    return str(request.getfixturevalue(server).database())
 
 
 def kept(place: str) -> Storage:
