@@ -102,7 +102,7 @@ def _opened(url: str, arguments: dict[str, Any]) -> BaseStorage:
 
 
 def _raced(error: Exception) -> bool:
-    """Whether another process makes the same tables; to MySQL and SQLite each of them is there as soon as it is made."""
+    """Whether another process makes the same tables; MySQL and SQLite show each as soon as it is made."""
     said = _said(error)
     return type(error).__name__ == "IntegrityError" or "already exists" in said or "concurrently" in said
 

@@ -212,10 +212,10 @@ class _Run:
         # Without a GPU only compiling costs time: siblings' kernels, which come first, are there already, and few new
         # ones are added.
         cheap = sibling and not self.measured and self.options.trials is None
-        fresh = self.options.profile.sibling_trials
+        most = self.shop.begun + self.options.profile.sibling_trials
 
-        def more(_: int, kernels: int) -> bool:
-            return study.taken < budget and (not cheap or kernels < fresh)
+        def more() -> bool:
+            return study.taken < budget and (not cheap or self.shop.begun < most)
 
         def now() -> float:
             return time.monotonic() - self.shop.finals_seconds

@@ -140,21 +140,19 @@ class Workshop:
         study: Contest,
         *,
         budget: int = 0,
-        more: Callable[[int, int], bool],
+        more: Callable[[], bool],
         late: Callable[[], bool],
         heard: Callable[[Trial], None],
     ) -> Steps[None]:
-        """Tries what the study proposes while `more(variants, new kernels)` holds; once late, leaves what is begun.
+        """Tries what the study proposes while `more()` holds; once late, leaves what is begun.
 
         Variants are compiled ahead, but reported to the study in the order in which it proposed them, so that a seed
         gives the same search whatever the compiler's timing.
 
         Args:
             budget: variants that the search will try: the more, the more of them may be in flight.
-            more: is given how many variants this search began, and how many of them nobody had begun to compile.
         """
         pending: deque[_Slot] = deque()
-        begun = kernels = 0
         best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
         if self.measured:
             for place in range(self._cards):
@@ -164,12 +162,10 @@ class Workshop:
                 pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
             else:
                 self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
-                while len(pending) < self._window(study, budget) and more(begun, kernels):
+                while len(pending) < self._window(study, budget) and more():
                     if (variant := study.propose()) is None:
                         break
-                    known = self.begun
                     pending.append(self._begin(study.problem, variant))
-                    begun, kernels = begun + 1, kernels + self.begun - known
                 self._look_ahead(pending, best_us)
             if not pending:
                 return

@@ -122,7 +122,7 @@ class Measured:
         spaces = contest.spaces(self.problem, card(), True)
         study = Contest([Study(None, one, self.problem, card(), seed=0, budget=0) for one in spaces])
         study.enqueue(self.listed)
-        yield from shop.search(study, more=lambda _: study.waiting, late=lambda: False, heard=self.trials.append)
+        yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
 
     def row(self, shop: Workshop, quick: Tuned) -> dict[str, Any]:
         """How the winner stands to the best of them, in one contest."""

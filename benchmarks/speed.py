@@ -154,9 +154,7 @@ def search(template: str, problems: Sequence[Problem], seconds: float) -> Search
             spaces = [one for one in contest.spaces(problem, card(), True) if one.template == template]
             study = Contest([Study(None, one, problem, card(), seed=0, budget=BUDGET) for one in spaces])
             study.enqueue(seed for one in spaces for seed in one.seeds_for(problem, card()))
-            works.append(
-                shop.search(study, budget=BUDGET, more=lambda _: True, late=late, heard=partial(heard, problem))
-            )
+            works.append(shop.search(study, budget=BUDGET, more=lambda: True, late=late, heard=partial(heard, problem)))
         while works := [work for work in works if next(work, "ended") != "ended"]:
             shop.wait()
         compiling, looking = shop.busy_seconds
@@ -311,7 +309,7 @@ def of_ours(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     study.enqueue(variants)
     heard: list[Trial] = []
     with Workshop(card(), measured=True) as shop:
-        shop.alone(shop.search(study, more=lambda begun: begun < len(variants), late=lambda: False, heard=heard.append))
+        shop.alone(shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=heard.append))
         working = [trial for trial in heard if trial.outcome is Outcome.OK]
         profile = PROFILES[Effort.QUICK]
         chosen = [trial.variant for trial in finals.shortlist(working, profile.finalists, Objective.TIME)]

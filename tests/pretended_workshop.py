@@ -71,19 +71,17 @@ class Pretended:
         study: Study,
         *,
         budget: int,
-        more: Callable[[int, int], bool],
+        more: Callable[[], bool],
         late: Callable[[], bool],
         heard: Callable[[Trial], None],
     ) -> Steps[None]:
         if study.problem.key in self.interrupts:
             raise KeyboardInterrupt
-        begun = kernels = 0
-        while more(begun, kernels) and (variant := study.propose()) is not None:
+        while more() and (variant := study.propose()) is not None:
             self.tried.append((study.problem.key, variant))
             digest = render.render(study.problem, variant).digest
-            begun, kernels = begun + 1, kernels + (digest not in self._known)
             self._known.add(digest)
-            self.kernels = self.begun = self.kernels + 1
+            self.kernels = self.begun = len(self._known)
             time_us = self.time_us(variant)
             trial = Trial(
                 variant=variant,

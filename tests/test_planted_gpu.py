@@ -57,7 +57,7 @@ def searched(problem: Problem, variants: list[Variant]) -> list[Trial]:
     heard: list[Trial] = []
     study: Any = Studied(problem, list(variants))
     with Workshop(device, measured=True, jobs=2) as shop:
-        shop.alone(shop.search(study, more=lambda *_: True, late=lambda: False, heard=heard.append))
+        shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
     return heard
 
 
@@ -93,7 +93,7 @@ def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_n
     with Workshop(device, measured=True, jobs=2) as shop:
         for one in (huge, full):
             study: Any = Studied(one, [GOOD])
-            shop.alone(shop.search(study, more=lambda *_: True, late=lambda: False, heard=heard.append))
+            shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
         jobs = [worker.jobs for worker in shop._bench._workers]
     assert [trial.outcome for trial in heard] == [Outcome.LAUNCH_ERROR, Outcome.OK], [trial.detail for trial in heard]
     assert "out of GPU memory" in heard[0].detail

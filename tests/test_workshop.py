@@ -125,9 +125,11 @@ def variants(count: int) -> list[Variant]:
     return [kernels.variant(BLOCK_M=m, BLOCK_N=n, num_warps=1, num_stages=2) for m, n in tiles[:count]]
 
 
-def searched(shop: Workshop, study: Any, count: int = 100, late: Callable[[], bool] = lambda: False) -> list[Trial]:
+def searched(
+    shop: Workshop, study: Any, *, more: Callable[[], bool] = lambda: True, late: Callable[[], bool] = lambda: False
+) -> list[Trial]:
     heard: list[Trial] = []
-    shop.alone(shop.search(study, more=lambda begun, _: begun < count, late=late, heard=heard.append))
+    shop.alone(shop.search(study, more=more, late=late, heard=heard.append))
     return heard
 
 
@@ -158,7 +160,8 @@ def test_the_study_hears_in_the_order_of_its_proposals(bench: Bench, measured: b
 
 def test_a_search_begins_no_more_than_it_may(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=4)
-    assert len(searched(shop, Studied(variants(10)), count=3)) == 3
+    study = Studied(variants(10))
+    assert len(searched(shop, study, more=lambda: len(study.proposals) > 7)) == 3
     assert len(asked(shop)) == 3
 
 
@@ -468,7 +471,7 @@ def test_two_searches_go_on_together_and_each_hears_its_own_in_order(bench: Benc
     heard: list[tuple[int, Trial]] = []
     works = [
         shop.search(
-            study, more=lambda *_: True, late=lambda: False, heard=lambda trial, one=one: heard.append((one, trial))
+            study, more=lambda: True, late=lambda: False, heard=lambda trial, one=one: heard.append((one, trial))
         )
         for one, study in enumerate(studies)
     ]
@@ -498,7 +501,7 @@ def most_in_flight(shop: Workshop, study: Any, budget: int) -> int:
     steps = shop.search(
         study,
         budget=budget,
-        more=lambda *_: True,
+        more=lambda: True,
         late=lambda: False,
         heard=lambda _: counts.append(len(asked(shop))),
     )
@@ -527,7 +530,7 @@ def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: P
     ledger = Ledger("one", storage.journal(tmp_path / "journal"), points)
     study = Study(ledger, points, LARGE, samples.A30, seed=0, budget=20)
     study.enqueue(points.seeds_for(LARGE, samples.A30))
-    heard = searched(Workshop(samples.A30, measured=False, jobs=2), study, count=20)
+    heard = searched(Workshop(samples.A30, measured=False, jobs=2), study, more=lambda: study.taken < 20)
     assert len(heard) == len(study.trials) == 20
     assert all(points.why_infeasible(trial.variant, LARGE, samples.A30) is None for trial in heard)
 
