@@ -33,6 +33,7 @@ FLOORS = (
         "reference",
         "compile",
         "bound",
+        "loops",
         "sass",
         "ops",
         "validate",
