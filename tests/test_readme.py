@@ -1,7 +1,7 @@
 """The README: its examples run, and print what it says.
 
 On a CPU the first example, which asks for a GPU, runs there with short sequences; what it prints is that of an H200.
-The console examples are not run: they tune for minutes.
+What tunes for minutes is not run, but its times are those of the committed cache.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import pytest
 import torch
 import yaml
 
-from autoattn import shapes, space
+from autoattn import cache, shapes, space
+from autoattn.cli import app, show
 
-PAGE = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 H200 = "NVIDIA H200"
 
@@ -67,3 +69,29 @@ def test_the_page_counts_the_parameters_of_the_search() -> None:
     for template, count in {"triton/forward": "fifteen", "gluon/forward": "twenty-one"}.items():
         assert f"(templates/{template}.py.j2), {count} parameters)" in page
         assert len(space.load(template).choices) == {"fifteen": 15, "twenty-one": 21}[count]
+
+
+def words(text: str) -> list[str]:
+    """Lines without the width of a table's columns."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_winners_are_those_that_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (example,) = re.findall(r"```console\n\$ autoattn (show .*?)```", PAGE, flags=re.DOTALL)
+    command, *said = example.splitlines()
+    assert app.run(command.split()) == 0
+    printed = words(capsys.readouterr().out)
+    lines = [line for line in words("\n".join(said)) if line and line != "..." and set(line) != {"─"}]
+    assert len(lines) == 8
+    assert [line for line in printed if line in lines] == lines
+
+
+def test_the_predicted_times_are_those_of_the_cache() -> None:
+    said = re.findall(r"^\[ ?\d+/95\] (.*): (\S+) us, (\S+) TFLOP/s predicted", PAGE, flags=re.MULTILINE)
+    (file,) = (file for file in cache.read_folder(ROOT / "cache") if file.device == "a30")
+    entries = [file.entries[one.problem.key] for one in shapes.load(ROOT / "shapes.yaml")[: len(said)]]
+    assert len(said) == 3
+    assert said == [(str(entry.problem), *show.row(entry)[1:3]) for entry in entries]
