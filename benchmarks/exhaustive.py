@@ -1,11 +1,13 @@
 """How near quick effort comes to the best there is: `python benchmarks/exhaustive.py measure|table ...`.
 
 measure: tunes the problems of benchmarks/shapes/speed.yaml at quick effort from empty caches, in one run; then measures
-many more variants of each: the seeds of both families, so many random feasible ones of each, the same for all problems
-of a kind, so many that differ from the winner in one parameter, and what the tune itself tried. The fastest of them by
-their screenings and the winner then meet in one contest in one process, in interleaved rounds. Writes one line of JSON
-a problem, as soon as it is there, into FILE, and goes on after the problems that are in it. With `--shard 0/2` and
-`--shard 1/2` two processes share the problems, each with a card of its own (CUDA_VISIBLE_DEVICES).
+many more variants of each: all that the tune tried on any problem of the same kind of kernel, the seeds of both
+families, so many random feasible ones of each, and so many that differ from one of the kind's winners in one parameter.
+Problems of a kind share these, so that each kernel is compiled once. The whole space has millions of points that nobody
+can measure: "the best" is the best of those. The fastest of them by their screenings and the winner then meet in one
+contest in one process, in interleaved rounds. Writes one line of JSON a problem, as soon as it is there, into FILE, and
+goes on after the problems that are in it. With `--shard 0/2` and `--shard 1/2` two processes share the problems, each
+with a card of its own (CUDA_VISIBLE_DEVICES).
 
 table: the tables of such files.
 """
@@ -29,16 +31,17 @@ from speed import SHAPES, Write, card, empty_caches, machine, sampled, table
 from autoattn import contest, finals, ledger, rounds, shapes, storage
 from autoattn import tune as tuning
 from autoattn.contest import Contest
-from autoattn.jobs import Finished, finalist_name
+from autoattn.jobs import finalist_name
 from autoattn.plan import Effort, Objective, Options, Progress
 from autoattn.problem import Problem
 from autoattn.study import Study
 from autoattn.trial import Outcome, Trial
 from autoattn.variant import Variant
+from autoattn.workers import Failure
 from autoattn.workshop import Steps, Workshop
 
 MET = 5  # of the other variants that meet the winner, by their screenings
-SECONDS = 4.0  # of that contest, at most
+SECONDS = 2.0  # of that contest, at most
 AT_ONCE = 3  # problems whose variants are measured together, so that compilers and GPU both have work
 NEAR = 0.02
 
@@ -78,6 +81,8 @@ def tuned(problems: Sequence[Problem], folder: Path) -> tuple[dict[str, Tuned], 
 
     options = Options(effort=Effort.QUICK, cache=folder)
     summary = tuning.tune(problems, card(), measured=True, options=options, listen=listen)
+    if summary.interrupted:  # what is measured next would not be what quick effort is
+        raise typer.Abort
     for key, reason in summary.failed.items():
         print(f"no winner: {key}: {reason}", flush=True)
     found = {}
@@ -124,13 +129,16 @@ class Measured:
         study.enqueue(self.listed)
         yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
 
-    def row(self, shop: Workshop, quick: Tuned) -> dict[str, Any]:
-        """How the winner stands to the best of them, in one contest."""
+    def row(self, shop: Workshop, quick: Tuned) -> dict[str, Any] | str:
+        """How the winner stands to the best of them, in one contest; or why nobody can say."""
         working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
         best = [one.variant for one in finals.shortlist(working, MET, Objective.TIME)]
         met = list(dict.fromkeys([quick.winner, *best]))
         result = shop.alone(shop.final(self.problem, met, seconds=SECONDS, seed=1))
-        assert isinstance(result, Finished), result
+        if isinstance(result, Failure):
+            return f"the contest ended with a {result.outcome.value}: {result.detail}"
+        if not result.verdicts[0].ok:
+            return f"the winner is wrong at full size: {result.verdicts[0].reason}"
         counted = rounds.good(result.rounds)
         names = [finalist_name(place) for place, verdict in enumerate(result.verdicts) if verdict.ok]
         leader = rounds.leader(counted, names)
@@ -145,18 +153,40 @@ class Measured:
         }  # fmt: skip
 
 
-def measured(group: Sequence[Problem], quick: dict[str, Tuned], count: int) -> Iterator[dict[str, Any]]:
-    """One row a problem of one kind."""
+def listed(group: Sequence[Problem], quick: dict[str, Tuned], count: int) -> list[Variant]:
+    """The variants of one kind of kernel, which all its problems are measured with."""
     chance = random.Random(0)
-    templates = [one.template for one in contest.spaces(group[0], card(), True)]
-    common = [variant for one in templates for variant in sampled(group[0], count, one, seed=0)]
-    waiting = []
+    found: dict[Variant, None] = {}
     for problem in group:
-        if problem.key in quick:
-            own = [seed for one in contest.spaces(problem, card(), True) for seed in one.seeds_for(problem, card())]
-            near = neighbours(problem, quick[problem.key].winner, count, chance)
-            listed = list(dict.fromkeys([*quick[problem.key].tried, *own, *near, *common]))
-            waiting.append(Measured(problem=problem, listed=listed))
+        found |= dict.fromkeys(quick[problem.key].tried)
+        found |= dict.fromkeys(
+            seed for one in contest.spaces(problem, card(), True) for seed in one.seeds_for(problem, card())
+        )
+    for winner, problem in {quick[problem.key].winner: problem for problem in group}.items():
+        found |= dict.fromkeys(neighbours(problem, winner, count, chance))
+    for one in contest.spaces(group[0], card(), True):
+        found |= dict.fromkeys(sampled(group[0], count, one.template, seed=0))
+    return list(found)
+
+
+def fitting(problem: Problem, variants: Sequence[Variant]) -> list[Variant]:
+    """Those that are points of the problem's own search spaces."""
+    spaces = {one.template: one for one in contest.spaces(problem, card(), True)}
+    return [one for one in variants if spaces[one.template].why_infeasible(one, problem, card()) is None]
+
+
+def measured(
+    groups: Sequence[Sequence[Problem]], quick: dict[str, Tuned], count: int
+) -> Iterator[tuple[Problem, dict[str, Any] | str]]:
+    """One row a problem, or why there is none; several problems are on their way at a time."""
+    tuned_ones = [[problem for problem in group if problem.key in quick] for group in groups]
+    waiting = [
+        Measured(problem=problem, listed=fitting(problem, common))
+        for group in tuned_ones
+        if group
+        for common in [listed(group, quick, count)]
+        for problem in group
+    ]
     with Workshop(card(), measured=True) as shop:
         active: list[tuple[Measured, Steps[None]]] = []
         while waiting or active:
@@ -166,7 +196,7 @@ def measured(group: Sequence[Problem], quick: dict[str, Tuned], count: int) -> I
             going = []
             for one, steps in active:
                 if next(steps, "ended") == "ended":
-                    yield one.row(shop, quick[one.problem.key])
+                    yield one.problem, one.row(shop, quick[one.problem.key])
                 else:
                     going.append((one, steps))
             if len(going) == len(active):
@@ -188,12 +218,14 @@ def measure(
     with empty_caches(), tempfile.TemporaryDirectory() as folder:
         quick, seconds = tuned(problems, Path(folder))
         print(f"quick: {len(quick)} problems in {seconds:.1f} s", flush=True)
-        for group in groups:
-            for row in measured(group, quick, count):
-                row |= {"run_seconds": seconds / max(1, len(problems)), "machine": machine()}
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(f"{row['problem']}: {row['ratio']:.3f}, {row['right']} of {row['variants']} right", flush=True)
+        for problem, row in measured(groups, quick, count):
+            if isinstance(row, str):
+                print(f"no row: {problem}: {row}", flush=True)
+                continue
+            row |= {"run_seconds": seconds / max(1, len(problems)), "machine": machine()}
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['problem']}: {row['ratio']:.3f}, {row['right']} of {row['variants']} right", flush=True)
 
 
 HEAD = (

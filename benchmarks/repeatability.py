@@ -3,8 +3,9 @@
 simulated: draws noisy times of a recording's variants, searches and holds the finals by the tuner's own rules, over and
 over; needs no GPU. Beside it stands what the same rounds give whoever takes the lowest median.
 
-measured: runs `autoattn tune` so many times in fresh processes, each with an empty cache, on the card in this machine,
-and lets the winners meet in one more contest.
+measured: runs `autoattn tune` so many times in fresh processes on the card in this machine, each with a cache of
+entries and studies that is empty, and lets the winners meet in one more contest. What was compiled is kept from one to
+the next: what repeats is the search and the measurements. Ctrl-C tells of the tunes so far.
 
 redo: reads the raw samples of finals (`<cache>/<device>/studies/*.finals.json`) and prints intervals and class anew.
 """
@@ -12,12 +13,14 @@ redo: reads the raw samples of finals (`<cache>/<device>/studies/*.finals.json`)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -255,14 +258,20 @@ def met(problem: Problem, winners: Sequence[Variant], seconds: float) -> str:
     return f"{len(found.members)} of {len(names)} in one class; over the fastest: {words or 'too few rounds'}"
 
 
-def measured(file: Path, group: str | None, effort: str, tunes: int, more: Sequence[str]) -> list[str]:
+def measured(file: Path, group: str | None, effort: str, tunes: int, more: Sequence[str]) -> tuple[int, list[str]]:
+    """How many tunes ended, and the table over them."""
     named = [one for one in shapes.load(file) if group is None or group in one.groups]
     arguments = ["--shapes", str(file), "--effort", effort, *(["--group", group] if group else []), *more]
     found = []
-    for number in range(tunes):
-        with tempfile.TemporaryDirectory() as folder:
-            found.append(tuned(arguments, Path(folder)))
-        print(f"tune {number + 1} of {tunes}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # what was tuned by then is told
+        for number in range(tunes):
+            begin = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(tuned(arguments, Path(folder)))
+            print(f"tune {number + 1} of {tunes}: {time.monotonic() - begin:.1f} s", flush=True)
+    if not found:
+        raise SystemExit("no tune ended")
+    tunes = len(found)
     lines = [
         "| problem | same winner | same or one class, by the entries | distinct winners in a contest of their own "
         "| class sizes | us | rounds |",
@@ -286,7 +295,7 @@ def measured(file: Path, group: str | None, effort: str, tunes: int, more: Seque
             f"| {', '.join(f'{entry.time_us:.1f}' for entry in entries)} "
             f"| {', '.join(str(entry.finals.rounds) for entry in entries if entry.finals is not None)} |"
         )
-    return [*lines, ""]
+    return tunes, [*lines, ""]
 
 
 # --- redo -------------------------------------------------------------------------------------------------------------
@@ -347,10 +356,13 @@ def main() -> None:
             "true time of the fastest finalist. The lowest median is that of the same rounds."
         )
     else:
-        lines = measured(options.shapes, options.group, options.effort, options.tunes, options.more)
+        tunes, lines = measured(options.shapes, options.group, options.effort, options.tunes, options.more)
         card = gpu.present()
         assert card is not None
-        about = f"{card.full_name}, driver {gpu.driver_version()}; {options.tunes} tunes in fresh processes."
+        about = (
+            f"{card.full_name}, driver {gpu.driver_version()}; {tunes} of {options.tunes} tunes in fresh processes, "
+            "which share what is compiled and start with no entries and no studies."
+        )
     title = f"# How often tunes agree, {options.mode}"
     command = f"`python benchmarks/repeatability.py {' '.join(sys.argv[1:])}`, {date.today()}."
     text = "\n".join([title, "", command, about, "", *lines]).rstrip()

@@ -286,7 +286,7 @@ class Jitted:
         def launched(*arguments: object) -> object:
             try:
                 return self.function.run(*arguments, grid=grid, warmup=False, **self.options)
-            except RuntimeError as error:  # what Triton does not count among a config's failures would end its tuning
+            except Exception as error:  # what Triton does not count among a config's failures would end its tuning
                 raise OutOfResources(0, 0, str(error)[:80]) from error
 
         return launched
@@ -320,7 +320,7 @@ def of_ours(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     return {"winner": variants.index(chosen[names.index(winner)]), "right": len(working)}
 
 
-TUNERS = {"triton.autotune": of_triton, "autoattn": of_ours}
+TUNERS = {"autoattn": of_ours, "triton.autotune": of_triton}  # the quick one first: a run that is cut short has it
 
 
 @app.command(hidden=True)

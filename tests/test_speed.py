@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import planted_tuner
 import pytest
 import samples
 
-from autoattn import gpu, render, space
+from autoattn import gpu, render, space, workshop
 from autoattn.ops import forward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -69,3 +71,59 @@ def test_triton_autotune_is_given_each_variants_own_kernel_and_options(monkeypat
     for kernel, module in zip(launched, rendered.modules, strict=True):
         assert kernel.compiled.function is getattr(module, kernel.source.name)
         assert module.OPTIONS.items() <= kernel.compiled.options.items()
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that compile nothing and launch nothing."""
+    for name, job in planted_tuner.PLANTED.items():
+        monkeypatch.setattr(workshop, name, job)
+    monkeypatch.setattr(workshop, "COMPILER_ROOM", "planted_tuner")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+
+
+@pytest.mark.slow
+def test_ours_tries_the_whole_list_and_gives_the_place_of_the_fastest(planted: None) -> None:
+    problem = speed.grouped("d64-full")[2]
+    variants = speed.sampled(problem, 8, speed.TEMPLATE, seed=0)
+    times = [planted_tuner.time_us(render.render(problem, one).digest) for one in variants]
+    assert speed.of_ours(problem, variants) == {"winner": times.index(min(times)), "right": 8}
+
+
+def test_triton_autotune_leaves_out_what_fails_and_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = speed.grouped("d64-full")[2]
+    variants = speed.sampled(problem, 4, speed.TEMPLATE, seed=0)
+    tried: list[int] = []
+
+    def run(self: Any, case: Any, *, grid: Any, warmup: bool, VARIANT: int, **options: Any) -> None:
+        tried.append(VARIANT)
+        if VARIANT == 1:
+            speed.Jitted(None, {})[(1,)]()  # has no `run`
+
+    def timer(self: Any) -> Any:
+        return lambda call, quantiles: [call() or 10.0 - tried[-1]] * 3
+
+    monkeypatch.setattr(speed.Rendered, "run", run)
+    monkeypatch.setattr(speed.validate, "full_case", lambda *_: object())
+    monkeypatch.setattr(speed.triton.runtime.driver, "_active", type("Driver", (), {"get_benchmarker": timer})())
+    assert speed.of_triton(problem, variants) == {"winner": 3, "right": 3}
+
+
+@pytest.mark.slow
+def test_problems_of_a_kind_are_measured_with_the_same_variants_and_the_winner_stands_to_the_best(
+    planted: None, tmp_path: Path
+) -> None:
+    group = speed.grouped("d64-window")
+    first, second = (speed.sampled(one, 3, speed.TEMPLATE, seed=0) for one in group)
+    quick = {
+        one.key: exhaustive.Tuned(winner=tried[0], choice="kernel", trials=3, seconds=1.0, tried=tried)
+        for one, tried in zip(group, (first, second), strict=True)
+    }
+    rows = dict(exhaustive.measured([group], quick, 2))
+    assert list(rows) == group
+    for problem, row in rows.items():
+        assert isinstance(row, dict), row
+        assert row["variants"] == row["right"] >= len({*first, *second})
+        ours = planted_tuner.time_us(render.render(problem, quick[problem.key].winner).digest)
+        assert row["ratio"] == pytest.approx(ours / row["best_us"], rel=0.01)
+        assert row["ratio"] > 1
