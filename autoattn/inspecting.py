@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+import gc
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,22 @@ class Inspect:
     def run(self, memory: dict[Hashable, Any]) -> StaticReport | Failure:
         """The report, or why the compiler refused; a compiler that was killed is given a second chance."""
         try:
-            try:
+            with _no_collection():
+                try:
+                    return compile.inspect(self.source, self.arch)
+                except CompileError as error:
+                    if not compile.was_killed(error):
+                        raise
                 return compile.inspect(self.source, self.arch)
-            except CompileError as error:
-                if not compile.was_killed(error):
-                    raise
-            return compile.inspect(self.source, self.arch)
         except CompileError as error:
             return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps Python's garbage collector out of a compile, which makes so many objects that it would run all the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

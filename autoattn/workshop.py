@@ -38,7 +38,14 @@ REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the inte
 # One thread: more would wait for the compilers' cores at every small product.
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMPILER_ROOM = "autoattn.inspecting"
-COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+COMPILER = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    # Triton and LLVM give back what a kernel took, and take it again for the next: the C library keeps it in between.
+    "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+}
 
 
 _RUNS = object()
