@@ -93,11 +93,16 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
 
 def _ast_source(function: Any) -> Any:
     """What Triton compiles a function from: each of its two languages has its own."""
-    if not (hasattr(function, "is_gluon") and function.is_gluon()):
+    if not _in_gluon(function):
         return ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     return GluonASTSource
+
+
+def _in_gluon(function: Any) -> bool:
+    """Whether a kernel is written in Gluon rather than in Triton; a rendered file may hold both."""
+    return bool(hasattr(function, "is_gluon") and function.is_gluon())
 
 
 def _imported(source: Source) -> ModuleType:
@@ -300,7 +305,7 @@ def _inspected(source: Source, arch: int, ptx_arch: int | None, name: str) -> St
     )
     _check_spills(compiled, report.spilled_bytes)
     module = load_module(source)
-    if hasattr(module, "DESCRIPTORS") and (reason := sass.why_slow(report, cubin)):
+    if _in_gluon(getattr(module, name)) and (reason := sass.why_slow(report, cubin)):
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     code = hashlib.sha256(compiled.asm["cubin"])
     code.update(repr((report.num_warps, report.shared_bytes, _launch_facts(module))).encode())
@@ -322,14 +327,15 @@ def _launch_facts(module: ModuleType) -> list[object]:
 
 
 def _together(reports: Sequence[StaticReport]) -> StaticReport:
-    """One report of kernels that run one after another."""
+    """One report of kernels that run one after another; loops are of those with tensor core products, if any has."""
+    walks = [one for one in reports if any(name.startswith(sass.TENSOR) for name in one.loop)] or reports
     most = ("registers", "spilled_bytes", "shared_bytes", "num_warps")
     return replace(
         reports[0],
         code=hashlib.sha256(" ".join(report.code for report in reports).encode()).hexdigest()[:16],
         code_bytes=sum(report.code_bytes for report in reports),
-        loop=dict(sum((Counter(report.loop) for report in reports), Counter())),
-        masked_loop=dict(sum((Counter(report.masked_loop) for report in reports), Counter())),
+        loop=dict(sum((Counter(one.loop) for one in walks), Counter())),
+        masked_loop=dict(sum((Counter(one.masked_loop) for one in walks), Counter())),
         **{name: max(getattr(report, name) for report in reports) for name in most},
     )
 

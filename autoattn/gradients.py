@@ -178,9 +178,9 @@ def run(kernel: Kernel, case: Case, *, as_calls_do: bool = False) -> Gradients:
     if not as_calls_do or not backward.may_bind(case.problem, case.operands.query):
         backward.launch(*facts)
         return gradients
-    rows = backward.empty_rows(case.operands.query)
-    for launch in backward.bind(*facts, rows):
-        launch(backward.addresses_of(case.operands, case.saved, gradients, rows))
+    scratch = backward.empty_scratch(kernel, case.problem, case.operands.query)
+    for launch in backward.bind(*facts, scratch):
+        launch(backward.addresses_of(case.operands, case.saved, gradients, scratch))
     return gradients
 
 

@@ -196,11 +196,11 @@ def _launch_backward(kernel: Kernel, problem: Problem, operands: Operands, saved
     if key is None:
         backward.launch(kernel, problem, operands, saved, gradients)
         return
-    rows = backward.empty_rows(operands.query)
+    scratch = backward.empty_scratch(kernel, problem, operands.query)
     known = _bound.get(key)
     if known is None:
-        known = _keep(key, backward.bind(kernel, problem, operands, saved, gradients, rows))
-    addresses = backward.addresses_of(operands, saved, gradients, rows)
+        known = _keep(key, backward.bind(kernel, problem, operands, saved, gradients, scratch))
+    addresses = backward.addresses_of(operands, saved, gradients, scratch)
     for launch in known:
         launch(addresses)
 

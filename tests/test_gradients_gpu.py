@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gradient_kernels
+import hopper_gradients
 import pytest
 import samples
 import torch
@@ -72,10 +73,40 @@ def test_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None
     assert verdict is None or verdict.ok, verdict.reason
 
 
-def test_a_large_problem_is_right_at_its_first_and_last_head() -> None:
+HOPPERS: list[dict[str, Any]] = [
+    {"head_dim": 128},
+    {"mask": "causal", "head_dim": 128, "dtype": DType.FLOAT16},
+    {"mask": "causal:top-left", "head_dim": 64},
+    {"mask": "window:40,9", "head_dim": 80, "head_dim_v": 56},
+    {"mask": "window:40,0", "head_dim": 64},
+    {"mask": "window:7,-1", "head_dim": 32},
+    {"mask": "window:-1,3", "head_dim": 128},
+]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("kind", HOPPERS, ids=str)
+def test_hoppers_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None:
+    one, points = sized(**kind), space.load(hopper_gradients.TEMPLATE)
+    if present().arch != 90:
+        pytest.skip("the template is for Hopper")
+    rng = random.Random(f"{kind} {seed}")
+    chosen = points.seeds_for(one, present()) if seed is None else [next(points.feasible(one, present(), rng))]
+    for variant in chosen:
+        try:
+            kernel = compile.load(render.render(one, variant), CUDA)
+        except CompileError:
+            assert seed is not None, variant
+            continue
+        verdict = Gate(one, CUDA).judge(kernel)
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
+@pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])
+def test_a_large_problem_is_right_at_its_first_and_last_head(template: str) -> None:
     one = sized(batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, head_dim=128, mask="causal")
     case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
-    variant = space.load(gradient_kernels.TEMPLATE).default(one, present())
+    variant = space.load(template).default(one, present())
     verdict = gradients.judge(compile.load(render.render(one, variant), CUDA), [case])
     assert verdict.ok, verdict.reason
 

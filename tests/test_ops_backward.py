@@ -39,6 +39,7 @@ class Noted:
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     active = SimpleNamespace(get_current_stream=lambda index: 7)
     monkeypatch.setattr(bound, "driver", SimpleNamespace(active=active))
@@ -66,23 +67,24 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str
         gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
     made = gradients.room_of(first)
-    rows = backward.empty_rows(first.operands.query)
-    launches = backward.bind(kernel, one, first.operands, first.saved, made, rows)
+    scratch = backward.empty_scratch(kernel, one, first.operands.query)
+    launches = backward.bind(kernel, one, first.operands, first.saved, made, scratch)
     found = gradients.room_of(second)
     backward.launch(kernel, one, second.operands, second.saved, found)
-    own = backward.empty_rows(second.operands.query)
+    own = backward.empty_scratch(kernel, one, second.operands.query)
     addresses = backward.addresses_of(second.operands, second.saved, found, own)
     assert len(addresses) == len(backward.POINTERS)
     for launch in launches:
         launch(addresses)
-    scratch = {tensor.data_ptr() for tensor in own}
+    assert own.sums is None
+    others = {tensor.data_ptr() for tensor in own.rows}
     for part in kernel.parts:
         ((grid, given),) = part.compiled.ordinary
         ((grid_again, again),) = part.compiled.bound
         assert grid == grid_again
         for name, one_argument, other in zip(part.parameters, given, again, strict=True):
             if name.startswith(("row_lse", "delta")):  # each launch has its own
-                assert address(other) in scratch
+                assert address(other) in others
             else:
                 assert address(one_argument) == address(other), name
             if isinstance(one_argument, Descriptor):
@@ -114,5 +116,6 @@ def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: 
 
 
 def test_rows_have_room_for_every_tile_of_queries() -> None:
-    rows = backward.empty_rows(torch.empty(2, 4, 129, 16))
+    one = gradient_kernels.problem()
+    rows = backward.empty_scratch(kernel_of(one), one, torch.empty(2, 4, 129, 16)).rows
     assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)

@@ -20,10 +20,11 @@ from autoattn.problem import Bias, DType, Layout, Problem
 # The order in which bound launches take the addresses of a call's tensors; 0 for one that is not there.
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
-    *("row_lse_ptr", "delta_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
+    *("row_lse_ptr", "delta_ptr", "query_sums_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
     *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
 )
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
+SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +51,14 @@ class Gradients:
         return ("query", self.query), ("key", self.key), ("value", self.value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scratch:
+    """What the kernels of a launch leave for one another; all of it is written before it is read."""
+
+    rows: Tensor  # [2, batch, heads_q, rows] float32: each query's LSE in powers of two, and its delta
+    sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
+
+
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
     """New gradients, each contiguous in the problem's layout, as [batch, heads, seq, head_dim] views."""
 
@@ -65,22 +74,22 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
 
 def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
     """Runs the kernels on the current stream of the tensors' device."""
-    rows = empty_rows(operands.query)
-    arguments = _arguments(kernel, problem, operands, saved, gradients, rows)
+    scratch = empty_scratch(kernel, problem, operands.query)
+    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
     grids = _grids(kernel, problem, operands)
     for part in kernel.parts:
         part.launch(grids[part.name], arguments)
     if operands.sinks is not None and gradients.sinks is not None:
-        gradients.sinks.copy_(_of_sinks(operands.sinks, rows[..., : operands.query.shape[2]]))
+        gradients.sinks.copy_(_of_sinks(operands.sinks, scratch.rows[..., : operands.query.shape[2]]))
 
 
 def bind(
-    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch
 ) -> tuple[Bound, ...]:
     """The same launches, for calls that differ from this one in addresses alone, which they take in the order of
     POINTERS; there must be no other tensors.
     """
-    arguments = _arguments(kernel, problem, operands, saved, gradients, rows)
+    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
     grids = _grids(kernel, problem, operands)
     return tuple(bound.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
 
@@ -92,11 +101,11 @@ def may_bind(problem: Problem, query: Tensor) -> bool:
     return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
 
 
-def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor) -> tuple[int, ...]:
+def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch) -> tuple[int, ...]:
     """What bound launches take: addresses in the order of POINTERS."""
     tensors = (
         operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
-        rows[0], rows[1], gradients.query, gradients.key, gradients.value,
+        scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
         operands.cu_seqlens_q, operands.cu_seqlens_kv,
     )  # fmt: skip
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -115,22 +124,27 @@ def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
     return -(weights * delta).sum((0, 2))
 
 
-def empty_rows(query: Tensor) -> Tensor:
-    """[2, batch, heads_q, rows] float32: room for each query's LSE in powers of two, and for its delta."""
+def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
+    """Room for what the kernels of one launch leave for one another."""
     batch, heads_q, seq_q, _ = query.shape
-    return query.new_empty((2, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
+    rows = query.new_empty((2, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
+    sums = None
+    if hasattr(kernel.module, "sums"):
+        sums = query.new_empty(kernel.module.sums(problem.batch, problem.heads_q, seq_q), dtype=torch.float32)
+    return Scratch(rows=rows, sums=sums)
 
 
 def _arguments(
-    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, rows: Tensor
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch
 ) -> dict[str, object]:
     """All that a signature may name."""
     arguments: dict[str, object] = {
         "lse_ptr": saved.lse,
         "lse_grad_ptr": saved.lse_grad,
-        "row_lse_ptr": rows[0],
-        "delta_ptr": rows[1],
-        "stride_r": rows.shape[3],
+        "row_lse_ptr": scratch.rows[0],
+        "delta_ptr": scratch.rows[1],
+        "query_sums_ptr": scratch.sums,
+        "stride_r": scratch.rows.shape[3],
         "batch": problem.batch,
         "heads_q": problem.heads_q,
         "heads_kv": problem.heads_kv,
@@ -156,7 +170,9 @@ def _arguments(
         for axis, stride in zip("bhsd", tensor.stride(), strict=True):
             arguments[f"stride_{short}{axis}"] = stride
     read = {name: tensor for _, name, tensor in tensors}
-    read |= {"row_lse": rows[0].view(-1), "delta": rows[1].view(-1)}
+    read |= {"row_lse": scratch.rows[0].view(-1), "delta": scratch.rows[1].view(-1)}
+    if scratch.sums is not None:
+        read["query_sums"] = scratch.sums.view(-1, SUMS_IN_LINE)
     for name, kind in kernel.module.SIGNATURE.items():
         if kind.startswith("tensordesc"):
             arguments[name] = _box(kernel, read[described(name)], kind)

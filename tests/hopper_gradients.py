@@ -1,0 +1,31 @@
+"""Problems and variants of Hopper's backward template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels
+
+from autoattn import profiles, render, space
+from autoattn.problem import DType, Op, Problem
+from autoattn.variant import Source, Traits, Value, Variant
+
+TEMPLATE = "gluon/backward"
+H200 = profiles.named("h200")
+
+
+def problem(**changes: Any) -> Problem:
+    """Large enough that every value of every parameter is worth trying."""
+    sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
+    return kernels.problem(op=Op.BACKWARD, **{**sizes, "head_dim": 128, **changes})
+
+
+def variant(one: Problem, **changes: Value) -> Variant:
+    """The template's default for a problem, changed; feasible or not."""
+    points = space.load(TEMPLATE)
+    return points.variant({**points.params_of(points.default(one, H200)), **changes})
+
+
+def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+    """The rendered kernels of the template's default, changed."""
+    return render.render(one, variant(one, **changes), traits)

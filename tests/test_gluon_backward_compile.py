@@ -1,0 +1,121 @@
+"""Hopper's backward template compiles into the machine code that its text means, and says what it cannot do."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from hopper_gradients import H200, TEMPLATE, problem, source, variant
+
+from autoattn import render, space
+from autoattn.compile import build, inspect, load_module, parts_of
+from autoattn.mask import Mask
+from autoattn.problem import Bias, DType, Layout, Modifiers
+from autoattn.variant import Traits
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+
+KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
+    ({}, Traits()),
+    ({"mask": "causal", "head_dim": 64}, Traits(lse=True)),
+    ({"mask": "causal:top-left", "dtype": DType.FLOAT16}, Traits(wide=True)),
+    ({"mask": "window:600,64", "head_dim": 80, "head_dim_v": 56}, Traits()),
+    ({"mask": "window:600,-1", "head_dim": 32}, Traits()),
+)
+
+
+def test_the_queries_gradients_are_added_in_memory_and_nothing_waits_in_line() -> None:
+    report = inspect(source(problem(head_dim=64), BLOCK_M=64), 90)
+    assert report.spilled_bytes == 0
+    assert report.loop["UTMAREDG"] == 1
+    assert report.loop["STS.128"] == 4, "sums leave the registers 16 bytes at a time"
+    products = {name: count for name, count in report.loop.items() if name.startswith("HGMMA")}
+    assert sum(products.values()) == 3 * 4 + 2 * 4 + 4, "five products: three of 64 deep, the part for queries of 128"
+    assert report.loop["WARPGROUP.ARRIVE"] == 6, "one for each product, and one for each half of the keys"
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
+def test_seeds_are_not_serialised_and_do_not_spill_in_their_loop(kind: dict[str, Any], traits: Traits) -> None:
+    one = problem(**kind)
+    for seed in space.load(TEMPLATE).seeds_for(one, H200)[:3]:
+        assert inspect(render.render(one, seed, traits), 90).loop, seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "traits"), KINDS, ids=str)
+def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
+    one = problem(**kind)
+    chosen = next(space.load(TEMPLATE).feasible(one, H200, random.Random(str(kind))))
+    rendered = render.render(one, chosen, traits)
+    adds = {"tma": "cp.reduce.async.bulk.tensor.2d", "threads": "red.relaxed.gpu.global.add.v4.f32"}
+    for name in parts_of(load_module(rendered)):
+        compiled = build(rendered, 90, name)
+        assert (adds[str(chosen["summing"])] in compiled.asm["ptx"]) is (name == "backward_keys"), chosen
+        assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
+
+
+def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> None:
+    for release in ("named", "mbarrier"):
+        text = source(problem(mask="causal"), slot_release=release).text
+        made = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
+        dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
+        assert made == dropped
+        assert len(made) == 6
+        assert "    drop_barriers(" in text[text.rindex("gl.warp_specialize(") :]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "16 bits": {"dtype": DType.FLOAT32},
+    "multiple of 16 bytes": {"head_dim": 60},
+    "at most 128 columns": {"head_dim": 192},
+    "dense problems": {"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 18000},
+    "without block tables": {"mask": Mask.blocks(64, 64, 0.5)},
+    "changes no scores": {"modifiers": Modifiers(softcap=True)},
+    "and no weights": {"modifiers": Modifiers(dropout=True)},
+    "no scores and no weights": {"modifiers": Modifiers(bias=Bias.KEYS)},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_has_no_kernel_here_is_refused_in_words(words: str) -> None:
+    reason = space.load(TEMPLATE).why_infeasible(variant(problem()), problem(**REFUSED[words]), H200)
+    assert reason is not None
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("words", "params"),
+    [
+        ("shared memory", {"num_stages": 4}),
+        ("registers", {"BLOCK_M": 128, "num_stages": 2, "score_grad_stages": 1, "summing": "threads"}),
+        ("serialises", {"next_scores": "at_once"}),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
+    reason = space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(), H200)
+    assert reason is not None
+    assert words in reason
+
+
+def test_files_stand_alone_and_have_short_lines() -> None:
+    for kind, traits in KINDS:
+        one = problem(**kind)
+        for changes in ({}, {"summing": "threads"}, {"mask_loop": "branch", "next_scores": "after_query_grad"}):
+            lines = source(one, traits, **changes).text.splitlines()
+            assert not [line for line in lines if line.startswith(("import autoattn", "from autoattn"))]
+            assert [line for line in lines if line != line.rstrip()] == []
+            assert max(map(len, lines)) <= render.MAX_LINE, (kind, changes)
+
+
+def test_batch_heads_and_lengths_never_reach_the_text() -> None:
+    small = problem(batch=1, heads_q=2, heads_kv=2, seq_q=700, seq_kv=900)
+    chosen = variant(small)
+    assert render.render(small, chosen).text == render.render(problem(), chosen).text
+
+
+def test_two_launches_may_differ_and_the_space_says_so() -> None:
+    assert not space.load(TEMPLATE).deterministic

@@ -1,0 +1,142 @@
+"""What of Hopper's backward template is plain Triton, in the interpreter: what goes before and behind the sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hopper_gradients
+import interpreted
+import pytest
+import torch
+from torch import Tensor
+
+from autoattn.compile import load_module
+from autoattn.problem import DType
+from autoattn.variant import Source, Traits
+from autoattn.workers import Failure, Pool
+
+pytestmark = pytest.mark.interpreter
+
+BATCH, HEADS, SEQ = 2, 3, 150  # no multiple of a block of queries
+ROWS = 256  # stride_r
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Pool]:
+    with interpreted.pool() as pool:
+        yield pool
+
+
+def launch(module: Any, name: str, **arguments: Any) -> None:
+    kernel = getattr(module, name)
+    sizes = {"batch": BATCH, "heads_q": HEADS, "heads_kv": HEADS, "seq_q": SEQ, "seq_kv": SEQ, "stride_r": ROWS}
+    kernel[module.grids(BATCH, HEADS, HEADS, SEQ, SEQ)[name]](
+        *({**sizes, **arguments}[each] for each in kernel.arg_names)
+    )
+
+
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
+    return {f"stride_{name}{axis}": step for axis, step in zip("bhs", tensor.stride(), strict=False)}
+
+
+def padded(*shape: int) -> Tensor:
+    """float16 inside NaN."""
+    room = torch.full((*shape[:-2], shape[-2] + 3, shape[-1] + 8), math.nan, dtype=torch.float16)
+    return room[..., : shape[-2], : shape[-1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What backward_rows leaves for a random output, its gradient and an LSE, and what it should."""
+
+    source: Source
+    head_dim: int
+    lse: bool
+
+    def run(self, memory: dict[Hashable, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        module = load_module(self.source)
+        output, output_grad = (padded(BATCH, HEADS, SEQ, self.head_dim) for _ in range(2))
+        output.copy_(torch.randn(output.shape, generator=generator))
+        output_grad.copy_(torch.randn(output.shape, generator=generator))
+        lse, lse_grad = (torch.randn(BATCH, HEADS, SEQ, generator=generator) for _ in range(2))
+        lse[:, :, 7] = -math.inf
+        found = {name: torch.full((BATCH, HEADS, ROWS), math.nan) for name in ("row_lse", "delta")}
+        sums = torch.full((module.sums(BATCH, HEADS, SEQ),), math.nan)
+        launch(
+            module, "backward_rows", output_ptr=output, output_grad_ptr=output_grad, lse_ptr=lse, lse_grad_ptr=lse_grad,
+            row_lse_ptr=found["row_lse"], delta_ptr=found["delta"], query_sums_ptr=sums, **strides("o", output),
+            **strides("do", output_grad),
+        )  # fmt: skip
+        row_lse = torch.full((BATCH, HEADS, ROWS), math.inf)
+        row_lse[:, :, :SEQ] = (lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf)
+        delta = torch.zeros(BATCH, HEADS, ROWS)
+        delta[:, :, :SEQ] = (output.float() * output_grad.float()).sum(-1) - self.lse * lse_grad
+        return {
+            "row_lse": (found["row_lse"], row_lse),
+            "delta": (found["delta"], delta),
+            "sums": (sums, torch.zeros_like(sums)),
+        }
+
+
+@pytest.mark.parametrize(("head_dim", "lse"), [(128, False), (64, True), (40, False)])
+def test_delta_and_lse_stand_for_every_row_and_sums_begin_at_0(child: Pool, head_dim: int, lse: bool) -> None:
+    one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
+    rendered = hopper_gradients.source(one, Traits(lse=lse))
+    found = child.result(Swept(source=rendered, head_dim=head_dim, lse=lse), interpreted.SECONDS)
+    assert not isinstance(found, Failure), found.detail
+    for name, (ours, theirs) in found.items():
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4, msg=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounded:
+    """What backward_queries makes of sums that lie as threads of a warpgroup hold them, and what it should."""
+
+    source: Source
+    head_dim: int
+    block: int
+    width: int
+
+    def run(self, memory: dict[Hashable, Any]) -> tuple[Tensor, Tensor]:
+        module = load_module(self.source)
+        blocks = -(-SEQ // self.block)
+        exact = torch.randn(BATCH * HEADS, blocks * self.block, self.width, generator=torch.Generator().manual_seed(0))
+        tiles = exact.view(BATCH * HEADS, blocks, self.block, self.width)
+        halves = tiles.chunk(2, dim=3 if self.block == 64 else 2)  # of the two consumers
+        sums = torch.stack([half[(..., *in_registers(half.shape[-1]))] for half in halves], 2)
+        found = padded(BATCH, HEADS, SEQ, self.head_dim)
+        launch(
+            module, "backward_queries", query_grad_ptr=found, query_sums_ptr=sums.contiguous().view(-1), scale=0.5,
+            **strides("dq", found),
+        )  # fmt: skip
+        assert found._base is not None
+        assert int(found._base.isnan().sum()) == found._base.numel() - found.numel(), "it wrote outside"
+        return found, (0.5 * exact.view(BATCH, HEADS, -1, self.width)[:, :, :SEQ, : self.head_dim]).half()
+
+
+def in_registers(columns: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each number of a [64, columns] product, four of a thread at a time, all threads side by side.
+
+    A thread of warp w and lane 4 * r + q holds the rows 16 * w + r and 8 more, and the columns 2 * q and 1 more of each
+    eight (PTX ISA, wgmma, accumulator D).
+    """
+    thread, register = torch.arange(128)[None, :, None], torch.arange(4)[None, None, :]
+    eight = torch.arange(columns // 8)[:, None, None]
+    row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register // 2) + 0 * eight
+    column = 8 * eight + 2 * (thread % 4) + register % 2
+    return row.flatten(), column.flatten()
+
+
+@pytest.mark.parametrize(("head_dim", "block"), [(128, 64), (64, 128), (64, 64), (40, 128), (72, 64)])
+def test_sums_are_rounded_from_where_threads_left_them(child: Pool, head_dim: int, block: int) -> None:
+    one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
+    rendered = hopper_gradients.source(one, BLOCK_M=block, num_stages=2)
+    width = 64 if head_dim <= 64 else 128
+    job = Rounded(source=rendered, head_dim=head_dim, block=block, width=width)
+    pair = child.result(job, interpreted.SECONDS)
+    assert not isinstance(pair, Failure), pair.detail
+    torch.testing.assert_close(*pair, rtol=0.0, atol=1e-3)
