@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from autoattn import resources, sass
+from autoattn import loops, resources, sass
 from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 from autoattn.variant import Source
@@ -328,7 +328,7 @@ def _launch_facts(module: ModuleType) -> list[object]:
 
 def _together(reports: Sequence[StaticReport]) -> StaticReport:
     """One report of kernels that run one after another; loops are of those with tensor core products, if any has."""
-    walks = [one for one in reports if any(name.startswith(sass.TENSOR) for name in one.loop)] or reports
+    walks = [one for one in reports if any(name.startswith(loops.TENSOR) for name in one.loop)] or reports
     most = ("registers", "spilled_bytes", "shared_bytes", "num_warps")
     return replace(
         reports[0],
