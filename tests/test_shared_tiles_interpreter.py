@@ -95,10 +95,10 @@ def huge_but_finite(problem: Problem) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 2, 4])  # the longest sequence has three blocks
 @pytest.mark.parametrize("mask", ["full", "causal", "window:9,3", "window:-1,3"])
 def test_packed_sequences_are_shared_too(child: Pool, mask: str, splits: int) -> None:
-    one = interpreted.packed(heads_q=6, heads_kv=2, mask=mask)
+    one = interpreted.packed(heads_q=4, heads_kv=2, mask=mask)
     result = run(child, one, interpreted.ragged, SPLITS=splits, PACK_GQA=int(splits != 2), softmax="lazy")
     assert result.ok, result
 
@@ -151,7 +151,7 @@ def test_a_fault_in_the_sharing_is_seen(child: Pool, right: str, wrong: str) -> 
 
 @pytest.mark.parametrize("point", kernels.covering({
     "mask": MASKS, "mask_loop": MASK_LOOPS, "softmax": SOFTMAXES, "SPLITS": (1, 2, 4), "PERSISTENT": (0, 1),
-    "heads": ((4, 1), (6, 2), (20, 1)), "seq_q": (1, 7, 37), "modifiers": (Modifiers(), HEAVY),
+    "heads": ((4, 1), (6, 2), (17, 1)), "seq_q": (1, 7, 20), "modifiers": (Modifiers(), HEAVY),
     "layout": (Layout.BHSD, Layout.BSHD), "HEAD_GROUP": (1, 2),
 }), ids=str)  # fmt: skip
 def test_heads_that_share_keys_match_the_reference_as_rows_of_a_tile(child: Pool, point: dict[str, Any]) -> None:
