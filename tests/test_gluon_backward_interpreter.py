@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,6 @@ pytestmark = pytest.mark.interpreter
 
 BATCH, HEADS, SEQ = 2, 3, 150  # no multiple of a block of queries
 ROWS = 256  # stride_r
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Pool]:
-    with interpreted.pool() as pool:
-        yield pool
 
 
 def launch(module: Any, name: str, **arguments: Any) -> None:
