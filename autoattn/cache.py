@@ -87,9 +87,11 @@ def read_folder(folder: Path) -> list[CacheFile]:
     Raises:
         CacheError: the folder or one of its files cannot be read.
     """
-    stems = [op.value for op in Op]
+    names = [f"{op.value}.json" for op in Op]
     try:
-        paths = sorted(path for path in folder.glob("*/*.json") if path.stem in stems)
+        # A glob would take a file, and a folder that may not be read, for an empty one.
+        devices = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
+        paths = [path for device in devices for path in sorted(device.iterdir()) if path.name in names]
     except OSError as error:
         raise CacheError(f"the cache {folder} must be readable, but {_words(error)}; correct that") from None
     return [read(path) for path in paths]

@@ -299,7 +299,7 @@ def named(text: str) -> Device:
     near = {spellings[match].name: None for match in difflib.get_close_matches(wanted, spellings, n=6, cutoff=0.6)}
     hint = f"did you mean {' or '.join(list(near)[:3])}? " if near else ""
     known = ", ".join(device.name for device in all_devices())
-    raise DeviceError(f"device must be one that autoattn knows, got {text!r}; {hint}known are {known}")
+    raise DeviceError(f"device must be one that autoattn knows, got {text!r:.60}; {hint}known are {known}")
 
 
 def _names(device: Device) -> tuple[str, ...]:

@@ -418,3 +418,26 @@ def test_an_entry_whose_template_cannot_read_its_tensors_is_stale() -> None:
 def test_an_entry_with_an_expression_that_is_none_is_stale() -> None:
     one = problem(modifiers=Modifiers(score_mod="81f578f256f7ac21"))
     assert "an expression must be arithmetic" in str(cache.why_stale(measured(one)))
+
+
+@pytest.mark.parametrize("unreadable", ["cache", "cache/h200"])
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache" / "h200").mkdir(parents=True)
+    listed = Path.iterdir
+
+    def refused(folder: Path) -> Iterator[Path]:  # as by the system, to who is not root
+        if folder == tmp_path / unreadable:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    message = refusal(lambda: cache.read_folder(tmp_path / "cache"))
+    assert f"must be readable, but {tmp_path / unreadable}: Permission denied" in message
+
+
+def test_a_file_is_not_taken_for_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    assert "Not a directory" in refusal(lambda: cache.read_folder(tmp_path / "cache"))
+    assert cache.read_folder(tmp_path / "none") == []

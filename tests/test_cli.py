@@ -15,7 +15,7 @@ import pytest
 from command_line import COMMANDS, ONE, ROOT, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
-from autoattn import dispatch, plan
+from autoattn import cli, dispatch, plan
 from autoattn.cli.app import app, run
 from autoattn.cli.terminal import console
 from autoattn.errors import AutoattnError
@@ -78,7 +78,9 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
         (["tune", "--device", "a30", "--trials", "0", *ONE], "--trials must be at least 1, got 0"),
         (["tune", "--device", "a30", "--timeout", "-3", *ONE], "--timeout must be at least 1, got -3"),
         (["tune", "--device", "a30", "--timeout", "nan", *ONE], "--timeout must be at least 1, got nan"),
-        (["tune", "--device", "a30", "--seed", "-1", *ONE], "--seed must be at least 0, got -1"),
+        (["tune", "--device", "a30", "--seed", "-1", *ONE], "--seed must be a whole number from 0 to 4294967295, got"),
+        (["tune", "--device", "a30", "--seed", "4294967296", *ONE], "to 4294967295, got 4294967296; correct it"),
+        (["tune", "--device", "x" * 999, *ONE], f"got '{'x' * 59}; known are"),
         (["tune", "--device", "a30", "--jobs", "0", *ONE], "--jobs must be at least 1, got 0"),
         (["tune", "--device", "a30", "--trials", "many", *ONE], "--trials"),
         (["explain", "--dtype", "bf16"], "got no --heads and no --seq-q and no --head-dim"),
@@ -237,6 +239,23 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+def test_an_interrupt_while_the_program_loads_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "autoattn.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "autoattn.cli.app")
+    monkeypatch.delattr(cli, "app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert_one_sentence(capsys.readouterr().err)
 
 
 def test_plain_ascii_output_is_possible() -> None:

@@ -1,5 +1,18 @@
 """The command line, `autoattn`: a module for each command, and what they share."""
 
-from autoattn.cli.app import main
+import sys
+from typing import NoReturn
 
-__all__ = ["main"]
+__all__ = ["INTERRUPTED", "main"]
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count it
+
+
+def main() -> NoReturn:
+    """Runs the program on the arguments of the process and exits."""
+    try:
+        from autoattn.cli import app  # which may be interrupted while it loads
+    except KeyboardInterrupt:
+        print("autoattn: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    sys.exit(app.run(sys.argv[1:]))

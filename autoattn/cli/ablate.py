@@ -42,7 +42,7 @@ def command(
     knows. Writes DIR/ablations.md and DIR/ablations.csv anew after each problem.
     """
     options.at_least("--rounds", 1, rounds)
-    options.at_least("--seed", 0, seed)
+    options.seed(seed)
     problems = picked(shapes, group, only)
     from autoattn import ablate, ablation, gpu
 

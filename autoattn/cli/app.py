@@ -9,13 +9,14 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from autoattn import __version__
 from autoattn.cli import (
+    INTERRUPTED,
     ablate,
     bench,
     bench_model,
@@ -31,7 +32,6 @@ from autoattn.cli import (
 )
 from autoattn.errors import AutoattnError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 # Trouble with the place that was named, not with the program.
@@ -104,11 +104,6 @@ def program(
     ] = False,
 ) -> None:
     """What stands before the command."""
-
-
-def main() -> NoReturn:
-    """Runs the program on the arguments of the process and exits."""
-    sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ def command(
     """
     options.at_least("--seconds", 0.0, seconds)
     options.at_least("--rounds", 1, rounds)
-    options.at_least("--seed", 0, seed)
+    options.seed(seed)
     problems = picked(shapes, group, only)
     from autoattn import bench
     from autoattn import peers as others

@@ -46,7 +46,7 @@ def command(
     DIR/seed-001-memory.svg anew after each call, so that Ctrl-C keeps what was done.
     """
     options.at_least("--seconds", 0.0, seconds)
-    options.at_least("--seed", 0, seed)
+    options.seed(seed)
     settings = Options(
         tables=options.choices("--tables", tables, Table),
         attention=options.choices("--attention", attention, Whose),

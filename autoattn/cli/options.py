@@ -237,3 +237,13 @@ def lengths(option: str, text: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
         raise UsageError(f"{option} must be whole numbers from 1, got {text!r}; write for example 256,1024")
     return tuple(dict.fromkeys(int(word) for word in found))
+
+
+def seed(given: int) -> None:
+    """Refuses a seed that a sampler cannot take: NumPy's are whole numbers of 32 bits.
+
+    Raises:
+        UsageError: it is another number.
+    """
+    if not 0 <= given < 2**32:
+        raise UsageError(f"--seed must be a whole number from 0 to {2**32 - 1}, got {given}; correct it")

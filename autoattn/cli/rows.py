@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import typer
 
-INTERRUPTED = 130  # 128 + SIGINT
+from autoattn.cli import INTERRUPTED
+
 Row = TypeVar("Row")
 
 

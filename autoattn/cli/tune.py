@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import INTERRUPTED, options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,6 @@ EXAMPLES = (
     "[bold]autoattn tune --device auto --shapes shapes.yaml --group prefill --effort quick --cache cache[/]\n\n"
     "[bold]autoattn tune --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 --mask causal[/]"
 )
-INTERRUPTED = 130  # 128 + SIGINT
 
 
 def command(
@@ -87,11 +86,12 @@ def command(
     Ctrl-C stops at any time; the same command goes on from there. On another host with the same --storage it joins in.
     """
     limits = (
-        ("--trials", 1, trials), ("--timeout", 1, timeout), ("--seed", 0, seed), ("--jobs", 1, jobs),
+        ("--trials", 1, trials), ("--timeout", 1, timeout), ("--jobs", 1, jobs),
         ("--workers", 1, workers),
     )  # fmt: skip
     for name, least, given in limits:
         options.at_least(name, least, given)
+    options.seed(seed)
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
