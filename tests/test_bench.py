@@ -305,7 +305,7 @@ def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = bench.sources([kernels.problem(head_dim=64)], samples.A30, Ours.VARIANTS)[:bench.WORTH_A_POOL]
+    found = bench.sources([kernels.problem(head_dim=64)], samples.A30, Ours.VARIANTS)[: bench.WORTH_A_POOL]
     bench.compile_ahead(found, samples.A30.arch)
     assert len(list(tmp_path.glob("*/*.cubin"))) == bench.WORTH_A_POOL
 

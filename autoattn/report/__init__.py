@@ -23,7 +23,7 @@ PROVES = (
 )
 
 
-def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
+def build(cache_folder: Path, out: Path) -> tuple[Path, ...]:
     """Writes `report.html` and `report.md` into `out`, which is made when it is missing.
 
     Returns:
@@ -39,12 +39,8 @@ def build(cache_folder: Path, out: Path) -> tuple[Path, Path]:
         raise StateError(
             f"a report needs cache entries, found none in {cache_folder}; run autoattn tune, or name a --cache"
         )
-    page, twin = html_text(sections, cache_folder), markdown_text(sections, cache_folder)
-    out.mkdir(parents=True, exist_ok=True)
-    written = out / "report.html", out / "report.md"
-    files.write(written[0], page)
-    files.write(written[1], twin)
-    return written
+    texts = {"report.html": html_text(sections, cache_folder), "report.md": markdown_text(sections, cache_folder)}
+    return files.write_all(out, texts)
 
 
 def html_text(sections: list[contents.Section], source: Path = Path("cache")) -> str:

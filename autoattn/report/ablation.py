@@ -40,11 +40,8 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
     Raises:
         OSError: `out` cannot be written.
     """
-    out.mkdir(parents=True, exist_ok=True)
     texts = {"ablations.md": markdown_text(run), "ablations.csv": csv_text(run)}
-    for name, text in texts.items():
-        files.write(out / name, text)
-    return tuple(out / name for name in texts)
+    return files.write_all(out, texts)
 
 
 def effects(rows: Iterable[Row]) -> list[Effect]:

@@ -41,11 +41,8 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
     Raises:
         OSError: `out` cannot be written.
     """
-    out.mkdir(parents=True, exist_ok=True)
     texts = {"bench.md": markdown_text(run), "bench.csv": csv_text(run), "bench.svg": chart.svg_text(run)}
-    for name, text in texts.items():
-        files.write(out / name, text)
-    return tuple(out / name for name in texts)
+    return files.write_all(out, texts)
 
 
 def against_best(rows: Iterable[Row]) -> Standing | None:

@@ -1,10 +1,11 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and several into one folder."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -33,6 +34,18 @@ def write(path: Path, text: str | bytes) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)
+
+
+def write_all(out: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
+    """Writes texts by their names into a folder, which is made when it is missing; gives the paths.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write(out / name, text)
+    return tuple(out / name for name in texts)
 
 
 def _umask() -> int:

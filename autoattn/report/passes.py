@@ -28,16 +28,13 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
     Raises:
         OSError: `out` cannot be written.
     """
-    out.mkdir(parents=True, exist_ok=True)
     texts = {
         "seed-001.md": markdown_text(run),
         "seed-001.csv": csv_text(run),
         "seed-001.svg": time_text(run),
         "seed-001-memory.svg": memory_text(run),
     }
-    for name, text in texts.items():
-        files.write(out / name, text)
-    return tuple(out / name for name in texts)
+    return files.write_all(out, texts)
 
 
 def tokens(case: Case) -> str:

@@ -32,16 +32,13 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
     Raises:
         OSError: `out` cannot be written.
     """
-    out.mkdir(parents=True, exist_ok=True)
     texts = {
         "model.md": markdown_text(run),
         "model.csv": csv_text(run),
         "model.svg": speed_text(run),
         "model-memory.svg": memory_text(run),
     }
-    for name, text in texts.items():
-        files.write(out / name, text)
-    return tuple(out / name for name in texts)
+    return files.write_all(out, texts)
 
 
 def case_of(row: Row) -> str:
