@@ -281,7 +281,7 @@ def _cut(line: str, depth: int) -> int:
     the last "&"; 0 when there is none."""
     best, outside, index, last_and = 0, 0, 0, 0
     for place, letter in enumerate(line[:MAX_LINE], start=1):
-        depth += _opened(letter)
+        depth += (letter in "([{") - (letter in ")]}")
         index += (letter == "[") - (letter == "]")
         if depth <= 0 or index or line[place : place + 1] != " ":
             continue  # an index stays in one piece
@@ -293,7 +293,7 @@ def _cut(line: str, depth: int) -> int:
 
 def _opened(text: str) -> int:
     """How many more brackets open than close."""
-    return sum((letter in "([{") - (letter in ")]}") for letter in text)
+    return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
 
 
 @lru_cache(maxsize=1)
