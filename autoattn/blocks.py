@@ -46,6 +46,26 @@ def grid_of(counts: Tensor, listed: Tensor, columns: int) -> Tensor:
     return grid.scatter_add_(-1, torch.where(there, listed.long(), columns), there.to(torch.int32))[..., :columns]
 
 
+def turned(table: BlockTable, seq_kv: int) -> BlockTable:
+    """The same table with a row for each block of keys, whose lists name the blocks of queries that see it.
+
+    Waits for nothing, so that a CUDA graph can hold it. Its counts are [batch or 1, heads_q or 1, key blocks] and its
+    lists [..., query blocks]; a block of queries that hangs over their end stays on the list that it was on.
+    """
+    columns = -(-seq_kv // table.block_kv)
+    pairs = ((table.full_counts, table.full_blocks), (table.partial_counts, table.partial_blocks))
+    kept = torch.stack([grid_of(counts, listed, columns) for counts, listed in pairs]).transpose(-1, -2) > 0
+    counts, listed = _lists(kept)
+    return BlockTable(
+        block_q=table.block_q,
+        block_kv=table.block_kv,
+        full_counts=counts[0],
+        full_blocks=listed[0],
+        partial_counts=counts[1],
+        partial_blocks=listed[1],
+    )
+
+
 def _lists(kept: Tensor) -> tuple[Tensor, Tensor]:
     """(how many are kept, which: first the kept ones, ascending)."""
     order = torch.argsort((~kept).to(torch.int8), dim=-1, stable=True)

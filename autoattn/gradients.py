@@ -20,10 +20,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autoattn import inputs, reference, rivals, space, validate
+from autoattn import expression, inputs, reference, rivals, space, validate
 from autoattn.compile import Kernel
+from autoattn.expression import MASK_NAMES
 from autoattn.inputs import Scores
-from autoattn.operands import Operands
+from autoattn.operands import BlockTable, Operands
 from autoattn.ops import backward
 from autoattn.ops.backward import Gradients, Saved
 from autoattn.problem import DType, Precision, Problem
@@ -102,9 +103,23 @@ def make_case(
         lse: whether the LSE has a gradient too
     """
     operands = inputs.make(problem, device, generator, scores=scores, guard=guard, lengths=lengths)
+    return case_of(problem, operands, generator, scores=scores, heads=heads, guard=guard, lse=lse)
+
+
+def case_of(
+    problem: Problem,
+    operands: Operands,
+    generator: torch.Generator,
+    *,
+    scores: Scores = Scores.PLAIN,
+    heads: int | None = None,
+    guard: int = 0,
+    lse: bool = False,
+) -> Case:
+    """A case of operands that are there."""
     saved = saved_of(problem, operands, generator, guard=guard)
     if lse:
-        pull = torch.randn(saved.lse.shape, generator=generator).to(device)
+        pull = torch.randn(saved.lse.shape, generator=generator).to(saved.lse.device)
         saved = replace(saved, lse_grad=pull.masked_fill(saved.lse == -math.inf, 0.0))
     places = tuple(_places(problem, operands, heads))
     expected = _expected(problem, operands, saved, places)
@@ -321,11 +336,16 @@ def _expected(
     problem: Problem, operands: Operands, saved: Saved, places: Sequence[tuple[int, int]], *, low: bool = False
 ) -> tuple[Gradients, ...]:
     """Gradients of some key heads by autograd, in float64; by PyTorch's own low precision if `low`."""
-    if problem.modifiers.dropout:  # what is dropped depends on the batch entry and the head, so that none stands alone
+    if _knows_heads(problem):  # none stands alone
         whole = _differentiated(problem, operands, saved, low=low)
-        # Gradients of sinks are sums over batch entries already: the first has them, that `sinks_of` counts them once.
-        others = replace(whole, sinks=torch.zeros_like(whole.sinks)) if whole.sinks is not None else whole
-        return tuple(at(others if place[0] else whole, place, problem) for place in places)
+        parts = [at(whole, place, problem) for place in places]
+        if whole.sinks is None:
+            return tuple(parts)
+        # The sums over all batch entries are told once.
+        nothing = torch.zeros_like(whole.sinks[: problem.group_size])
+        return tuple(
+            replace(part, sinks=nothing) if entry else part for part, (entry, _) in zip(parts, places, strict=True)
+        )
     found = []
     for entry, head in places:
         entries, group = slice(entry, entry + 1), slice(head * problem.group_size, (head + 1) * problem.group_size)
@@ -334,6 +354,13 @@ def _expected(
         alone = _differentiated(*_only(problem, operands, (entry, head)), part, low=low)
         found.append(at(alone, (0, 0), replace(problem, heads_q=problem.group_size, heads_kv=1)))
     return tuple(found)
+
+
+def _knows_heads(problem: Problem) -> bool:
+    """Whether numbers depend on which batch entry and which head they belong to."""
+    mod = problem.mask.mod
+    asked = expression.parse(mod, MASK_NAMES).answer.asks if mod else frozenset()
+    return problem.modifiers.dropout or not asked.isdisjoint({"b", "h"})
 
 
 def _differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: bool) -> Gradients:
@@ -362,7 +389,7 @@ def _only(problem: Problem, operands: Operands, place: tuple[int, int]) -> tuple
     entry, head = place
     group = slice(head * problem.group_size, (head + 1) * problem.group_size)
     entries, one = slice(entry, entry + 1), slice(head, head + 1)
-    packed = problem.packed
+    packed, table = problem.packed, operands.table
     small = replace(problem, heads_q=problem.group_size, heads_kv=1, batch=problem.batch if packed else 1)
     return small, replace(
         operands,
@@ -372,6 +399,20 @@ def _only(problem: Problem, operands: Operands, place: tuple[int, int]) -> tuple
         bias=operands.bias[entries, group] if operands.bias is not None else None,
         slopes=operands.slopes[slice(None) if packed else entries, group] if operands.slopes is not None else None,
         sinks=operands.sinks[group] if operands.sinks is not None else None,
+        table=_rows_of(table, entries, group) if table is not None else None,
+    )
+
+
+def _rows_of(table: BlockTable, entries: slice, group: slice) -> BlockTable:
+    """A block table of one batch entry and of some heads alone."""
+    batch, heads, _ = table.full_counts.shape
+    part = entries if batch > 1 else slice(None), group if heads > 1 else slice(None)
+    return replace(
+        table,
+        full_counts=table.full_counts[part],
+        full_blocks=table.full_blocks[part],
+        partial_counts=table.partial_counts[part],
+        partial_blocks=table.partial_blocks[part],
     )
 
 

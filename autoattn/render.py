@@ -89,9 +89,10 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
 
 
 def template_digest(template: str) -> str:
-    """Names the text of a template and of its parts, which lie in a folder of its name."""
+    """Names the text of a template, of its parts, which lie in a folder of its name, and of those of its family."""
     path = resources.template_path(template)
     parts = sorted((path.parent / path.name.partition(".")[0]).glob("*.j2"))
+    parts += sorted(part for part in path.parent.glob("*.j2") if not part.name.endswith(".py.j2"))
     return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
 
 
@@ -127,6 +128,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
 def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
     """What the templates of gradients ask beside."""
     widths = problem.head_dim_padded, problem.head_dim_v_padded
+    keep = _expression(problem.mask.mod, MASK_NAMES)
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
     readable = traits.alignment * problem.dtype.bytes >= 16
     return {
@@ -140,6 +142,13 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
         "dropout": problem.modifiers.dropout,
         "lse": traits.lse,
         "ends_at_keys": _ends_at_keys(problem.mask),
+        "sparse": problem.mask.sparse,
+        "block_q": problem.mask.block_q,
+        "block_kv": problem.mask.block_kv,
+        "score_lines": [],
+        "mask_lines": keep.triton() if keep else [],
+        "score_captures": [],
+        "mask_captures": _captures(keep),
         "queries_boxes": readable and params["queries_loads"] == "descriptor",
         "keys_boxes": readable and params["keys_loads"] == "descriptor",
     }

@@ -373,7 +373,14 @@ def _gradient_structure(problem: Problem, variant: Variant) -> tuple[Problem, So
     if problem.head_dim_v != problem.head_dim:
         head_dim_v = _small_head_dim(problem.head_dim_v, split=False, odd=odd)
         head_dim_v += 16 * (head_dim_v == head_dim)
-    kind = replace(kind_of(problem), head_dim=head_dim, head_dim_v=head_dim_v)
+    mask = problem.mask
+    if mask.sparse:  # two steps a block where it held several of either kernel's
+        steps = [
+            2 if any(block > int(variant[f"{owner}_{tile}"]) for owner in ("QUERIES", "KEYS")) else 1
+            for tile, block in _tiles(mask).items()
+        ]
+        mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+    kind = replace(kind_of(replace(problem, mask=mask)), head_dim=head_dim, head_dim_v=head_dim_v)
     least = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1}
     tiles = {name: value for name in variant.as_dict() for end, value in least.items() if name.endswith(end)}
     params = variant.as_dict() | tiles | {"HEAD_GROUP": 4, "products": render.AS_ASKED}

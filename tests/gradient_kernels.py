@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from autoattn import gradients, inputs, learning, reference, render, space, validate
 from autoattn.compile import load
 from autoattn.inputs import Scores
+from autoattn.operands import Operands
 from autoattn.problem import Op, Problem
 from autoattn.trial import Verdict
 from autoattn.variant import Source, Traits, Value, Variant
@@ -58,6 +59,7 @@ class Judged:
     problem: Problem
     scores: Scores = Scores.PLAIN
     small: tuple[int, int] | None = None  # the lengths of a case of the gate's, in place of the problem itself
+    make: Callable[[Problem], Operands] | None = None  # a function of a module, in place of the gate's own operands
 
     def run(self, memory: dict[Hashable, Any]) -> Verdict:
         """Runs in the child."""
@@ -65,6 +67,9 @@ class Judged:
         facts: tuple[Any, ...] = interpreted.CPU, torch.Generator().manual_seed(0)
         if self.small is not None:
             case = gradients.make_small_case(self.problem, *self.small, 1, *facts, scores=self.scores)
+        elif self.make is not None:
+            guard = interpreted.GUARD_ROWS
+            case = gradients.case_of(self.problem, self.make(self.problem), facts[1], guard=guard)
         else:
             case = gradients.make_case(
                 self.problem, *facts, scores=self.scores, guard=validate.GUARD_ROWS, lse=self.source.traits.lse
@@ -102,11 +107,12 @@ class Differentiated:
 
 def judged(
     child: Pool, one: Problem, traits: Traits | None = None, scores: Scores = Scores.PLAIN, *,
-    source_: Source | None = None, small: tuple[int, int] | None = None, **changes: Value,
+    source_: Source | None = None, small: tuple[int, int] | None = None,
+    make: Callable[[Problem], Operands] | None = None, **changes: Value,
 ) -> Verdict:  # fmt: skip
     """The gate's verdict on the smallest variant, changed, for one problem."""
     made = source_ if source_ is not None else source(one, traits, **changes)
-    verdict = child.result(Judged(source=made, problem=one, scores=scores, small=small), interpreted.SECONDS)
+    verdict = child.result(Judged(source=made, problem=one, scores=scores, small=small, make=make), interpreted.SECONDS)
     assert not isinstance(verdict, Failure), f"{verdict.outcome.value}: {verdict.detail}"
     assert isinstance(verdict, Verdict)
     return verdict

@@ -285,6 +285,17 @@ def loud_block_that_is_not_listed(problem: Problem) -> Operands:
     return replace(whole, table=blocks.table_of(kept, **sizes))
 
 
+def tables_of_heads(problem: Problem) -> Operands:
+    """Each sequence and head has a table of its own; the first queries see nothing, the last keys are not seen."""
+    mask = problem.mask
+    shape = (problem.batch, problem.heads_q, -(-problem.seq_q // mask.block_q), -(-problem.seq_kv // mask.block_kv))
+    kept, cut = (torch.rand(shape, generator=generator(seed)) < share for seed, share in ((1, 0.6), (2, 0.5)))
+    kept[:, :, 0] = False
+    kept[..., -1] = False
+    sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "seq_kv": problem.seq_kv}
+    return replace(inside_nan(problem), table=blocks.table_of(kept, **sizes, partial=cut if mask.mod else None))
+
+
 def ragged(problem: Problem) -> Operands:
     """Packed sequences of all lengths: none, keys alone, queries alone, and a tail of 4 tokens behind the last."""
     return inputs.make(problem, CPU, generator(), guard=GUARD_ROWS, lengths=RAGGED)

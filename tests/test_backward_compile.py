@@ -29,6 +29,7 @@ def large(**changes: Any) -> Problem:
         {"dtype": DType.FLOAT32, "precision": Precision.TF32, "head_dim": 57},
         {"dtype": DType.FLOAT32, "mask": Mask.parse("causal:top-left")},
         {"mask": Mask.parse("causal"), "modifiers": Modifiers(sinks=True, dropout=True, bias=Bias.ADDITIVE)},
+        {"mask": Mask.blocks(64, 32, 0.5, "captured0: bfloat16[2]\ncaptured0[h, q_idx] > 0.5"), "head_dim": 80},
         {"layout": Layout.PACKED, "tokens_q": 9999, "tokens_kv": 9999, "mask": Mask.parse("causal")},
     ],
     ids=str,
@@ -44,8 +45,9 @@ def test_the_smallest_tiles_compile_on_each_card(arch: int, changes: dict[str, A
 
 
 @pytest.mark.slow
-def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_memory() -> None:
-    one, device = large(head_dim=128, mask=Mask.parse("causal")), profiles.named("h200")
+@pytest.mark.parametrize("mask", [Mask.parse("causal"), Mask.blocks(128, 128, 0.5, "q_idx >= kv_idx")], ids=str)
+def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_memory(mask: Mask) -> None:
+    one, device = large(head_dim=128, mask=mask), profiles.named("h200")
     source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
     report = inspect(source, 90)
     assert report.loop["UTMALDG.4D"] == 4, "a key and a value, a query and a gradient"
@@ -68,12 +70,22 @@ def test_what_has_no_gradient_kernel_is_refused_with_a_reason() -> None:
     for changes, word in (
         ({"dtype": DType.FLOAT8}, "float8"),
         ({"modifiers": Modifiers(score_mod="score * 2")}, "score_mod"),
-        ({"mask": Mask.blocks(64, 64, 0.5)}, "block tables"),
         ({"dtype": DType.FLOAT32, "precision": Precision.TF32X3}, "ieee or tf32"),
     ):
         reason = points.why_infeasible(least, large(**changes), device)
         assert reason is not None
         assert word in reason
+
+
+def test_tiles_lie_within_a_block_of_the_table() -> None:
+    device, points = profiles.named("h200"), space.load(gradient_kernels.TEMPLATE)
+    one = large(mask=Mask.blocks(16, 32, 0.5))
+    assert points.default(one, device) == gradient_kernels.variant()
+    for tile, most in (("QUERIES_BLOCK_M", 16), ("QUERIES_BLOCK_N", 32), ("KEYS_BLOCK_N", 32), ("KEYS_BLOCK_M", 16)):
+        for size in (16, 32, 64):
+            reason = points.why_infeasible(gradient_kernels.variant(**{tile: size}), one, device)
+            assert (reason is None) is (size <= most), (tile, size, reason)
+            assert reason is None or "block table" in reason or "block of the table" in reason
 
 
 @pytest.mark.parametrize("card", ["h200", "a30"])

@@ -13,6 +13,7 @@ from gradient_kernels import Differentiated, judged
 
 from autoattn import render
 from autoattn.inputs import Scores
+from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.variant import Traits
 from autoattn.workers import Failure, Pool
@@ -106,6 +107,36 @@ def test_packed_sequences_have_gradients_of_their_own_pairs_alone(child: Pool, m
     assert verdict.ok, verdict.reason
 
 
+TABLES = {  # name -> what partial blocks keep
+    "listed blocks": "",
+    "documents": "captured0: int32[1]\ncaptured0[q_idx] >= captured0[kv_idx]",
+    "by heads": "(q_idx + h + b) % 3 != kv_idx % 3",
+}
+
+
+@pytest.mark.parametrize("mod", TABLES.values(), ids=TABLES.keys())
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+def test_block_tables_have_gradients(child: Pool, loads: str, mod: str) -> None:
+    one = problem(mask=Mask.blocks(16, 32, 0.5, mod), seq_q=45, seq_kv=70, layout=Layout.BSHD)
+    verdict = judged(child, one, queries_loads=loads, keys_loads=loads)
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize("tiles", [(32, 16, 16, 32), (16, 32, 32, 16)])
+def test_each_head_may_have_a_table_of_its_own(child: Pool, tiles: tuple[int, ...]) -> None:
+    names = ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N", "KEYS_BLOCK_N", "KEYS_BLOCK_M")
+    one = problem(mask=Mask.blocks(32, 32, 0.5, "q_idx >= kv_idx"), seq_q=75, seq_kv=70, dtype=DType.FLOAT32)
+    verdict = judged(child, one, make=interpreted.tables_of_heads, **dict(zip(names, tiles, strict=True)))
+    assert verdict.ok, verdict.reason
+
+
+def test_modified_scores_in_a_block_table_have_gradients(child: Pool) -> None:
+    modifiers = Modifiers(softcap=True, alibi=True, bias=Bias.ADDITIVE, sinks=True, dropout=True)
+    one = problem(mask=Mask.blocks(16, 32, 0.6, "q_idx != kv_idx"), modifiers=modifiers, dtype=DType.FLOAT32)
+    verdict = judged(child, one)
+    assert verdict.ok, verdict.reason
+
+
 def test_offsets_of_64_bits_and_strides_that_nothing_divides_serve_any_tensors(child: Pool) -> None:
     one = problem(mask="window:5,-1", layout=Layout.BSHD, head_dim=24, head_dim_v=16)
     assert judged(child, one, Traits(alignment=1, wide=True)).ok
@@ -138,6 +169,11 @@ SPOILT = {
     "a tail of queries left out": ("end_m = seq_q", "end_m = seq_q // KEYS_BLOCK_M * KEYS_BLOCK_M"),
     "a store out of bounds": ("mask=m_n[:, None])\n    tl.store", "mask=(o_n <= seq_kv)[:, None])\n    tl.store"),
     "a small LSE cut off": ('float("inf"), lse * LOG2E)', 'float("inf"), tl.maximum(lse * LOG2E, 1.0))'),
+    "queries beyond the end of a table's last block": (
+        "output_grad_ptrs + start_m * stride_dos, mask=m_m[:, None], other=0.0)",
+        "output_grad_ptrs + start_m * stride_dos)",
+    ),
+    "a table that is not turned": ("turned_partial_blocks_ptr + ", "turned_full_blocks_ptr + "),
 }  # fmt: skip
 
 
@@ -149,11 +185,14 @@ def test_the_gate_takes_the_kernel_that_is_spoilt_below(child: Pool) -> None:
 
 
 @pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT.keys())
-def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str]) -> None:
-    source = gradient_kernels.source(WHOLE)
+def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str], request: pytest.FixtureRequest) -> None:
+    one = WHOLE
+    if "table" in request.node.name:
+        one = problem(batch=1, mask=Mask.blocks(16, 16, 0.5, "q_idx > kv_idx"), seq_q=41, seq_kv=23)
+    source = gradient_kernels.source(one)
     assert change[0] in source.text
     spoilt = replace(source, text=source.text.replace(*change))
-    assert not judged(child, WHOLE, source_=spoilt).ok
+    assert not judged(child, one, source_=spoilt).ok
 
 
 def test_the_gate_sees_a_row_without_keys_whose_lse_stays_minus_infinity(child: Pool) -> None:

@@ -53,6 +53,20 @@ def test_the_lists_give_their_table_back() -> None:
     assert torch.equal((full + partial) <= 1, torch.ones_like(kept))
 
 
+def test_a_turned_table_names_the_queries_of_each_block_of_keys() -> None:
+    kept, cut = (torch.rand(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed)) < 0.5 for seed in (0, 1))
+    cut[..., -1] = True
+    turned = blocks.turned(blocks.table_of(kept, block_q=16, block_kv=32, seq_kv=150, partial=cut), 150)
+    assert (turned.block_q, turned.block_kv) == (16, 32)
+    pairs = ((turned.full_counts, turned.full_blocks), (turned.partial_counts, turned.partial_blocks))
+    for (counts, listed), expected in zip(pairs, (kept & ~cut, kept & cut), strict=True):
+        assert torch.equal(blocks.grid_of(counts, listed, 4) > 0, expected.transpose(2, 3))
+        assert counts.dtype is listed.dtype is torch.int32
+        assert counts.is_contiguous()
+        assert listed.is_contiguous()
+        assert listed.shape == (2, 3, 5, 4)
+
+
 def test_what_stands_behind_the_counted_numbers_is_not_listed_and_twice_is_counted_twice() -> None:
     counts, listed = torch.tensor([[[2, 0]]]), torch.tensor([[[[1, 1, 2], [-7, 9, 0]]]])
     assert blocks.grid_of(counts, listed, 3).tolist() == [[[[0, 2, 0], [0, 0, 0]]]]

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import gradient_kernels
+import interpreted
 import pytest
 import torch
 from gradient_kernels import problem
@@ -15,6 +16,7 @@ from autoattn import gradients, reference, space
 from autoattn.compile import Kernel
 from autoattn.gradients import Case
 from autoattn.inputs import Scores
+from autoattn.mask import Mask
 from autoattn.ops.backward import Gradients
 from autoattn.problem import DType, Modifiers, Precision, Problem
 from autoattn.trial import Verdict
@@ -183,3 +185,16 @@ def test_runs_may_differ_where_the_search_space_says_so_and_each_must_be_right(m
     other.query[0, 0, 3, 0] = torch.nan
     verdict = judged(monkeypatch, right, other, case=case, deterministic=False)
     assert "1 of 4224 elements of the query's gradient are NaN" in verdict.reason
+
+
+@pytest.mark.parametrize("mod", ["q_idx >= kv_idx", "(q_idx + h + b) % 3 != kv_idx % 3"])
+def test_each_head_is_differentiated_with_its_own_table(mod: str) -> None:
+    one = problem(mask=Mask.blocks(16, 16, 0.5, mod), dtype=DType.FLOAT32)
+    operands = interpreted.tables_of_heads(one)
+    case = gradients.case_of(one, operands, torch.Generator().manual_seed(0), guard=interpreted.GUARD_ROWS)
+    whole = gradients._differentiated(one, operands, case.saved, low=False)
+    for place, expected in zip(case.places, case.expected, strict=True):
+        for (_, ours), (_, theirs) in zip(expected.named(), gradients.at(whole, place, one).named(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert not whole.query[:, :, :16].any()
+    assert not whole.key[:, :, 48:].any()

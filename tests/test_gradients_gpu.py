@@ -13,16 +13,18 @@ import samples
 import torch
 
 import autoattn
-from autoattn import cache, compile, functional, gpu, gradients, learning, render, space
+from autoattn import cache, compile, functional, gpu, gradients, learning, masks, render, space
 from autoattn.device import Device
 from autoattn.errors import CompileError
 from autoattn.gradients import Gate
+from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.trial import Verdict
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+DOCUMENTS = "captured0: int32[1]\ncaptured0[q_idx] == captured0[kv_idx]"
 KINDS: list[dict[str, Any]] = [
     {},
     {"mask": "causal", "head_dim": 128},
@@ -37,6 +39,10 @@ KINDS: list[dict[str, Any]] = [
     {"mask": "causal", "modifiers": Modifiers(sinks=True, dropout=True)},
     {"mask": "causal", "modifiers": Modifiers(bias=Bias.ADDITIVE), "head_dim": 128},
     {"modifiers": Modifiers(bias=Bias.KEYS)},
+    {"mask": Mask.blocks(128, 128, 0.5)},
+    {"mask": Mask.blocks(128, 128, 0.5, DOCUMENTS), "head_dim": 128},
+    {"mask": Mask.blocks(64, 32, 0.5, "(q_idx + h) % 3 != kv_idx % 3"), "modifiers": Modifiers(softcap=True)},
+    {"mask": Mask.blocks(128, 64, 0.3, "q_idx >= kv_idx"), "dtype": DType.FLOAT32},
     {"mask": "causal", "dtype": DType.FLOAT32},
     {"mask": "causal", "dtype": DType.FLOAT32, "precision": Precision.TF32, "head_dim": 128},
 ]
@@ -155,12 +161,32 @@ def test_autograd_runs_both_passes_by_kernels(tuned: Any, layout: str, push: str
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
 
 
-def test_a_training_step_fits_into_a_cuda_graph(tuned: Any) -> None:
+def test_documents_are_differentiated_by_kernels(tuned: Any) -> None:
+    """A FlexAttention mask, with a table for each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 2, (2, 600), generator=generator).cumsum(1).div(40, rounding_mode="floor").int().to(CUDA)
+    mask = masks.document(ids, causal=True, block_size=64)
+    tensors = [torch.randn(2, 4, 600, 64, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for _ in range(3)]
+    tuned(*tensors, mask=mask)
+    assert autoattn.explain(*tensors, mask=mask).steps[-1].startswith("gradients: ")
+    found = torch.autograd.grad(autoattn.attention(*tensors, mask=mask).float().square().sum(), tensors)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    seen = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(600, 600, device=CUDA).tril().bool()
+    exact = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=seen)
+    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
+
+
+@pytest.mark.parametrize("seen", ["causal", "table"])
+def test_a_training_step_fits_into_a_cuda_graph(tuned: Any, seen: str) -> None:
     tensors = [torch.randn(1, 4, 256, 64, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for _ in range(3)]
-    tuned(*tensors, causal=True)
+    given: dict[str, Any] = {"causal": True}
+    if seen == "table":
+        given = {"mask": masks.from_mod(lambda b, h, q, k: q >= k, seq_q=256, seq_kv=256, device=CUDA, block_size=64)}
+    tuned(*tensors, **given)
 
     def step() -> tuple[torch.Tensor, ...]:
-        output = autoattn.attention(*tensors, causal=True)
+        output = autoattn.attention(*tensors, **given)
         assert isinstance(output, torch.Tensor)
         return torch.autograd.grad(output, tensors, torch.ones_like(output))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, cache, functional, gpu, learning, prepared, reference, rivals
+from autoattn import answer, cache, functional, gpu, learning, masks, prepared, reference, rivals
 from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.entry import KERNEL
@@ -166,6 +166,20 @@ def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> Non
         total = total + (scores.softmax(-1) @ value).square().sum() + scores.logsumexp(-1).sum()
     for ours, theirs in zip(found, torch.autograd.grad(total, leaves), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_a_call_with_a_block_table_is_differentiated_by_kernels(
+    card: dict[str, Any], attend: Callable[..., Any]
+) -> None:
+    tensors = inputs()
+    mask = masks.from_mod(lambda b, h, q, k: k <= q + 17, seq_q=33, seq_kv=50, block_size=16)
+    tune(card, tensors, mask=mask)
+    output = attend(*tensors, mask=mask)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
+    found = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert (card["forward"], card["backward"]) == (1, 1)
 
 
 def test_gradients_that_are_sums_or_expanded_are_made_readable(

@@ -204,6 +204,8 @@ def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.
     text = resources.template_path(kernels.TEMPLATE).read_text(encoding="utf-8")
     before = render.template_digest(kernels.TEMPLATE)
     shutil.copytree(resources.template_path(kernels.TEMPLATE).parent / "forward", tmp_path / "forward")
+    shutil.copy(resources.template_path(kernels.TEMPLATE).parent / "expressions.j2", tmp_path)
+    (tmp_path / "other.py.j2").write_text("another template", encoding="utf-8")
     copy = tmp_path / "forward.py.j2"
     monkeypatch.setattr(resources, "template_path", lambda name: copy)
     copy.write_text(text, encoding="utf-8")
@@ -212,7 +214,10 @@ def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.
     longer = render.template_digest(kernels.TEMPLATE)
     assert longer != before
     (tmp_path / "forward/part.j2").write_text("{# nothing #}", encoding="utf-8")
-    assert render.template_digest(kernels.TEMPLATE) != longer
+    parted = render.template_digest(kernels.TEMPLATE)
+    assert parted != longer
+    (tmp_path / "expressions.j2").write_text("{# nothing #}", encoding="utf-8")
+    assert render.template_digest(kernels.TEMPLATE) != parted
 
 
 # --- it stands alone --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from autoattn import cache, dispatch, shapes, tune
 from autoattn.cli import app
 from autoattn.errors import ShapesError
 from autoattn.jobs import Rehearse, kind_of
+from autoattn.mask import Mask
 from autoattn.problem import DType, Op, Problem
 from autoattn.report import figures
 from autoattn.variant import Variant
@@ -86,7 +87,14 @@ def test_a_shapes_file_names_the_operation() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"head_dim": 80, "head_dim_v": 40}, {"dtype": DType.BFLOAT16, "head_dim": 57}], ids=str
+    "changes",
+    [
+        {},
+        {"head_dim": 80, "head_dim_v": 40},
+        {"dtype": DType.BFLOAT16, "head_dim": 57},
+        {"mask": Mask.blocks(128, 16, 0.25, "q_idx > kv_idx")},
+    ],
+    ids=str,
 )
 def test_a_structure_is_rehearsed_with_the_smallest_numbers(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -105,6 +113,7 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
     (job,) = jobs
     assert job.problem == kind_of(job.problem)
     assert job.problem.op is Op.BACKWARD
+    assert (job.problem.mask.block_q, job.problem.mask.block_kv) == ((32, 16) if one.mask.sparse else (0, 0))
     assert (job.source.variant["QUERIES_BLOCK_M"], job.source.variant["keys_num_warps"]) == (16, 1)
     assert (job.problem.head_dim == job.problem.head_dim_v) == (one.head_dim == one.head_dim_v)
 

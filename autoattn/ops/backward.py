@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from autoattn import bound
+from autoattn import blocks, bound
 from autoattn.bound import Bound
 from autoattn.compile import Descriptor, Kernel, described
 from autoattn.operands import Operands
@@ -158,8 +158,11 @@ def _arguments(
         "window_left": problem.mask.left,
         "window_right": problem.mask.right,
     }
-    if problem.modifiers.on_scores or problem.modifiers.dropout:
+    if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= forward.modifiers(operands)
+    if operands.table is not None:
+        arguments |= forward.listed(operands.table)
+        arguments |= forward.listed(blocks.turned(operands.table, operands.key.shape[2]), "turned_")
     tensors = (
         *(("q", "query", operands.query), ("k", "key", operands.key), ("v", "value", operands.value)),
         *(("o", "output", saved.output), ("do", "output_grad", saved.output_grad)),

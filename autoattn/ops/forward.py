@@ -174,7 +174,7 @@ def _arguments(
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= modifiers(operands)
     if operands.table is not None:
-        arguments |= _table(operands.table)
+        arguments |= listed(operands.table)
     if hasattr(kernel.module, "DESCRIPTORS"):
         views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
         if columns is not None:
@@ -235,10 +235,10 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
     return found
 
 
-def _table(table: BlockTable) -> dict[str, Tensor | int | float | None]:
-    """The block table; the two lists have the same rows."""
+def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | float | None]:
+    """A block table, by the names of a signature; its two lists have the same rows."""
     stride_b, stride_h, _ = table.full_counts.stride()
-    return {
+    found: dict[str, Tensor | int | float | None] = {
         "full_counts_ptr": table.full_counts,
         "full_blocks_ptr": table.full_blocks,
         "partial_counts_ptr": table.partial_counts,
@@ -248,3 +248,4 @@ def _table(table: BlockTable) -> dict[str, Tensor | int | float | None]:
         "full_width": table.full_blocks.shape[3],
         "partial_width": table.partial_blocks.shape[3],
     }
+    return {f"{prefix}{name}": value for name, value in found.items()}
