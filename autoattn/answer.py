@@ -34,19 +34,27 @@ class Plan:
     explanation: Explanation
     kernel: compile.Kernel | None = None
     gradients: compile.Kernel | None = None  # what differentiates the kernel's answer, where somebody may
+    asked: Problem | None = None  # what that one computes
     repeats: bool = False  # PyTorch answers, and its gradients must repeat to the bit
     lasting: bool = True  # the same call will be answered like this until `forget`
+
+    def passes(self, problem: Problem) -> learning.Pass | None:
+        """The kernels of both passes of a call, where there are two."""
+        if self.kernel is None or self.gradients is None or self.asked is None:
+            return None
+        return learning.Pass(problem=problem, forward=self.kernel, backward=self.gradients, asked=self.asked)
 
 
 class _NotLoadedError(Exception):
     """The kernel is not loaded, and cannot be while a CUDA graph is captured."""
 
 
-def plan(call: Call, *, lse: bool, learns: bool | None = None) -> Plan:
+def plan(call: Call, *, lse: bool, learns: bool | None = None, learns_bias: bool | None = None) -> Plan:
     """Who answers a call, and why; a kernel is compiled, and nothing runs.
 
     Args:
-        learns: whether query, key, value or sinks need a gradient; when None, their tensors say it.
+        learns: whether an input needs a gradient; when None, the tensors say it.
+        learns_bias: whether the bias is one of them; likewise.
     """
     problem, operands = call.problem, call.operands
     if call.empty:
@@ -54,28 +62,27 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None) -> Plan:
         return Plan(replace(dispatch.sdpa(reason), route=rivals.EAGER))
     if learns is None:
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
+    if learns_bias is None:
+        learns_bias = learning.learns_bias(operands)
     refusal = _why_no_kernel(problem, operands)
     if refusal is None and learns and (why_not := learning.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
-        learned_bias = learns and operands.bias is not None and operands.bias.requires_grad
-        without = _without_kernel(refusal, problem, lse, learned_bias=learned_bias)
+        without = _without_kernel(refusal, problem, lse, learns_bias=learns_bias)
         return _repeating(without) if learns and call.deterministic else without
     try:
         if learns:
             given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands, lse=lse)
-            return _prepare_both(problem, *given, operands.query.device.index, call.deterministic)
+            return _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learns_bias)
         return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
-        return replace(_without_kernel(reason, problem, lse), lasting=False)
+        return replace(_without_kernel(reason, problem, lse, learns_bias=learns_bias), lasting=False)
 
 
 def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     """PyTorch answers a call, whatever was tuned."""
-    bias = call.operands.bias
-    learned = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-    return _without_kernel(reason, call.problem, lse, learned_bias=learned)
+    return _without_kernel(reason, call.problem, lse, learns_bias=learning.learns_bias(call.operands))
 
 
 def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -90,8 +97,7 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
         if planned.repeats and not torch.are_deterministic_algorithms_enabled():
             return determinism.attend(lambda given: _by_pytorch(planned, problem, given, lse), operands)
         return _by_pytorch(planned, problem, operands, lse)
-    if planned.gradients is not None:
-        both = learning.Pass(problem=problem, forward=planned.kernel, backward=planned.gradients)
+    if (both := planned.passes(problem)) is not None:
         return learning.attend(both, operands)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
@@ -141,11 +147,13 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool) -> Plan:
+def _prepare_both(
+    problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool, learns_bias: bool
+) -> Plan:
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
     card = None if torch.cuda.is_current_stream_capturing() else gpu.present(index)
     forward_plan = _prepare(problem, traits, index)
-    asked = learning.backward_of(problem, deterministic=deterministic)
+    asked = learning.backward_of(problem, deterministic=deterministic, learns_bias=learns_bias)
     found = dispatch.explain(asked, card)
     refused = learning.why_not_by(found)
     if refused is None and forward_plan.kernel is None:
@@ -158,8 +166,9 @@ def _prepare_both(problem: Problem, traits: Traits, gradient_traits: Traits, ind
         else:
             step = f"gradients: {found.reason}"
             explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
-            return Plan(explanation, forward_plan.kernel, gradients)
-    without = _without_kernel(f"an input needs a gradient, and {refused}", problem, gradient_traits.lse, found.steps)
+            return Plan(explanation, forward_plan.kernel, gradients, asked)
+    reason = f"an input needs a gradient, and {refused}"
+    without = _without_kernel(reason, problem, gradient_traits.lse, found.steps, learns_bias=learns_bias)
     return _repeating(without) if deterministic else without
 
 
@@ -183,12 +192,12 @@ def _loaded(source: Source, index: int) -> compile.Kernel:
 
 
 def _without_kernel(
-    reason: str, problem: Problem, lse: bool, steps: Sequence[str] = (), *, learned_bias: bool = False
+    reason: str, problem: Problem, lse: bool, steps: Sequence[str] = (), *, learns_bias: bool = False
 ) -> Plan:
     """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
     found = dispatch.sdpa(reason, problem, steps)
     why_not = "it gives no LSE" if lse else rivals.why_not_sdpa(problem)
-    if learned_bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
+    if learns_bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
         why_not = "its backward pass refuses some biases that need a gradient"
     if why_not is None:
         return Plan(found)

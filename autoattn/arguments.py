@@ -92,7 +92,8 @@ def read(
     )
     float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
     facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers, "numerics": _numerics(numerics)}
-    tensors = {"bias": seen.bias, "table": seen.table, "mask_captures": seen.captures, **changed.operands}
+    tensors = {"bias": seen.bias, "narrow_bias": seen.narrow_bias, "table": seen.table, "mask_captures": seen.captures}
+    tensors |= changed.operands
     return _call(
         (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors,
         deterministic_of(deterministic),

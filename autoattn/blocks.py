@@ -46,6 +46,16 @@ def grid_of(counts: Tensor, listed: Tensor, columns: int) -> Tensor:
     return grid.scatter_add_(-1, torch.where(there, listed.long(), columns), there.to(torch.int32))[..., :columns]
 
 
+def states_of(table: BlockTable, seq_kv: int) -> Tensor:
+    """[batch or 1, heads_q or 1, query blocks, key blocks] int8, contiguous: which lists name each block.
+
+    0 stands for none, 1 for the partial and 2 for the full ones.
+    """
+    columns = -(-seq_kv // table.block_kv)
+    full = grid_of(table.full_counts, table.full_blocks, columns)
+    return (2 * full + grid_of(table.partial_counts, table.partial_blocks, columns)).to(torch.int8).contiguous()
+
+
 def turned(table: BlockTable, seq_kv: int) -> BlockTable:
     """The same table with a row for each block of keys, whose lists name the blocks of queries that see it.
 

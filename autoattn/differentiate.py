@@ -30,15 +30,17 @@ def _by_kernel(
 ) -> dict[str, Tensor | None] | None:
     """Gradients by kernels, of all tensors that they give one of; None where none serves."""
     call = operators.read(given)
-    planned = answer.plan(call, lse=given["return_lse"], learns=True)
-    if planned.gradients is None:
+    planned = answer.plan(call, lse=given["return_lse"], learns=True, learns_bias=given["learns_bias"])
+    if (both := planned.passes(call.problem)) is None:
         return None
     made = [None if one is None else operators.as_read(one, given) for one in (output, grad_output)]
     sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
-    found = learning.differentiate(planned.gradients, call.problem, call.operands, made[0], sums[0], made[1], sums[1])
-    named = {name: operators.as_given(one, given) for name, one in found.named()}
+    found = learning.differentiate(both.backward, both.asked, call.operands, made[0], sums[0], made[1], sums[1])
+    named: dict[str, Tensor | None] = {name: operators.as_given(one, given) for name, one in found.named()}
     sinks = given["sinks"]
-    return {**named, "sinks": found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)}
+    named["sinks"] = found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)
+    named["bias"] = found.bias if found.bias is None else found.bias.reshape(given["bias"].shape)
+    return named
 
 
 def _by_pytorch(

@@ -13,27 +13,30 @@ query sees, has gradients of exactly 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from autoattn import expression, inputs, reference, rivals, space, validate
+from autoattn import derivatives, inputs, reference, rivals, space, validate
 from autoattn.compile import Kernel
-from autoattn.expression import MASK_NAMES
 from autoattn.inputs import Scores
-from autoattn.operands import BlockTable, Operands
+from autoattn.operands import Operands
 from autoattn.ops import backward
 from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import DType, Precision, Problem
+from autoattn.problem import Bias, DType, Precision, Problem
 from autoattn.trial import Verdict
 
 ERROR_RATIO = 3.0  # times PyTorch's own error in the low precision
 TF32_ULP = 2.0**-10
-CHUNK_BYTES = 2**28  # of one matrix of scores that the reference differentiates at a time
 SPOT_HEADS = 2  # key heads of all sequences that are compared at full size; the small cases compare all
+# Which of batch, heads, queries and keys share a learned bias; as many as do not meet the same groups and layouts.
+SHARINGS = (
+    *((True, False, False, False), (False, False, False, False), (True, True, False, False)),
+    *((False, True, True, False), (True, False, False, True), (False, True, False, False), (True, True, True, True)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,8 @@ class Case:
     operands: Operands  # inside tensors of NaN
     saved: Saved  # the same
     places: tuple[tuple[int, int], ...]  # (batch entry, key head) that are compared
-    expected: tuple[Gradients, ...]  # of each place, float64: query [group, seq_q, head_dim], key [1, seq_kv, ...], ...
+    # Of each place, float64: query [group, seq_q, head_dim], key [1, seq_kv, ...], ...; and what it adds to sums.
+    expected: tuple[Gradients, ...]
     allowed: dict[str, float]  # largest absolute error of each gradient
     guard: int  # rows of NaN behind each sequence
 
@@ -81,9 +85,11 @@ def make_small_case(
     *,
     scores: Scores = Scores.PLAIN,
 ) -> Case:
-    """A case of the same kind as `problem`, small; `number` picks among group sizes, layouts and windows."""
+    """A case of the same kind as `problem`, small; `number` picks among group sizes, layouts, windows and SHARINGS."""
     one, lengths = validate.small(problem, seq_q, seq_kv, number), validate.lengths_of(problem, seq_q, seq_kv)
-    return make_case(one, device, generator, scores=scores, guard=validate.GUARD_ROWS, lengths=lengths)
+    guard, sharing = validate.GUARD_ROWS, SHARINGS[number % len(SHARINGS)]
+    operands = inputs.make(one, device, generator, scores=scores, guard=guard, lengths=lengths, sharing=sharing)
+    return case_of(one, operands, generator, scores=scores, guard=guard)
 
 
 def make_case(
@@ -121,9 +127,9 @@ def case_of(
     if lse:
         pull = torch.randn(saved.lse.shape, generator=generator).to(saved.lse.device)
         saved = replace(saved, lse_grad=pull.masked_fill(saved.lse == -math.inf, 0.0))
-    places = tuple(_places(problem, operands, heads))
-    expected = _expected(problem, operands, saved, places)
-    rough = _expected(problem, operands, saved, places, low=True)
+    places = tuple(derivatives.places_of(problem, operands, heads))
+    expected = derivatives.expected(problem, operands, saved, places)
+    rough = derivatives.expected(problem, operands, saved, places, low=True)
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,
@@ -132,7 +138,7 @@ def case_of(
         saved=saved,
         places=places,
         expected=expected,
-        allowed=_allowed(problem, operands, saved, places, expected, rough, scores),
+        allowed=_allowed(problem, operands, saved, expected, rough, scores),
         guard=guard,
     )
 
@@ -149,7 +155,7 @@ def saved_of(problem: Problem, operands: Operands, generator: torch.Generator, *
     output = inputs.tensor(problem, *sizes, None, dtype=problem.dtype.output)
     lse = torch.empty(output.shape[:3], dtype=torch.float32, device=output.device)
     dtype = torch.float64 if problem.dtype is DType.FLOAT32 else torch.float32  # either is exact to the output's
-    for rows in _chunks(operands, dtype):
+    for rows in derivatives.chunks(operands, dtype):
         exact, sums = reference.attention(problem, operands, dtype=dtype, rows=rows)
         output[:, :, rows] = exact.to(output.dtype)
         lse[:, :, rows] = sums.float()
@@ -232,7 +238,17 @@ def empty_gradients(case: Case) -> Gradients:
         key=empty(problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim),
         value=empty(problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v),
         sinks=torch.full_like(case.operands.sinks, math.nan) if case.operands.sinks is not None else None,
+        bias=_empty_bias(case),
     )
+
+
+def _empty_bias(case: Case) -> Tensor | None:
+    """The same for that of a learned bias, with the guard behind its queries."""
+    narrow = case.operands.narrow_bias
+    if narrow is None or case.problem.modifiers.bias is not Bias.LEARNED:
+        return None
+    batch, heads, queries, keys = narrow.shape
+    return narrow.new_full((batch, heads, queries + case.guard, keys), math.nan)[:, :, :queries]
 
 
 def errors(found: Gradients, case: Case) -> tuple[float, float]:
@@ -256,49 +272,30 @@ def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float
     """Largest and root mean square error of each gradient, at the compared places."""
     pairs: dict[str, list[Tensor]] = {}
     for place, expected in zip(case.places, case.expected, strict=True):
-        for (name, ours), (_, theirs) in zip(at(found, place, case.problem).named(), expected.named(), strict=True):
+        found_here = derivatives.at(found, place, case.problem)
+        for (name, ours), (_, theirs) in zip(found_here.named(), expected.named(), strict=True):
             pairs.setdefault(name, []).append((ours.double() - theirs).abs().nan_to_num(nan=math.inf))
     whole = {name: torch.cat(parts) for name, parts in pairs.items()}
-    sinks = sinks_of(case.problem, case.places, case.expected)
-    if sinks is not None:
-        assert found.sinks is not None
-        whole["sinks"] = (found.sinks.double() - sinks).abs().nan_to_num(nan=math.inf)
+    for name, exact in derivatives.sums_of(case.expected).items():
+        whole[name] = (getattr(found, name).double() - exact).abs().nan_to_num(nan=math.inf)
     return {name: (float(error.max()), float(error.square().mean().sqrt())) for name, error in whole.items()}
 
 
-def sinks_of(problem: Problem, places: Sequence[tuple[int, int]], parts: Sequence[Gradients]) -> Tensor | None:
-    """[heads_q] gradients of the sinks, from those of all places; None where some are missing."""
-    heads = problem.heads_kv * (1 if problem.packed else problem.batch)
-    if parts[0].sinks is None or len(places) < heads:
-        return None
-    total = parts[0].sinks.new_zeros(problem.heads_kv, problem.group_size)
-    for (_, head), part in zip(places, parts, strict=True):
-        total[head] += part.sinks
-    return total.flatten()
-
-
-def at(gradients: Gradients, place: tuple[int, int], problem: Problem) -> Gradients:
-    """What belongs to one key head of one batch entry: the gradients of its query heads, of the key and the value."""
-    entry, head = place
-    group = slice(head * problem.group_size, (head + 1) * problem.group_size)
-    one = slice(head, head + 1)
-    sinks = gradients.sinks[group] if gradients.sinks is not None else None
-    return Gradients(
-        query=gradients.query[entry, group], key=gradients.key[entry, one], value=gradients.value[entry, one],
-        sinks=sinks,
-    )  # fmt: skip
+def _written(found: Gradients) -> list[tuple[str, Tensor]]:
+    """(name, gradient) of those that kernels write themselves."""
+    return [*found.named(), *([("bias", found.bias)] if found.bias is not None else [])]
 
 
 def _unlike(first: Gradients, second: Gradients) -> str:
     """Where two runs differ, in words."""
-    pairs = zip(first.named(), second.named(), strict=True)
+    pairs = zip(_written(first), _written(second), strict=True)
     differ = [name for (name, gradient), (_, again) in pairs if not torch.equal(gradient, again)]
     return f"two runs on the same inputs differ in the {differ[0]}'s gradient" if differ else ""
 
 
 def _malformed(found: Gradients, case: Case) -> str:
     """What is wrong with gradients beside their size, in words."""
-    for name, gradient in found.named():
+    for name, gradient in _written(found):
         if missing := int(gradient.isnan().sum()):
             return f"{missing} of {gradient.numel()} elements of the {name}'s gradient are NaN or never written"
         room = gradient._base if gradient._base is not None else gradient
@@ -309,118 +306,16 @@ def _malformed(found: Gradients, case: Case) -> str:
         return "the gradient of a query that sees no key is not 0"
     for place, expected in zip(case.places, case.expected, strict=True):
         unseen = (expected.value == 0).all(-1) & (expected.key == 0).all(-1)
-        part = at(found, place, case.problem)
+        part = derivatives.at(found, place, case.problem)
         if bool(part.key[unseen].count_nonzero()) or bool(part.value[unseen].count_nonzero()):
             return "the gradient of a key that no query sees is not 0"
     return ""
-
-
-def _places(problem: Problem, operands: Operands, heads: int | None) -> Iterator[tuple[int, int]]:
-    """All key heads of all batch entries, or the first and the last ones."""
-    every = [(entry, head) for entry in range(operands.query.shape[0]) for head in range(problem.heads_kv)]
-    if heads is None or heads >= len(every):
-        yield from every
-        return
-    yield from every[: heads - heads // 2] + every[len(every) - heads // 2 :]
-
-
-def _chunks(operands: Operands, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The query rows, so many at a time that the reference's scores fit."""
-    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
-    group = operands.query.shape[1] // operands.key.shape[1]
-    rows = max(1, CHUNK_BYTES // (seq_kv * group * dtype.itemsize))
-    yield from torch.arange(seq_q, device=operands.query.device).split(rows)
-
-
-def _expected(
-    problem: Problem, operands: Operands, saved: Saved, places: Sequence[tuple[int, int]], *, low: bool = False
-) -> tuple[Gradients, ...]:
-    """Gradients of some key heads by autograd, in float64; by PyTorch's own low precision if `low`."""
-    if _knows_heads(problem):  # none stands alone
-        whole = _differentiated(problem, operands, saved, low=low)
-        parts = [at(whole, place, problem) for place in places]
-        if whole.sinks is None:
-            return tuple(parts)
-        # The sums over all batch entries are told once.
-        nothing = torch.zeros_like(whole.sinks[: problem.group_size])
-        return tuple(
-            replace(part, sinks=nothing) if entry else part for part, (entry, _) in zip(parts, places, strict=True)
-        )
-    found = []
-    for entry, head in places:
-        entries, group = slice(entry, entry + 1), slice(head * problem.group_size, (head + 1) * problem.group_size)
-        lse_grad = saved.lse_grad[entries, group] if saved.lse_grad is not None else None
-        part = replace(saved, output_grad=saved.output_grad[entries, group], lse_grad=lse_grad)
-        alone = _differentiated(*_only(problem, operands, (entry, head)), part, low=low)
-        found.append(at(alone, (0, 0), replace(problem, heads_q=problem.group_size, heads_kv=1)))
-    return tuple(found)
-
-
-def _knows_heads(problem: Problem) -> bool:
-    """Whether numbers depend on which batch entry and which head they belong to."""
-    mod = problem.mask.mod
-    asked = expression.parse(mod, MASK_NAMES).answer.asks if mod else frozenset()
-    return problem.modifiers.dropout or not asked.isdisjoint({"b", "h"})
-
-
-def _differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: bool) -> Gradients:
-    """Gradients of a whole call, some rows at a time."""
-    dtype = operands.query.dtype if low else torch.float64
-    names = ["query", "key", "value", *(["sinks"] if operands.sinks is not None else [])]
-    given = {name: getattr(operands, name) for name in names}
-    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in given.items()}
-    operands = replace(operands, **leaves)
-    sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    for rows in _chunks(operands, dtype):
-        if low and saved.lse_grad is None:
-            made: tuple[Tensor, ...] = (reference.low_precision(problem, operands, rows=rows),)
-        else:
-            made = reference.attention(problem, operands, dtype=dtype, rows=rows)
-        pulls = (saved.output_grad, saved.lse_grad) if saved.lse_grad is not None else (saved.output_grad,)
-        pulls = tuple(pull[:, :, rows].to(one.dtype) for one, pull in zip(made, pulls, strict=False))
-        grads = torch.autograd.grad(made[: len(pulls)], list(leaves.values()), pulls)
-        for total, grad in zip(sums.values(), grads, strict=True):
-            total += grad
-    return Gradients(**sums)
-
-
-def _only(problem: Problem, operands: Operands, place: tuple[int, int]) -> tuple[Problem, Operands]:
-    """One key head of one batch entry, with the query heads that share it, as a problem of its own."""
-    entry, head = place
-    group = slice(head * problem.group_size, (head + 1) * problem.group_size)
-    entries, one = slice(entry, entry + 1), slice(head, head + 1)
-    packed, table = problem.packed, operands.table
-    small = replace(problem, heads_q=problem.group_size, heads_kv=1, batch=problem.batch if packed else 1)
-    return small, replace(
-        operands,
-        query=operands.query[entries, group],
-        key=operands.key[entries, one],
-        value=operands.value[entries, one],
-        bias=operands.bias[entries, group] if operands.bias is not None else None,
-        slopes=operands.slopes[slice(None) if packed else entries, group] if operands.slopes is not None else None,
-        sinks=operands.sinks[group] if operands.sinks is not None else None,
-        table=_rows_of(table, entries, group) if table is not None else None,
-    )
-
-
-def _rows_of(table: BlockTable, entries: slice, group: slice) -> BlockTable:
-    """A block table of one batch entry and of some heads alone."""
-    batch, heads, _ = table.full_counts.shape
-    part = entries if batch > 1 else slice(None), group if heads > 1 else slice(None)
-    return replace(
-        table,
-        full_counts=table.full_counts[part],
-        full_blocks=table.full_blocks[part],
-        partial_counts=table.partial_counts[part],
-        partial_blocks=table.partial_blocks[part],
-    )
 
 
 def _allowed(
     problem: Problem,
     operands: Operands,
     saved: Saved,
-    places: Sequence[tuple[int, int]],
     expected: Sequence[Gradients],
     rough: Sequence[Gradients],
     scores: Scores,
@@ -435,9 +330,12 @@ def _allowed(
     pairs = {
         name: tuple(torch.cat([getattr(one, name) for one in each]) for each in (expected, rough)) for name in terms
     }
-    sinks = tuple(sinks_of(problem, places, each) for each in (expected, rough))
-    if sinks[0] is not None:  # a sum over all queries of what a score's gradient is made of
-        pairs["sinks"], terms["sinks"] = sinks, weight_grad * problem.batch
+    exact_sums, rough_sums = derivatives.sums_of(expected), derivatives.sums_of(rough)
+    for name, exact in exact_sums.items():  # of what a score's gradient is made of, over all queries that share it
+        sharers = problem.batch
+        if name == "bias":
+            sharers = problem.batch * problem.heads_q * problem.seq_q * exact.shape[3] // exact.numel()
+        pairs[name], terms[name] = (exact, rough_sums[name]), weight_grad * sharers
     found = {}
     for name, (exact, low) in pairs.items():
         coarse = exact.to(reference.TORCH_DTYPE[problem.dtype])

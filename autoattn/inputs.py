@@ -49,12 +49,14 @@ def make(
     scores: Scores = Scores.PLAIN,
     guard: int = 0,
     lengths: Sequence[tuple[int, int]] | None = None,
+    sharing: tuple[bool, bool, bool, bool] = (True, False, False, False),
 ) -> Operands:
     """Random normal operands; behind each sequence stand `guard` rows of NaN.
 
     Args:
         lengths: (queries, keys) of each packed sequence; those of the problem when None. What is left of the tokens is
             a tail that belongs to no sequence.
+        sharing: which of batch, heads, queries and keys share a learned bias.
     """
     query = tensor(
         problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator
@@ -78,6 +80,7 @@ def make(
         """Another one at each call, so that a kernel which takes one for another is seen."""
         return normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None
 
+    bias, narrow = _bias(problem, device, generator, sharing) if modifiers.bias is not Bias.NONE else (None, None)
     made = Operands(
         query=query,
         key=key,
@@ -88,7 +91,8 @@ def make(
         query_scale=scale(),
         key_scale=scale(),
         value_scale=scale(),
-        bias=_bias(problem, device, generator) if modifiers.bias is not Bias.NONE else None,
+        bias=bias,
+        narrow_bias=narrow,
         softcap=SOFTCAP if modifiers.softcap else 0.0,
         slopes=(2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)).expand(problem.batch, heads)
         if modifiers.alibi
@@ -198,18 +202,27 @@ def _cumulative(
     return each.cumsum(0).to(torch.int32).to(device)
 
 
-def _bias(problem: Problem, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Alike for all heads, and for all sequences unless it is padding of keys, as biases mostly are."""
+def _bias(
+    problem: Problem, device: torch.device, generator: torch.Generator, sharing: tuple[bool, bool, bool, bool]
+) -> tuple[Tensor, Tensor | None]:
+    """Alike for all heads, and for all sequences unless it is padding of keys, as biases mostly are; and one that is
+    added before it is expanded. One that is learned is shared as asked, by default by all sequences alone.
+    """
     full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
     seed = torch.Generator(device=device).manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
     if problem.modifiers.bias is Bias.KEYS:
         kept = torch.rand(problem.batch, 1, 1, problem.seq_kv, generator=seed, device=device) < 0.8
-        return kept.expand(problem.batch, problem.heads_q, 1, problem.seq_kv)
-    numbers = torch.rand(1, 1, *full[2:], generator=seed, device=device)
+        return kept.expand(problem.batch, problem.heads_q, 1, problem.seq_kv), None
+    shape = (1, 1, *full[2:])
+    if problem.modifiers.bias is Bias.LEARNED:
+        batch, heads, queries, keys = (1 if shared else size for size, shared in zip(full, sharing, strict=True))
+        shape = batch, heads, queries, keys
+    numbers = torch.rand(shape, generator=seed, device=device)
     if problem.modifiers.bias is Bias.BOOLEAN:
-        return (numbers < 0.8).expand(full)
+        return (numbers < 0.8).expand(full), None
     numbers = torch.where(numbers < 0.2, -math.inf, 4.0 * numbers - 2.0)
-    return numbers.to(TORCH_DTYPE[problem.dtype.output]).expand(full)
+    narrow = numbers.to(TORCH_DTYPE[problem.dtype.output])
+    return narrow.expand(full), narrow
 
 
 def _table(problem: Problem, device: torch.device, generator: torch.Generator) -> BlockTable:

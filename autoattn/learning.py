@@ -23,7 +23,7 @@ from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Layout, Op, Problem
+from autoattn.problem import Bias, Layout, Op, Problem
 from autoattn.variant import Traits
 
 MOST = 4096  # launches that are kept
@@ -36,21 +36,32 @@ class Pass:
     problem: Problem  # forward
     forward: Kernel  # leaves the LSE
     backward: Kernel
+    asked: Problem  # the backward one
 
 
-def backward_of(problem: Problem, *, deterministic: bool = False) -> Problem:
-    """The problem of a call's gradients; `deterministic` ones repeat to the bit."""
-    return replace(problem, op=Op.BACKWARD, deterministic=deterministic)
+def backward_of(problem: Problem, *, deterministic: bool = False, learns_bias: bool = False) -> Problem:
+    """The problem of a call's gradients.
+
+    Args:
+        deterministic: whether they repeat to the bit.
+        learns_bias: whether that of its bias, which is added, is one of them.
+    """
+    bias = Bias.LEARNED if learns_bias else problem.modifiers.bias
+    modifiers = replace(problem.modifiers, bias=bias)
+    return replace(problem, op=Op.BACKWARD, deterministic=deterministic, modifiers=modifiers)
+
+
+def learns_bias(operands: Operands) -> bool:
+    """Whether autograd will want the gradient of a bias."""
+    return torch.is_grad_enabled() and operands.narrow_bias is not None and operands.narrow_bias.requires_grad
 
 
 def why_not(operands: Operands) -> str | None:
     """Why no backward kernel may serve a call whose inputs need gradients, whatever was tuned; None when one may."""
     if torch._C._functorch.get_interpreter_stack():
         return "torch.func differentiates it, which takes PyTorch's own derivatives"
-    learners = {"alibi_slopes": operands.slopes, "bias": operands.bias}
-    for name, tensor in learners.items():
-        if tensor is not None and tensor.requires_grad:
-            return f"no backward kernel gives the gradient of {name}"
+    if operands.slopes is not None and operands.slopes.requires_grad:
+        return "no backward kernel gives the gradient of alibi_slopes"
     return None
 
 
@@ -90,7 +101,7 @@ def differentiate(
     """Gradients by backward kernels.
 
     Args:
-        problem: forward.
+        problem: backward.
         output, lse: what `launch` gave.
         output_grad, lse_grad: of these; None for 0.
     """
@@ -105,22 +116,26 @@ def differentiate(
 
 def attend(one: Pass, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
-    output, lse = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, operands, one)
+    bias = operands.narrow_bias if one.asked.modifiers.bias is Bias.LEARNED else None
+    output, lse = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, bias, operands, one)
     return output, lse if one.backward.source.traits.lse else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, operands: Operands, one: Pass
-    ) -> tuple[Tensor, Tensor]:
-        operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None,
+        operands: Operands, one: Pass,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        operands = _with(operands, query, key, value, sinks, bias)
         output, lse = launch(one, operands)
-        ctx.save_for_backward(query, key, value, output, lse, sinks)
+        ctx.save_for_backward(query, key, value, output, lse, sinks, bias)
         # Without what is saved, so that nothing keeps it alive but autograd.
         nothing = query.new_empty(0)
         ctx.operands = replace(operands, query=nothing, key=nothing, value=nothing, sinks=None)
-        ctx.problem, ctx.kernel = one.problem, one.backward
+        if bias is not None:
+            ctx.operands = replace(ctx.operands, bias=None, narrow_bias=None)
+        ctx.problem, ctx.kernel = one.asked, one.backward
         ctx.set_materialize_grads(False)
         if not one.backward.source.traits.lse:
             ctx.mark_non_differentiable(lse)
@@ -142,11 +157,12 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-        output: Tensor, lse: Tensor, sinks: Tensor | None, operands: Operands, problem: Problem, kernel: Kernel,
+        output: Tensor, lse: Tensor, sinks: Tensor | None, bias: Tensor | None, operands: Operands, problem: Problem,
+        kernel: Kernel,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
+        operands = _with(operands, query, key, value, sinks, bias)
         gradients = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
-        return gradients.query, gradients.key, gradients.value, gradients.sinks
+        return gradients.query, gradients.key, gradients.value, gradients.sinks, gradients.bias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -154,6 +170,16 @@ class _Gradients(torch.autograd.Function):
             "attention must be differentiated once, got a second time, for which there is no kernel; write the formula "
             "in plain PyTorch, or use F.scaled_dot_product_attention with its backend MATH, where that is needed"
         )
+
+
+def _with(
+    operands: Operands, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None
+) -> Operands:
+    """The same with the tensors that autograd knows; a bias, where it knows one, is expanded again."""
+    operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
+    if bias is None:
+        return operands
+    return replace(operands, narrow_bias=bias, bias=bias.expand(*query.shape[:3], key.shape[2]))
 
 
 def _as_read(output_grad: Tensor, problem: Problem, kernel: Kernel) -> Tensor:

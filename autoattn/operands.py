@@ -41,6 +41,7 @@ class Operands:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     bias: Tensor | None = None  # [batch, heads_q, seq_q or 1 for keys alone, seq_kv], expanded; bool, or to be added
+    narrow_bias: Tensor | None = None  # one that is added, before it was expanded: an axis that shares it is 1 long
     softcap: float = 0.0
     slopes: Tensor | None = None  # [batch, heads_q] float32, expanded
     sinks: Tensor | None = None  # [heads_q] float32

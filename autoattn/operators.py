@@ -20,7 +20,6 @@ from torch.utils.flop_counter import register_flop_formula
 from autoattn import answer, arguments, learning
 from autoattn.arguments import Call
 from autoattn.captures import Traced
-from autoattn.learning import Pass
 from autoattn.mask import Mask
 from autoattn.operands import BlockTable
 from autoattn.ops.forward import DTYPE
@@ -41,7 +40,7 @@ WORDS = (
     "str mask='full', str mask_mod='', SymInt[] table_sizes=[], float density=0.0, float softcap=0.0, "
     "str score_mod='', float dropout=0.0, SymInt? seed=None, float? scale=None, str layout='bhsd', "
     "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, str? precision=None, str? numerics=None, bool return_lse=False, "
-    "bool keep_lse=False, bool deterministic=False"
+    "bool keep_lse=False, bool learns_bias=False, bool deterministic=False"
 )
 library = torch.library.Library("autoattn", "FRAGMENT")
 library.define(f"attention({INPUTS}, *, {WORDS}) -> (Tensor, Tensor)")
@@ -121,10 +120,9 @@ def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
 def _by_kernels(given: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Output and LSE by a kernel, where another one can differentiate it."""
     call = read(given)
-    planned = answer.plan(call, lse=given["return_lse"], learns=True)
-    if planned.kernel is None or planned.gradients is None:
+    planned = answer.plan(call, lse=given["return_lse"], learns=True, learns_bias=given["learns_bias"])
+    if (both := planned.passes(call.problem)) is None:
         return None
-    both = Pass(problem=call.problem, forward=planned.kernel, backward=planned.gradients)
     output, lse = learning.launch(both, call.operands)
     return as_given(output, given), lse[0] if given["layout"] == PACKED else lse
 

@@ -112,8 +112,7 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
     if asked is None or not plan.lasting or not _tensors_are_all(tensors, call):
         return
     known: _Kernel | _Both | _PyTorch | None
-    if plan.kernel is not None and plan.gradients is not None:
-        both = learning.Pass(problem=call.problem, forward=plan.kernel, backward=plan.gradients)
+    if (both := plan.passes(call.problem)) is not None:
         known = _Both(both=both, scale=call.operands.scale, softcap=call.operands.softcap)
     elif plan.kernel is not None:
         known = _by_kernel(plan.kernel, call, made, answer)

@@ -71,6 +71,7 @@ class Bias(str, Enum):
     KEYS = "keys"  # booleans for each key, alike for all queries: key padding; False hides
     BOOLEAN = "boolean"  # booleans for each pair; False hides
     ADDITIVE = "additive"  # numbers for each pair, added to the scaled score
+    LEARNED = "learned"  # the same of a backward problem that gives their gradient too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,8 @@ class Problem:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         self._check_sizes()
         self._check_combinations()
+        if self.op is Op.FORWARD and self.modifiers.bias is Bias.LEARNED:  # who learns a bias adds it like any other
+            object.__setattr__(self, "modifiers", replace(self.modifiers, bias=Bias.ADDITIVE))
         # The two alignments are one mask when the lengths agree; one name keeps one cache entry.
         if self.mask.causal and self.seq_q == self.seq_kv and self.mask.alignment is Alignment.TOP_LEFT:
             object.__setattr__(self, "mask", Mask(kind=MaskKind.CAUSAL))
@@ -298,7 +301,7 @@ class Problem:
         """Bytes that must cross device memory: each input read once, each output written once.
 
         Forward reads query, key and value and writes the output; backward reads all four, the output's gradient and
-        the LSE, and writes three gradients.
+        the LSE, and writes three gradients. A bias may have any size, and is left out.
         """
         queries = self.heads_q * (self.tokens_q if self.packed else self.batch * self.seq_q)
         keys = self.heads_kv * (self.tokens_kv if self.packed else self.batch * self.seq_kv)

@@ -185,7 +185,7 @@ def _part(
     bias = operands.bias
     if bias is not None:
         bias = bias[entry, group][:, positions if bias.shape[2] > 1 else slice(None)]
-        if problem.modifiers.bias is Bias.ADDITIVE:
+        if problem.modifiers.bias in (Bias.ADDITIVE, Bias.LEARNED):
             scores = scores + bias.to(dtype)
         else:
             seen = seen & bias

@@ -84,7 +84,8 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     # A step in the sequence passes all heads, unless a head's rows lie together.
     heads = 1 if problem.layout is Layout.BHSD else problem.heads_q
     reach = max(problem.seq_q, problem.seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
-    bias = {Bias.NONE: "", Bias.ADDITIVE: ELEMENT[problem.dtype.output]}.get(problem.modifiers.bias, "u8")
+    added = ELEMENT[problem.dtype.output]
+    bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
     return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias)
 
 
@@ -139,6 +140,7 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
         "packed": problem.packed,
         "bias": problem.modifiers.bias.value,
         "bias_element": traits.bias,
+        "learned": problem.modifiers.bias is Bias.LEARNED,
         "dropout": problem.modifiers.dropout,
         "lse": traits.lse,
         "ends_at_keys": _ends_at_keys(problem.mask),
@@ -161,7 +163,7 @@ def _forward_facts(
     mask, modifiers = problem.mask, problem.modifiers
     score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
     hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
-    hides = hides or modifiers.bias in (Bias.BOOLEAN, Bias.ADDITIVE)
+    hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
     split = bool(params["HEAD_SPLIT"])
     least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {

@@ -102,8 +102,11 @@ def gradient_calls(
     """The backward passes of the rivals that take these operands, ready to be timed: each was run once.
 
     A call gives the gradients of query, key and value alone, of a forward pass that is done and whose graph is kept.
-    Those of a deterministic problem are of PyTorch's deterministic algorithms, which cuDNN's attention has not.
+    Those of a deterministic problem are of PyTorch's deterministic algorithms, which cuDNN's attention has not. None
+    gives that of a bias: PyTorch's backward passes refuse some that need one, so that no call goes there.
     """
+    if problem.modifiers.bias is Bias.LEARNED:
+        return {}
     repeated = problem.deterministic
     leaves = tuple(
         tensor.detach().clone().requires_grad_() for tensor in (operands.query, operands.key, operands.value)

@@ -34,6 +34,7 @@ class Seen:
     mask: Mask = _FULL
     kind: Bias = Bias.NONE
     bias: Tensor | None = None
+    narrow_bias: Tensor | None = None
     table: BlockTable | None = None
     captures: tuple[Tensor, ...] = ()
 
@@ -70,8 +71,8 @@ def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: 
         shape = said or _FULL
     if bias is None:
         return Seen(mask=shape, table=table, captures=captures)
-    kind, bias = _bias(name, bias, query, seq_kv, output)
-    return Seen(mask=shape, kind=kind, bias=bias, table=table, captures=captures)
+    kind, bias, narrow = _bias(name, bias, query, seq_kv, output)
+    return Seen(mask=shape, kind=kind, bias=bias, narrow_bias=narrow, table=table, captures=captures)
 
 
 def band(causal: Any, window: Any) -> Mask:
@@ -140,8 +141,11 @@ def _block_sparse(mask: Any, query: Tensor, seq_kv: int) -> BlockSparse:
     return mask
 
 
-def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: DType) -> tuple[Bias, Tensor]:
-    """A bias's kind, and the bias as [batch, heads_q, seq_q, seq_kv], or [batch, heads_q, 1, seq_kv] for keys alone."""
+def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: DType) -> tuple[Bias, Tensor, Tensor | None]:
+    """A bias's kind, and the bias as [batch, heads_q, seq_q, seq_kv], or [batch, heads_q, 1, seq_kv] for keys alone.
+
+    The last is one that is added, with four axes but not expanded.
+    """
     check_tensor(name, bias, query.device)
     shape = (*query.shape[:3], seq_kv)
     if bias.dim() > 4 or any(
@@ -154,10 +158,10 @@ def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: DType) -> tu
     whole = bias.expand(shape)
     if bias.dtype is torch.bool:
         keys = whole.stride(2) == 0 or shape[2] == 1
-        return (Bias.KEYS, whole[:, :, :1]) if keys else (Bias.BOOLEAN, whole)
+        return (Bias.KEYS, whole[:, :, :1], None) if keys else (Bias.BOOLEAN, whole, None)
     if bias.dtype not in (torch.float32, TORCH_DTYPE[output]):
         raise TensorError(
             f"{name} must be bool (True attends), float32 or {TORCH_DTYPE[output]} (added to the scores), got "
             f"{bias.dtype}; cast it"
         )
-    return Bias.ADDITIVE, whole
+    return Bias.ADDITIVE, whole, bias[(None,) * (4 - bias.dim())]

@@ -28,7 +28,7 @@ _PROBLEM_FACTS = (
     *("packed", "queries", "keys_per_row"),
     *("split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
-    *("on_scores", "score_mod", "biased", "sinks", "dropout"),
+    *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
 )
 _DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float"))
 FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
@@ -256,6 +256,7 @@ def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
         "on_scores": int(modifiers.on_scores),
         "score_mod": int(bool(modifiers.score_mod)),
         "biased": int(modifiers.bias is not Bias.NONE),
+        "learned_bias": int(modifiers.bias is Bias.LEARNED),
         "sinks": int(modifiers.sinks),
         "dropout": int(modifiers.dropout),
         **{name: getattr(device, name) for name in _DEVICE_FACTS},

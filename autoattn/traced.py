@@ -54,9 +54,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     if bias is not None:
         modifying.check_tensor("bias", bias, query.device)
     asked = {**_asked(query, given), **mod, **_pieces(table)}
-    learns = _learns(query, key, value, given["sinks"], never=(bias, given["alibi_slopes"]))
+    never = (given["alibi_slopes"],)
     found: tuple[Tensor, Tensor] = operators.operator(
-        query, key, value, bias, mask=words, layout=layout.value, precision=precision, keep_lse=learns, **asked
+        query, key, value, bias, mask=words, layout=layout.value, precision=precision,
+        keep_lse=_learns(query, key, value, given["sinks"], bias, never=never),
+        learns_bias=_learns(bias, never=never), **asked,
     )  # fmt: skip
     return found if given["return_lse"] else found[0]
 

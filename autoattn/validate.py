@@ -95,7 +95,7 @@ class Gate:
 def hides_pairs(problem: Problem) -> bool:
     """Whether a key can be hidden from some queries and seen by others."""
     mask, bias = problem.mask, problem.modifiers.bias
-    return mask.kind is not MaskKind.FULL or bias in (Bias.BOOLEAN, Bias.ADDITIVE)
+    return mask.kind is not MaskKind.FULL or bias not in (Bias.NONE, Bias.KEYS)
 
 
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:

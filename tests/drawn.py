@@ -252,7 +252,7 @@ def modifiers_of(rng: random.Random, *, packed: bool) -> Modifiers:
         score_mod=rng.choice(SCORE_MODS) if chosen() else "",
         softcap=chosen(),
         alibi=chosen(),
-        bias=rng.choice(list(Bias)[1:]) if chosen() and not packed else Bias.NONE,
+        bias=rng.choice((Bias.KEYS, Bias.BOOLEAN, Bias.ADDITIVE)) if chosen() and not packed else Bias.NONE,
         sinks=chosen(),
         dropout=chosen(),
     )

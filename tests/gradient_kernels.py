@@ -59,6 +59,7 @@ class Judged:
     problem: Problem
     scores: Scores = Scores.PLAIN
     small: tuple[int, int] | None = None  # the lengths of a case of the gate's, in place of the problem itself
+    number: int = 1  # of that case
     make: Callable[[Problem], Operands] | None = None  # a function of a module, in place of the gate's own operands
 
     def run(self, memory: dict[Hashable, Any]) -> Verdict:
@@ -66,7 +67,7 @@ class Judged:
         torch.set_num_threads(1)
         facts: tuple[Any, ...] = interpreted.CPU, torch.Generator().manual_seed(0)
         if self.small is not None:
-            case = gradients.make_small_case(self.problem, *self.small, 1, *facts, scores=self.scores)
+            case = gradients.make_small_case(self.problem, *self.small, self.number, *facts, scores=self.scores)
         elif self.make is not None:
             guard = interpreted.GUARD_ROWS
             case = gradients.case_of(self.problem, self.make(self.problem), facts[1], guard=guard)
@@ -84,35 +85,41 @@ class Differentiated:
     forward: Source
     backward: Source
     problem: Problem  # forward
+    learns_bias: bool = False
 
     def run(self, memory: dict[Hashable, Any]) -> dict[str, float]:
         """Runs in the child; the output is summed, so that its gradient has strides of 0."""
         torch.set_num_threads(1)
         operands = inputs.make(self.problem, interpreted.CPU, torch.Generator().manual_seed(0))
-        three = operands.query, operands.key, operands.value
+        names = ["query", "key", "value", *(["narrow_bias"] if self.learns_bias else [])]
         found: dict[str, list[torch.Tensor]] = {}
         for name in ("ours", "theirs"):
-            leaves = [tensor.detach().clone().requires_grad_() for tensor in three]
-            part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+            leaves = [getattr(operands, each).detach().clone().requires_grad_() for each in names]
+            part = replace(operands, **dict(zip(names, leaves, strict=True)))
+            if self.learns_bias and operands.bias is not None:
+                part = replace(part, bias=leaves[3].expand(operands.bias.shape))
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                both = learning.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1])
+                asked = learning.backward_of(self.problem, learns_bias=self.learns_bias)
+                both = learning.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked)
                 output, _ = learning.attend(both, part)
             else:
                 output = reference.attention(self.problem, part)[0]
             found[name] = [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
-        pairs = zip(("output", "query", "key", "value"), found["ours"], found["theirs"], strict=True)
+        pairs = zip(("output", *names), found["ours"], found["theirs"], strict=True)
         return {name: float((ours.double() - theirs).abs().max()) for name, ours, theirs in pairs}
 
 
 def judged(
     child: Pool, one: Problem, traits: Traits | None = None, scores: Scores = Scores.PLAIN, *,
     source_: Source | None = None, small: tuple[int, int] | None = None,
-    make: Callable[[Problem], Operands] | None = None, **changes: Value,
+    number: int = 1, make: Callable[[Problem], Operands] | None = None, **changes: Value,
 ) -> Verdict:  # fmt: skip
     """The gate's verdict on the smallest variant, changed, for one problem."""
     made = source_ if source_ is not None else source(one, traits, **changes)
-    verdict = child.result(Judged(source=made, problem=one, scores=scores, small=small, make=make), interpreted.SECONDS)
+    verdict = child.result(
+        Judged(source=made, problem=one, scores=scores, small=small, number=number, make=make), interpreted.SECONDS
+    )
     assert not isinstance(verdict, Failure), f"{verdict.outcome.value}: {verdict.detail}"
     assert isinstance(verdict, Verdict)
     return verdict

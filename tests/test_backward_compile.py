@@ -30,6 +30,8 @@ def large(**changes: Any) -> Problem:
         {"dtype": DType.FLOAT32, "mask": Mask.parse("causal:top-left")},
         {"mask": Mask.parse("causal"), "modifiers": Modifiers(sinks=True, dropout=True, bias=Bias.ADDITIVE)},
         {"mask": Mask.blocks(64, 32, 0.5, "captured0: bfloat16[2]\ncaptured0[h, q_idx] > 0.5"), "head_dim": 80},
+        {"mask": Mask.parse("causal"), "modifiers": Modifiers(bias=Bias.LEARNED, softcap=True, sinks=True)},
+        {"mask": Mask.blocks(64, 32, 0.5, "q_idx > kv_idx"), "modifiers": Modifiers(bias=Bias.LEARNED, dropout=True)},
         {"layout": Layout.PACKED, "tokens_q": 9999, "tokens_kv": 9999, "mask": Mask.parse("causal")},
     ],
     ids=str,
@@ -86,6 +88,28 @@ def test_tiles_lie_within_a_block_of_the_table() -> None:
             reason = points.why_infeasible(gradient_kernels.variant(**{tile: size}), one, device)
             assert (reason is None) is (size <= most), (tile, size, reason)
             assert reason is None or "block table" in reason or "block of the table" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["h200", "a30"])
+def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card: str) -> None:
+    one, device = large(head_dim=64, modifiers=Modifiers(bias=Bias.LEARNED)), profiles.named(card)
+    source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
+    found = build(source, device.arch, "backward_bias")
+    assert found.metadata.shared <= device.shared_bytes_per_block
+    assert ".local" not in found.asm["ptx"]
+    products = "wgmma" if device.arch >= 90 else "mma.sync"
+    assert products in found.asm["ptx"]
+
+
+def test_a_learned_bias_has_rules_of_its_own() -> None:
+    device, points = profiles.named("h200"), space.load(gradient_kernels.TEMPLATE)
+    tiles = {"QUERIES_BLOCK_M": 128, "QUERIES_BLOCK_N": 128, "queries_num_warps": 4, "queries_num_stages": 2}
+    wide = gradient_kernels.variant(**tiles)
+    assert points.why_infeasible(wide, large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device) is None
+    reason = points.why_infeasible(wide, large(modifiers=Modifiers(bias=Bias.LEARNED)), device)
+    assert reason is not None
+    assert "gradient of a bias" in reason
 
 
 @pytest.mark.parametrize("card", ["h200", "a30"])

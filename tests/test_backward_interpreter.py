@@ -11,7 +11,7 @@ import kernels
 import pytest
 from gradient_kernels import Differentiated, judged
 
-from autoattn import render
+from autoattn import gradients, render
 from autoattn.inputs import Scores
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
@@ -91,6 +91,26 @@ def test_biases_are_part_of_the_scores(child: Pool, bias: Bias) -> None:
     assert verdict.ok, verdict.reason
 
 
+LEARNED = Modifiers(bias=Bias.LEARNED)
+LEARNERS: tuple[dict[str, Any], ...] = (  # one for each way to share a bias
+    {"mask": "full", "queries_loads": "descriptor", "keys_loads": "descriptor", "dtype": DType.FLOAT16},
+    {"mask": "causal", "modifiers": replace(LEARNED, softcap=True), "head_dim": 13, "head_dim_v": 24},
+    {"mask": "window:5,3", "modifiers": replace(LEARNED, alibi=True), "QUERIES_BLOCK_N": 32},
+    {"mask": Mask.blocks(32, 16, 0.5, "q_idx > kv_idx"), "modifiers": replace(LEARNED, sinks=True)},
+    {"mask": Mask.blocks(16, 16, 0.5, "(q_idx + h + b) % 3 != kv_idx % 3")},
+    {"mask": "causal:top-left", "modifiers": replace(LEARNED, dropout=True), "dtype": DType.FLOAT16},
+    {"mask": "full", "modifiers": replace(LEARNED, sinks=True), "QUERIES_BLOCK_M": 32},
+)
+
+
+@pytest.mark.parametrize("number", range(len(gradients.SHARINGS)))
+def test_a_learned_bias_has_a_gradient_whoever_shares_it(child: Pool, number: int) -> None:
+    facts = {"modifiers": LEARNED, "dtype": DType.FLOAT32, **LEARNERS[number]}
+    params = {name: facts.pop(name) for name in [*facts] if name in gradient_kernels.BASE}
+    verdict = judged(child, problem(**facts), small=(37, 50), number=number, **params)
+    assert verdict.ok, verdict.reason
+
+
 @pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
 @pytest.mark.parametrize("modifiers", [Modifiers(sinks=True), Modifiers(dropout=True)])
 def test_sinks_and_dropout_have_gradients(child: Pool, modifiers: Modifiers, layout: Layout) -> None:
@@ -161,7 +181,23 @@ def test_autograd_runs_both_passes(child: Pool, layout: Layout) -> None:
     assert max(errors.values()) < 1e-5, errors
 
 
+def test_autograd_learns_a_bias(child: Pool) -> None:
+    one = kernels.problem(mask="causal", dtype=DType.FLOAT32, modifiers=Modifiers(bias=Bias.ADDITIVE, softcap=True))
+    job = Differentiated(
+        forward=kernels.source(one, render.natural_traits(one, lse=True)),
+        backward=gradient_kernels.source(replace(one, op=Op.BACKWARD, modifiers=replace(LEARNED, softcap=True))),
+        problem=one,
+        learns_bias=True,
+    )
+    errors = child.result(job, interpreted.SECONDS)
+    assert not isinstance(errors, Failure), errors.detail
+    assert set(errors) == {"output", "query", "key", "value", "narrow_bias"}
+    assert max(errors.values()) < 2e-5, errors
+
+
 SPOILT = {
+    "a sharer of the bias left out": ("tl.range(0, sharers)", "tl.range(1, sharers)"),
+    "a bias that softcap bends": ("bias_grads = weights *", "bias_grads = (1.0 - bent * bent) * weights *"),
     "a mask that is one off": ("<= o_m[None, :] + last", "< o_m[None, :] + last"),
     "no delta": ("weight_grads - delta[:, None]", "weight_grads"),
     "one head of a group left out": ("range(0, group_size)", "range(1, group_size)"),
@@ -189,6 +225,8 @@ def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str], reque
     one = WHOLE
     if "table" in request.node.name:
         one = problem(batch=1, mask=Mask.blocks(16, 16, 0.5, "q_idx > kv_idx"), seq_q=41, seq_kv=23)
+    if "bias" in request.node.name:
+        one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=replace(LEARNED, softcap=True))
     source = gradient_kernels.source(one)
     assert change[0] in source.text
     spoilt = replace(source, text=source.text.replace(*change))

@@ -54,6 +54,7 @@ FLOORS = (
         "blocks",
         "captures",
         "trace",
+        "derivatives",
         "gradients",
     },
     {

@@ -12,13 +12,13 @@ import pytest
 import torch
 from gradient_kernels import problem
 
-from autoattn import gradients, reference, space
+from autoattn import derivatives, gradients, inputs, reference, space
 from autoattn.compile import Kernel
 from autoattn.gradients import Case
 from autoattn.inputs import Scores
 from autoattn.mask import Mask
 from autoattn.ops.backward import Gradients
-from autoattn.problem import DType, Modifiers, Precision, Problem
+from autoattn.problem import Bias, DType, Modifiers, Precision, Problem
 from autoattn.trial import Verdict
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_it_expects_what_pytorch_computes_in_float64(mask: str) -> None:
 def test_few_rows_at_a_time_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     one = problem(mask="window:7,2", dtype=DType.FLOAT32)
     whole = case_of(one)
-    monkeypatch.setattr(gradients, "CHUNK_BYTES", 8 * 50 * 2 * 5)
+    monkeypatch.setattr(derivatives, "CHUNK_BYTES", 8 * 50 * 2 * 5)
     parts = case_of(one)
     for ours, theirs in zip(parts.expected, whole.expected, strict=True):
         for (_, one_part), (_, other) in zip(ours.named(), theirs.named(), strict=True):
@@ -123,8 +123,7 @@ def test_rivals_give_their_gradients_of_a_forward_pass_that_is_done() -> None:
 def test_the_gradient_of_sinks_is_compared_where_all_heads_are() -> None:
     one = problem(dtype=DType.FLOAT32, modifiers=Modifiers(sinks=True))
     case = case_of(one)
-    exact = gradients.sinks_of(one, case.places, case.expected)
-    assert exact is not None
+    exact = derivatives.sums_of(case.expected)["sinks"]
     assert exact.shape == (4,)
     found = gradients.empty_gradients(case)
     assert found.sinks is not None
@@ -141,7 +140,7 @@ def test_the_gradient_of_sinks_is_counted_once_where_dropout_keeps_heads_togethe
     leaf = case.operands.sinks.double().requires_grad_()
     output, _ = reference.attention(one, replace(case.operands, sinks=leaf))
     (expected,) = torch.autograd.grad(output, leaf, case.saved.output_grad.to(output.dtype))
-    torch.testing.assert_close(gradients.sinks_of(one, case.places, case.expected), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(derivatives.sums_of(case.expected)["sinks"], expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("scores", [Scores.PLAIN, Scores.LOUD])
@@ -192,9 +191,40 @@ def test_each_head_is_differentiated_with_its_own_table(mod: str) -> None:
     one = problem(mask=Mask.blocks(16, 16, 0.5, mod), dtype=DType.FLOAT32)
     operands = interpreted.tables_of_heads(one)
     case = gradients.case_of(one, operands, torch.Generator().manual_seed(0), guard=interpreted.GUARD_ROWS)
-    whole = gradients._differentiated(one, operands, case.saved, low=False)
+    whole = derivatives.differentiated(one, operands, case.saved, low=False)
     for place, expected in zip(case.places, case.expected, strict=True):
-        for (_, ours), (_, theirs) in zip(expected.named(), gradients.at(whole, place, one).named(), strict=True):
+        for (_, ours), (_, theirs) in zip(expected.named(), derivatives.at(whole, place, one).named(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert not whole.query[:, :, :16].any()
     assert not whole.key[:, :, 48:].any()
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("sharing", gradients.SHARINGS)
+def test_the_gradient_of_a_bias_is_summed_over_all_that_share_it(
+    sharing: tuple[bool, bool, bool, bool], dropout: bool
+) -> None:
+    one = problem(dtype=DType.FLOAT32, mask="causal", modifiers=Modifiers(bias=Bias.LEARNED, dropout=dropout))
+    generator = torch.Generator().manual_seed(0)
+    operands = inputs.make(one, CPU, generator, sharing=sharing)
+    assert operands.narrow_bias is not None
+    assert [size == 1 for size in operands.narrow_bias.shape] == list(sharing)
+    case = gradients.case_of(one, operands, generator)
+    leaf = operands.narrow_bias.double().requires_grad_()
+    given = replace(operands, bias=leaf.expand(2, 4, 33, 50))
+    output = reference.attention(one, given)[0]
+    (theirs,) = torch.autograd.grad(output, leaf, case.saved.output_grad.double())
+    ours = derivatives.sums_of(case.expected)["bias"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    found = gradients.empty_gradients(case)
+    assert found.bias is not None
+    found.bias.copy_(ours + 0.5)
+    assert gradients.errors_by_name(found, case)["bias"][0] == pytest.approx(0.5, abs=1e-5)
+    assert 0.0 < case.allowed["bias"] < 0.1
+
+
+def test_no_rival_gives_the_gradient_of_a_bias() -> None:
+    one = problem(dtype=DType.FLOAT32, modifiers=Modifiers(bias=Bias.ADDITIVE))
+    learned = replace(one, modifiers=Modifiers(bias=Bias.LEARNED))
+    assert "sdpa" in gradients.rival_calls(case_of(one))
+    assert gradients.rival_calls(case_of(learned)) == {}

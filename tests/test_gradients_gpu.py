@@ -39,6 +39,10 @@ KINDS: list[dict[str, Any]] = [
     {"mask": "causal", "modifiers": Modifiers(sinks=True, dropout=True)},
     {"mask": "causal", "modifiers": Modifiers(bias=Bias.ADDITIVE), "head_dim": 128},
     {"modifiers": Modifiers(bias=Bias.KEYS)},
+    {"mask": "causal", "modifiers": Modifiers(bias=Bias.LEARNED)},
+    {"modifiers": Modifiers(bias=Bias.LEARNED, softcap=True, sinks=True), "head_dim": 128},
+    {"mask": "window:40,9", "modifiers": Modifiers(bias=Bias.LEARNED, dropout=True), "dtype": DType.FLOAT32},
+    {"mask": Mask.blocks(128, 64, 0.5, DOCUMENTS), "modifiers": Modifiers(bias=Bias.LEARNED, alibi=True)},
     {"mask": Mask.blocks(128, 128, 0.5)},
     {"mask": Mask.blocks(128, 128, 0.5, DOCUMENTS), "head_dim": 128},
     {"mask": Mask.blocks(64, 32, 0.5, "(q_idx + h) % 3 != kv_idx % 3"), "modifiers": Modifiers(softcap=True)},
@@ -126,7 +130,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         with torch.no_grad():
             problem = autoattn.explain(*tensors, **given).problem
         assert problem is not None
-        asked = learning.backward_of(problem)
+        bias = given.get("bias")
+        asked = learning.backward_of(problem, learns_bias=bias is not None and bias.requires_grad)
         variant = space.load(gradient_kernels.TEMPLATE).default(asked, present())
         facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
         entry = samples.current(samples.measured(asked, **facts))
@@ -174,6 +179,30 @@ def test_documents_are_differentiated_by_kernels(tuned: Any) -> None:
     seen = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(600, 600, device=CUDA).tril().bool()
     exact = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=seen)
     for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(8, 300, 420), (2, 1, 300, 420), (420,), (1, 300, 1)])
+def test_a_learned_bias_is_differentiated_by_kernels(tuned: Any, shape: tuple[int, ...], compiled: bool) -> None:
+    shapes = [(2, 8, 300, 64), (2, 2, 420, 64), (2, 2, 420, 64)]
+    tensors = [torch.randn(each, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for each in shapes]
+    bias = torch.randn(shape, device=CUDA, requires_grad=True)
+    sinks = torch.randn(8, device=CUDA, requires_grad=True)  # with which even a bias that all keys share has a gradient
+    tuned(*tensors, causal=True, bias=bias, sinks=sinks)
+    assert autoattn.explain(*tensors, causal=True, bias=bias, sinks=sinks).steps[-1].startswith("gradients: ")
+    attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True) if compiled else autoattn.attention
+    output = attend(*tensors, causal=True, bias=bias, sinks=sinks)
+    inputs = [*tensors, bias, sinks]
+    found = torch.autograd.grad(output.float().square().sum(), inputs)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    key, value = (leaf.repeat_interleave(4, 1) for leaf in leaves[1:3])
+    hidden = ~torch.ones(300, 420, dtype=torch.bool, device=CUDA).tril(120)
+    scores = (leaves[0] @ key.mT / 8 + leaves[3]).masked_fill(hidden, -torch.inf)
+    scores = torch.cat((scores, leaves[4][None, :, None, None].expand(2, 8, 300, 1)), -1)
+    exact = scores.softmax(-1)[..., :-1] @ value
+    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        assert ours.shape == theirs.shape
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
 
 

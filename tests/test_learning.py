@@ -22,7 +22,7 @@ from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Problem
+from autoattn.problem import Bias, Problem
 from autoattn.variant import Source
 
 
@@ -54,6 +54,11 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+            if gradients.bias is not None:
+                assert one.modifiers.bias is Bias.LEARNED
+                assert operands.narrow_bias is not None
+                leaves.append(operands.narrow_bias.detach().requires_grad_())
+                part = replace(part, bias=leaves[3].expand(2, 4, 33, 50))
             output, sums = reference.attention(one, part, dtype=torch.float32)
             assert kernel.source.traits.lse is (saved.lse_grad is not None)
             made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
@@ -61,7 +66,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             found = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
         torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
-        for (_, room), gradient in zip(gradients.named(), found, strict=True):
+        rooms = [room for _, room in gradients.named()] + ([] if gradients.bias is None else [gradients.bias])
+        for room, gradient in zip(rooms, found, strict=True):
             room.copy_(gradient)
 
     functional.forget()
@@ -100,12 +106,13 @@ def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, *
     with torch.no_grad():
         problem = autoattn.explain(*tensors, **given).problem
     assert problem is not None
-    enter(card, problem, choice=choice)
+    bias = given.get("bias")
+    enter(card, problem, choice=choice, learns_bias=bias is not None and bias.requires_grad)
 
 
-def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL) -> None:
+def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learns_bias: bool = False) -> None:
     """The same for a forward problem."""
-    asked = learning.backward_of(problem)
+    asked = learning.backward_of(problem, learns_bias=learns_bias)
     variant = gradient_kernels.variant()
     facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
     entry = samples.current(samples.measured(asked, **facts))
@@ -180,6 +187,45 @@ def test_a_call_with_a_block_table_is_differentiated_by_kernels(
     for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
     assert (card["forward"], card["backward"]) == (1, 1)
+
+
+@pytest.mark.parametrize("shape", [(33, 50), (4, 33, 50), (2, 1, 33, 50), (2, 4, 33, 50), (50,), (33, 1), ()])
+def test_a_learned_bias_is_differentiated_by_kernels(
+    card: dict[str, Any], attend: Callable[..., Any], shape: tuple[int, ...]
+) -> None:
+    tensors = inputs()
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    tune(card, tensors, bias=bias)
+    found = torch.autograd.grad(attend(*tensors, bias=bias).float().square().sum(), [*tensors, bias])
+    assert (card["forward"], card["backward"]) == (1, 1)
+    leaves = [tensor.detach().float().requires_grad_() for tensor in (*tensors, bias)]
+    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:3])
+    exact = (leaves[0] @ key.mT / 4 + leaves[3]).softmax(-1) @ value
+    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_only_a_learned_bias_asks_for_its_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
+    tensors = inputs()
+    bias = torch.zeros(33, 50)
+    tune(card, tensors, bias=bias)
+    attend(*tensors, bias=bias).float().sum().backward()
+    assert (card["forward"], card["backward"]) == (1, 1)
+    bias.requires_grad_()
+    attend(*tensors, bias=bias).float().sum().backward()
+    assert card["backward"] == 1, "what was tuned gives no gradient of a bias"
+    assert bias.grad is not None
+    assert autoattn.explain(*tensors, bias=bias).reason.startswith("an input needs a gradient, and no backward kernel")
+
+
+def test_a_bias_alone_may_learn(card: dict[str, Any], attend: Callable[..., Any]) -> None:
+    tensors = [tensor.detach() for tensor in inputs()]
+    bias = torch.zeros(33, 50, requires_grad=True)
+    tune(card, tensors, bias=bias)
+    attend(*tensors, bias=bias).float().square().sum().backward()
+    assert bias.grad is not None
+    assert card["backward"] == 1
 
 
 def test_gradients_that_are_sums_or_expanded_are_made_readable(
@@ -308,7 +354,6 @@ def test_no_grad_takes_the_kernel_alone(card: dict[str, Any]) -> None:
     ("given", "words"),
     [
         ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "no backward kernel gives the gradient of alibi_slopes"),
-        ({"bias": torch.zeros(33, 50, requires_grad=True)}, "no backward kernel gives the gradient of bias"),
     ],
 )
 def test_what_has_no_gradient_kernel_goes_to_pytorch(card: dict[str, Any], given: dict[str, Any], words: str) -> None:

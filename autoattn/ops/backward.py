@@ -1,4 +1,4 @@
-"""The host side of the backward kernels: the gradients of query, key and value."""
+"""The host side of the backward kernels: the gradients of query, key and value, of sinks, and of a learned bias."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Gradients:
     key: Tensor
     value: Tensor
     sinks: Tensor | None = None  # [heads_q] float32
+    bias: Tensor | None = None  # as Operands.narrow_bias; where the problem's bias is learned
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
         """(name, gradient) of those that every call has."""
@@ -60,7 +61,11 @@ class Scratch:
 
 
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
-    """New gradients, each contiguous in the problem's layout, as [batch, heads, seq, head_dim] views."""
+    """New gradients, each contiguous in the problem's layout, as [batch, heads, seq, head_dim] views.
+
+    Args:
+        problem: backward; its bias says whether that has a gradient.
+    """
 
     def empty(tensor: Tensor) -> Tensor:
         if problem.layout is Layout.BHSD:
@@ -69,16 +74,21 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
 
     query, key, value = (empty(tensor) for tensor in (operands.query, operands.key, operands.value))
     sinks = torch.empty_like(operands.sinks) if operands.sinks is not None else None
-    return Gradients(query=query, key=key, value=value, sinks=sinks)
+    narrow = operands.narrow_bias
+    bias = narrow.new_empty(narrow.shape) if narrow is not None and problem.modifiers.bias is Bias.LEARNED else None
+    return Gradients(query=query, key=key, value=value, sinks=sinks, bias=bias)
 
 
 def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
     """Runs the kernels on the current stream of the tensors' device."""
     scratch = empty_scratch(kernel, problem, operands.query)
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = _grids(kernel, problem, operands)
+    grids = _grids(kernel, problem, operands, gradients)
     for part in kernel.parts:
         part.launch(grids[part.name], arguments)
+    if gradients.bias is not None and (sums := arguments["bias_sums_ptr"]) is not gradients.bias:
+        assert isinstance(sums, Tensor)
+        gradients.bias.copy_(sums.sum([axis for axis in (2, 3) if gradients.bias.shape[axis] == 1], keepdim=True))
     if operands.sinks is not None and gradients.sinks is not None:
         gradients.sinks.copy_(_of_sinks(operands.sinks, scratch.rows[..., : operands.query.shape[2]]))
 
@@ -90,7 +100,7 @@ def bind(
     POINTERS; there must be no other tensors.
     """
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = _grids(kernel, problem, operands)
+    grids = _grids(kernel, problem, operands, gradients)
     return tuple(bound.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
 
 
@@ -111,8 +121,10 @@ def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
-def _grids(kernel: Kernel, problem: Problem, operands: Operands) -> dict[str, tuple[int]]:
-    sizes = problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2]
+def _grids(kernel: Kernel, problem: Problem, operands: Operands, gradients: Gradients) -> dict[str, tuple[int]]:
+    sizes = (problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2])
+    if gradients.bias is not None:
+        sizes += gradients.bias.shape[:2]
     grids: dict[str, tuple[int]] = kernel.module.grids(*sizes)
     return grids
 
@@ -163,6 +175,8 @@ def _arguments(
     if operands.table is not None:
         arguments |= forward.listed(operands.table)
         arguments |= forward.listed(blocks.turned(operands.table, operands.key.shape[2]), "turned_")
+    if gradients.bias is not None:
+        arguments |= _of_bias(kernel, operands, gradients.bias)
     tensors = (
         *(("q", "query", operands.query), ("k", "key", operands.key), ("v", "value", operands.value)),
         *(("o", "output", saved.output), ("do", "output_grad", saved.output_grad)),
@@ -180,6 +194,30 @@ def _arguments(
         if kind.startswith("tensordesc"):
             arguments[name] = _box(kernel, read[described(name)], kind)
     return arguments
+
+
+def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, object]:
+    """What the gradient of a bias takes beside: where to write it, or float32 sums of the tiles that share it."""
+    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
+    batch, heads, queries, keys = grad.shape
+    sums = grad
+    if (queries, keys) != (seq_q, seq_kv):
+        tile = kernel.module.QUERIES_BLOCK_M.value, kernel.module.QUERIES_BLOCK_N.value
+        rows = seq_q if queries == seq_q else -(-seq_q // tile[0])
+        columns = seq_kv if keys == seq_kv else -(-seq_kv // tile[1])
+        sums = grad.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    found: dict[str, object] = {
+        "bias_grad_ptr": grad,
+        "bias_sums_ptr": sums,
+        **{f"stride_g{axis}": stride for axis, stride in zip("bhsn", grad.stride(), strict=True)},
+        **{f"bias_{axis}": size for axis, size in zip(("batch", "heads", "queries", "keys"), grad.shape, strict=True)},
+    }
+    if operands.table is not None:
+        states = blocks.states_of(operands.table, seq_kv)
+        found["states_ptr"] = states
+        for place, axis in enumerate("bh"):
+            found[f"states_step_{axis}"] = states.stride(place) if states.shape[place] > 1 else 0
+    return found
 
 
 def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescriptor:
