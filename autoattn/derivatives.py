@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoattn import expression, reference
-from autoattn.expression import MASK_NAMES
+from autoattn.expression import MASK_NAMES, SCORE_NAMES
 from autoattn.operands import BlockTable, Operands
 from autoattn.ops.backward import Gradients, Saved
 from autoattn.problem import Bias, Problem
@@ -105,9 +105,9 @@ def differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: b
 
 def _knows_heads(problem: Problem) -> bool:
     """Whether numbers depend on which batch entry and which head they belong to."""
-    mod = problem.mask.mod
-    asked = expression.parse(mod, MASK_NAMES).answer.asks if mod else frozenset()
-    return problem.modifiers.dropout or not asked.isdisjoint({"b", "h"})
+    texts = (problem.modifiers.score_mod, SCORE_NAMES), (problem.mask.mod, MASK_NAMES)
+    asked = [expression.parse(text, names).answer.asks for text, names in texts if text]
+    return problem.modifiers.dropout or any(not each.isdisjoint({"b", "h"}) for each in asked)
 
 
 def _group(problem: Problem, head: int) -> slice:

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import jinja2
 
-from autoattn import expression, resources, space
-from autoattn.errors import CompileError
+from autoattn import expression, resources, space, tangent
+from autoattn.errors import CompileError, ProblemError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
 from autoattn.mask import Alignment, Mask, MaskKind
 from autoattn.problem import Bias, DType, Layout, Op, Problem, padded, pieces
@@ -54,6 +54,11 @@ def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
         and (reason := _why_no_bound(variant, problem, traits)) is not None
     ):
         return reason
+    if problem.op is Op.BACKWARD and problem.modifiers.score_mod:
+        try:
+            tangent.of(problem.modifiers.score_mod)
+        except ProblemError as error:
+            return str(error)
     step = traits.alignment * problem.dtype.bytes
     needed = space.load(variant.template).step_bytes
     if step >= needed:
@@ -129,6 +134,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
 def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
     """What the templates of gradients ask beside."""
     widths = problem.head_dim_padded, problem.head_dim_v_padded
+    score = _expression(problem.modifiers.score_mod, SCORE_NAMES)
     keep = _expression(problem.mask.mod, MASK_NAMES)
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
     readable = traits.alignment * problem.dtype.bytes >= 16
@@ -147,9 +153,10 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
         "sparse": problem.mask.sparse,
         "block_q": problem.mask.block_q,
         "block_kv": problem.mask.block_kv,
-        "score_lines": [],
+        "score_lines": score.triton() if score else [],
+        "growth_lines": tangent.of(problem.modifiers.score_mod).triton() if score else [],
         "mask_lines": keep.triton() if keep else [],
-        "score_captures": [],
+        "score_captures": _captures(score),
         "mask_captures": _captures(keep),
         "queries_boxes": readable and params["queries_loads"] == "descriptor",
         "keys_boxes": readable and params["keys_loads"] == "descriptor",
@@ -187,6 +194,7 @@ def _forward_facts(
         "sinks": modifiers.sinks,
         "dropout": modifiers.dropout,
         "score_lines": score.triton() if score else [],
+        "growth_lines": [],
         "mask_lines": keep.triton() if keep else [],
         "score_captures": _captures(score),
         "mask_captures": _captures(keep),

@@ -9,10 +9,12 @@ import pytest
 
 from autoattn import profiles, render, space
 from autoattn.compile import build, inspect, load_module, parts_of
+from autoattn.errors import CompileError
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.variant import Traits
 
+BENT = "captured0: bfloat16[2]\nx = score * captured0[h, kv_idx]\nwhere(q_idx % 3 == b, x, 4 * tanh(x / 4))"
 CARDS = {80: "a30", 90: "h200"}
 
 
@@ -32,6 +34,7 @@ def large(**changes: Any) -> Problem:
         {"mask": Mask.blocks(64, 32, 0.5, "captured0: bfloat16[2]\ncaptured0[h, q_idx] > 0.5"), "head_dim": 80},
         {"mask": Mask.parse("causal"), "modifiers": Modifiers(bias=Bias.LEARNED, softcap=True, sinks=True)},
         {"mask": Mask.blocks(64, 32, 0.5, "q_idx > kv_idx"), "modifiers": Modifiers(bias=Bias.LEARNED, dropout=True)},
+        {"modifiers": Modifiers(score_mod=BENT, softcap=True), "mask": Mask.parse("window:40,9")},
         {"layout": Layout.PACKED, "tokens_q": 9999, "tokens_kv": 9999, "mask": Mask.parse("causal")},
     ],
     ids=str,
@@ -71,12 +74,17 @@ def test_what_has_no_gradient_kernel_is_refused_with_a_reason() -> None:
     least = gradient_kernels.variant()
     for changes, word in (
         ({"dtype": DType.FLOAT8}, "float8"),
-        ({"modifiers": Modifiers(score_mod="score * 2")}, "score_mod"),
         ({"dtype": DType.FLOAT32, "precision": Precision.TF32X3}, "ieee or tf32"),
     ):
         reason = points.why_infeasible(least, large(**changes), device)
         assert reason is not None
         assert word in reason
+
+
+def test_a_score_mod_that_pytorch_cannot_differentiate_is_refused() -> None:
+    one = large(modifiers=Modifiers(score_mod="score // 2"))
+    with pytest.raises(CompileError, match="must have a derivative in PyTorch, got // of a score"):
+        gradient_kernels.source(one)
 
 
 def test_tiles_lie_within_a_block_of_the_table() -> None:

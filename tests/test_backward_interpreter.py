@@ -91,6 +91,34 @@ def test_biases_are_part_of_the_scores(child: Pool, bias: Bias) -> None:
     assert verdict.ok, verdict.reason
 
 
+SCORE_MODS: tuple[dict[str, Any], ...] = (
+    {"mask": "causal", "modifiers": Modifiers(score_mod="score * score / 4 - abs(q_idx - kv_idx) / 8", softcap=True)},
+    {
+        "mask": "window:9,4",
+        "modifiers": Modifiers(score_mod="captured0: float32[2]\nx = score * captured0[h, kv_idx]\nx + tanh(x + b)"),
+    },
+    # Where scores are hidden or lie beyond the end, they are 0, and their logarithm's derivative is no number.
+    {"mask": "full", "modifiers": Modifiers(score_mod="where(q_idx % 3 == kv_idx % 3, -inf, log(abs(score)))")},
+    {
+        "mask": Mask.blocks(16, 32, 0.5, "captured0: int32[1]\ncaptured0[q_idx] >= captured0[kv_idx]"),
+        "modifiers": Modifiers(score_mod="captured0: float32[1]\nsigmoid(score) * captured0[q_idx] % 5", sinks=True),
+    },
+    {
+        "mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 70, "small": (33, 50),
+        "modifiers": Modifiers(score_mod="captured0: float32[1]\nscore * captured0[b] + h", alibi=True),
+    },
+    {"mask": "causal", "modifiers": Modifiers(score_mod="minimum(score * 2, score + h)", bias=Bias.LEARNED)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("facts", SCORE_MODS, ids=lambda facts: facts["modifiers"].score_mod)
+def test_changed_scores_have_the_gradients_of_any_expression(child: Pool, facts: dict[str, Any]) -> None:
+    small = facts.get("small")
+    one = problem(dtype=DType.FLOAT32, **{name: value for name, value in facts.items() if name != "small"})
+    verdict = judged(child, one, small=small)
+    assert verdict.ok, verdict.reason
+
+
 LEARNED = Modifiers(bias=Bias.LEARNED)
 LEARNERS: tuple[dict[str, Any], ...] = (  # one for each way to share a bias
     {"mask": "full", "queries_loads": "descriptor", "keys_loads": "descriptor", "dtype": DType.FLOAT16},
@@ -197,6 +225,7 @@ def test_autograd_learns_a_bias(child: Pool) -> None:
 
 SPOILT = {
     "a sharer of the bias left out": ("tl.range(0, sharers)", "tl.range(1, sharers)"),
+    "scores that do not grow": ("score_grads * growth", "score_grads"),
     "a bias that softcap bends": ("bias_grads = weights *", "bias_grads = (1.0 - bent * bent) * weights *"),
     "a mask that is one off": ("<= o_m[None, :] + last", "< o_m[None, :] + last"),
     "no delta": ("weight_grads - delta[:, None]", "weight_grads"),
@@ -225,6 +254,8 @@ def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str], reque
     one = WHOLE
     if "table" in request.node.name:
         one = problem(batch=1, mask=Mask.blocks(16, 16, 0.5, "q_idx > kv_idx"), seq_q=41, seq_kv=23)
+    if "grow" in request.node.name:
+        one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=Modifiers(score_mod="tanh(score) * 2"))
     if "bias" in request.node.name:
         one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=replace(LEARNED, softcap=True))
     source = gradient_kernels.source(one)

@@ -28,7 +28,10 @@ FLOORS = (
         "published",
         "quality",
     },
-    {"resources", "shapes", "space", "render", "cache", "inventory", "expression", "recording", "raw", "encodings"},
+    {
+        *("resources", "shapes", "space", "render", "cache", "inventory", "recording", "raw", "encodings"),
+        *("expression", "tangent"),
+    },
     {
         "reference",
         "compile",

@@ -206,6 +206,18 @@ def test_a_learned_bias_is_differentiated_by_kernels(
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 
 
+def test_a_score_mod_is_differentiated_by_kernels(card: dict[str, Any], attend: Callable[..., Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, score_mod="2 * tanh(score / 2)")
+    found = torch.autograd.grad(attend(*tensors, score_mod="2 * tanh(score / 2)").float().square().sum(), tensors)
+    assert (card["forward"], card["backward"]) == (1, 1)
+    leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:])
+    exact = (2 * (leaves[0] @ key.mT / 8).tanh()).softmax(-1) @ value
+    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_only_a_learned_bias_asks_for_its_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
     tensors = inputs()
     bias = torch.zeros(33, 50)

@@ -1,0 +1,73 @@
+"""The derivative of a score_mod is the one that autograd finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoattn import expression, tangent
+from autoattn.errors import ProblemError
+from autoattn.expression import FUNCTIONS, SCORE_NAMES
+from autoattn.reference import FUNCTIONS as IN_TORCH
+
+TEXTS = (
+    "score",
+    "score * 2 + 1",
+    "-score - (3 - score) * q_idx",
+    "score / (1 + abs(score)) - 2 / (score * score + 1)",
+    "exp(score) + exp2(-score) * tanh(score) + sigmoid(2 * score)",
+    "log(score * score + 1) + log2(abs(score) + 1)",
+    "sqrt(score * score + 1) * rsqrt(abs(score) + 2)",
+    "sin(score) * cos(score / 2)",
+    "where(q_idx >= kv_idx, score * 3, -inf)",
+    "where(score > 0, score * score, score * (q_idx // 2))",
+    "minimum(score, 0.5 * kv_idx) + maximum(score * 2, 1)",
+    "minimum(score, score * score) - maximum(score, score)",
+    "score % 0.75 + floor(score) + (score * score) % (kv_idx + 1)",
+    "to_float(to_int(score)) + to_float(score)",
+    "captured0: float32[1]\nscore * captured0[h] + captured0[to_int(score) % 4]",
+    "far = q_idx - kv_idx > 1\nbent = tanh(score / 4)\ngrowth_of_bent = bent * 4\nwhere(far, growth_of_bent, bent)",
+    "twice = score\ntwice + to_float(h) * twice",
+    "1.0 * q_idx",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_it_is_what_autograd_finds(text: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    score = 3.0 * torch.randn(4, 5, 6, generator=generator, dtype=torch.float64)
+    score[0, 0] = torch.tensor([0.0, 1.0, 0.5, 2.0, -1.0, 1.5])  # corners
+    names = {
+        "score": score.requires_grad_(),
+        "b": torch.zeros(1, 1, 1, dtype=torch.int64),
+        "h": torch.arange(4)[:, None, None],
+        "q_idx": torch.arange(5)[None, :, None],
+        "kv_idx": torch.arange(6)[None, None, :],
+        "captured0": torch.randn(4, generator=generator, dtype=torch.float64),
+    }
+    answer = expression.parse(text, SCORE_NAMES).evaluate(names, IN_TORCH)
+    expected = torch.zeros_like(score)
+    if answer.requires_grad:
+        (expected,) = torch.autograd.grad(answer.expand_as(score).sum(), score)
+    found = tangent.of(text).evaluate(names, IN_TORCH)
+    found = found if isinstance(found, torch.Tensor) else torch.tensor(found)
+    torch.testing.assert_close(found.double().expand_as(score), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_rounding_that_pytorch_does_not_differentiate_is_refused() -> None:
+    for text in ("half = score // 2\nhalf + score", "3.0 % score", "score // q_idx"):
+        with pytest.raises(ProblemError, match=r"must have a derivative in PyTorch, got (//|%) of a score"):
+            tangent.of(text)
+
+
+def test_every_function_and_operator_is_among_them() -> None:
+    together = " ".join(TEXTS)
+    assert all(f"{name}(" in together for name in FUNCTIONS)
+    assert all(f" {act} " in together for act in ("+", "-", "*", "/", "//", "%"))
+
+
+def test_what_is_no_step_is_computed_once() -> None:
+    """Lines keep their names, and a line that grows has one more behind it, whose name is free."""
+    found = tangent.of("x = tanh(score)\ngrowth_of_x = x * x\ngrowth_of_x + q_idx")
+    assert [name for name, _ in found.steps] == ["x", "growth_of_x_", "growth_of_x", "growth_of_growth_of_x"]
+    assert found.triton()[-1] == "return own_growth_of_growth_of_x"
