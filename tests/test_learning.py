@@ -56,6 +56,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             if gradients.bias is not None:
                 assert one.modifiers.bias is Bias.LEARNED
+                seen["room"] = gradients.bias.numel()
                 assert operands.narrow_bias is not None
                 leaves.append(operands.narrow_bias.detach().requires_grad_())
                 part = replace(part, bias=leaves[3].expand(2, 4, 33, 50))
@@ -198,6 +199,7 @@ def test_a_learned_bias_is_differentiated_by_kernels(
     tune(card, tensors, bias=bias)
     found = torch.autograd.grad(attend(*tensors, bias=bias).float().square().sum(), [*tensors, bias])
     assert (card["forward"], card["backward"]) == (1, 1)
+    assert card["room"] == bias.numel(), "the gradient is never as large as the scores where the bias is not"
     leaves = [tensor.detach().float().requires_grad_() for tensor in (*tensors, bias)]
     key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:3])
     exact = (leaves[0] @ key.mT / 4 + leaves[3]).softmax(-1) @ value
