@@ -76,7 +76,7 @@ class Swept:
         }
 
 
-@pytest.mark.parametrize(("head_dim", "lse"), [(128, False), (64, True), (40, False)])
+@pytest.mark.parametrize(("head_dim", "lse"), [(128, False), (64, True), (40, False), (200, True)])
 def test_delta_and_lse_stand_for_every_row_and_sums_begin_at_0(child: Pool, head_dim: int, lse: bool) -> None:
     one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
     rendered = hopper_gradients.source(one, Traits(lse=lse))
@@ -125,11 +125,11 @@ def in_registers(columns: int) -> tuple[Tensor, Tensor]:
     return row.flatten(), column.flatten()
 
 
-@pytest.mark.parametrize(("head_dim", "block"), [(128, 64), (64, 128), (64, 64), (40, 128), (72, 64)])
+@pytest.mark.parametrize(("head_dim", "block"), [(128, 64), (64, 128), (64, 64), (40, 128), (72, 64), (200, 64)])
 def test_sums_are_rounded_from_where_threads_left_them(child: Pool, head_dim: int, block: int) -> None:
     one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
     rendered = hopper_gradients.source(one, BLOCK_M=block, num_stages=2)
-    width = 64 if head_dim <= 64 else 128
+    width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     job = Rounded(source=rendered, head_dim=head_dim, block=block, width=width)
     pair = child.result(job, interpreted.SECONDS)
     assert not isinstance(pair, Failure), pair.detail
