@@ -94,6 +94,8 @@ HOPPERS: list[dict[str, Any]] = [
     {"mask": "window:40,0", "head_dim": 64},
     {"mask": "window:7,-1", "head_dim": 32},
     {"mask": "window:-1,3", "head_dim": 128},
+    {"mask": "causal", "head_dim": 256},
+    {"mask": "window:40,9", "head_dim": 192, "head_dim_v": 128, "dtype": DType.FLOAT16},
 ]
 
 
