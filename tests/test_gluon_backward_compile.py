@@ -109,6 +109,22 @@ def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any
     assert words in reason
 
 
+@pytest.mark.parametrize(
+    ("words", "params"),
+    [
+        ("still reads", {"score_grad_stages": 1}),
+        ("serialises", {"next_scores": "after_query_grad"}),
+        ("behind their product", {"row_loads": "early"}),
+        ("shared memory", {"summing": "tma"}),
+    ],
+)
+def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
+    one = problem(head_dim=192)
+    reason = space.load(TEMPLATE).why_infeasible(variant(one, **params), one, H200)
+    assert reason is not None
+    assert words in reason
+
+
 def test_files_stand_alone_and_have_short_lines() -> None:
     for kind, traits in KINDS:
         one = problem(**kind)
