@@ -12,40 +12,32 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 import autoattn
-from autoattn import answer, compile, dispatch, functional, gpu, measure, render, space, validate
-from autoattn.arguments import Call
-from autoattn.comparison import LOOSE, Contestant, Inputs, Options, Ours, Row, State, Timing
+from autoattn import dispatch, entrants, gpu, measure, render, space
+from autoattn.comparison import Contestant, Options, Ours, Row, State, Timing
 from autoattn.device import Device
-from autoattn.entry import KERNEL
+from autoattn.entrants import Answers
 from autoattn.errors import AutoattnError, DeviceError, StateError
-from autoattn.inputs import Scores
 from autoattn.inspecting import Inspect
 from autoattn.measure import Stopwatch
-from autoattn.operands import Operands
-from autoattn.ops import forward
 from autoattn.peers import Peer
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import Op, Problem
 from autoattn.rounds import Pulse
-from autoattn.validate import Case
 from autoattn.variant import Source, Variant
 from autoattn.workers import Pool
 
-OURS = "autoattn"  # what a call of autoattn.attention runs
-ROWS = 32  # query rows that are compared with the reference, of all heads and sequences
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
 GRAPH_CALLS = 20  # in one replay, at most
 WORTH_A_POOL = 3  # kernels; starting workers takes as long as compiling a few
 COMPILE_SECONDS = 120.0  # for one kernel
 GRAPH_US = 1000.0  # of work in one replay; fewer calls when they are longer
+BACKWARD_SPINS = 4  # autograd and the launches of several kernels keep the host up to four times as long
 
 
 def machine(peers: Iterable[Peer]) -> dict[str, str]:
@@ -92,7 +84,7 @@ def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Sourc
     found: dict[Source, None] = {}
     for problem in problems:
         told = dispatch.explain(problem, card)
-        ran = dispatch.variants(told, card)[:1]
+        ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else dispatch.variants(told, card)[:1]
         for variant in [*ran, *(_variants(told, None, card) if ours is Ours.VARIANTS else ())]:
             with suppress(AutoattnError):  # it is told where the row runs
                 found[render.render(problem, variant)] = None
@@ -124,22 +116,22 @@ def _variants(told: dispatch.Explanation, ran: Variant | None, card: Device | No
 class _Guarded:
     """A call that remembers what it raised and how long it kept the host; once it failed, it does nothing."""
 
-    def __init__(self, contestant: Contestant, call: Callable[[], Tensor] | None) -> None:
+    def __init__(self, contestant: Contestant, call: Callable[[], object] | None) -> None:
         self.contestant, self.call = contestant, call
         self.host_us: list[float] = []
         self.failed = call is None
 
-    def __call__(self) -> Tensor | None:
+    def __call__(self) -> object:
         if self.failed or self.call is None:
             return None
         begin = time.perf_counter()
         try:
-            output = self.call()
+            answer = self.call()
         except Exception as error:
             self.fail(error)
             return None
         self.host_us.append((time.perf_counter() - begin) * 1e6)
-        return output
+        return answer
 
     def recorded(self) -> None:
         """The call as a CUDA graph takes it: what goes wrong there is raised."""
@@ -154,6 +146,10 @@ class _Guarded:
     def mark(self, **facts: object) -> None:
         """Notes facts of the contestant."""
         self.contestant = replace(self.contestant, **facts)  # type: ignore[arg-type]
+
+    def note(self, words: str) -> None:
+        """Adds to what is told of the contestant."""
+        self.mark(detail="; ".join(filter(None, (self.contestant.detail, words))))
 
 
 def state_of(error: Exception) -> State:
@@ -173,83 +169,72 @@ class _Bench:
         self.peers, self.options = peers, options
         self.device = _device()
         self.card = gpu.present(self.device.index)
-        self.stopwatch = Stopwatch(self.device)
+        self.stopwatches: dict[Op, Stopwatch] = {}
 
     def row(self, problem: Problem) -> Row:
         """Checks and times all contestants of one problem."""
         torch.cuda.empty_cache()
         try:
-            case = self._case(problem)
+            answers = entrants.of(problem, self.device, self.options)
         except (torch.cuda.OutOfMemoryError, AutoattnError) as error:
             return Row(problem=problem, note=f"no inputs: {reason_of(error)}")
-        with _precision(problem):
-            entrants = [*self._ours(case), *self._peers(case)]
-            for entrant in entrants:
-                self._check(entrant, case)
-            right = [one for one in entrants if one.contestant.state is State.OK]
+        with entrants.settled(problem):
+            found = [*self._ours(answers), *self._peers(answers)]
+            for entrant in found:
+                self._check(entrant, answers)
+            right = [one for one in found if one.contestant.state is State.OK]
             try:
-                timing, pulses, note = self._time(right)
+                timing, pulses, note = self._time(right, problem.op)
             except RuntimeError as error:
                 raise _broken(f"one of {', '.join(one.contestant.name for one in right)}", problem, error) from None
         return Row(
             problem=problem,
-            contestants=tuple(one.contestant for one in entrants),
+            contestants=tuple(one.contestant for one in found),
             timing=timing,
             pulses=pulses,
             note=note,
         )
 
-    def _case(self, problem: Problem) -> Case:
-        generator = torch.Generator().manual_seed(self.options.seed)
-        scores = Scores.TRAINED if self.options.inputs is Inputs.TRAINED else Scores.PLAIN
-        return validate.make_case(problem, self.device, generator, scores=scores, rows=ROWS, guard=0)
-
-    def _ours(self, case: Case) -> Iterator[_Guarded]:
+    def _ours(self, answers: Answers) -> Iterator[_Guarded]:
         """What a call runs, and on demand the kernels that it could have run."""
         try:
-            told = answer.plan(Call(problem=case.problem, operands=case.operands), lse=False).explanation
+            told, first, call = answers.ours(self.card)
         except AutoattnError as error:
-            yield _Guarded(Contestant(name=OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
+            yield _Guarded(Contestant(name=entrants.OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
             return
-        route = told.variant.template if told.route == KERNEL and told.variant is not None else told.route
-        first = Contestant(name=OURS, ours=True, route=route, level=told.level.value)
-        if told.route == KERNEL and told.variant is not None:
-            first = replace(first, variant=told.variant)
-        yield _Guarded(first, front_door(case.problem, case.operands))
+        yield _Guarded(first, call)
         if self.options.ours is not Ours.VARIANTS:
             return
-        ran = told.variant if told.route == KERNEL else None
-        for number, variant in enumerate(_variants(told, ran, self.card), start=1):
+        for number, variant in enumerate(_variants(told, first.variant, self.card), start=1):
             facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=variant)
-            yield _Guarded(facts, _Kernel(case, variant))
+            yield _Guarded(facts, answers.by_kernel(variant))
 
-    def _peers(self, case: Case) -> Iterator[_Guarded]:
+    def _peers(self, answers: Answers) -> Iterator[_Guarded]:
         for peer in self.peers:
-            entrant = _Guarded(Contestant(name=peer.name), _Prepared(peer, case))
-            why_not = peer.why_not(case.problem)
+            entrant = _Guarded(Contestant(name=peer.name), answers.by_peer(peer))
+            why_not = peer.why_not(answers.problem)
             if why_not is not None:
                 entrant.mark(state=State.ABSENT, detail=why_not)
             yield entrant
 
-    def _check(self, entrant: _Guarded, case: Case) -> None:
-        """Runs a contestant once and compares it with the reference."""
+    def _check(self, entrant: _Guarded, answers: Answers) -> None:
+        """Runs a contestant and compares it with the reference."""
         if entrant.contestant.state is not State.OK:
             return
         begin = time.perf_counter()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            output = entrant()
+            answer = entrant()
         if entrant.failed and (why := _why(said)):
             entrant.mark(detail=f"{entrant.contestant.detail} ({why})")
         try:
-            self._settle(entrant, case.problem)
+            self._settle(entrant, answers.problem)
             entrant.mark(first_s=time.perf_counter() - begin)
-            if output is not None:
-                error = validate.errors(output, case)[0]
-                entrant.mark(max_error=error, allowed=case.allowed)
-                limit = case.allowed * (1.0 if entrant.contestant.ours else LOOSE)
-                if not error <= limit:
-                    entrant.mark(state=State.WRONG, detail=f"error {error:.3g} where {limit:.3g} is allowed")
+            if not entrant.failed:
+                judged = answers.judge(answer, entrant, ours=entrant.contestant.ours)
+                entrant.mark(max_error=judged.max_error, allowed=judged.allowed)
+                if judged.wrong:
+                    entrant.mark(state=State.WRONG, detail=judged.wrong)
         except torch.cuda.OutOfMemoryError as error:
             entrant.fail(error)
         if entrant.contestant.state is not State.OK:
@@ -263,28 +248,35 @@ class _Bench:
         except RuntimeError as error:
             raise _broken(entrant.contestant.name, problem, error) from None
 
-    def _time(self, entrants: list[_Guarded]) -> tuple[Timing, tuple[Pulse, ...], str]:
+    def _stopwatch(self, op: Op) -> Stopwatch:
+        if op not in self.stopwatches:
+            self.stopwatches[op] = Stopwatch(self.device, spins=BACKWARD_SPINS if op is Op.BACKWARD else 1)
+        return self.stopwatches[op]
+
+    def _time(self, right: list[_Guarded], op: Op) -> tuple[Timing, tuple[Pulse, ...], str]:
         """Times those that are right, all in the same way."""
-        if not entrants:
+        if not right:
             return Timing.EVENTS, (), ""
-        self.stopwatch.warm()
-        guesses = {one.contestant.name: min(self.stopwatch.samples(one, 3)) for one in entrants}
-        named = {one.contestant.name: one for one in entrants if not one.failed}
+        stopwatch = self._stopwatch(op)
+        stopwatch.warm()
+        guesses = {one.contestant.name: min(stopwatch.samples(one, 3)) for one in right}
+        named = {one.contestant.name: one for one in right if not one.failed}
         counts, note = dict.fromkeys(named, 1), ""
         calls: dict[str, measure.Call] = {**named}
-        by_graph = any(guesses[name] < SMALL_US for name in named)
+        # Autograd runs a backward pass on the stream of its forward pass, which is not the one that a graph records.
+        by_graph = op is Op.FORWARD and any(guesses[name] < SMALL_US for name in named)
         if by_graph:
             try:
                 for name, one in named.items():
                     counts[name] = max(1, min(GRAPH_CALLS, int(GRAPH_US / guesses[name])))
-                    calls[name] = self.stopwatch.graph(one.recorded, counts[name])
+                    calls[name] = stopwatch.graph(one.recorded, counts[name])
             except Exception as error:  # then all are timed without, in the same way
                 torch.cuda.synchronize(self.device)
                 calls, counts, by_graph = {**named}, dict.fromkeys(named, 1), False
                 note = f"timed without CUDA graphs: {reason_of(error)}"
-        for one in entrants:
+        for one in right:
             one.host_us.clear()
-        taken = self.stopwatch.rounds(
+        taken = stopwatch.rounds(
             calls, seconds=self.options.seconds * len(named), seed=self.options.seed, count=self.options.rounds
         )
         for name, one in named.items():
@@ -293,9 +285,9 @@ class _Bench:
             times = tuple(sample / counts[name] for sample in taken.times_us[name])
             host = statistics.median(one.host_us) if one.host_us and not by_graph else None
             one.mark(times_us=times, calls=counts[name], host_us=host)
-            if host is not None and host > measure.HIDDEN_US:
-                one.mark(
-                    detail=f"its host takes more than the {measure.HIDDEN_US:.0f} us that are hidden; its time has some"
+            if host is not None and host > stopwatch.hidden_us:
+                one.note(
+                    f"its host takes more than the {stopwatch.hidden_us:.0f} us that are hidden; its time has some"
                 )
         return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
 
@@ -315,68 +307,3 @@ def _broken(who: str, problem: Problem, error: Exception) -> StateError:
         f"the GPU must go on after each contestant, but {who} broke it on {problem} ({reason_of(error)}); bench "
         "without it, or the other rows with --only"
     )
-
-
-def front_door(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
-    """A call of `autoattn.attention`; from its plan on where other tensors than query, key and value take part."""
-    special = problem.packed or problem.mask.sparse or problem.modifiers.names or problem.dtype is DType.FLOAT8
-    if special:
-        call = Call(problem=problem, operands=operands)
-        plan = answer.plan(call, lse=False)
-        return lambda: answer.run(call, plan, lse=False)[0]
-    swapped = problem.layout is Layout.BSHD
-    tensors = (operands.query, operands.key, operands.value)
-    query, key, value = (tensor.transpose(1, 2) if swapped else tensor for tensor in tensors)
-    facts: dict[str, Any] = {
-        "mask": problem.mask,
-        "layout": problem.layout.value,
-        "precision": problem.precision.value if problem.dtype is DType.FLOAT32 else None,
-        "numerics": problem.numerics.value,
-    }
-
-    def attend() -> Tensor:
-        output = functional.attention(query, key, value, **facts)
-        assert isinstance(output, Tensor)
-        return output.transpose(1, 2) if swapped else output
-
-    return attend
-
-
-class _Prepared:
-    """A peer's call, prepared when it is first made, so that a failure there is the contestant's own."""
-
-    def __init__(self, peer: Peer, case: Case) -> None:
-        self.peer, self.case = peer, case
-        self.call: Callable[[], Tensor] | None = None
-
-    def __call__(self) -> Tensor:
-        if self.call is None:
-            self.call = self.peer.prepare(self.case.problem, self.case.operands)
-        return self.call()
-
-
-class _Kernel:
-    """One variant of ours, compiled when it is first called."""
-
-    def __init__(self, case: Case, variant: Variant) -> None:
-        self.case, self.variant = case, variant
-        self.kernel: compile.Kernel | None = None
-
-    def __call__(self) -> Tensor:
-        problem, operands = self.case.problem, self.case.operands
-        if self.kernel is None:
-            self.kernel = compile.load(render.render(problem, self.variant), operands.query.device)
-        output = forward.empty_output(problem, operands.query)
-        forward.launch(self.kernel, problem, operands, output, None)
-        return output
-
-
-@contextmanager
-def _precision(problem: Problem) -> Iterator[None]:
-    """Lets peers form float32 products as the problem allows ours to."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if problem.precision is Precision.TF32 else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -143,9 +143,11 @@ def case_of(
     )
 
 
-def full_case(problem: Problem, device: torch.device, generator: torch.Generator) -> Case:
+def full_case(
+    problem: Problem, device: torch.device, generator: torch.Generator, *, scores: Scores = Scores.PLAIN
+) -> Case:
     """The problem itself with contiguous inputs, compared at a few heads."""
-    return make_case(problem, device, generator, heads=SPOT_HEADS)
+    return make_case(problem, device, generator, scores=scores, heads=SPOT_HEADS)
 
 
 def saved_of(problem: Problem, operands: Operands, generator: torch.Generator, *, guard: int = 0) -> Saved:
@@ -170,7 +172,7 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
         worst = replace(worst, checks=count)
         first, second = run(kernel, case), run(kernel, case, as_calls_do=True)
         alike = space.load(kernel.source.variant.template).deterministic
-        reason = _malformed(first, case) or _malformed(second, case) or (_unlike(first, second) if alike else "")
+        reason = _malformed(first, case) or _malformed(second, case) or (unlike(first, second) if alike else "")
         if reason:
             return replace(worst, ok=False, max_error=math.inf, reason=f"{case.name}: {reason}")
         for found in (first,) if alike else (first, second):
@@ -286,8 +288,8 @@ def _written(found: Gradients) -> list[tuple[str, Tensor]]:
     return [*found.named(), *([("bias", found.bias)] if found.bias is not None else [])]
 
 
-def _unlike(first: Gradients, second: Gradients) -> str:
-    """Where two runs differ, in words."""
+def unlike(first: Gradients, second: Gradients) -> str:
+    """Where two runs differ, in words; nothing where they are the same to the bit."""
     pairs = zip(_written(first), _written(second), strict=True)
     differ = [name for (name, gradient), (_, again) in pairs if not torch.equal(gradient, again)]
     return f"two runs on the same inputs differ in the {differ[0]}'s gradient" if differ else ""

@@ -51,14 +51,23 @@ class Rounds:
 
 
 class Stopwatch:
-    """Times calls on one CUDA device."""
+    """Times calls on one CUDA device.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        spins: in front of each sample, each of SPIN_CYCLES; more of them hide more of the host's work.
+    """
+
+    def __init__(self, device: torch.device, *, spins: int = 1) -> None:
+        self.device, self.spins = device, spins
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         size = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
         self._warm_until = 0.0
+
+    @property
+    def hidden_us(self) -> float:
+        """Microseconds of the host's work that are hidden before each sample."""
+        return self.spins * HIDDEN_US
 
     def warm(self) -> None:
         """Keeps the GPU busy until its clocks are up, unless it was just now."""
@@ -82,7 +91,7 @@ class Stopwatch:
         for _ in range(count):
             self._flush.zero_()
             if spin:
-                torch.cuda._sleep(SPIN_CYCLES)
+                torch.cuda._sleep(self.spins * SPIN_CYCLES)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import metadata
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoattn import blocks, rivals
+from autoattn import blocks, determinism, rivals
 from autoattn.errors import UsageError
 from autoattn.mask import Alignment
 from autoattn.operands import Operands
-from autoattn.problem import DType, Problem
+from autoattn.ops.backward import Gradients
+from autoattn.problem import Bias, DType, Layout, Problem
 
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's tables, as its own create_block_mask has them
 SIXTEEN_BITS = (DType.FLOAT16, DType.BFLOAT16)
@@ -35,6 +36,7 @@ class Peer:
     load: Callable[[], object]  # gives what is called; raises where it cannot be imported
     refuses: Callable[[Problem], str | None]  # why it does not do a problem, in words
     prepare: Callable[[Problem, Operands], Call]  # the call that is timed; all that is done once is done before
+    layout: Layout | None = None  # how the tensors lie that it takes as they are; None where the problem's do
 
     def why_missing(self) -> str | None:
         """Why it cannot be called here at all; None when it can."""
@@ -67,6 +69,36 @@ def named(names: str) -> list[Peer]:
     return list(found.values())
 
 
+def backward_pass(peer: Peer, problem: Problem, operands: Operands, output_grad: Tensor) -> Callable[[], Gradients]:
+    """A peer's backward pass alone, ready to be timed: its forward pass is done, and its graph is kept.
+
+    Leaves and output gradient lie as the peer takes them, so that nothing is copied on the way.
+
+    Args:
+        problem: backward; where it is deterministic, PyTorch's switch is on in both passes.
+    """
+    three = (operands.query, operands.key, operands.value)
+    leaves = tuple(_lying(peer.layout, tensor).requires_grad_() for tensor in three)
+    pull, repeated = _lying(peer.layout, output_grad), problem.deterministic
+    with determinism.switched_on(repeated):
+        traced = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+        output = peer.prepare(problem, traced)()
+
+    def differentiate() -> Gradients:
+        query, key, value = rivals.differentiated(output, leaves, pull, repeated)
+        return Gradients(query=query, key=key, value=value)
+
+    return differentiate
+
+
+def _lying(layout: Layout | None, tensor: Tensor) -> Tensor:
+    """A [batch, heads, seq, head_dim] view of the same numbers without history, which lie as a layout says."""
+    tensor = tensor.detach()
+    if layout is None:
+        return tensor
+    return tensor.contiguous() if layout is Layout.BHSD else tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @lru_cache(maxsize=32)
 def _why_missing(peer: Peer) -> str | None:
     try:
@@ -86,6 +118,16 @@ def _pytorch() -> object:
 
 def _why_not_varlen(problem: Problem) -> str | None:
     return None if problem.packed else "it takes packed sequences alone"
+
+
+def _why_not_sdpa(problem: Problem) -> str | None:
+    if problem.modifiers.bias is Bias.LEARNED:
+        return "its backward passes refuse some biases that need a gradient"
+    return rivals.why_not_sdpa(problem)
+
+
+def _why_not_cudnn(problem: Problem) -> str | None:
+    return "its gradients do not repeat to the bit" if problem.deterministic else _why_not_sdpa(problem)
 
 
 def _rival(name: str, about: str, refuses: Callable[[Problem], str | None]) -> Peer:
@@ -276,8 +318,10 @@ def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: 
         facts["softcap"] = operands.softcap
     if operands.slopes is not None:
         facts["alibi_slopes"] = operands.slopes.contiguous()
+    if problem.deterministic:
+        facts["deterministic"] = True
     if problem.packed:
-        query, key, value = query[0], key[0], value[0]
+        query, key, value = query.squeeze(0), key.squeeze(0), value.squeeze(0)
         facts |= {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_kv}
         facts |= {"max_seqlen_q": problem.seq_q, "max_seqlen_k": problem.seq_kv}
 
@@ -299,16 +343,17 @@ def _flash_peer(
         load=load,
         refuses=partial(_why_not_flash, number == 2, number > 2),
         prepare=partial(_flash, load, unbounded),
+        layout=Layout.BSHD,
     )
 
 
 PEERS = {
     peer.name: peer
     for peer in (
-        _rival(rivals.SDPA, "F.scaled_dot_product_attention as it chooses itself", rivals.why_not_sdpa),
-        _rival("sdpa-flash", "SDPA's FlashAttention-2", rivals.why_not_sdpa),
-        _rival("sdpa-cudnn", "SDPA's cuDNN", rivals.why_not_sdpa),
-        _rival("sdpa-efficient", "SDPA's memory-efficient attention", rivals.why_not_sdpa),
+        _rival(rivals.SDPA, "F.scaled_dot_product_attention as it chooses itself", _why_not_sdpa),
+        _rival("sdpa-flash", "SDPA's FlashAttention-2", _why_not_sdpa),
+        _rival("sdpa-cudnn", "SDPA's cuDNN", _why_not_cudnn),
+        _rival("sdpa-efficient", "SDPA's memory-efficient attention", _why_not_sdpa),
         _rival(rivals.VARLEN, "torch.nn.attention.varlen", _why_not_varlen),
         Peer(
             name="flex",
@@ -317,6 +362,7 @@ PEERS = {
             load=_flex_attention,
             refuses=_why_not_flex,
             prepare=_flex,
+            layout=Layout.BHSD,
         ),
         _flash_peer(2, "flash-attn", "flash_attn.flash_attn_func", _flash_2, -1),
         _flash_peer(3, "flash-attn-3", "flash_attn_interface.flash_attn_func", _flash_3, -1),

@@ -119,7 +119,7 @@ def gradient_calls(
         try:
             with determinism.switched_on(repeated):
                 output = call()
-            backward = partial(_gradients, output, leaves, output_grad, repeated)
+            backward = partial(differentiated, output, leaves, output_grad, repeated)
             backward()
             if output_grad.is_cuda:
                 torch.cuda.synchronize(output_grad.device)
@@ -131,7 +131,10 @@ def gradient_calls(
     return found
 
 
-def _gradients(output: Tensor, leaves: tuple[Tensor, ...], output_grad: Tensor, repeated: bool) -> tuple[Tensor, ...]:
+def differentiated(
+    output: Tensor, leaves: tuple[Tensor, ...], output_grad: Tensor, repeated: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of the leaves by autograd, which keeps the graph; by deterministic algorithms if `repeated`."""
     with determinism.switched_on(repeated):
         found: tuple[Tensor, ...] = torch.autograd.grad(output, leaves, output_grad, retain_graph=True)
     return found
@@ -289,7 +292,8 @@ def _varlen(problem: Problem, operands: Operands) -> Tensor:
         raise RuntimeError("varlen_attn takes plain attention in 16 bits")
     if mask.bounded_left or (mask.bounded_right and not mask.causal):
         raise RuntimeError("varlen_attn takes no windows")
-    tokens = [tensor[0].transpose(0, 1) for tensor in (operands.query, operands.key, operands.value)]
+    # Views of which autograd copies nothing; behind tensor[0] it would fill and copy a tensor.
+    tokens = [tensor.squeeze(0).transpose(0, 1) for tensor in (operands.query, operands.key, operands.value)]
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_kv, problem.seq_q, problem.seq_kv)
     window = {"window_size": (-1, 0)} if mask.causal else {}
     try:

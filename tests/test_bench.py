@@ -4,104 +4,30 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kernels
+import planted_bench
 import pytest
 import samples
 import torch
+from planted_bench import CPU, Stopwatch, benched, named, planted, raising
 from torch import Tensor
 
-from autoattn import answer, bench, cache, dispatch, gpu, inputs, reference, resources, rivals
+from autoattn import answer, bench, cache, dispatch, entrants, gpu, inputs, reference, resources, rivals
 from autoattn.arguments import Call
-from autoattn.comparison import Contestant, Inputs, Options, Ours, Row, State, Timing
+from autoattn.comparison import Inputs, Ours, State, Timing
 from autoattn.entry import KERNEL
 from autoattn.errors import StateError
-from autoattn.measure import Rounds
 from autoattn.operands import Operands
-from autoattn.peers import Peer
 from autoattn.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
-from autoattn.rounds import Pulse
-
-CPU = torch.device("cpu")
-
-
-class Stopwatch:
-    """Runs what it is to time, and makes up the times."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.guess = 1000.0
-        self.breaks = False
-
-    def warm(self) -> None:
-        pass
-
-    def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        for _ in range(count):
-            call()
-        return [self.guess] * count
-
-    def graph(self, call: Callable[[], object], count: int) -> Callable[[], object]:
-        if self.breaks:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        call()
-        return lambda: None
-
-    def rounds(
-        self, calls: Mapping[str, Callable[[], object]], *, seconds: float, seed: int, count: int | None = None
-    ) -> Rounds:
-        self.seconds = seconds
-        for call in calls.values():
-            call()
-        times = {name: [100.0 * place] * (count or 3) for place, name in enumerate(calls, start=1)}
-        return Rounds(times_us=times, pulses=[Pulse(clock_mhz=1700, slowed=False)] * 3)
 
 
 @pytest.fixture
 def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
-    """A bench on the CPU."""
-    found = Stopwatch(CPU)
-    monkeypatch.setattr(bench, "Stopwatch", lambda device: found)
-    monkeypatch.setattr(bench, "_device", lambda: CPU)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(bench, "compile_ahead", lambda kernels, arch: None)
-    return found
-
-
-def planted(name: str, call: Callable[[Problem, Operands], Tensor], **changes: Any) -> Peer:
-    """A peer that computes as it is told."""
-    facts: dict[str, Any] = {
-        "name": name,
-        "about": name,
-        "package": name,
-        "load": lambda: None,
-        "refuses": lambda problem: None,
-        "prepare": lambda problem, operands: lambda: call(problem, operands),
-    }
-    return Peer(**facts | changes)
-
-
-def raising(error: Exception, after: int = 0) -> Callable[[Problem, Operands], Tensor]:
-    """Right `after` times, then raises."""
-    left = [after]
-
-    def call(problem: Problem, operands: Operands) -> Tensor:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error
-        return rivals.sdpa(problem, operands)
-
-    return call
-
-
-def benched(*others: Peer, problem: Problem | None = None, **options: Any) -> Row:
-    return next(bench.rows([problem or kernels.problem()], list(others), Options(**options)))
-
-
-def named(row: Row, name: str) -> Contestant:
-    return next(one for one in row.contestants if one.name == name)
+    return planted_bench.install(monkeypatch)
 
 
 # --- what becomes of a contestant -------------------------------------------------------------------------------------
@@ -148,7 +74,7 @@ def test_ours_is_a_call_of_the_front_door_for_the_problem_itself(
     monkeypatch.setattr(answer, "plan", plan)
     one = kernels.problem(**changes)
     operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
-    output = bench.front_door(one, operands)()
+    output = entrants.front_door(one, operands)()
     expected, _ = reference.attention(one, operands)
     torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
     assert set(asked) == {one}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import samples
 
-from autoattn import bench, peers
+from autoattn import bench, cache, gpu, peers, space
 from autoattn.cli.app import run
 from autoattn.comparison import Inputs, Options, Row, State, Timing
 from autoattn.mask import Mask
 from autoattn.measure import Stopwatch
-from autoattn.problem import DType, Problem
+from autoattn.problem import DType, Op, Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +72,48 @@ def test_a_graph_of_several_calls_takes_as_long_as_the_calls() -> None:
     alone = min(stopwatch.samples(call, 10))
     together = min(stopwatch.samples(stopwatch.graph(call, 5), 10)) / 5
     assert 0.6 < together / alone < 1.2
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Problem:
+    """Gradients whose kernel is the template's default, as if it had been measured."""
+    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
+    card, one = gpu.present(), problem(2048, op=Op.BACKWARD)
+    assert card is not None
+    variant = space.load("triton/backward").default(one, card)
+    facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
+    cache.merge(tmp_path, card, Op.BACKWARD, [samples.current(samples.measured(one, **facts))])
+    return one
+
+
+@pytest.mark.parametrize("inputs", list(Inputs))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_passes_are_right_and_timed_by_events(tuned: Problem, deterministic: bool, inputs: Inputs) -> None:
+    row = benched(replace(tuned, deterministic=deterministic), f"{NAMES},fa2,fa4", inputs=inputs)
+    states = {one.name: (one.state, one.detail) for one in row.contestants}
+    assert states["autoattn"][0] is State.OK, states
+    assert states["flex"][0] is State.OK, states
+    assert states["sdpa-flash"][0] is State.OK, states
+    assert states["sdpa-cudnn"][0] is (State.ABSENT if deterministic else State.OK), states
+    assert State.WRONG not in {state for state, _ in states.values()}, states
+    assert row.contestants[0].route == "triton/backward"
+    assert row.timing is Timing.EVENTS
+    assert all(one.host_us for one in row.contestants if one.timed)
+
+
+def test_more_spins_hide_more_of_the_host() -> None:
+    import torch
+
+    tensor = torch.zeros(1, device="cuda")
+
+    def slow() -> None:
+        tensor.add_(1.0)
+        time.sleep(500e-6)
+        tensor.add_(1.0)
+
+    hidden, seen = (min(Stopwatch(torch.device("cuda"), spins=spins).samples(slow, 10)) for spins in (4, 1))
+    assert hidden < 50.0
+    assert seen > 200.0
 
 
 def test_the_command_writes_what_ran(tmp_path: Path) -> None:

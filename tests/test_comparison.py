@@ -274,6 +274,23 @@ def test_the_command_prints_each_row_and_writes_three_files(
     ) in (out / "bench.md").read_text()
 
 
+def test_gradients_are_benched_like_outputs(
+    pretended: list[Problem], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "backward.yaml"
+    path.write_text(SHAPES.replace("batch: 1", "batch: 1, operation: [forward, backward]"))
+    assert run(["bench", str(path), "--only", "backward", "--peers", "sdpa-cudnn", "--out", str(tmp_path)]) == 0
+    assert [str(one) for one in pretended] == [
+        "backward fp16 B1 H2 8x8 D16 full",
+        "backward fp16 B1 H2 8x8 D16 causal",
+        "backward fp16 B1 H2 24x24 D16 full",
+    ]
+    assert "Backward rows time the backward pass alone" in (tmp_path / "bench.md").read_text()
+    lines = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    rates = {line["problem"]: float(line["tflops"]) for line in lines if line["contestant"] == "autoattn"}
+    assert rates["backward fp16 B1 H2 8x8 D16 full"] == pytest.approx(2 * 5 * 2 * 8 * 8 * 16 / 100.0 / 1e6)
+
+
 def test_ctrl_c_keeps_what_was_done(
     pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

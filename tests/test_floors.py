@@ -99,6 +99,7 @@ FLOORS = (
         "verify",
         "bundle",
         "bench",
+        "entrants",
         "ablate",
         "ablation",
         "comparison",

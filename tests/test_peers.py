@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import inputs, peers, reference
+from autoattn import gradients, inputs, peers, reference, rivals
 from autoattn.errors import UsageError
 from autoattn.operands import Operands
 from autoattn.peers import PEERS
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 
 CPU = torch.device("cpu")
 LENGTHS = ((33, 50), (50, 33), (130, 300), (300, 130), (256, 256), (1, 200))
@@ -235,6 +236,75 @@ def test_flash_attention_is_asked_for_what_we_mean(
     sides = tuple(unbounded if side is None else side for side in (one.mask.left, one.mask.right))
     assert set(asked) == {sides}
     peers._why_missing.cache_clear()
+
+
+class _Differentiated(torch.autograd.Function):
+    """Stands in for FlashAttention's own function of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Any) -> Tensor:
+        leaves = [one.detach().requires_grad_() for one in (query, key, value)]
+        with torch.enable_grad():
+            ctx.output = attend(*leaves)
+        ctx.leaves = leaves
+        return ctx.output.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
+        assert pulls[0].is_contiguous()
+        return (*torch.autograd.grad(ctx.output, ctx.leaves, pulls, retain_graph=True), None)
+
+
+def steps_of(output: Tensor) -> set[str]:
+    """The names of all that autograd runs behind an output."""
+    found, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            found.add(node.name())
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa4"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": "causal", "layout": Layout.BSHD, "deterministic": True},
+        {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
+    ],
+)
+def test_autograd_copies_nothing_around_flash_attentions_backward_pass(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    whole = pretended([], pair=False)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, **facts: Any) -> Tensor:
+        asked.append(facts.pop("deterministic", False))
+        packed = "cu_seqlens_q" in facts
+        attend = whole.flash_attn_varlen_func if packed else whole.flash_attn_func
+        made: Tensor = _Differentiated.apply(query, key, value, partial(attend, **facts))
+        return made
+
+    module = ModuleType("differentiated")
+    module.flash_attn_func = module.flash_attn_varlen_func = dense  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    outputs: list[Tensor] = []
+    differentiated = rivals.differentiated
+    monkeypatch.setattr(
+        rivals, "differentiated", lambda output, *facts: (outputs.append(output), differentiated(output, *facts))[1]
+    )
+    one = kernels.problem(op=Op.BACKWARD, **changes)
+    case = gradients.full_case(one, CPU, torch.Generator().manual_seed(0))
+    found = peers.backward_pass(PEERS[name], one, case.operands, case.saved.output_grad)()
+    for gradient, (error, _) in gradients.errors_by_name(found, case).items():
+        assert error <= 4.0 * case.allowed[gradient]
+    assert asked == [one.deterministic]
+    views = {"TransposeBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
+    assert steps_of(outputs[0]) <= views | {"_DifferentiatedBackward", "torch::autograd::AccumulateGrad"}
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa-flash"])

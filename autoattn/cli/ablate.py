@@ -11,6 +11,7 @@ import typer
 
 from autoattn.cli import options, rows
 from autoattn.cli.bench import picked
+from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +45,9 @@ def command(
     options.at_least("--rounds", 1, rounds)
     options.seed(seed)
     problems = picked(shapes, group, only)
+    for problem in problems:
+        if problem.op.value != "forward":
+            raise UsageError(f"ablate times outputs alone, got {problem}; leave it out: bench times gradients")
     from autoattn import ablate, ablation, gpu
 
     card, measured = gpu.resolve(device)

@@ -54,8 +54,9 @@ def command(
     """Time our kernels beside other people's on the GPU in this machine: in one process, on the same inputs, in
     interleaved rounds.
 
-    Every answer is checked first. Writes DIR/bench.md, DIR/bench.csv and DIR/bench.svg anew after each problem, so that
-    Ctrl-C keeps what was done. What is missing, fails or is wrong is named, and the others go on.
+    Of problems whose operation is backward, the backward passes alone are timed. Every answer is checked first. Writes
+    DIR/bench.md, DIR/bench.csv and DIR/bench.svg anew after each problem, so that Ctrl-C keeps what was done. What is
+    missing, fails or is wrong is named, and the others go on.
     """
     options.at_least("--seconds", 0.0, seconds)
     options.at_least("--rounds", 1, rounds)
@@ -82,7 +83,7 @@ def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> lis
     """The problems of a file that --group and --only leave.
 
     Raises:
-        UsageError: they leave none, or one whose operation is another than forward.
+        UsageError: they leave none.
     """
     problems = [one.problem for one in options.problems_of(shapes, group, None)]
     picked = [one for one in problems if not only or any(text in str(one) for text in only)]
@@ -91,11 +92,6 @@ def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> lis
             f"--only must be part of a problem's printed name, got {', '.join(map(repr, only or ()))}; {shapes} has "
             f"{problems[0]} and {len(problems) - 1} more"
         )
-    for problem in picked:
-        if problem.op.value != "forward":
-            raise UsageError(
-                f"bench and ablate time outputs alone, got {problem}; leave it out: tune times gradients beside SDPA's"
-            )
     return picked
 
 

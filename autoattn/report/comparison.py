@@ -12,6 +12,7 @@ from pathlib import Path
 
 from autoattn import report
 from autoattn.comparison import Contestant, Row, Run, State, Timing
+from autoattn.problem import Op
 from autoattn.report import chart, figures, files
 
 COLUMNS = (
@@ -130,6 +131,7 @@ def markdown_text(run: Run) -> str:
         told=told(run),
         shown=[name for name in run.peers if name not in run.missing],
         graph=Timing.GRAPH,
+        backward=Op.BACKWARD,
         fenced=report.fenced,
     )
 

@@ -1,0 +1,331 @@
+"""Side by side with gradients: whose backward passes run, on what, and how they are judged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import gradient_kernels
+import planted_bench
+import pytest
+import samples
+import torch
+from planted_bench import CPU, Stopwatch, benched, named, planted, raising
+from torch import Tensor
+from torch._functorch import config as functorch
+
+from autoattn import (
+    bench,
+    cache,
+    compile,
+    entrants,
+    gpu,
+    gradients,
+    learning,
+    peers,
+    reference,
+    resources,
+    rivals,
+    space,
+)
+from autoattn.comparison import Inputs, Options, Ours, Row, State, Timing
+from autoattn.entry import KERNEL, CacheEntry
+from autoattn.operands import Operands
+from autoattn.ops.backward import Gradients
+from autoattn.problem import Bias, Layout, Modifiers, Op, Problem
+from autoattn.variant import Source
+
+PROBLEM = gradient_kernels.problem(mask="causal")
+REPEATED = replace(PROBLEM, deterministic=True)
+
+
+@pytest.fixture
+def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
+    return planted_bench.install(monkeypatch)
+
+
+def remembered(**changes: Any) -> CacheEntry:
+    """The cache as it is when the problem was tuned on an H200."""
+    variant = space.load(gradient_kernels.TEMPLATE).default(PROBLEM, samples.H200)
+    facts = {"template": variant.template, "params": variant.as_dict(), "choice": KERNEL, "candidates": ()}
+    entry = samples.current(samples.measured(PROBLEM, **facts | changes))
+    cache.merge(resources.user_cache(), samples.H200, Op.BACKWARD, [entry])
+    return entry
+
+
+class Differentiator:
+    """Stands in for the launches of a backward kernel, by PyTorch."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.problems: list[Problem] = []
+        self.off = 0.0  # what it adds to the keys' gradients
+
+    def load(self, source: Source, device: torch.device) -> Any:
+        self.sources.append(source)
+        return source
+
+    def differentiate(
+        self, kernel: Any, problem: Problem, operands: Operands, output: Tensor, lse: Tensor,
+        output_grad: Tensor, lse_grad: Tensor | None,
+    ) -> Gradients:  # fmt: skip
+        self.problems.append(problem)
+        exact, sums = reference.attention(problem, operands)
+        torch.testing.assert_close(lse, sums.float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(output.double(), exact, rtol=5e-3, atol=5e-3)
+        found = peers.backward_pass(planted("ours", rivals.sdpa), problem, operands, output_grad)()
+        return replace(found, key=found.key + self.off)
+
+
+@pytest.fixture
+def kernel(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> Differentiator:
+    """A card on which a backward kernel runs."""
+    found = Differentiator()
+    monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
+    monkeypatch.setattr(compile, "load", found.load)
+    monkeypatch.setattr(learning, "differentiate", found.differentiate)
+    return found
+
+
+def states(row: Row) -> dict[str, State]:
+    return {one.name: one.state for one in row.contestants}
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernel_of_the_cache_runs_as_a_training_call_runs_it(kernel: Differentiator) -> None:
+    entry = remembered()
+    row = benched(planted("right", rivals.sdpa), problem=PROBLEM)
+    ours = row.contestants[0]
+    assert (ours.name, ours.state, ours.route, ours.level) == ("autoattn", State.OK, "triton/backward", "exact")
+    assert ours.variant == entry.variant
+    assert "left to PyTorch" not in ours.detail
+    assert [source.digest for source in kernel.sources] == [entry.source_digest]
+    assert set(kernel.problems) == {PROBLEM}
+    assert row.ratio == 2.0
+    assert row.tflops(ours) * 1e6 == PROBLEM.flops() / 100.0
+    assert PROBLEM.flops() == 5 * replace(PROBLEM, op=Op.FORWARD).flops() // 2
+
+
+def test_a_kernel_that_lost_to_a_rival_runs_too_and_its_row_says_so(kernel: Differentiator) -> None:
+    entry = remembered(choice="sdpa-cudnn")
+    ours = benched(problem=PROBLEM).contestants[0]
+    assert (ours.state, ours.variant) == (State.OK, entry.variant)
+    assert "left to PyTorch: sdpa-cudnn was the fastest for the gradients" in ours.detail
+
+
+def test_a_kernel_with_a_wrong_gradient_is_named_with_it(kernel: Differentiator) -> None:
+    remembered()
+    kernel.off = 0.1
+    row = benched(planted("right", rivals.sdpa), problem=PROBLEM)
+    assert states(row) == {"autoattn": State.WRONG, "right": State.OK}
+    assert row.contestants[0].detail.startswith("the key's gradient has error 0.1")
+    assert row.ours is None
+
+
+def test_the_seeds_of_backward_templates_are_the_other_variants(kernel: Differentiator) -> None:
+    entry = remembered()
+    row = benched(problem=PROBLEM, ours=Ours.VARIANTS)
+    others = [one for one in row.contestants if one.name.startswith("variant ")]
+    assert others
+    assert {one.route.split("/")[1] for one in others} == {"backward"}
+    assert entry.variant not in {one.variant for one in others}
+
+
+def test_the_kernel_of_the_cache_is_compiled_ahead() -> None:
+    entry = remembered(choice="sdpa-cudnn")
+    (source,) = bench.sources([PROBLEM, replace(PROBLEM, head_dim=64)], samples.H200, Ours.DISPATCH)
+    assert source.variant == entry.variant
+
+
+@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "causal", "deterministic": True},
+        {"mask": "window:20,3", "layout": Layout.BSHD},
+        {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
+        {"modifiers": Modifiers(sinks=True), "batch": 1, "heads_kv": 1},
+        {"modifiers": Modifiers(bias=Bias.LEARNED), "batch": 1, "heads_kv": 1},
+    ],
+)
+def test_where_nothing_was_tuned_ours_is_what_autograd_runs_behind_a_call(changes: dict[str, Any]) -> None:
+    one = gradient_kernels.problem(**changes)
+    ours = benched(problem=one).contestants[0]
+    assert ours.state is State.OK, ours.detail
+    assert (ours.route, ours.variant) == ("eager" if one.packed or one.modifiers.names else "sdpa", None)
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_only_the_backward_pass_of_a_peer_is_timed() -> None:
+    forward: list[None] = []
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        forward.append(None)
+        return rivals.sdpa(problem, operands)
+
+    row = benched(planted("counted", call), problem=PROBLEM)
+    assert named(row, "counted").timed
+    assert len(forward) == 1
+
+
+WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
+    (lambda problem, operands: 1.5 * rivals.sdpa(problem, operands), State.WRONG, "gradient has error"),
+    (lambda problem, operands: torch.nan * rivals.sdpa(problem, operands), State.WRONG, "gradient has error inf"),
+    (lambda problem, operands: rivals.sdpa(problem, operands).detach(), State.FAILED, "does not require grad"),
+    (raising(torch.cuda.OutOfMemoryError("CUDA out of memory.")), State.MEMORY, "out of memory"),
+]
+
+
+@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.parametrize(("call", "state", "words"), WRONG)
+def test_what_goes_wrong_with_a_peers_gradients_is_a_value_and_the_others_go_on(
+    call: Callable[[Problem, Operands], Tensor], state: State, words: str
+) -> None:
+    row = benched(planted("bad", call), planted("right", rivals.sdpa), problem=PROBLEM)
+    assert states(row) == {"autoattn": State.OK, "bad": state, "right": State.OK}
+    assert words in named(row, "bad").detail
+    assert row.best_peer is named(row, "right")
+
+
+class _Tilted(torch.autograd.Function):
+    """What it is given; each backward pass adds a little more to the gradients than the one before."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, share: float) -> Tensor:
+        ctx.share, ctx.passes = share, 0
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor, None]:
+        ctx.passes += 1
+        return pulls[0] * (1.0 + ctx.share * ctx.passes), None
+
+
+def tilted(share: float) -> Callable[[Problem, Operands], Tensor]:
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        found: Tensor = _Tilted.apply(rivals.sdpa(problem, operands), share)
+        return found
+
+    return call
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_peer_may_err_a_little_more_than_ours() -> None:
+    row = benched(planted("rough", tilted(0.005)), planted("wrong", tilted(0.02)), problem=PROBLEM)
+    assert states(row) == {"autoattn": State.OK, "rough": State.OK, "wrong": State.WRONG}
+    allowed = named(row, "autoattn").allowed or 0.0
+    assert allowed == named(row, "rough").allowed
+    assert (named(row, "autoattn").max_error or 0.0) < allowed < (named(row, "rough").max_error or 0.0)
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_deterministic_gradients_must_be_the_same_twice() -> None:
+    others = [planted("tilted", tilted(0.001)), planted("right", rivals.sdpa)]
+    assert set(states(benched(*others, problem=PROBLEM)).values()) == {State.OK}
+    row = benched(*others, problem=REPEATED)
+    assert states(row) == {"autoattn": State.OK, "tilted": State.WRONG, "right": State.OK}
+    assert "two runs on the same inputs differ in the" in named(row, "tilted").detail
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_peers_run_deterministically_where_that_is_asked_and_only_there() -> None:
+    seen: list[bool] = []
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return rivals.sdpa(problem, operands)
+
+    for one in (PROBLEM, REPEATED):
+        benched(planted("looker", call), problem=one)
+    assert seen == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    row = benched(peers.PEERS["sdpa-cudnn"], problem=REPEATED)
+    assert (named(row, "sdpa-cudnn").state, named(row, "sdpa-cudnn").detail) == (
+        State.ABSENT, "its gradients do not repeat to the bit",
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_trained_inputs_reach_every_contestant() -> None:
+    seen: list[float] = []
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        scores = operands.query.float() @ operands.key.float().repeat_interleave(problem.group_size, 1).mT
+        seen.append(float(scores[..., :4].mean() * operands.scale))
+        return rivals.sdpa(problem, operands)
+
+    one = gradient_kernels.problem(head_dim=64, seq_q=64)
+    assert benched(planted("looker", call), problem=one, inputs=Inputs.TRAINED).ours is not None
+    assert 10.0 < seen[0] < 14.0
+
+
+# --- how they are timed -----------------------------------------------------------------------------------------------
+
+
+def test_a_backward_pass_is_timed_by_events_behind_a_longer_spin(stopwatch: Stopwatch) -> None:
+    stopwatch.guess = 10.0
+    row = benched(planted("right", rivals.sdpa), problem=PROBLEM)
+    assert row.timing is Timing.EVENTS
+    assert stopwatch.hidden_us == 880.0
+    assert all(one.host_us for one in row.contestants)
+
+
+@pytest.mark.usefixtures("stopwatch")
+def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, output: Tensor) -> Tensor:
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *pulls: Tensor) -> Tensor:
+            time.sleep(0.002)
+            return pulls[0]
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        found: Tensor = Slow.apply(rivals.sdpa(problem, operands))
+        return found
+
+    slow = named(benched(planted("slow", call), problem=PROBLEM), "slow")
+    assert slow.state is State.OK
+    assert "more than the 880 us that are hidden" in slow.detail
+
+
+def test_a_compiled_backward_pass_runs_again_and_in_the_thread_that_asks() -> None:
+    """FlexAttention's is compiled, and what was saved for it must outlive it."""
+
+    def body(tensor: Tensor) -> Tensor:
+        return (tensor.exp() * tensor).softmax(-1).sin().exp()
+
+    before = torch.get_float32_matmul_precision()
+    tensor = torch.randn(4, 4, requires_grad=True)
+    with entrants.settled(PROBLEM):
+        output = torch.compile(body, backend="aot_eager", dynamic=False)(tensor)
+        first, second = (
+            rivals.differentiated(output, (tensor,), torch.ones_like(output), repeated=False) for _ in range(2)
+        )
+        assert not functorch.donated_buffer
+        assert not torch._C._is_multithreading_enabled()
+    assert torch.equal(first[0], second[0])
+    assert torch._C._is_multithreading_enabled()
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_row_without_room_for_its_inputs_says_so(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_case(*facts: object, **more: object) -> gradients.Case:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(gradients, "full_case", full_case)
+    assert benched(problem=PROBLEM).note == "no inputs: OutOfMemoryError: CUDA out of memory."
+
+
+def test_each_operation_has_its_own_answers() -> None:
+    made = [entrants.of(one, CPU, Options()) for one in (PROBLEM, replace(PROBLEM, op=Op.FORWARD))]
+    assert [type(one) for one in made] == [entrants.BackwardPasses, entrants.Outputs]
