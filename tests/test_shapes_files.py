@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,20 @@ import yaml
 from autoattn import resources, shapes
 from autoattn.errors import ShapesError
 from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Precision, Problem
+from autoattn.problem import DType, Layout, Op, Precision, Problem
 
 CHECKOUT = Path(__file__).parent.parent
 SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
 OTHERS = (
     "float32",
+    "h200_backward",
     "h200_dense",
     "h200_dense_online",
     "head_dims",
     "hopper",
     "modifiers",
     "packed",
+    "repeated",
     "sparse",
     "speed",
     "variants",
@@ -132,6 +135,31 @@ def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on(
     assert facts == {(*sizes, mask) for sizes in training + seed_003 for mask in ("full", "causal:bottom-right")}
     assert len(found) == 26
     assert {p.dtype for p in found} == {DType.BFLOAT16}
+
+
+def test_the_backward_problems_of_the_h200_are_its_18_with_float32_and_deterministic_ones() -> None:
+    path = CHECKOUT / "benchmarks/shapes/h200_backward.yaml"
+    found = {group: [named.problem for named in shapes.load(path) if group in named.groups]
+             for group in ("training", "float32", "deterministic")}  # fmt: skip
+    facts = {(p.batch, p.heads_q, p.seq_q, p.head_dim, str(p.mask)) for p in found["training"]}
+    assert facts == {
+        (batch, heads, seq, head_dim, mask)
+        for heads, head_dim in ((16, 128), (32, 64), (8, 256))
+        for batch, seq in ((16, 1024), (4, 4096), (1, 16384))
+        for mask in ("full", "causal:bottom-right")
+    }
+    assert {(p.op, p.dtype, p.deterministic) for p in found["training"]} == {(Op.BACKWARD, DType.BFLOAT16, False)}
+    facts = {(p.dtype, p.precision, p.batch, p.heads_q, p.mask.causal, p.op) for p in found["float32"]}
+    assert facts == {(DType.FLOAT32, Precision.TF32, 1, 16, True, Op.BACKWARD)}
+    assert sorted((p.seq_q, p.head_dim) for p in found["float32"]) == [
+        (4096, 64),
+        (4096, 128),
+        (16384, 64),
+        (16384, 128),
+    ]
+    assert [len(problems) for problems in found.values()] == [18, 4, 4]
+    assert {replace(p, deterministic=False) for p in found["deterministic"]} < set(found["training"])
+    assert all(p.deterministic for p in found["deterministic"])
 
 
 # Table -> rows, and one cell that was looked up by hand: (row, column, value).
