@@ -152,9 +152,11 @@ def make_current(device: torch.device) -> None:
     """
     import torch
 
-    if device.index not in _current.__dict__.setdefault("known", set()):
-        torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest that make a context current
-        _current.known.add(device.index)
+    known = _current.__dict__.setdefault("known", set())
+    # The question is itself a call that makes a context current, and the only one that no capture forbids.
+    if device.index not in known and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest
+        known.add(device.index)
 
 
 _current = threading.local()  # known: indices of devices

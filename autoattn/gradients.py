@@ -348,10 +348,11 @@ def _allowed(
         if problem.dtype is DType.FLOAT32:
             absolute += validate.FLOAT32_ULPS[problem.precision] * eps * float(exact.abs().max())
         if scores in validate.RISES:  # a weight errs by its score's ulps, here and in PyTorch in another order
-            ulp = (
-                TF32_ULP if problem.precision is Precision.TF32 else eps
-            )  # scores of cut operands, an LSE of whole ones
-            absolute += validate.RISES[scores] * ulp * (terms[name] / weight_grad + float(exact.abs().max()))
+            # tf32's scores come of cut operands, the LSE of whole ones.
+            ulp = TF32_ULP if problem.precision is Precision.TF32 else eps
+            # What a weight is off by counts as often as its gradient is large: sqrt(head_dim_v) of normal numbers.
+            counts = terms[name] / weight_grad * problem.head_dim_v**0.5
+            absolute += validate.RISES[scores] * ulp * (counts + float(exact.abs().max()))
         honest = float((low - exact).abs().max())
         found[name] = max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))
     return found

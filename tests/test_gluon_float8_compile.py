@@ -54,6 +54,7 @@ def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], 
 
 def test_values_are_turned_into_room_of_their_own_before_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
+    monkeypatch.setattr(compile, "make_current", lambda _: None)
     calls: list[Any] = []
     rendered = source(problem(head_dim=80, mask="causal"))
     module = load_module(rendered)

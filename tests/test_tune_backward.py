@@ -121,6 +121,8 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
 def test_a_tile_is_told_for_each_kernel() -> None:
     variant = gradient_kernels.variant(QUERIES_BLOCK_M=128, QUERIES_BLOCK_N=64, keys_num_warps=4)
     assert figures.tile_of(variant) == "queries 128x64 1w 1s, keys 16x16 4w 1s"
+    one_walk = Variant.of("gluon/backward", {"BLOCK_M": 64, "num_stages": 2, "summing": "tma"})
+    assert figures.tile_of(one_walk) == "64 queries a step 2s"
 
 
 def test_what_times_outputs_alone_refuses_gradients(tmp_path: Path) -> None:

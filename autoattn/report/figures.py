@@ -169,12 +169,14 @@ def tile(entry: CacheEntry) -> str:
 def tile_of(variant: Variant) -> str:
     """The same of a variant."""
     params = variant.as_dict()
-    if not {"BLOCK_M", "BLOCK_N"} <= params.keys():
+    if "BLOCK_M" not in params:
         parts = [_part(params, name, block) for name, block in (("queries", "M"), ("keys", "N"))]
         return ", ".join(part for part in parts if part) or str(variant)
     more = "".join(
         f" {params[name]}{unit}" for name, unit in (("num_warps", "w"), ("num_stages", "s")) if name in params
     )
+    if "BLOCK_N" not in params:  # a program's keys follow from the problem
+        return f"{params['BLOCK_M']} queries a step{more}"
     return f"{params['BLOCK_M']}x{params['BLOCK_N']}{more}"
 
 
