@@ -80,6 +80,7 @@ def test_the_winners_are_those_that_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist may set one
     (example,) = re.findall(r"```console\n\$ autoattn (show .*?)```", PAGE, flags=re.DOTALL)
     command, *said = example.splitlines()
     assert app.run(command.split()) == 0
