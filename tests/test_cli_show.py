@@ -115,6 +115,17 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
 # Render
 
 
+def test_gradients_of_the_command_line_are_a_problem_of_their_own(autoattn: Run) -> None:
+    code, out, _ = autoattn("render", "--device", "h200", *ONE, "--operation", "backward", "--deterministic")
+    assert code == 0
+    assert "def backward_queries" in out
+    answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--operation", "backward", "--json")[1])
+    assert answer["problem"]["op"] == "backward"
+    code, _, error = autoattn("explain", "--device", "h200", *ONE, "--deterministic")
+    assert code == 2
+    assert "deterministic is a choice for the operation backward alone" in error
+
+
 def test_numerics_of_the_command_line_are_the_problems(autoattn: Run) -> None:
     code, out, _ = autoattn("explain", "--device", "h200", *ONE, "--numerics", "online")
     assert code == 0

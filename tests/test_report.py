@@ -17,7 +17,7 @@ from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
 from autoattn.mask import Mask
 from autoattn.problem import Layout, Numerics, Op
-from autoattn.report import contents, figures, files
+from autoattn.report import commands, contents, figures, files
 from autoattn.trial import Evidence
 
 HOSTILE = "<script>alert('1')</script> | `code` [link](http://evil) \x1b[31m *star*\n# head"
@@ -294,6 +294,12 @@ def test_the_commands_name_every_part_of_the_problem() -> None:
         "autoattn render --device h200 --dtype bfloat16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1024 --seq-kv 4096 "
         "--head-dim 128 --mask causal:bottom-right --layout bhsd --out kernel.py"
     )
+
+
+def test_the_commands_of_gradients_name_the_operation() -> None:
+    strict = samples.problem(op=Op.BACKWARD, deterministic=True)
+    assert commands.arguments(strict).endswith("--layout bhsd --operation backward --deterministic")
+    assert "operation" not in commands.arguments(samples.problem())
 
 
 def test_the_commands_and_names_of_online_numerics_say_so() -> None:

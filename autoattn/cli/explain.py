@@ -46,13 +46,15 @@ def command(
     tokens: options.Tokens = None,
     precision: options.Precision = None,
     numerics: options.Numerics = None,
+    operation: options.Operation = None,
+    deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
 ) -> None:
     """Say which kernel a call would run on, how near to a tuned problem that is, and why nothing nearer was taken."""
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        modifiers=modifier,
+        operation=operation, deterministic=deterministic, modifiers=modifier,
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)
     from autoattn import dispatch, gpu

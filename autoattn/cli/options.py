@@ -93,6 +93,23 @@ Numerics = Annotated[
         rich_help_panel=ONE,
     ),
 ]
+Operation = Annotated[
+    str | None,
+    typer.Option(
+        "--operation",
+        metavar="KIND",
+        help="forward, or backward for the gradients of such a call; forward if left out.",
+        rich_help_panel=ONE,
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Gradients that repeat to the bit, with --operation backward.",
+        rich_help_panel=ONE,
+    ),
+]
 Modifiers = Annotated[
     list[str] | None,
     typer.Option(
@@ -119,6 +136,8 @@ def problem_of(
     tokens: str | None,
     precision: str | None,
     numerics: str | None,
+    operation: str | None,
+    deterministic: bool,
     modifiers: list[str] | None,
 ) -> Problem | None:
     """The problem that the options describe; None when they describe none.
@@ -129,7 +148,10 @@ def problem_of(
     """
     needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
     missing = [name for name, value in needed.items() if value is None]
-    others = (batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, modifiers or None)
+    others = (
+        *(batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, operation),
+        *(deterministic or None, modifiers or None),
+    )
     if len(missing) == len(needed) and all(value is None for value in others):
         return None
     if missing:
@@ -148,6 +170,8 @@ def problem_of(
         "mask": mask if mask is not None else "full",
         "layout": layout if layout is not None else "bhsd",
         **({"numerics": numerics} if numerics is not None else {}),
+        **({"operation": operation} if operation is not None else {}),
+        **({"deterministic": True} if deterministic else {}),
         **({"head_dim_v": head_dim_v} if head_dim_v is not None else {}),
         **({"tokens": int(tokens) if tokens.isdecimal() else tokens} if tokens is not None else {}),
     }

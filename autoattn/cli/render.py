@@ -52,6 +52,8 @@ def command(
     tokens: options.Tokens = None,
     precision: options.Precision = None,
     numerics: options.Numerics = None,
+    operation: options.Operation = None,
+    deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
 ) -> None:
     """Write the kernel of one problem as a Python file that needs only Triton.
@@ -61,7 +63,7 @@ def command(
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        modifiers=modifier,
+        operation=operation, deterministic=deterministic, modifiers=modifier,
     )  # fmt: skip
     if problem is None:
         raise UsageError("render needs a problem: --dtype, --heads, --seq-q and --head-dim, got none of them; add them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from autoattn.entry import CacheEntry
-from autoattn.problem import Bias, DType, Modifiers, Numerics, Problem
+from autoattn.problem import Bias, DType, Modifiers, Numerics, Op, Problem
 
 
 def reproduce(entry: CacheEntry, device: str) -> str:
@@ -40,6 +40,10 @@ def arguments(problem: Problem) -> str:
         words.append(f"--precision {problem.precision.value}")
     if problem.numerics is not Numerics.ANY:
         words.append(f"--numerics {problem.numerics.value}")
+    if problem.op is not Op.FORWARD:
+        words.append(f"--operation {problem.op.value}")
+    if problem.deterministic:
+        words.append("--deterministic")
     words += [f"--modifier {shlex.quote(modifier)}" for modifier in _modifiers(problem.modifiers)]
     return " ".join(words)
 
