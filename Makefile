@@ -34,7 +34,7 @@ test: $(READY) ## Run every test that needs no GPU
 	$(PYTEST) -m "not gpu" $(PARALLEL)
 
 test-gpu: $(READY) ## Run the tests that need an NVIDIA GPU
-	$(PYTEST) -m gpu
+	$(PYTEST) -m gpu $(PARALLEL)
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .

@@ -1,0 +1,90 @@
+#!/bin/bash
+# Seed 001's tables and seed 004's models on two cards: tunes the gradients that they need, then times both at once, and
+# runs the tests of deterministic gradients. Run it in the repository's root; all output goes to $OUT (/tmp/models-out).
+# SECONDS_IN_ALL (545) bounds all of it; each part has a limit and leaves what it has by then.
+set -um  # m: else what runs behind an ampersand ignores Ctrl-C
+all=${SECONDS_IN_ALL:-545}
+python=${PYTHON:-python3}
+here=$(mktemp -d /tmp/models-check-XXXXXX)
+result=${OUT:-/tmp/models-out}
+mkdir -p "$result" "$here/r"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="$here/triton" AUTOATTN_CACHE="$here/autoattn"
+unset CUDA_VISIBLE_DEVICES
+
+left() { echo $((all - SECONDS)); }
+# limited SECONDS COMMAND...: at most so long, and not past the end of all; Ctrl-C first, so that it tells what it has.
+limited() {
+  local most=$1 rest; shift
+  rest=$(left); [ "$most" -gt "$rest" ] && most=$rest
+  [ "$most" -lt 12 ] && { echo "no time left for: $*"; return 1; }
+  timeout -s INT -k 10 "$most" "$@"
+  local code=$?
+  [ $code -ne 0 ] && echo "ended with $code (124 or 130: its $most s were over): $*"
+  return $code
+}
+note() { printf '%4d s  %s\n' "$SECONDS" "$*" | tee -a "$here/r/times.txt"; }
+finish() {
+  [ -d "$here/autoattn" ] && (cd "$here/autoattn" && find . -name '*.json' -exec cp --parents {} "$here/r/" \;)
+  {
+    echo "== times"; cat "$here/r/times.txt"
+    echo "== tune"; tail -n 5 "$here/r/tune.txt"
+    echo "== tests"; grep -E "passed|failed|^FAILED|^E  " "$here/r/tests.txt" | head -20
+    for one in seed model model-large model-fp32 model-compiled; do
+      echo "== $one"; grep -aE "^\[|ended with|no time left|autoattn:|Error" "$here/r/$one.txt" 2>/dev/null | cut -c1-230
+    done
+  } 2>/dev/null | tee "$result/models.txt"
+  tar -C "$here" -czf "$result/models.tar.gz" r
+}
+trap finish EXIT
+{ date; nproc; nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; git log --oneline -1; } > "$here/r/machine.txt" 2>&1
+cat "$here/r/machine.txt"
+
+cat > "$here/gradients.yaml" <<'Y'
+version: 1
+groups:
+  models:
+    defaults: {operation: backward, dtype: bfloat16, batch: 4, mask: causal, head_dim: 64}
+    problems:
+      - {heads: 12, seq: [1024, 2048, 8192]}
+      - {heads: 16, seq: [2048, 8192]}
+      - {heads: [20, 25], seq: 2048}
+      - {heads: 32, head_dim: 80, seq: 2048}
+      - {heads: 12, seq: 2048, dtype: float32}
+  flash:
+    defaults: {operation: backward, batch: 1, heads: 1, mask: causal, head_dim: [16, 32, 64], seq: [1024, 8192, 32768]}
+    problems: [{dtype: bfloat16}, {dtype: float32}]
+  attention:
+    defaults: {operation: backward, batch: 8, heads: 1, mask: full, dtype: float32}
+    problems: [{head_dim: [16, 32, 64, 128], seq: [1024, 8192]}]
+  strict:
+    defaults: {operation: backward, deterministic: true, dtype: bfloat16, batch: 4, mask: causal, head_dim: 64}
+    problems: [{heads: 16, seq: 4096}]
+Y
+note "tune begins"
+limited "${TUNE_SECONDS:-170}" "$python" -m autoattn tune --device auto --shapes "$here/gradients.yaml" --effort quick --trials "${TRIALS:-10}" > "$here/r/tune.txt" 2>&1
+note "tune ended"
+
+chain0() {
+  export CUDA_VISIBLE_DEVICES=0
+  note "seed-001 begins"
+  limited 340 "$python" -m autoattn bench seed-001 --seconds 0.06 --out "$here/r/seed" > "$here/r/seed.txt" 2>&1
+  note "seed-001 ended; compiled begins"
+  limited 150 "$python" -m autoattn bench model --models S --contexts 2048 --attention autoattn,sdpa,naive --dtype bf16 --modes compiled --limit 20 --out "$here/r/model-compiled" > "$here/r/model-compiled.txt" 2>&1
+  note "compiled ended"
+}
+chain1() {
+  export CUDA_VISIBLE_DEVICES=1
+  note "tests begin"
+  limited 75 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/test_determinism_gpu.py tests/test_passes_gpu.py tests/test_training_gpu.py tests/test_gradients_gpu.py::test_a_training_step_fits_into_a_cuda_graph > "$here/r/tests.txt" 2>&1
+  note "tests ended; models begin"
+  limited 110 "$python" -m autoattn bench model --models S,M --contexts 1024,2048,8192 --attention autoattn,naive,sdpa --dtype bf16 --modes eager --limit 12 --out "$here/r/model" > "$here/r/model.txt" 2>&1
+  note "S, M ended; large ones begin"
+  limited 140 "$python" -m autoattn bench model --models L,XL,2.7B --contexts 1024,2048 --attention autoattn,naive,sdpa --dtype bf16 --modes eager --steps 5 --limit 12 --out "$here/r/model-large" > "$here/r/model-large.txt" 2>&1
+  note "large ones ended; fp32 begins"
+  limited 40 "$python" -m autoattn bench model --models S --contexts 2048 --attention autoattn,naive,sdpa --dtype fp32 --modes eager --limit 12 --out "$here/r/model-fp32" > "$here/r/model-fp32.txt" 2>&1
+  note "fp32 ended"
+}
+chain0 & first=$!
+chain1 & second=$!
+wait "$first" "$second"
+note "all ended"
