@@ -149,7 +149,7 @@ def test_the_worst_case_of_an_entry_is_read_back(folder: Path) -> None:
 
 def test_the_shipped_entries_read_as_they_always_did() -> None:
     for file in cache.read_folder(resources.shipped_cache()):
-        path = resources.shipped_cache() / file.device / "forward.json"
+        path = resources.shipped_cache() / file.device / f"{file.op.value}.json"
         assert cache.encode(file) == path.read_bytes()
 
 
