@@ -3,26 +3,9 @@
 # runs the tests of deterministic gradients. Run it in the repository's root; all output goes to $OUT (/tmp/models-out).
 # SECONDS_IN_ALL (545) bounds all of it; each part has a limit and leaves what it has by then.
 set -um  # m: else what runs behind an ampersand ignores Ctrl-C
-all=${SECONDS_IN_ALL:-545}
-python=${PYTHON:-python3}
-here=$(mktemp -d /tmp/models-check-XXXXXX)
-result=${OUT:-/tmp/models-out}
-mkdir -p "$result" "$here/r"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="$here/triton" AUTOATTN_CACHE="$here/autoattn"
-unset CUDA_VISIBLE_DEVICES
+name=models all=${SECONDS_IN_ALL:-545} least=12 grace=10
+source "$(dirname "$0")/limited.sh"
 
-left() { echo $((all - SECONDS)); }
-# limited SECONDS COMMAND...: at most so long, and not past the end of all; Ctrl-C first, so that it tells what it has.
-limited() {
-  local most=$1 rest; shift
-  rest=$(left); [ "$most" -gt "$rest" ] && most=$rest
-  [ "$most" -lt 12 ] && { echo "no time left for: $*"; return 1; }
-  timeout -s INT -k 10 "$most" "$@"
-  local code=$?
-  [ $code -ne 0 ] && echo "ended with $code (124 or 130: its $most s were over): $*"
-  return $code
-}
-note() { printf '%4d s  %s\n' "$SECONDS" "$*" | tee -a "$here/r/times.txt"; }
 finish() {
   [ -d "$here/autoattn" ] && (cd "$here/autoattn" && find . -name '*.json' -exec cp --parents {} "$here/r/" \;)
   {

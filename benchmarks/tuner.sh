@@ -4,26 +4,8 @@
 # (/tmp/tuner-out). ONLY names parts of it (chain0 chain1 both; a, variants a second, is extra). SECONDS_IN_ALL (560)
 # bounds all of it; each part has a limit and leaves what it has by then.
 set -u
-all=${SECONDS_IN_ALL:-560}
-python=${PYTHON:-python3}
-here=$(mktemp -d /tmp/tuner-check-XXXXXX)
-result=${OUT:-/tmp/tuner-out}
-mkdir -p "$result" "$here/r"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="$here/triton" AUTOATTN_CACHE="$here/autoattn"
-unset CUDA_VISIBLE_DEVICES
-
-left() { echo $((all - SECONDS)); }
-# limited SECONDS COMMAND...: at most so long, and not past the end of all; Ctrl-C first, so that it tells what it has.
-limited() {
-  local most=$1 rest; shift
-  rest=$(left); [ "$most" -gt "$rest" ] && most=$rest
-  [ "$most" -lt 15 ] && { echo "no time left for: $*"; return 1; }
-  timeout -s INT -k 25 "$most" "$@"
-  local code=$?
-  [ $code -ne 0 ] && echo "ended with $code (124: its $most s were over): $*"
-  return $code
-}
-note() { printf '%4d s  %s\n' "$SECONDS" "$*" | tee -a "$here/r/times.txt"; }
+name=tuner all=${SECONDS_IN_ALL:-560} least=15 grace=25
+source "$(dirname "$0")/limited.sh"
 
 # Two halves of the cores; the two threads of a core stay in one half.
 mapfile -t halves < <("$python" - <<'P'
