@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from autoattn import report
 from autoattn.passes import Case, Part, Row, Run, Table, over_ours
@@ -123,35 +125,33 @@ def _line(rows: list[Row], row: Row, part: Part) -> dict[str, object]:
 
 def time_text(run: Run) -> str:
     """Forward and backward together: bars are shares of the slowest of their own call."""
-    cases = {
-        str(rows[0].case): {row.whose.value: row.ms(Part.BOTH) for row in rows if Part.BOTH in row.times}
-        for rows in run.cases
-    }
-    return chart.barred(
-        {name: numbers for name, numbers in cases.items() if numbers},
-        styles=STYLES,
-        card=run.machine["card"],
+    return _barred(
+        run,
+        lambda row: row.ms(Part.BOTH) if Part.BOTH in row.times else None,
         title="forward and backward of one attention",
         unit="bars: share of the call's slowest; numbers: milliseconds",
         measure="ms",
-        best=min,
         shares=True,
     )
 
 
 def memory_text(run: Run) -> str:
     """What both passes allocate at most; all bars on one scale, so that growth is seen."""
-    cases = {
-        str(rows[0].case): {row.whose.value: row.peak_bytes / 2**20 for row in rows if row.peak_bytes is not None}
-        for rows in run.cases
-    }
-    return chart.barred(
-        {name: numbers for name, numbers in cases.items() if numbers},
-        styles=STYLES,
-        card=run.machine["card"],
+    return _barred(
+        run,
+        lambda row: row.peak_bytes / 2**20 if row.peak_bytes is not None else None,
         title="memory of one attention's forward and backward",
         unit="MiB allocated at most: inputs, output, what autograd keeps, and gradients",
         measure="MiB",
-        best=min,
         shares=False,
     )
+
+
+def _barred(run: Run, number: Callable[[Row], float | None], **facts: Any) -> str:
+    """A chart of the calls that have such a number; the fewer the better."""
+    cases: dict[str, dict[str, float]] = {}
+    for rows in run.cases:
+        numbers = {row.whose.value: found for row in rows if (found := number(row)) is not None}
+        if numbers:
+            cases[str(rows[0].case)] = numbers
+    return chart.barred(cases, styles=STYLES, card=run.machine["card"], best=min, **facts)
