@@ -48,7 +48,7 @@ limited "${TUNE_SECONDS:-170}" "$python" -m autoattn tune --device auto --shapes
 note "tune ended"
 
 chain0() {
-  export CUDA_VISIBLE_DEVICES=0
+  export CUDA_VISIBLE_DEVICES=${cards[0]}
   note "seed-001 begins"
   limited 340 "$python" -m autoattn bench seed-001 --seconds 0.06 --out "$here/r/seed" > "$here/r/seed.txt" 2>&1
   note "seed-001 ended; compiled begins"
@@ -56,7 +56,7 @@ chain0() {
   note "compiled ended"
 }
 chain1() {
-  export CUDA_VISIBLE_DEVICES=1
+  export CUDA_VISIBLE_DEVICES=${cards[1]}
   note "tests begin"
   limited 75 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/test_determinism_gpu.py tests/test_passes_gpu.py tests/test_training_gpu.py tests/test_gradients_gpu.py::test_a_training_step_fits_into_a_cuda_graph > "$here/r/tests.txt" 2>&1
   note "tests ended; models begin"

@@ -77,8 +77,8 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*/forward.json")):
             print("   rival", one["name"], f"{one['measurement']['median_us']:.1f} us", f"{used['joules'] * 1e3:.2f} mJ {used['watts']:.0f} W" if used else "no energy")
 P
 
-on0=(env CUDA_VISIBLE_DEVICES=0 taskset -c "${halves[0]}" "$python")
-on1=(env CUDA_VISIBLE_DEVICES=1 taskset -c "${halves[1]}" "$python")
+on0=(env CUDA_VISIBLE_DEVICES="${cards[0]}" taskset -c "${halves[0]}" "$python")
+on1=(env CUDA_VISIBLE_DEVICES="${cards[1]}" taskset -c "${halves[1]}" "$python")
 small=(--shapes benchmarks/shapes/repeated.yaml)
 
 chain0() {
@@ -117,7 +117,7 @@ case " ${ONLY:-chain0 chain1 both} " in *" both "*)
     kill "$watch" 2>/dev/null; wait "$watch" 2>/dev/null
     {
       echo "--workers $workers:"; grep -E "tried|tuned|trials" "$here/r/f$workers.txt"
-      for card in 0 1; do echo "card $card: seen busy in $(grep -cE "^$card, *[1-9]" "$here/r/f_busy_$workers.txt") of $(grep -c "^$card," "$here/r/f_busy_$workers.txt") looks"; done
+      for card in "${cards[@]:0:2}"; do echo "card $card: seen busy in $(grep -cE "^$card, *[1-9]" "$here/r/f_busy_$workers.txt") of $(grep -c "^$card," "$here/r/f_busy_$workers.txt") looks"; done
       "$python" "$here/told.py" "$here/f$workers" | grep -v "^ "
     } >> "$here/r/f_table.txt" 2>&1
   done;;
