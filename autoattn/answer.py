@@ -112,7 +112,6 @@ def forget() -> None:
     _prepare.cache_clear()
     _prepare_both.cache_clear()
     prepared.forget()
-    learning.forget()
 
 
 def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:

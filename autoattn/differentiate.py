@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import answer, learning, operators
+from autoattn import answer, learning, operators, prepared
 from autoattn.errors import TensorError
 from autoattn.operators import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
+from autoattn.paired import Pair
 
 Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
 
@@ -61,6 +62,11 @@ def _by_pytorch(
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     """Gradients of those of LEARNING that learn, in its order, contiguous."""
+    known = prepared.find(operators.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
+    if isinstance(known, Pair) and tensors[2].is_contiguous() and tensors[3].is_contiguous():
+        _, _, output, lse, *three = tensors[: _BEFORE + 3]
+        made = known.differentiate(*tensors[:2], *three, output, lse, *operators.offsets_of(tensors[_BEFORE:]))
+        return [one for one, learnt in zip(made, learns, strict=False) if learnt]
     given = operators.named(tensors[_BEFORE:], words)
     # The dispatcher has left autograd behind, so that nothing would be recorded.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):

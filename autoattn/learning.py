@@ -6,8 +6,6 @@ Saved are query, key, value, output and LSE, which grow with the lengths and not
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 
 from autoattn import redone, render
-from autoattn.bound import Bound
 from autoattn.compile import Kernel
 from autoattn.dispatch import Explanation, Level
 from autoattn.entry import KERNEL
@@ -25,8 +22,6 @@ from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
 from autoattn.problem import Bias, Layout, Op, Problem
 from autoattn.variant import Traits
-
-MOST = 4096  # launches that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +85,9 @@ def launch(one: Pass, operands: Operands) -> tuple[Tensor, Tensor]:
     query = operands.query
     output = forward.empty_output(one.problem, query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    _launch_forward(one.forward, one.problem, operands, output, lse)
+    flags = forward.launch(one.forward, one.problem, operands, output, lse, counting=bool(redone.counting))
+    if flags is not None:
+        redone.note(flags)
     return output, lse
 
 
@@ -110,7 +107,7 @@ def differentiate(
     if kernel.source.traits.lse:
         lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
     saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
-    _launch_backward(kernel, problem, operands, saved, gradients)
+    backward.launch(kernel, problem, operands, saved, gradients)
     return gradients
 
 
@@ -151,9 +148,18 @@ class _Attention(torch.autograd.Function):
         )
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass as a function of its own, so that a second derivative meets an error and not a zero."""
+class Once(torch.autograd.Function):
+    """A backward pass as a function of its own, so that a second derivative meets an error and not a zero."""
 
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise TensorError(
+            "attention must be differentiated once, got a second time, for which there is no kernel; write the formula "
+            "in plain PyTorch, or use F.scaled_dot_product_attention with its backend MATH, where that is needed"
+        )
+
+
+class _Gradients(Once):
     @staticmethod
     def forward(
         ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
@@ -163,13 +169,6 @@ class _Gradients(torch.autograd.Function):
         operands = _with(operands, query, key, value, sinks, bias)
         gradients = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
         return gradients.query, gradients.key, gradients.value, gradients.sinks, gradients.bias
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise TensorError(
-            "attention must be differentiated once, got a second time, for which there is no kernel; write the formula "
-            "in plain PyTorch, or use F.scaled_dot_product_attention with its backend MATH, where that is needed"
-        )
 
 
 def _with(
@@ -182,78 +181,19 @@ def _with(
     return replace(operands, narrow_bias=bias, bias=bias.expand(*query.shape[:3], key.shape[2]))
 
 
-def _as_read(output_grad: Tensor, problem: Problem, kernel: Kernel) -> Tensor:
-    """An output gradient as the kernel reads it: sums and expansions leave strides of 0 and axes in any order."""
+def reads(kernel: Kernel, output_grad: Tensor) -> bool:
+    """Whether backward kernels read an output gradient where it lies, a [batch, heads_q, seq_q, head_dim_v] view."""
     traits = kernel.source.traits
     asked = forward.traits_of(output_grad)
     steps = zip(output_grad.shape, output_grad.stride(), strict=True)
     apart = all(step > 0 for size, step in steps if size > 1)
-    if apart and asked.alignment % traits.alignment == 0 and asked.wide <= traits.wide:
+    return apart and asked.alignment % traits.alignment == 0 and asked.wide <= traits.wide
+
+
+def _as_read(output_grad: Tensor, problem: Problem, kernel: Kernel) -> Tensor:
+    """An output gradient as the kernels read it: sums and expansions leave strides of 0 and axes in any order."""
+    if reads(kernel, output_grad):
         return output_grad
     if problem.layout is Layout.BHSD:
-        return output_grad.contiguous()
-    return output_grad.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-# --- Launches that were made before: only addresses differ ------------------------------------------------------------
-
-
-def _launch_forward(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor) -> None:
-    key = _key(kernel, problem, operands, output)
-    if key is None or redone.counting or kernel.before is not None or forward.partials(kernel, problem, operands.query):
-        flags = forward.launch(kernel, problem, operands, output, lse, counting=bool(redone.counting))
-        if flags is not None:
-            redone.note(flags)
-        return
-    known = _bound.get(key)
-    if known is None:
-        known = _keep(key, (forward.bind(kernel, problem, operands, output, lse),))
-    tensors = (  # in the order of forward.POINTERS
-        *(operands.query, operands.key, operands.value, output, lse),
-        *(None, None, None, operands.cu_seqlens_q, operands.cu_seqlens_kv),
-    )
-    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    for launch in known:
-        launch(addresses)
-
-
-def _launch_backward(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
-    key = _key(kernel, problem, operands, saved.output, saved.output_grad)
-    if key is None:
-        backward.launch(kernel, problem, operands, saved, gradients)
-        return
-    scratch = backward.empty_scratch(kernel, problem, operands.query)
-    known = _bound.get(key)
-    if known is None:
-        known = _keep(key, backward.bind(kernel, problem, operands, saved, gradients, scratch))
-    addresses = backward.addresses_of(operands, saved, gradients, scratch)
-    for launch in known:
-        launch(addresses)
-
-
-def _key(kernel: Kernel, problem: Problem, operands: Operands, *others: Tensor) -> Hashable | None:
-    """All of a launch but addresses; None where it reads more tensors, or where Triton's interpreter runs it."""
-    query = operands.query
-    if not backward.may_bind(problem, query):
-        return None
-    three = query, operands.key, operands.value
-    steps = tuple(tensor.stride() for tensor in (*three, *others))
-    return kernel, problem, operands.scale, operands.softcap, query.shape[2], operands.key.shape[2], steps
-
-
-def _keep(key: Hashable, made: tuple[Bound, ...]) -> tuple[Bound, ...]:
-    with _writing:
-        while len(_bound) >= MOST:
-            del _bound[next(iter(_bound))]  # the oldest
-        _bound[key] = made
-    return made
-
-
-def forget() -> None:
-    """Drops the launches that were made before, and with them their kernels."""
-    with _writing:
-        _bound.clear()
-
-
-_bound: dict[Hashable, tuple[Bound, ...]] = {}
-_writing = threading.Lock()
+        return output_grad.clone(memory_format=torch.contiguous_format)
+    return output_grad.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

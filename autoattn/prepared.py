@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import arguments, learning, redone, rivals
+from autoattn import arguments, learning, paired, redone, rivals
 from autoattn.arguments import Call
 from autoattn.bound import Addresses, Bound
 from autoattn.compile import Kernel
 from autoattn.mask import Mask
-from autoattn.operands import Operands
 from autoattn.ops import forward
+from autoattn.paired import Pair
 from autoattn.problem import Layout
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
     """
     if asked is None or not plan.lasting or not _tensors_are_all(tensors, call):
         return
-    known: _Kernel | _Both | _PyTorch | None
+    known: _Kernel | Pair | _PyTorch | None
     if (both := plan.passes(call.problem)) is not None:
-        known = _Both(both=both, scale=call.operands.scale, softcap=call.operands.softcap)
+        known = _by_both(both, tensors, call, made[0], answer)
     elif plan.kernel is not None:
         known = _by_kernel(plan.kernel, call, made, answer)
     else:
@@ -204,31 +204,14 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Both:
-    """An answer by a kernel of ours that others differentiate."""
-
-    both: learning.Pass
-    scale: float
-    softcap: float
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
-        layout = self.both.problem.layout
-        if layout is Layout.PACKED:
-            query, key, value = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
-        elif layout is Layout.BSHD:
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        starts, ends = offsets or (None, None)
-        operands = Operands(
-            query=query, key=key, value=value, scale=self.scale, softcap=self.softcap, cu_seqlens_q=starts,
-            cu_seqlens_kv=ends,
-        )  # fmt: skip
-        output, lse = learning.attend(self.both, operands)
-        if layout is Layout.PACKED:
-            output, lse = output[0].transpose(0, 1), None if lse is None else lse[0]
-        elif layout is Layout.BSHD:
-            output = output.transpose(1, 2)
-        return output if lse is None else (output, lse)
+def _by_both(
+    both: learning.Pass, tensors: tuple[Tensor, ...], call: Call, output: Tensor, answer: Answer
+) -> Pair | None:
+    """Both passes by kernels; the LSE, which the backward ones read, need not be part of the answer."""
+    lse = output.new_empty(output.shape[:3], dtype=_FLOAT32)
+    given = answer if isinstance(answer, Tensor) else answer[0]
+    forward = _by_kernel(both.forward, call, (output, lse), (given, lse[0] if call.problem.packed else lse))
+    return None if forward is None else paired.pair(both, call.operands, tensors, forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -261,5 +244,5 @@ def _by_pytorch(asked: Key, call: Call, route: str) -> _PyTorch | None:
     return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped)
 
 
-_known: dict[Key, _Kernel | _Both | _PyTorch] = {}
+_known: dict[Key, _Kernel | Pair | _PyTorch] = {}
 _writing = threading.Lock()

@@ -80,6 +80,7 @@ FLOORS = (
         "dispatch",
         "answer",
         "learning",
+        "paired",
         "arguments",
         "modifying",
         "packing",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gradient_kernels
@@ -26,15 +28,22 @@ from autoattn.problem import Bias, Problem
 from autoattn.variant import Source
 
 
+def at(address: int, like: Tensor) -> Tensor:
+    """The tensor that lies at an address, with another one's sizes, strides and dtype."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
+    room = (ctypes.c_uint8 * (extent * like.element_size())).from_address(address)
+    return torch.frombuffer(room, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
     monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
-    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "forward": 0, "backward": 0}
+    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "forward": 0, "backward": 0, "prepared": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
         seen["loaded"].append(source)
-        return Kernel(source=source, module=None, compiled=None, device=device, sm_count=132)  # type: ignore[arg-type]
+        return Kernel(source=source, module=None, compiled=object(), device=device, sm_count=132)  # type: ignore[arg-type]
 
     def run(
         kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool = False
@@ -51,7 +60,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         asked, has = forward.traits_of(saved.output_grad), kernel.source.traits
         assert asked.alignment % has.alignment == 0
         assert 0 not in saved.output_grad.stride()
-        with torch.enable_grad():
+        recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+        with torch.enable_grad(), recorded:
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             if gradients.bias is not None:
@@ -71,9 +81,50 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         for room, gradient in zip(rooms, found, strict=True):
             room.copy_(gradient)
 
+    def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor) -> Callable[..., None]:
+        def launch(addresses: tuple[int, ...]) -> None:
+            seen["prepared"] += 1
+            query, key, value, *made = (
+                at(address, like)
+                for address, like in zip(
+                    addresses[:5], (operands.query, operands.key, operands.value, output, lse), strict=True
+                )
+            )
+            run(kernel, one, replace(operands, query=query, key=key, value=value), *made)
+
+        return launch
+
+    def bind_both(
+        kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: backward.Scratch
+    ) -> tuple[Callable[..., None]]:
+        def launch(addresses: tuple[int, ...]) -> None:
+            seen["prepared"] += 1
+            named = dict(zip(backward.POINTERS, addresses, strict=False))
+
+            def here(owner: Any, *names: str) -> dict[str, Tensor]:
+                return {
+                    name: at(named[f"{name}{end}_ptr"], getattr(owner, name))
+                    for name in names
+                    for end in ["_grad" if owner is gradients else ""]
+                    if getattr(owner, name) is not None
+                }
+
+            given = replace(operands, **here(operands, "query", "key", "value"))
+            left = replace(saved, **here(saved, "output", "lse", "output_grad", "lse_grad"))
+            differentiate(kernel, one, given, left, replace(gradients, **here(gradients, "query", "key", "value")))
+
+        return (launch,)
+
     functional.forget()
     answer._loaded.cache_clear()
     monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
+    may_bind = backward.may_bind
+    monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, SimpleNamespace(is_cuda=True)))  # type: ignore[arg-type]
+    monkeypatch.setattr(forward, "bind", bind)
+    monkeypatch.setattr(backward, "bind", bind_both)
+    monkeypatch.setattr(forward, "zeros", lambda *facts: None)
+    for name in ("tiles", "partials"):
+        monkeypatch.setattr(forward, name, lambda *facts: 0)
     monkeypatch.setattr(answer.compile, "load", load)
     monkeypatch.setattr(forward, "launch", run)
     monkeypatch.setattr(backward, "launch", differentiate)
@@ -137,14 +188,16 @@ def test_a_tuned_problem_is_differentiated_by_kernels(
 ) -> None:
     tensors = inputs(layout)
     tune(card, tensors, causal=True, layout=layout)
-    for _ in range(2):  # nothing that forgets the gradients is prepared for the second call
+    for _ in range(3):  # what the first call prepares serves the others, and forgets no gradients
         output = attend(*tensors, causal=True, layout=layout)
         push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
         found = torch.autograd.grad(output, tensors, push)
         for ours, theirs in zip((output, *found), by_pytorch(tensors, push, layout), strict=True):
             torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
-    assert (card["forward"], card["backward"]) == (2, 2)
-    assert len(prepared._known) == (attend is autoattn.attention)
+        tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    assert (card["forward"], card["backward"]) == (3, 3)
+    assert card["prepared"] == (2 + 2 if attend is autoattn.attention else 2 + 3)
+    assert len(prepared._known) == 1
     assert {source.name for source in card["loaded"]} == {"forward", "backward"}
     explanation = autoattn.explain(*tensors, causal=True, layout=layout)
     assert explanation.route == "kernel"
@@ -252,6 +305,32 @@ def test_gradients_that_are_sums_or_expanded_are_made_readable(
     torch.autograd.grad(output, tensors, torch.randn(2, 33, 24, 4, dtype=torch.float16).permute(0, 3, 1, 2))
     assert card["backward"] == 2
     assert tensors[0].grad is not None
+
+
+def test_a_gradient_at_an_address_that_kernels_do_not_read_is_copied(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    wanted = None
+    for _ in range(2):  # an ordinary call, and a prepared one
+        output = autoattn.attention(*tensors, causal=True)
+        push = torch.ones(output.numel() + 1, dtype=torch.float16)[1:].view(output.shape)
+        assert push.data_ptr() % 16
+        found = torch.autograd.grad(output, tensors, push)  # the fixture looks at what the kernels get
+        if wanted is None:
+            wanted = found
+        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+    assert card["prepared"] == 2
+
+
+def test_a_second_derivative_of_a_prepared_call_is_an_error(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    for _ in range(2):
+        output = autoattn.attention(*tensors, causal=True)
+        first = torch.autograd.grad(output.sum(), tensors[0], create_graph=True)[0]
+        with pytest.raises(TensorError, match="must be differentiated once, got a second time"):
+            first.sum().backward()
+    assert card["prepared"] == 2
 
 
 @pytest.mark.parametrize("used", ["both", "output", "lse"])

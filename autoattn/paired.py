@@ -1,0 +1,183 @@
+"""Both passes of calls that differ from one made before in addresses alone: memory, and launches.
+
+Where sequences are short, a training step waits for the CPU. So nothing is looked at twice: sizes, strides and launches
+are those of the first call, and a node of autograd keeps the tensors and these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoattn import learning
+from autoattn.bound import Bound
+from autoattn.operands import Operands
+from autoattn.ops import backward
+from autoattn.ops.backward import Saved
+from autoattn.problem import Layout
+
+Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
+_ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
+_MOST = 64  # kinds of output gradients that are kept
+_FLOAT32 = torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """Launches of two passes. Tensors are the caller's; behind them stand the offsets of packed sequences."""
+
+    both: learning.Pass
+    scale: float
+    softcap: float
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
+    gradients: tuple[Steps, Steps, Steps]  # of query, key and value
+    rows: int  # bytes of each query's LSE, and of its delta
+    numbers: int  # float32, of these and of the room for sums
+    # (strides of an output gradient, address modulo 16) -> launches
+    launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Any:
+        """Output, or output and LSE where the backward kernels take its gradient; autograd knows both."""
+        output, lse = _Attention.apply(query, key, value, *(offsets or (None, None)), self)
+        return (output, lse) if self.both.backward.source.traits.lse else output
+
+    def differentiate(
+        self, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+        output: Tensor, lse: Tensor, *offsets: Tensor,
+    ) -> Three:  # fmt: skip
+        """Gradients of query, key and value, contiguous; where that of the output or the LSE is missing, it is 0."""
+        if output_grad is None:
+            output_grad = torch.zeros_like(output)
+        push = output_grad.data_ptr()
+        kind = output_grad.stride(), push & _ALIGNED
+        launches = self.launches.get(kind)
+        if launches is None:
+            if not learning.reads(self.both.backward, self._view(output_grad)):
+                copy = output_grad.clone(memory_format=torch.contiguous_format)
+                return self.differentiate(copy, lse_grad, query, key, value, output, lse, *offsets)
+            launches = self._bind(kind, output_grad, query, key, value, output, lse, *offsets)
+        if self.both.backward.source.traits.lse:
+            lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
+        of_query, of_key, of_value = self.gradients
+        query_grad = query.new_empty_strided(*of_query)
+        key_grad = key.new_empty_strided(*of_key)
+        value_grad = value.new_empty_strided(*of_value)
+        scratch = query.new_empty_strided((self.numbers,), (1,), dtype=_FLOAT32)
+        room = scratch.data_ptr()
+        addresses: tuple[int, ...] = (  # in the order of backward.POINTERS
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            lse.data_ptr(),
+            push,
+            0 if lse_grad is None else lse_grad.data_ptr(),
+            room,
+            room + self.rows,
+            room + 2 * self.rows,
+            query_grad.data_ptr(),
+            key_grad.data_ptr(),
+            value_grad.data_ptr(),
+        )
+        if offsets:
+            addresses += tuple(tensor.data_ptr() for tensor in offsets)
+        for launch in launches:
+            launch(addresses)
+        return query_grad, key_grad, value_grad
+
+    def _bind(
+        self, kind: tuple[tuple[int, ...], int], output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        output: Tensor, lse: Tensor, *offsets: Tensor,
+    ) -> tuple[Bound, ...]:  # fmt: skip
+        asked, kernel = self.both.asked, self.both.backward
+        operands = self._operands(query, key, value, *offsets)
+        sums = lse[None] if self.both.problem.packed else lse
+        saved = Saved(
+            output=self._view(output),
+            lse=sums,
+            output_grad=self._view(output_grad),
+            lse_grad=sums if kernel.source.traits.lse else None,  # only what it is like counts
+        )
+        scratch = backward.empty_scratch(kernel, asked, operands.query)
+        made = backward.bind(kernel, asked, operands, saved, backward.empty_gradients(asked, operands), scratch)
+        if len(self.launches) >= _MOST:
+            self.launches.clear()
+        self.launches[kind] = made
+        return made
+
+    def _operands(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Operands:
+        return Operands(
+            query=self._view(query), key=self._view(key), value=self._view(value), scale=self.scale,
+            softcap=self.softcap, **dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), offsets, strict=False)),
+        )  # fmt: skip
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        """As [batch, heads, seq, head_dim]."""
+        layout = self.both.problem.layout
+        if layout is Layout.PACKED:
+            return tensor.transpose(0, 1)[None]
+        return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
+
+
+def pair(
+    both: learning.Pass, operands: Operands, tensors: tuple[Tensor, ...], forward: Callable[..., tuple[Tensor, Tensor]]
+) -> Pair | None:
+    """Both passes of calls like this one; None where its launches need more than addresses.
+
+    Args:
+        operands: the call's, which autoattn.prepared has found to be its tensors and nothing else.
+        tensors: query, key, value as the caller gave them, and offsets.
+        forward: the forward pass of such calls.
+    """
+    if not backward.may_bind(both.asked, operands.query):
+        return None
+    scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
+    rows = scratch.rows.numel()
+    query, key, value = (
+        (tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride()) for tensor in tensors[:3]
+    )
+    return Pair(
+        both=both,
+        scale=operands.scale,
+        softcap=operands.softcap,
+        forward=forward,
+        gradients=(query, key, value),
+        rows=rows // 2 * scratch.rows.element_size(),
+        numbers=rows + (0 if scratch.sums is None else scratch.sums.numel()),
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, ends: Tensor | None, one: Pair
+    ) -> tuple[Tensor, Tensor]:
+        offsets = () if starts is None or ends is None else (starts, ends)
+        output, lse = one.forward(query, key, value, *offsets)
+        ctx.save_for_backward(query, key, value, output, lse, *offsets)
+        ctx.one = one
+        ctx.set_materialize_grads(False)
+        if not one.both.backward.source.traits.lse:
+            ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *pulls: Tensor | None) -> tuple[Tensor | None, ...]:
+        once = _Gradients.apply if torch.is_grad_enabled() else _gradients  # somebody may ask for second derivatives
+        return *once(*pulls, *ctx.saved_tensors, ctx.one), None, None, None
+
+
+def _gradients(*given: Any) -> Three:
+    made: Three = given[-1].differentiate(*given[:-1])
+    return made
+
+
+class _Gradients(learning.Once):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Three:
+        return _gradients(*given)
