@@ -315,8 +315,10 @@ class _Search:
         return f"{chosen} was timed there with gradients that may differ from run to run"
 
     def _why_infeasible(self, entry: CacheEntry) -> str | None:
+        # Gradients that repeat to the bit are as good as any.
+        problem = replace(self.problem, deterministic=self.problem.deterministic or entry.problem.deterministic)
         try:
-            return space.load(entry.template).why_infeasible(entry.variant, self.problem, self.device)
+            return space.load(entry.template).why_infeasible(entry.variant, problem, self.device)
         except UsageError as error:
             return str(error)
 

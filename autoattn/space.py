@@ -57,7 +57,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     fixed: dict[str, int | str] = {}
     triton: list[str] = []
     step_bytes: int = 1
-    deterministic: bool = True
+    deterministic: str = "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class SearchSpace:
     seeds: tuple[tuple[Rule, dict[str, Value]], ...]
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
     step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
-    deterministic: bool = True  # two launches on the same inputs agree to the bit
+    deterministic: Rule = field(default_factory=lambda: Rule("1"))  # of parameters; see `repeats`
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
     # What a variant has that does not state a parameter. It states none at this value, so that kernels that are older
     # than the parameter keep their names and texts.
@@ -96,13 +96,13 @@ class SearchSpace:
         """
         self.check(variant.as_dict())
         params = self.params_of(variant)
-        if (reason := self.why_unavailable() or self._why_not_repeated(problem)) is not None:
+        if (reason := self.why_unavailable()) is not None:
             return reason
         facts = _Named(facts_of(problem, device) | params, self.let)
         for requirement in self.require:
             if not requirement.rule(facts):
                 return f"{requirement.because} (needs {requirement.rule.text})"
-        return None
+        return self._why_not_repeated(params, problem)
 
     def why_unavailable(self) -> str | None:
         """Why the Triton that is installed cannot compile the template; None when it can."""
@@ -113,10 +113,15 @@ class SearchSpace:
             f"{self.template} is written for Triton {releases}, whose language moves, and this is {installed_triton()}"
         )
 
-    def _why_not_repeated(self, problem: Problem) -> str | None:
-        if self.deterministic or not problem.deterministic:
+    def repeats(self, variant: Variant) -> bool:
+        """Whether two launches of a variant on the same inputs agree to the bit."""
+        return bool(self.deterministic(self.params_of(variant)))
+
+    def _why_not_repeated(self, params: Mapping[str, Value], problem: Problem) -> str | None:
+        if not problem.deterministic or self.deterministic(params):
             return None
-        return f"kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic"
+        reason = f"such kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic"
+        return f"{reason} (needs {self.deterministic.text})"
 
     def variant(self, params: Mapping[str, Value]) -> Variant:
         """The variant with these parameters, which states none that is implied."""
@@ -153,10 +158,10 @@ class SearchSpace:
 
         A rule is tried as soon as all parameters that it speaks of are set, so whole branches fall early.
         """
-        if self.why_unavailable() or self._why_not_repeated(problem):
+        if self.why_unavailable():
             return iter(())
         order = list(self.choices)
-        rules = self._rules_by_depth(order)
+        rules = self._rules_by_depth(order, problem)
         facts = facts_of(problem, device)
         return self._extend(order, rules, facts, {}, rng)
 
@@ -187,13 +192,14 @@ class SearchSpace:
             )
         return found[0]
 
-    def _rules_by_depth(self, order: list[str]) -> list[list[Requirement]]:
+    def _rules_by_depth(self, order: list[str], problem: Problem) -> list[list[Requirement]]:
         """For each parameter in order, the rules that can be tried once it is set."""
         needs = {name: {name} for name in order}
         for name, rule in self.let.items():
             needs[name] = set().union(*(needs.get(other, set()) for other in rule.names))
         ready: list[list[Requirement]] = [[] for _ in order]
-        for requirement in self.require:
+        repeated = Requirement(rule=self.deterministic, because="the problem is deterministic")
+        for requirement in (*self.require, *([repeated] if problem.deterministic else [])):
             used = set().union(*(needs.get(name, set()) for name in requirement.rule.names))
             ready[max((order.index(name) for name in used), default=0)].append(requirement)
         return ready
@@ -344,7 +350,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
-        deterministic=file.deterministic,
+        deterministic=_rule(file.deterministic, file.parameters),
         fixed=dict(file.fixed),
         implied=implied,
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),

@@ -21,7 +21,7 @@ from autoattn.problem import Bias, DType, Layout, Problem
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
     *("row_lse_ptr", "delta_ptr", "query_sums_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
-    *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+    *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr"),
 )
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
 SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
@@ -58,6 +58,7 @@ class Scratch:
 
     rows: Tensor  # [2, batch, heads_q, rows] float32: each query's LSE in powers of two, and its delta
     sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
+    turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
 
 
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
@@ -116,7 +117,7 @@ def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch
     tensors = (
         operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
         scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
-        operands.cu_seqlens_q, operands.cu_seqlens_kv,
+        operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns,
     )  # fmt: skip
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
@@ -140,10 +141,13 @@ def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
     """Room for what the kernels of one launch leave for one another."""
     batch, heads_q, seq_q, _ = query.shape
     rows = query.new_empty((2, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
-    sums = None
-    if hasattr(kernel.module, "sums"):
-        sums = query.new_empty(kernel.module.sums(problem.batch, problem.heads_q, seq_q), dtype=torch.float32)
-    return Scratch(rows=rows, sums=sums)
+    sums, turns = (
+        query.new_empty(getattr(kernel.module, name)(problem.batch, problem.heads_q, seq_q), dtype=dtype)
+        if hasattr(kernel.module, name)
+        else None
+        for name, dtype in (("sums", torch.float32), ("turns", torch.int32))
+    )
+    return Scratch(rows=rows, sums=sums, turns=turns)
 
 
 def _arguments(
@@ -156,6 +160,7 @@ def _arguments(
         "row_lse_ptr": scratch.rows[0],
         "delta_ptr": scratch.rows[1],
         "query_sums_ptr": scratch.sums,
+        "turns_ptr": scratch.turns,
         "stride_r": scratch.rows.shape[3],
         "batch": problem.batch,
         "heads_q": problem.heads_q,

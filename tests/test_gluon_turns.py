@@ -1,0 +1,99 @@
+"""Turns in which programs of Hopper's backward template add to the queries' gradients: each is counted, and comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import hopper_gradients
+import pytest
+import triton.language as tl
+
+from autoattn.compile import load_module
+
+BATCH, HEADS = 2, 3
+
+
+class Number(int):
+    """An integer of a kernel, where a negative one must not be divided: rounding is not Python's there."""
+
+    def __floordiv__(self, other: int) -> Number:
+        assert self >= 0
+        return Number(int(self) // other)
+
+    def __add__(self, other: int) -> Number:
+        return Number(int(self) + other)
+
+    def __sub__(self, other: int) -> Number:
+        return Number(int(self) - other)
+
+    def __rsub__(self, other: int) -> Number:
+        return Number(other - int(self))
+
+    def __mul__(self, other: int) -> Number:
+        return Number(int(self) * other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+LANGUAGE = SimpleNamespace(
+    cdiv=lambda one, other: (Number(one) + (other - 1)) // other,
+    minimum=lambda one, other: Number(min(one, other)),
+    maximum=lambda one, other: Number(max(one, other)),
+    where=lambda test, one, other: one if test else other,
+)
+
+
+def functions_of(module: Any) -> SimpleNamespace:
+    """The module's functions of numbers alone, in Python."""
+    names = {name: one.value if isinstance(one, tl.constexpr) else one for name, one in vars(module).items()}
+    names["gl"] = LANGUAGE
+    found = ("place_of", "blocks_of", "turn_of")
+    return SimpleNamespace(**{name: FunctionType(getattr(module, name).fn.__code__, names) for name in found})
+
+
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "order"),
+    [
+        ("full", 128, "ascending"),
+        *[(mask, dim, order)
+          for mask, dim in (("causal", 128), ("causal:top-left", 64), ("window:130,70", 64), ("window:300,0", 256),
+                            ("window:200,-1", 128), ("window:-1,90", 128))
+          for order in ("ascending", "descending")],
+    ],
+)  # fmt: skip
+def test_a_turn_is_the_number_of_earlier_programs_that_add(mask: str, head_dim: int, order: str) -> None:
+    for group in (1, 4):
+        for block in (64, 128) if head_dim == 64 else (64,):
+            one = hopper_gradients.problem(mask=mask, head_dim=head_dim, deterministic=True)
+            source = hopper_gradients.source(one, order=order, HEAD_GROUP=group, BLOCK_M=block)
+            functions = functions_of(load_module(source))
+            for lengths in ((1000, 1000), (1, 700), (700, 1), (513, 1025), (1100, 300), (64, 64)):
+                check(functions, one.mask, *lengths, source.text)
+
+
+def check(functions: Any, mask: Any, seq_q: int, seq_kv: int, text: str) -> None:
+    """Every program's turn at each block that it adds to, in the order in which programs start."""
+    shift = seq_kv - seq_q if "seq_kv - seq_q" in text else 0
+    bounds = []
+    if mask.bounded_left:
+        bounds.append(Number(shift - mask.left))
+    if mask.bounded_right:
+        bounds.append(Number(shift + (mask.right or 0)))
+    sizes = [Number(size) for size in (BATCH, HEADS, HEADS, seq_q, seq_kv)]
+    tile = 64 if "BLOCK_N = gl.constexpr(64)" in text else 128
+    programs = -(-seq_kv // tile) * BATCH * HEADS
+    added: Counter[tuple[int, int, int]] = Counter()
+    seen = set()
+    for program in range(programs):
+        start_n, i_b, i_kv = functions.place_of(Number(program), *sizes)
+        seen.add((start_n, i_b, i_kv))
+        begin, inner_begin, inner_end, end = functions.blocks_of(start_n, *sizes[3:], *bounds)
+        assert 0 <= begin <= inner_begin <= inner_end <= end
+        for consumer in range(2):  # whose keys begin further on, in a tile of 128
+            begins = start_n + (consumer * 64 if tile == 128 else 0)
+            turns = {i_m: functions.turn_of(Number(i_m), begins, sizes[4], *bounds) for i_m in range(begin, end)}
+            assert turns == {i_m: added[i_b, i_kv, i_m] for i_m in turns}, (seq_q, seq_kv, program)
+        added.update((i_b, i_kv, i_m) for i_m in range(begin, end))
+    assert len(seen) == programs
