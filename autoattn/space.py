@@ -120,8 +120,10 @@ class SearchSpace:
     def _why_not_repeated(self, params: Mapping[str, Value], problem: Problem) -> str | None:
         if not problem.deterministic or self.deterministic(params):
             return None
-        reason = f"such kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic"
-        return f"{reason} (needs {self.deterministic.text})"
+        return (
+            f"such kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic "
+            f"(needs {self.deterministic.text})"
+        )
 
     def variant(self, params: Mapping[str, Value]) -> Variant:
         """The variant with these parameters, which states none that is implied."""

@@ -141,5 +141,30 @@ def test_batch_heads_and_lengths_never_reach_the_text() -> None:
     assert render.render(small, chosen).text == render.render(problem(), chosen).text
 
 
-def test_two_launches_may_differ_and_the_space_says_so() -> None:
-    assert not space.load(TEMPLATE).deterministic
+def test_two_launches_agree_to_the_bit_where_programs_add_in_turn_and_only_there() -> None:
+    points = space.load(TEMPLATE)
+    for kind in ({}, {"mask": "causal", "head_dim": 64}, {"mask": "window:600,64", "head_dim": 256}):
+        loose, strict = problem(**kind), problem(deterministic=True, **kind)
+        seeds = {one.deterministic: points.seeds_for(one, H200) for one in (loose, strict)}
+        assert {each["order"] for each in map(points.params_of, seeds[False])} == {"any"}
+        assert "any" not in {each["order"] for each in map(points.params_of, seeds[True])}
+        assert [points.repeats(one) for one in (seeds[False][0], seeds[True][0])] == [False, True]
+        assert "nobody asks that these" in str(points.why_infeasible(seeds[True][0], loose, H200))
+        assert "do not repeat themselves" in str(points.why_infeasible(seeds[False][0], strict, H200))
+
+
+def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
+    for changes, waits in (
+        ({"turn_taking": "own_warp"}, ["cp.reduce", "commit", "wait_group 0", "red.release"]),
+        ({"turn_taking": "at_once"}, ["cp.reduce", "commit", "wait_group 0", "red.release"]),
+        ({"turn_taking": "at_once", "summing": "threads"}, ["red.relaxed", "bar.sync", "red.release"]),
+    ):
+        one = problem(head_dim=64, deterministic=True)
+        rendered = source(one, order="ascending", BLOCK_M=64, next_scores="own_step", **changes)
+        ptx = build(rendered, 90, "backward_keys").asm["ptx"]
+        steps = ptx.split("ld.acquire.gpu.global.s32")[1:]
+        assert len(steps) >= 2, "each consumer's"
+        for step in steps:
+            places = [step.index(word) for word in waits]
+            assert places == sorted(places), changes
+            assert "@first red.release" in step

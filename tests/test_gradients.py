@@ -13,6 +13,7 @@ import torch
 from gradient_kernels import problem
 
 from autoattn import derivatives, gradients, inputs, reference, space
+from autoattn.arithmetic import Rule
 from autoattn.compile import Kernel
 from autoattn.gradients import Case
 from autoattn.inputs import Scores
@@ -161,7 +162,7 @@ def test_tf32_may_take_scores_of_cut_operands_from_an_lse_of_whole_ones(scores: 
 def judged(monkeypatch: pytest.MonkeyPatch, *runs: Gradients, case: Case, deterministic: bool) -> Verdict:
     """The gate's verdict on a kernel whose two runs give these, by what its search space says."""
     left = list(runs)
-    points = replace(space.load(gradient_kernels.TEMPLATE), deterministic=deterministic)
+    points = replace(space.load(gradient_kernels.TEMPLATE), deterministic=Rule(str(int(deterministic))))
     monkeypatch.setattr(gradients, "run", lambda kernel, case, as_calls_do=False: left.pop(0))
     monkeypatch.setattr(gradients.space, "load", lambda template: points)
     source = gradient_kernels.source(case.problem)

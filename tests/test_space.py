@@ -102,8 +102,12 @@ def test_a_file_says_what_it_says(load: Callable[[Any], SearchSpace]) -> None:
 
 
 def test_kernels_repeat_themselves_to_the_bit_unless_the_file_says_no(load: Callable[[Any], SearchSpace]) -> None:
-    assert load(SMALL).deterministic
-    assert not load({**SMALL, "deterministic": False}).deterministic
+    plain, fancy = ({"TILE": 16, "warps": 1, "mode": mode} for mode in ("plain", "fancy"))
+    for rule, expected in ((None, [True, True]), ("0", [False, False]), ("mode == 'plain'", [True, False])):
+        points = load(SMALL if rule is None else {**SMALL, "deterministic": rule})
+        assert [points.repeats(points.variant(one)) for one in (plain, fancy)] == expected
+    with pytest.raises(SpaceError, match="must speak of what is known to it, got arch"):
+        load({**SMALL, "deterministic": "arch == 90"})
 
 
 def test_the_digest_is_the_texts(load: Callable[[Any], SearchSpace]) -> None:
