@@ -6,7 +6,7 @@ size of an ulp. What the forward pass saves is the reference's, rounded, so that
 
 As in `validate`, every tensor lies inside a larger one filled with NaN, gradients start as NaN, and every case runs
 twice, the second time by the bound launches that calls use. The two agree to the bit, unless the template's search
-space says that its launches do not; then the rule holds for each of them. A query that sees no key, and a key that no
+space says that such launches do not; then the rule holds for each of them. A query that sees no key, and a key that no
 query sees, has gradients of exactly 0.
 """
 

@@ -60,10 +60,11 @@ class Swept:
         lse[:, :, 7] = -math.inf
         found = {name: torch.full((BATCH, HEADS, ROWS), math.nan) for name in ("row_lse", "delta")}
         sums = torch.full((module.sums(BATCH, HEADS, SEQ),), math.nan)
+        turns = torch.full((module.turns(BATCH, HEADS, SEQ),), 7, dtype=torch.int32)
         launch(
             module, "backward_rows", output_ptr=output, output_grad_ptr=output_grad, lse_ptr=lse, lse_grad_ptr=lse_grad,
-            row_lse_ptr=found["row_lse"], delta_ptr=found["delta"], query_sums_ptr=sums, **strides("o", output),
-            **strides("do", output_grad),
+            row_lse_ptr=found["row_lse"], delta_ptr=found["delta"], query_sums_ptr=sums, turns_ptr=turns,
+            **strides("o", output), **strides("do", output_grad),
         )  # fmt: skip
         row_lse = torch.full((BATCH, HEADS, ROWS), math.inf)
         row_lse[:, :, :SEQ] = (lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf)
@@ -73,12 +74,13 @@ class Swept:
             "row_lse": (found["row_lse"], row_lse),
             "delta": (found["delta"], delta),
             "sums": (sums, torch.zeros_like(sums)),
+            "turns": (turns, torch.zeros_like(turns)),
         }
 
 
 @pytest.mark.parametrize(("head_dim", "lse"), [(128, False), (64, True), (40, False), (200, True)])
-def test_delta_and_lse_stand_for_every_row_and_sums_begin_at_0(child: Pool, head_dim: int, lse: bool) -> None:
-    one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
+def test_delta_and_lse_stand_for_every_row_and_sums_and_turns_begin_at_0(child: Pool, head_dim: int, lse: bool) -> None:
+    one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16, deterministic=True)
     rendered = hopper_gradients.source(one, Traits(lse=lse))
     found = child.result(Swept(source=rendered, head_dim=head_dim, lse=lse), interpreted.SECONDS)
     assert not isinstance(found, Failure), found.detail

@@ -59,7 +59,7 @@ def functions_of(module: Any) -> SimpleNamespace:
         ("full", 128, "ascending"),
         *[(mask, dim, order)
           for mask, dim in (("causal", 128), ("causal:top-left", 64), ("window:130,70", 64), ("window:300,0", 256),
-                            ("window:200,-1", 128), ("window:-1,90", 128))
+                            ("window:200,-1", 128), ("window:-1,90", 128), ("window:256,63", 128), ("window:127,64", 64), ("window:257,65", 128))
           for order in ("ascending", "descending")],
     ],
 )  # fmt: skip
