@@ -22,7 +22,7 @@ from autoattn.arithmetic import Rule
 from autoattn.dispatch import Explanation, Level
 from autoattn.entry import CacheEntry
 from autoattn.errors import ProblemError, TensorError
-from autoattn.problem import DType, Op
+from autoattn.problem import DType, Modifiers, Op
 
 ASKED = samples.problem()
 LOOSE = learning.backward_of(ASKED)
@@ -133,6 +133,16 @@ def test_any_gradients_take_an_entry_of_deterministic_ones_where_there_is_no_oth
     told = found(tmp_path, LOOSE, measured(STRICT))
     assert (told.level, told.route) == (Level.BUCKET, "kernel")
     assert "0.0 octaves away" in told.reason
+
+
+def test_and_one_of_programs_that_take_turns_though_no_search_would_choose_it_for_them(tmp_path: Path) -> None:
+    loose, strict = (replace(one, dtype=DType.BFLOAT16, modifiers=Modifiers()) for one in (LOOSE, STRICT))
+    points = space.load("gluon/backward")
+    chosen = points.default(strict, samples.H200)
+    assert points.why_infeasible(chosen, loose, samples.H200) is not None
+    entry = measured(strict, template=chosen.template, params=chosen.as_dict())
+    told = found(tmp_path, loose, entry)
+    assert (told.level, told.route, told.variant) == (Level.BUCKET, "kernel", chosen)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

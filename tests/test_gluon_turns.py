@@ -53,16 +53,17 @@ def functions_of(module: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: FunctionType(getattr(module, name).fn.__code__, names) for name in found})
 
 
+MASKS = (
+    *(("causal", 128), ("causal:top-left", 64), ("window:130,70", 64), ("window:300,0", 256), ("window:200,-1", 128)),
+    # Bounds on, before and behind the end of a block.
+    *(("window:-1,90", 128), ("window:256,63", 128), ("window:127,64", 64), ("window:257,65", 128)),
+)
+
+
 @pytest.mark.parametrize(
     ("mask", "head_dim", "order"),
-    [
-        ("full", 128, "ascending"),
-        *[(mask, dim, order)
-          for mask, dim in (("causal", 128), ("causal:top-left", 64), ("window:130,70", 64), ("window:300,0", 256),
-                            ("window:200,-1", 128), ("window:-1,90", 128), ("window:256,63", 128), ("window:127,64", 64), ("window:257,65", 128))
-          for order in ("ascending", "descending")],
-    ],
-)  # fmt: skip
+    [("full", 128, "ascending"), *((*kind, order) for kind in MASKS for order in ("ascending", "descending"))],
+)
 def test_a_turn_is_the_number_of_earlier_programs_that_add(mask: str, head_dim: int, order: str) -> None:
     for group in (1, 4):
         for block in (64, 128) if head_dim == 64 else (64,):
