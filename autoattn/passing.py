@@ -226,13 +226,18 @@ class _Bench:
         one.note(before_bytes=before, peak_bytes=self.gauge.peak() - base)
 
     def _call(self, attend: Attend, part: Part) -> measure.Call:
-        """A part of a step, ready to be timed."""
+        """A part of a step, ready to be timed.
+
+        Its leaves are its own: autograd goes back to the stream on which a leaf was first used, and a graph that is
+        captured on another stream must not wait for that one.
+        """
+        leaves = tuple(one.detach().requires_grad_() for one in self.leaves)
         if part is Part.FORWARD:
-            return partial(attend, *self.leaves)
+            return partial(attend, *leaves)
         if part is Part.BACKWARD:
-            output = attend(*self.leaves)
-            return partial(torch.autograd.grad, output, self.leaves, self.pull, retain_graph=True)
-        return lambda: torch.autograd.grad(attend(*self.leaves), self.leaves, self.pull)
+            output = attend(*leaves)
+            return partial(torch.autograd.grad, output, leaves, self.pull, retain_graph=True)
+        return lambda: torch.autograd.grad(attend(*leaves), leaves, self.pull)
 
     def _time(self, entrants: list[_Entrant], part: Part) -> None:
         """Times a part of all, in the same way: by CUDA graphs where the host could hold one of them up."""

@@ -149,6 +149,12 @@ class Run:
 
 
 def over_ours(rows: list[Row], whose: Whose) -> float | None:
-    """The time of another attention's step over ours: above 1 ours is faster; None where either has none."""
-    found = {row.whose: row.mean("total_ms") for row in rows if row.timed}
-    return found[whose] / found[Whose.OURS] if whose in found and Whose.OURS in found else None
+    """The time of another attention's step over ours: above 1 ours is faster; None where either has none.
+
+    It is the median over rounds, in each of which both took a step; seldom slow steps do not move it.
+    """
+    found = {row.whose: row.times for row in rows if row.timed}
+    if whose not in found or Whose.OURS not in found:
+        return None
+    both = zip(found[whose], found[Whose.OURS], strict=False)
+    return statistics.median(theirs.total_ms / ours.total_ms for theirs, ours in both)

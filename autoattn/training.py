@@ -1,16 +1,18 @@
 """Training steps of whole models, timed: forward, backward and both, each by a pair of events of its own.
 
-Everything that goes wrong with one row becomes its state, and the others go on.
+The attentions of a case take turns, a step each in random order, since what the host does in between would else be one
+attention's luck. Everything that goes wrong with one row becomes its state, and the others go on.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -110,7 +112,7 @@ def step(gauge: Gauge, forward: Callable[[], Tensor], backward: Callable[[Tensor
 
 
 def rows(sizes: list[Size], options: Options, gauge: Gauge | None = None) -> Iterator[Row]:
-    """Times one row after the other, by default on the current CUDA device.
+    """Times one case after the other, by default on the current CUDA device.
 
     Raises:
         StateError: a row has broken the CUDA context, so that nothing more can run in this process.
@@ -118,31 +120,52 @@ def rows(sizes: list[Size], options: Options, gauge: Gauge | None = None) -> Ite
     gauge = gauge or Card()
     for size in sizes:
         model, why = _built(size, max(options.contexts), gauge)
-        losses: dict[object, float] = {}  # of each case, by its first row
-        for row in _planned(size, options):
+        for case in _planned(size, options):
             if model is None:
-                yield replace(row, state=State.MEMORY, detail=why)
+                yield from (replace(row, state=State.MEMORY, detail=why) for row in case)
                 continue
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), functorch.patch(enable_autograd_cache=False):  # it would hide what is fused
                 warnings.simplefilter("ignore")  # what PyTorch's compiler has to say
-                row = _Trial(model, row, options, gauge).run()
-            if row.loss is not None:
-                row = _compared(row, losses.setdefault((row.context, row.numbers), row.loss))
-            yield row
+                yield from _timed([_Trial(model, row, options, gauge) for row in case], options.steps)
         del model
         gc.collect()
         gauge.clear()
 
 
-def _planned(size: Size, options: Options) -> Iterator[Row]:
+def _timed(trials: list[_Trial], steps: int) -> Iterator[Row]:
+    """The rows of one case."""
+    torch.compiler.reset()  # so that no length is taken for a dynamic one
+    order = random.Random(SEED)
+    for one in trials:
+        one.guarded(one.warm)
+    for _ in range(steps):
+        for one in order.sample(trials, len(trials)):
+            if one.going:
+                one.guarded(one.step)
+    losses: list[float] = []
+    for one in trials:
+        if one.loss is not None:
+            one.guarded(one.end)
+        one.leave()
+        if one.row.loss is not None:
+            losses.append(one.row.loss)
+            yield _compared(one.row, losses[0])
+        else:
+            yield one.row
+
+
+def _planned(size: Size, options: Options) -> Iterator[list[Row]]:
+    """Cases: rows that differ in their attention alone."""
     for context in options.contexts:
         for numbers in options.numbers:
             for mode in options.modes:
-                for whose in options.attention:
-                    yield Row(
+                yield [
+                    Row(
                         model=size.name, context=context, batch=options.batch, layers=size.layers, numbers=numbers,
                         mode=mode, whose=whose,
-                    )  # fmt: skip
+                    )
+                    for whose in options.attention
+                ]  # fmt: skip
 
 
 def _built(size: Size, context: int, gauge: Gauge) -> tuple[Transformer | None, str]:
@@ -176,17 +199,31 @@ class _Trial:
     row: Row
     options: Options
     gauge: Gauge
+    attend: Attend | None = None
+    forward: Callable[[], Tensor] | None = None
+    taken: list[Times] = field(default_factory=list)
+    loss: Tensor | None = None
+    peak: int = 0  # bytes
+    spent: float = 0.0  # seconds of its steps, without the first
+    going: bool = True  # whether more steps may be timed
 
-    def run(self) -> Row:
-        """The row with its numbers, or with the reason why it has none."""
+    def guarded(self, work: Callable[[], None]) -> None:
+        """Does a part of the work; what goes wrong becomes the row's state."""
         try:
-            self._measure()
+            work()
         except torch.OutOfMemoryError as error:
             self._failed(State.MEMORY, error)
         except Exception as error:
             self._failed(State.FAILED, error)
+        else:
+            return
+        self.going, self.forward = False, None
+        self.leave()
+
+    def leave(self) -> None:
+        """Gives back what the row had on the device."""
         self.model.zero_grad(set_to_none=True)
-        gc.collect()  # what the error held is gone by now
+        gc.collect()  # what an error held is gone by now
         try:
             self.gauge.settle()
         except RuntimeError as error:
@@ -195,31 +232,21 @@ class _Trial:
                 f"{self.row.context} tokens ({reason_of(error)}); run the others with --attention"
             ) from None
         self.gauge.clear()
-        return self.row
 
     def _failed(self, state: State, error: Exception) -> None:
         # An error of the attention alone takes no times from a model that has them.
         self._note(detail=reason_of(error))
         if not self.row.times:
             self._note(state=state)
+            self.loss = None
 
     def _note(self, **facts: Any) -> None:
         self.row = replace(self.row, **facts)
 
-    def _measure(self) -> None:
-        torch.compiler.reset()  # so that no length is taken for a dynamic one, and no row for another's recompile
-        attend = transformer.attention_of(self.row.whose, self.row.context, self.gauge.device)
-        self.model.attend_by(attend)
+    def warm(self) -> None:
+        """Compiles, and takes the steps that do not count."""
+        self.attend = transformer.attention_of(self.row.whose, self.row.context, self.gauge.device)
         fused = _fused()
-        with functorch.patch(enable_autograd_cache=False):  # which would hide what is recognised
-            enough = self._steps()
-        if enough and _fused() > fused:
-            self._note(ran="SDPA, by torch.compile")
-        if self.row.times:
-            self._attention(attend)
-
-    def _steps(self) -> bool:
-        """Times whole steps; whether there are enough."""
         compiled = self.row.mode is Mode.COMPILED
         call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         tokens, targets = self._tokens()
@@ -229,26 +256,49 @@ class _Trial:
                 loss: Tensor = call(tokens, targets)
             return loss
 
-        taken: list[Times] = []
-        for number in range(self.options.warmup + self.options.steps):
-            if number == self.options.warmup:
-                self.gauge.forget_peak()
-            self.model.zero_grad(set_to_none=True)
+        self.forward = forward
+        for number in range(self.options.warmup):
             begin = time.monotonic()
-            times, loss = step(self.gauge, forward, Tensor.backward)
+            self._step()
             if number == 0:
                 self._note(first_s=time.monotonic() - begin)
-                deadline = time.monotonic() + self.options.limit  # from here on, since compilers take their time
-            if number >= self.options.warmup:
-                taken.append(times)
-            if time.monotonic() >= deadline:
+                self.spent = 0.0  # from here on, since compilers take their time
+            if self.spent >= self.options.limit:
                 break
-        if len(taken) < min(FEWEST, self.options.steps):
-            why = f"{len(taken)} of {self.options.steps} steps were timed in the {self.options.limit:g} s of --limit"
-            self._note(state=State.LONG, detail=why)
-            return False
-        self._note(times=tuple(taken), peak_bytes=self.gauge.peak(), loss=float(loss))
-        return True
+        self.going = self.spent < self.options.limit
+        if _fused() > fused:
+            self._note(ran="SDPA, by torch.compile")
+        self.leave()
+
+    def step(self) -> None:
+        """Takes a step that counts."""
+        self.gauge.forget_peak()
+        self.taken.append(self._step())
+        self.peak = max(self.peak, self.gauge.peak())
+        self.going = self.spent < self.options.limit
+
+    def _step(self) -> Times:
+        assert self.attend is not None
+        assert self.forward is not None
+        self.model.attend_by(self.attend)
+        self.model.zero_grad(set_to_none=True)
+        begin = time.monotonic()
+        times, self.loss = step(self.gauge, self.forward, Tensor.backward)
+        self.spent += time.monotonic() - begin
+        return times
+
+    def end(self) -> None:
+        """Notes what came of the steps, and times the attention of one layer alone."""
+        if len(self.taken) < min(FEWEST, self.options.steps):
+            why = (
+                f"{len(self.taken)} of {self.options.steps} steps were timed in the {self.options.limit:g} s of --limit"
+            )
+            self._note(state=State.LONG, detail=why, ran="")
+            return
+        assert self.attend is not None
+        assert self.loss is not None
+        self._note(times=tuple(self.taken), peak_bytes=self.peak, loss=float(self.loss))
+        self._attention(self.attend)
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(SEED)

@@ -88,10 +88,40 @@ def test_a_row_has_the_timed_steps_alone_and_the_peak_of_these() -> None:
     (row,) = timed(gauge, attention=(Whose.OURS,), warmup=2, steps=4)
     assert row.times == (Times(forward_ms=10.0, backward_ms=20.0, total_ms=100.0),) * 4
     assert gauge.log[: gauge.log.index("peak forgotten")].count("whole ends") == 2, "warm-up comes before"
-    assert gauge.log.count("peak forgotten") == 1
+    assert gauge.log.count("peak forgotten") == 4, "of the steps that count"
     assert row.peak_bytes == 1 << 30
     assert len(row.alone) == training.ALONE_STEPS
     assert gauge.log.count("hidden") == training.ALONE_STEPS + 2, "attention alone, and not the model's steps"
+
+
+def test_attentions_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Whose] = []
+    step = training._Trial.step
+
+    def noted(one: training._Trial) -> None:
+        taken.append(one.row.whose)
+        step(one)
+
+    monkeypatch.setattr(training._Trial, "step", noted)
+    rows = timed(steps=8)
+    assert [len(row.times) for row in rows] == [8] * 3
+    rounds = [tuple(taken[begin : begin + 3]) for begin in range(0, 24, 3)]
+    assert {frozenset(one) for one in rounds} == {frozenset((Whose.OURS, Whose.NAIVE, Whose.SDPA))}
+    assert len(set(rounds)) > 1
+
+
+def test_a_row_that_fails_later_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+
+    def fails(*tensors: Tensor) -> Tensor:
+        if next(calls) >= 4 * TINY.layers:  # two steps of warm-up, two that count
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return transformer.naive(*tensors)
+
+    replaced(monkeypatch, Whose.NAIVE, fails)
+    rows = timed(warmup=2, steps=6)
+    assert [row.state for row in rows] == [State.OK, State.MEMORY, State.OK]
+    assert [len(row.times) for row in rows] == [6, 0, 6]
 
 
 def test_the_share_is_that_of_all_layers_and_amdahl_follows_from_it() -> None:
