@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,16 @@ from autoattn.errors import CompileError
 from autoattn.trial import Outcome, StaticReport
 from autoattn.variant import Source
 from autoattn.workers import Failure
+
+# What the C library is told where a compiler's process starts, the only time that it asks.
+ALLOCATOR = {
+    # Triton and LLVM give back what a kernel took, and take it again for the next: the C library keeps it in between.
+    "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    # In huge pages, where the system gives them to who asks: fewer addresses to look up.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +35,8 @@ class Inspect:
 
     def run(self, memory: dict[Hashable, Any]) -> StaticReport | Failure:
         """The report, or why the compiler refused; a compiler that was killed is given a second chance."""
+        for name in ALLOCATOR:  # ptxas would clear huge pages that it never fills: it ends with its kernel
+            os.environ.pop(name, None)
         try:
             with _no_collection():
                 try:

@@ -14,7 +14,7 @@ from autoattn import model, occupancy, render
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import WorstCase
-from autoattn.inspecting import Inspect
+from autoattn.inspecting import ALLOCATOR, Inspect
 from autoattn.jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
 from autoattn.problem import DType, Op, Precision, Problem, padded, pieces
@@ -38,14 +38,7 @@ REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the inte
 # One thread: more would wait for the compilers' cores at every small product.
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMPILER_ROOM = "autoattn.inspecting"
-COMPILER = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    # Triton and LLVM give back what a kernel took, and take it again for the next: the C library keeps it in between.
-    "MALLOC_TOP_PAD_": str(2**26),
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-}
+COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **ALLOCATOR}
 
 
 _RUNS = object()
