@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from typing import Any
@@ -155,9 +156,8 @@ def test_two_launches_agree_to_the_bit_where_programs_add_in_turn_and_only_there
 
 def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     for changes, waits in (
-        ({"turn_taking": "own_warp"}, ["cp.reduce", "commit", "wait_group 0", "red.release"]),
-        ({"turn_taking": "at_once"}, ["cp.reduce", "commit", "wait_group 0", "red.release"]),
-        ({"turn_taking": "at_once", "summing": "threads"}, ["red.relaxed", "bar.sync", "red.release"]),
+        ({}, ["bar.sync", "cp.reduce", "commit", "wait_group 0", "red.release"]),
+        ({"summing": "threads"}, ["bar.arrive", "bar.sync", "red.release"]),
     ):
         one = problem(head_dim=64, deterministic=True)
         rendered = source(one, order="ascending", BLOCK_M=64, next_scores="own_step", **changes)
@@ -168,3 +168,9 @@ def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
             places = [step.index(word) for word in waits]
             assert places == sorted(places), changes
             assert "@first red.release" in step
+    # Threads add behind their warp's word, and tell it when they have.
+    words = re.findall(r"bar\.(sync|arrive)\s+%r\d+, 160|red\.(relaxed)", ptx)
+    met = [key for key, _ in itertools.groupby(first or second for first, second in words)]
+    added = [place for place, word in enumerate(met) if word == "relaxed"]
+    assert len(added) >= 2
+    assert all(met[place - 1] == "sync" and met[place + 1] == "arrive" for place in added)
