@@ -1,31 +1,49 @@
-"""What the gradients of a call are: autograd through the reference, whole or for one key head of one sequence alone."""
+"""What the gradients of a call are: autograd through the reference, for one key head of one sequence at a time."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from autoattn import expression, reference
-from autoattn.expression import MASK_NAMES, SCORE_NAMES
+from autoattn import reference
 from autoattn.operands import BlockTable, Operands
 from autoattn.ops.backward import Gradients, Saved
 from autoattn.problem import Bias, Problem
+from autoattn.reference import Origin
 
-Place = tuple[int, int]  # (batch entry, key head)
+Place: TypeAlias = tuple[int, int]  # (batch entry, key head)
 CHUNK_BYTES = 2**28  # of one matrix of scores that the reference differentiates at a time
-SUMS = ("sinks", "bias")  # gradients that are sums over places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What a part of one gradient is."""
+
+    name: str  # as in Gradients
+    index: tuple[slice, ...]  # where it stands in that
+    numbers: Tensor  # float64, or whatever PyTorch's low precision leaves of it
 
 
 def places_of(problem: Problem, operands: Operands, heads: int | None) -> Iterator[Place]:
-    """All key heads of all batch entries, or the first and the last ones."""
-    every = [(entry, head) for entry in range(operands.query.shape[0]) for head in range(problem.heads_kv)]
-    if heads is None or heads >= len(every):
-        yield from every
-        return
-    yield from every[: heads - heads // 2] + every[len(every) - heads // 2 :]
+    """All key heads of all batch entries, or the first and the last ones.
+
+    Where sequences share a tensor that has a gradient, the first and the last key heads of each: then all that adds to
+    theirs is there.
+    """
+    entries, every = range(operands.query.shape[0]), range(problem.heads_kv)
+    if heads is None or heads >= len(entries) * len(every):
+        yield from ((entry, head) for entry in entries for head in every)
+    elif problem.modifiers.sinks or problem.modifiers.bias is Bias.LEARNED:
+        kept = dict.fromkeys((*every[: heads - heads // 2], *every[len(every) - heads // 2 :]))
+        yield from ((entry, head) for entry in entries for head in kept)
+    else:
+        flat = [(entry, head) for entry in entries for head in every]
+        yield from flat[: heads - heads // 2] + flat[len(flat) - heads // 2 :]
 
 
 def chunks(operands: Operands, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -36,52 +54,46 @@ def chunks(operands: Operands, dtype: torch.dtype) -> Iterator[Tensor]:
     yield from torch.arange(seq_q, device=operands.query.device).split(rows)
 
 
-def at(gradients: Gradients, place: Place, problem: Problem) -> Gradients:
-    """What belongs to one key head of one batch entry: the gradients of its query heads, of the key and the value."""
-    entry, head = place
-    group, one = _group(problem, head), slice(head, head + 1)
-    return Gradients(
-        query=gradients.query[entry, group], key=gradients.key[entry, one], value=gradients.value[entry, one]
-    )
-
-
-def sums_of(parts: Sequence[Gradients]) -> dict[str, Tensor]:
-    """The gradients that all places add to, by name; none where places are missing."""
-    found: dict[str, Tensor] = {}
-    for name in SUMS:
-        added = [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        if added:
-            found[name] = torch.stack(added).sum(0)
-    return found
+def joined(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """The numbers of all parts of each gradient, one behind the other."""
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        found.setdefault(part.name, []).append(part.numbers.flatten())
+    return {name: torch.cat(numbers) for name, numbers in found.items()}
 
 
 def expected(
     problem: Problem, operands: Operands, saved: Saved, places: Sequence[Place], *, low: bool = False
-) -> tuple[Gradients, ...]:
+) -> tuple[Part, ...]:
     """Gradients at some places by autograd, in float64; by PyTorch's own low precision if `low`.
 
-    Where these are all places, each has what it adds to the gradients in SUMS, in their whole shapes.
+    What several places add to, as sequences to the gradient of a sink, is there if all of these places are.
     """
-    complete = len(places) == operands.query.shape[0] * problem.heads_kv
-    if not complete:
-        operands = replace(operands, narrow_bias=None)
-    if _knows_heads(problem):  # none stands alone
-        whole = differentiated(problem, operands, saved, low=low)
-        first, *others = (at(whole, place, problem) for place in places)
-        return (replace(first, sinks=whole.sinks, bias=whole.bias) if complete else first), *others
-    found = []
+    found: dict[str, Part] = {}
+    sharers: Counter[str] = Counter()
+    for place in places_of(problem, operands, None):
+        sharers.update(map(str, _indices(problem, operands, place).items()))
     for place in places:
         entries, group = slice(place[0], place[0] + 1), _group(problem, place[1])
         lse_grad = saved.lse_grad[entries, group] if saved.lse_grad is not None else None
-        part = replace(saved, output_grad=saved.output_grad[entries, group], lse_grad=lse_grad)
-        alone = differentiated(*_only(problem, operands, place), part, low=low)
-        one = at(alone, (0, 0), replace(problem, heads_q=problem.group_size, heads_kv=1))
-        found.append(replace(one, **_added(problem, operands, place, alone)) if complete else one)
-    return tuple(found)
+        pull = replace(saved, output_grad=saved.output_grad[entries, group], lse_grad=lse_grad)
+        origin = Origin(sequence=place[0], head=group.start, heads_q=problem.heads_q)
+        alone = differentiated(*_only(problem, operands, place), pull, low=low, origin=origin)
+        for name, index in _indices(problem, operands, place).items():
+            known = str((name, index))
+            sharers[known] -= 1
+            numbers = getattr(alone, name)
+            if known in found:
+                found[known].numbers.add_(numbers)
+            else:
+                found[known] = Part(name=name, index=index, numbers=numbers)
+    return tuple(part for known, part in found.items() if not sharers[known])
 
 
-def differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: bool) -> Gradients:
-    """Gradients of a whole call, some rows at a time."""
+def differentiated(
+    problem: Problem, operands: Operands, saved: Saved, *, low: bool, origin: Origin | None = None
+) -> Gradients:
+    """Gradients of a whole call, or of a part of one that lies at `origin`, some rows at a time."""
     dtype = operands.query.dtype if low else torch.float64
     given = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
     given["narrow_bias"] = operands.narrow_bias if problem.modifiers.bias is Bias.LEARNED else None
@@ -92,9 +104,9 @@ def differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: b
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
     for rows in chunks(operands, dtype):
         if low and saved.lse_grad is None:
-            made: tuple[Tensor, ...] = (reference.low_precision(problem, operands, rows=rows),)
+            made: tuple[Tensor, ...] = (reference.low_precision(problem, operands, rows=rows, origin=origin),)
         else:
-            made = reference.attention(problem, operands, dtype=dtype, rows=rows)
+            made = reference.attention(problem, operands, dtype=dtype, rows=rows, origin=origin)
         pulls = (saved.output_grad, saved.lse_grad) if saved.lse_grad is not None else (saved.output_grad,)
         pulls = tuple(pull[:, :, rows].to(one.dtype) for one, pull in zip(made, pulls, strict=False))
         grads = torch.autograd.grad(made[: len(pulls)], list(leaves.values()), pulls)
@@ -103,28 +115,20 @@ def differentiated(problem: Problem, operands: Operands, saved: Saved, *, low: b
     return Gradients(**{name.removeprefix("narrow_"): total for name, total in sums.items()})
 
 
-def _knows_heads(problem: Problem) -> bool:
-    """Whether numbers depend on which batch entry and which head they belong to."""
-    texts = (problem.modifiers.score_mod, SCORE_NAMES), (problem.mask.mod, MASK_NAMES)
-    asked = [expression.parse(text, names).answer.asks for text, names in texts if text]
-    return problem.modifiers.dropout or any(not each.isdisjoint({"b", "h"}) for each in asked)
-
-
 def _group(problem: Problem, head: int) -> slice:
     """The query heads that share a key head."""
     return slice(head * problem.group_size, (head + 1) * problem.group_size)
 
 
-def _added(problem: Problem, operands: Operands, place: Place, alone: Gradients) -> dict[str, Tensor]:
-    """What a place's gradients add to those in SUMS, in their whole shapes."""
-    found, group = {}, _group(problem, place[1])
-    if alone.sinks is not None:
-        found["sinks"] = alone.sinks.new_zeros(problem.heads_q)
-        found["sinks"][group] = alone.sinks
-    if alone.bias is not None and operands.narrow_bias is not None:
-        found["bias"] = alone.bias.new_zeros(operands.narrow_bias.shape)
-        entries = slice(place[0], place[0] + 1)
-        found["bias"][_own(operands.narrow_bias, entries, group)] = alone.bias
+def _indices(problem: Problem, operands: Operands, place: Place) -> dict[str, tuple[slice, ...]]:
+    """Where the gradients have what a place adds to them, by name."""
+    entry, head = place
+    entries, one, group = slice(entry, entry + 1), slice(head, head + 1), _group(problem, head)
+    found: dict[str, tuple[slice, ...]] = {"query": (entries, group), "key": (entries, one), "value": (entries, one)}
+    if operands.sinks is not None:
+        found["sinks"] = (group,)
+    if operands.narrow_bias is not None and problem.modifiers.bias is Bias.LEARNED:
+        found["bias"] = _own(operands.narrow_bias, entries, group)
     return found
 
 

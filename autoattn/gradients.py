@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autoattn import derivatives, inputs, reference, rivals, space, validate
 from autoattn.compile import Kernel
+from autoattn.derivatives import Part
 from autoattn.inputs import Scores
 from autoattn.operands import Operands
 from autoattn.ops import backward
@@ -47,9 +48,7 @@ class Case:
     problem: Problem
     operands: Operands  # inside tensors of NaN
     saved: Saved  # the same
-    places: tuple[tuple[int, int], ...]  # (batch entry, key head) that are compared
-    # Of each place, float64: query [group, seq_q, head_dim], key [1, seq_kv, ...], ...; and what it adds to sums.
-    expected: tuple[Gradients, ...]
+    expected: tuple[Part, ...]  # in float64, of those parts that are compared
     allowed: dict[str, float]  # largest absolute error of each gradient
     guard: int  # rows of NaN behind each sequence
 
@@ -136,7 +135,6 @@ def case_of(
         problem=problem,
         operands=operands,
         saved=saved,
-        places=places,
         expected=expected,
         allowed=_allowed(problem, operands, saved, expected, rough, scores),
         guard=guard,
@@ -272,14 +270,11 @@ def joined(each: Mapping[str, tuple[float, float]], case: Case) -> tuple[float, 
 
 def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float]]:
     """Largest and root mean square error of each gradient, at the compared places."""
-    pairs: dict[str, list[Tensor]] = {}
-    for place, expected in zip(case.places, case.expected, strict=True):
-        found_here = derivatives.at(found, place, case.problem)
-        for (name, ours), (_, theirs) in zip(found_here.named(), expected.named(), strict=True):
-            pairs.setdefault(name, []).append((ours.double() - theirs).abs().nan_to_num(nan=math.inf))
-    whole = {name: torch.cat(parts) for name, parts in pairs.items()}
-    for name, exact in derivatives.sums_of(case.expected).items():
-        whole[name] = (getattr(found, name).double() - exact).abs().nan_to_num(nan=math.inf)
+    off = [
+        replace(part, numbers=(getattr(found, part.name)[part.index].double() - part.numbers).abs())
+        for part in case.expected
+    ]
+    whole = {name: errors.nan_to_num(nan=math.inf) for name, errors in derivatives.joined(off).items()}
     return {name: (float(error.max()), float(error.square().mean().sqrt())) for name, error in whole.items()}
 
 
@@ -306,10 +301,10 @@ def _malformed(found: Gradients, case: Case) -> str:
     blind = case.saved.lse == -math.inf
     if bool(found.query[blind].count_nonzero()):
         return "the gradient of a query that sees no key is not 0"
-    for place, expected in zip(case.places, case.expected, strict=True):
-        unseen = (expected.value == 0).all(-1) & (expected.key == 0).all(-1)
-        part = derivatives.at(found, place, case.problem)
-        if bool(part.key[unseen].count_nonzero()) or bool(part.value[unseen].count_nonzero()):
+    keys, values = ([part for part in case.expected if part.name == name] for name in ("key", "value"))
+    for key, value in zip(keys, values, strict=True):
+        unseen = (key.numbers == 0).all(-1) & (value.numbers == 0).all(-1)
+        if bool(found.key[key.index][unseen].any()) or bool(found.value[value.index][unseen].any()):
             return "the gradient of a key that no query sees is not 0"
     return ""
 
@@ -318,8 +313,8 @@ def _allowed(
     problem: Problem,
     operands: Operands,
     saved: Saved,
-    expected: Sequence[Gradients],
-    rough: Sequence[Gradients],
+    expected: Sequence[Part],
+    rough: Sequence[Part],
     scores: Scores,
 ) -> dict[str, float]:
     """The largest honest error of each gradient."""
@@ -327,19 +322,11 @@ def _allowed(
     # How large the gradient of a weight may be, which is taken from another of its size to give that of a score; and
     # what that is multiplied by.
     weight_grad = float(saved.output_grad.abs().max() * operands.value.abs().max()) * problem.head_dim_v**0.5
-    factors = {name: operands.scale * float(getattr(operands, name).abs().max()) for name in ("query", "key")}
-    terms = {"query": weight_grad * factors["key"], "key": weight_grad * factors["query"], "value": 0.0}
-    pairs = {
-        name: tuple(torch.cat([getattr(one, name) for one in each]) for each in (expected, rough)) for name in terms
-    }
-    exact_sums, rough_sums = derivatives.sums_of(expected), derivatives.sums_of(rough)
-    for name, exact in exact_sums.items():  # of what a score's gradient is made of, over all queries that share it
-        sharers = problem.batch
-        if name == "bias":
-            sharers = problem.batch * problem.heads_q * problem.seq_q * exact.shape[3] // exact.numel()
-        pairs[name], terms[name] = (exact, rough_sums[name]), weight_grad * sharers
+    exacts, lows = derivatives.joined(expected), derivatives.joined(rough)
+    terms = {name: weight_grad * count for name, count in _counts(problem, operands).items()}
     found = {}
-    for name, (exact, low) in pairs.items():
+    for name, exact in exacts.items():
+        low = lows[name]
         coarse = exact.to(reference.TORCH_DTYPE[problem.dtype])
         absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
         absolute += validate.FLOAT32_ULPS[Precision.IEEE] * eps * terms[name]
@@ -355,4 +342,13 @@ def _allowed(
             absolute += validate.RISES[scores] * ulp * (counts + float(exact.abs().max()))
         honest = float((low - exact).abs().max())
         found[name] = max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))
+    return found
+
+
+def _counts(problem: Problem, operands: Operands) -> dict[str, float]:
+    """What a number of each gradient counts the gradient of a weight with."""
+    largest = {name: operands.scale * float(getattr(operands, name).abs().max()) for name in ("query", "key")}
+    found = {"query": largest["key"], "key": largest["query"], "value": 0.0, "sinks": float(problem.batch)}
+    if (narrow := operands.narrow_bias) is not None:  # so many queries share one
+        found["bias"] = problem.batch * problem.heads_q * problem.seq_q * narrow.shape[3] // narrow.numel()
     return found

@@ -36,12 +36,22 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {  # those of autoattn.expression
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where operands lie that were cut out of a call: what depends on sequence and head counts from there."""
+
+    sequence: int = 0  # the call's, that is the first one here
+    head: int = 0  # likewise a query head
+    heads_q: int  # of the call
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
     """Queries of one sequence, and where the sequence lies; found once a call, since packed offsets lie on the GPU."""
 
     entry: int  # of the batch, that holds the sequence
     sequence: int
+    origin: Origin
     inside: Tensor  # which of the rows that were asked for lie in the sequence
     positions: Tensor  # of those rows, counted from the sequence's first query
     first_q: int  # inside the entry
@@ -56,34 +66,43 @@ class Place:
 
 
 def attention(
-    problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    problem: Problem, operands: Operands, *, dtype: torch.dtype = torch.float64, rows: Tensor | None = None,
+    origin: Origin | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention and log-sum-exp, every step in `dtype`.
 
     Args:
         rows: [rows] query positions (tokens, when packed) to compute; all when None
+        origin: of operands that are a part of a call; captured tensors are the call's
 
     Returns:
         output [batch, heads_q, rows, head_dim_v] and LSE [batch, heads_q, rows] in natural logarithms (batch is 1 when
         packed); a row that sees no key has output 0 and LSE -inf, unless it has a sink.
     """
-    return _assembled(problem, operands, dtype, rows)
+    return _assembled(problem, operands, dtype, rows, origin)
 
 
-def low_precision(problem: Problem, operands: Operands, *, rows: Tensor | None = None) -> Tensor:
+def low_precision(
+    problem: Problem, operands: Operands, *, rows: Tensor | None = None, origin: Origin | None = None
+) -> Tensor:
     """The same maths with PyTorch in the tensors' own precision: the yardstick for an honest error."""
     if problem.dtype is DType.FLOAT8:
-        exact = _assembled(problem, operands, torch.float32, rows, float8=True)[0]
+        exact = _assembled(problem, operands, torch.float32, rows, origin, float8=True)[0]
         return exact.to(TORCH_DTYPE[problem.dtype.output])
     if problem.precision is Precision.TF32:
-        return _assembled(problem, operands, torch.float32, rows, cut=True)[0]
-    return attention(problem, operands, dtype=operands.query.dtype, rows=rows)[0]
+        return _assembled(problem, operands, torch.float32, rows, origin, cut=True)[0]
+    return attention(problem, operands, dtype=operands.query.dtype, rows=rows, origin=origin)[0]
 
 
 def visible(problem: Problem, operands: Operands, positions: Tensor, sequence: int = 0) -> Tensor:
     """[1 or heads_q, rows, seq_kv] booleans: which keys of a sequence the query at each of its positions sees."""
-    seq_q, seq_kv = operands.spans()[sequence][1::2]
-    return _visible(problem, operands, positions, sequence, seq_q, seq_kv)
+    first_q, seq_q, first_kv, seq_kv = operands.spans()[sequence]
+    place = Place(
+        entry=0 if operands.cu_seqlens_q is not None else sequence, sequence=sequence,
+        origin=Origin(heads_q=problem.heads_q), inside=first_q + positions, positions=positions,
+        first_q=first_q, seq_q=seq_q, first_kv=first_kv, seq_kv=seq_kv,
+    )  # fmt: skip
+    return _visible(problem, operands, place)
 
 
 def philox(seed: int, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
@@ -131,7 +150,7 @@ def _product(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _assembled(
-    problem: Problem, operands: Operands, dtype: torch.dtype, rows: Tensor | None, **rough: bool
+    problem: Problem, operands: Operands, dtype: torch.dtype, rows: Tensor | None, origin: Origin | None, **rough: bool
 ) -> tuple[Tensor, Tensor]:
     """Puts together the parts of each sequence and key head, one at a time to bound the memory."""
     query = operands.query
@@ -140,7 +159,7 @@ def _assembled(
     batch, heads = query.shape[0], query.shape[1]
     output = torch.zeros(batch, heads, len(rows), operands.value.shape[3], dtype=dtype, device=query.device)
     lse = torch.full(output.shape[:3], -math.inf, dtype=dtype, device=query.device)
-    for place in _places(operands, rows):
+    for place in _places(operands, rows, origin or Origin(heads_q=problem.heads_q)):
         for head in range(problem.heads_kv):
             group = slice(head * problem.group_size, (head + 1) * problem.group_size)
             found, found_lse = _part(problem, operands, dtype, place, head, group, **rough)
@@ -149,15 +168,15 @@ def _assembled(
     return output, lse
 
 
-def _places(operands: Operands, rows: Tensor) -> Iterator[Place]:
+def _places(operands: Operands, rows: Tensor, origin: Origin) -> Iterator[Place]:
     """Each sequence that some of the rows lie in."""
     packed = operands.cu_seqlens_q is not None
     for sequence, (first_q, seq_q, first_kv, seq_kv) in enumerate(operands.spans()):
         inside = torch.nonzero((rows >= first_q) & (rows < first_q + seq_q))[:, 0]
         if len(inside):
             yield Place(
-                entry=0 if packed else sequence, sequence=sequence, inside=inside, positions=rows[inside] - first_q,
-                first_q=first_q, seq_q=seq_q, first_kv=first_kv, seq_kv=seq_kv,
+                entry=0 if packed else sequence, sequence=sequence, origin=origin, inside=inside,
+                positions=rows[inside] - first_q, first_q=first_q, seq_q=seq_q, first_kv=first_kv, seq_kv=seq_kv,
             )  # fmt: skip
 
 
@@ -172,7 +191,7 @@ def _part(
         cut: form products as tensor cores do in tf32.
         float8: round the weights to float8 as a kernel does.
     """
-    entry, sequence, positions = place.entry, place.sequence, place.positions
+    entry, positions = place.entry, place.positions
     query = _scaled(operands.query[entry, group, place.first_q + positions], operands.query_scale, place, head, dtype)
     key = _scaled(operands.key[entry, head, place.keys], operands.key_scale, place, head, dtype)
     value = _scaled(operands.value[entry, head, place.keys], operands.value_scale, place, head, dtype)
@@ -180,7 +199,7 @@ def _part(
     if cut:
         query, key, value = (cut_to_tf32(tensor) for tensor in (query, key, value))
     scores = _modified(problem, operands, query @ key.transpose(0, 1), place, group)
-    seen = _visible(problem, operands, positions, sequence, place.seq_q, place.seq_kv)
+    seen = _visible(problem, operands, place)
     seen = seen[group] if seen.shape[0] > 1 else seen
     bias = operands.bias
     if bias is not None:
@@ -229,17 +248,18 @@ def _scaled(tensor: Tensor, scales: Tensor | None, place: Place, head: int, dtyp
     return tensor.to(dtype) if scales is None else tensor.to(dtype) * scales[place.sequence, head].to(dtype)
 
 
-def _visible(problem: Problem, operands: Operands, positions: Tensor, sequence: int, seq_q: int, seq_kv: int) -> Tensor:
-    """`visible` of a sequence whose lengths are known."""
-    keys = torch.arange(seq_kv, device=positions.device)
-    first, last = problem.band(seq_q, seq_kv)
-    seen = torch.ones(len(positions), seq_kv, dtype=torch.bool, device=positions.device)
+def _visible(problem: Problem, operands: Operands, place: Place) -> Tensor:
+    """`visible` of a place's queries."""
+    positions = place.positions
+    keys = torch.arange(place.seq_kv, device=positions.device)
+    first, last = problem.band(place.seq_q, place.seq_kv)
+    seen = torch.ones(len(positions), place.seq_kv, dtype=torch.bool, device=positions.device)
     if first is not None:
         seen &= keys[None, :] >= positions[:, None] + first
     if last is not None:
         seen &= keys[None, :] <= positions[:, None] + last
     if operands.table is not None:
-        return seen & _in_table(problem, operands, operands.table, positions, keys, sequence)
+        return seen & _in_table(problem, operands, operands.table, place, keys)
     return seen[None]
 
 
@@ -248,7 +268,7 @@ def _modified(problem: Problem, operands: Operands, scores: Tensor, place: Place
     modifiers = problem.modifiers
     keys = torch.arange(place.seq_kv, device=scores.device)
     if modifiers.score_mod:
-        names = _names(operands.score_captures, place.sequence, group, place.positions, keys) | {"score": scores}
+        names = _names(operands.score_captures, place, group, keys) | {"score": scores}
         answer = expression.parse(modifiers.score_mod, SCORE_NAMES).evaluate(names, FUNCTIONS)
         scores = _tensor(answer, scores).to(scores.dtype).expand_as(scores)
     if modifiers.softcap:
@@ -260,23 +280,19 @@ def _modified(problem: Problem, operands: Operands, scores: Tensor, place: Place
     return scores
 
 
-def _names(
-    captures: tuple[Tensor, ...], sequence: int, group: slice, positions: Tensor, keys: Tensor
-) -> dict[str, Tensor]:
+def _names(captures: tuple[Tensor, ...], place: Place, group: slice, keys: Tensor) -> dict[str, Tensor]:
     """What an expression may ask, broadcast against [group, rows, keys]."""
-    device = positions.device
+    device, origin = keys.device, place.origin
     return {
-        "b": torch.full((1, 1, 1), sequence, device=device),
-        "h": torch.arange(group.start, group.stop, device=device)[:, None, None],
-        "q_idx": positions[None, :, None],
+        "b": torch.full((1, 1, 1), origin.sequence + place.sequence, device=device),
+        "h": origin.head + torch.arange(group.start, group.stop, device=device)[:, None, None],
+        "q_idx": place.positions[None, :, None],
         "kv_idx": keys[None, None, :],
         **{f"captured{place}": tensor for place, tensor in enumerate(captures)},
     }
 
 
-def _in_table(
-    problem: Problem, operands: Operands, table: BlockTable, positions: Tensor, keys: Tensor, sequence: int
-) -> Tensor:
+def _in_table(problem: Problem, operands: Operands, table: BlockTable, place: Place, keys: Tensor) -> Tensor:
     """[1 or heads_q, rows, keys] booleans: pairs in a listed block, cut by the mask's expression if it is partial."""
     heads = slice(0, problem.heads_q)
     pairs = []
@@ -284,12 +300,12 @@ def _in_table(
         (table.full_counts, table.full_blocks),
         (table.partial_counts, table.partial_blocks),
     ):
-        entry = min(sequence, counts.shape[0] - 1)
+        entry = min(place.sequence, counts.shape[0] - 1)
         grid = grid_of(counts[entry], listed[entry], -(-len(keys) // table.block_kv)) > 0
-        pairs.append(grid[:, positions // table.block_q][:, :, keys // table.block_kv])
+        pairs.append(grid[:, place.positions // table.block_q][:, :, keys // table.block_kv])
     full, partial = pairs
     if problem.mask.mod:
-        names = _names(operands.mask_captures, sequence, heads, positions, keys)
+        names = _names(operands.mask_captures, place, heads, keys)
         answer = expression.parse(problem.mask.mod, MASK_NAMES).evaluate(names, FUNCTIONS)
         partial = partial & _tensor(answer, partial).bool()
     return full | partial
@@ -298,8 +314,8 @@ def _in_table(
 def _kept(problem: Problem, operands: Operands, place: Place, group: slice) -> Tensor:
     """[group, rows, keys] booleans: the weights that dropout leaves."""
     keys = torch.arange(place.seq_kv, device=place.positions.device)
-    names = _names((), place.sequence, group, place.positions, keys)
-    row = names["h"] + place.sequence * problem.heads_q
+    names = _names((), place, group, keys)
+    row = names["h"] + names["b"] * place.origin.heads_q
     return philox(operands.seed, names["kv_idx"], names["q_idx"], row) >= drop_below(operands.dropout)
 
 

@@ -19,7 +19,7 @@ from autoattn.gradients import Case
 from autoattn.inputs import Scores
 from autoattn.mask import Mask
 from autoattn.ops.backward import Gradients
-from autoattn.problem import Bias, DType, Modifiers, Precision, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.trial import Verdict
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def by_pytorch(case: Case, dtype: torch.dtype) -> Gradients:
 @pytest.mark.parametrize("mask", ["full", "causal:top-left"])
 def test_it_expects_what_pytorch_computes_in_float64(mask: str) -> None:
     case = case_of(problem(mask=mask, heads_q=6, heads_kv=2, dtype=DType.FLOAT32))
-    assert len(case.places) == 4
+    assert [part.name for part in case.expected] == ["query", "key", "value"] * 4
     for largest, mean in gradients.errors_by_name(by_pytorch(case, torch.float64), case).values():
         assert mean <= largest < 1e-13
 
@@ -54,13 +54,14 @@ def test_few_rows_at_a_time_come_to_the_same(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(derivatives, "CHUNK_BYTES", 8 * 50 * 2 * 5)
     parts = case_of(one)
     for ours, theirs in zip(parts.expected, whole.expected, strict=True):
-        for (_, one_part), (_, other) in zip(ours.named(), theirs.named(), strict=True):
-            torch.testing.assert_close(one_part, other, rtol=1e-12, atol=1e-12)
+        assert (ours.name, ours.index) == (theirs.name, theirs.index)
+        torch.testing.assert_close(ours.numbers, theirs.numbers, rtol=1e-12, atol=1e-12)
 
 
 def test_at_full_size_the_first_and_the_last_head_are_compared() -> None:
     case = gradients.full_case(problem(dtype=DType.FLOAT32), CPU, torch.Generator().manual_seed(0))
-    assert case.places == ((0, 0), (1, 1))
+    places = {(entries.start, heads.start) for entries, heads in (part.index for part in case.expected)}
+    assert places == {(0, 0), (1, 1), (1, 2)}  # of key heads, and where the query heads that share the last one begin
     found = by_pytorch(case, torch.float64)
     found.key[0, 0, 3, 5] += 1.0
     assert gradients.errors_by_name(found, case)["key"][0] == pytest.approx(1.0)
@@ -89,7 +90,8 @@ def test_where_one_key_is_seen_tf32_may_err_though_pytorch_does_not() -> None:
     """The gradient of a query is 0 then: what two ways to compute one product leave of it."""
     one = problem(dtype=DType.FLOAT32, precision=Precision.TF32, seq_q=1, seq_kv=1, head_dim=64)
     case = case_of(one)
-    assert float(case.expected[0].query.abs().max()) < 1e-12
+    assert case.expected[0].name == "query"
+    assert float(case.expected[0].numbers.abs().max()) < 1e-12
     assert 2e-3 < case.allowed["query"] < 5e-2
 
 
@@ -121,27 +123,48 @@ def test_rivals_give_their_gradients_of_a_forward_pass_that_is_done() -> None:
     assert gradients.rival_calls(softcap) == {}
 
 
-def test_the_gradient_of_sinks_is_compared_where_all_heads_are() -> None:
-    one = problem(dtype=DType.FLOAT32, modifiers=Modifiers(sinks=True))
-    case = case_of(one)
-    exact = derivatives.sums_of(case.expected)["sinks"]
-    assert exact.shape == (4,)
-    found = gradients.empty_gradients(case)
-    assert found.sinks is not None
-    found.sinks.copy_(exact).add_(0.5)
-    assert gradients.errors_by_name(found, case)["sinks"][0] == pytest.approx(0.5, abs=1e-5)
-    assert case.allowed["sinks"] < 0.01
-    full = gradients.full_case(replace(one, heads_q=6, heads_kv=3), CPU, torch.Generator().manual_seed(0))
-    assert "sinks" not in full.allowed
+# Nothing of the last three is the same for each sequence and head.
+MANY = Modifiers(bias=Bias.LEARNED, sinks=True, alibi=True)
+MIXED: dict[str, dict[str, Any]] = {
+    "all": {"modifiers": MANY},
+    "dropout": {"modifiers": replace(MANY, dropout=True)},
+    "an expression of heads": {"modifiers": replace(MANY, score_mod="score * (1 + h / 4) + b"), "mask": "causal"},
+    "packed": {
+        "modifiers": replace(MANY, bias=Bias.NONE, dropout=True), "layout": Layout.PACKED, "batch": 3,
+        "tokens_q": 60, "tokens_kv": 70, "mask": "causal",
+    },
+}  # fmt: skip
 
 
-def test_the_gradient_of_sinks_is_counted_once_where_dropout_keeps_heads_together() -> None:
-    one = problem(dtype=DType.FLOAT32, batch=2, modifiers=Modifiers(sinks=True, dropout=True))
-    case = case_of(one)
-    leaf = case.operands.sinks.double().requires_grad_()
-    output, _ = reference.attention(one, replace(case.operands, sinks=leaf))
-    (expected,) = torch.autograd.grad(output, leaf, case.saved.output_grad.to(output.dtype))
-    torch.testing.assert_close(derivatives.sums_of(case.expected)["sinks"], expected, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("full", [False, True], ids=["small", "full size"])
+@pytest.mark.parametrize("facts", MIXED.values(), ids=MIXED.keys())
+def test_gradients_of_what_changes_scores_are_compared_at_every_size(facts: dict[str, Any], full: bool) -> None:
+    one = problem(**{"dtype": DType.FLOAT32, "heads_q": 6, "heads_kv": 3, **facts})
+    make, generator = gradients.full_case if full else gradients.make_case, torch.Generator().manual_seed(0)
+    case = make(one, CPU, generator)
+    whole = derivatives.differentiated(one, case.operands, case.saved, low=False)
+    asked = ["query", "key", "value", "sinks", *(["bias"] if one.modifiers.bias is Bias.LEARNED else [])]
+    assert set(case.allowed) == set(asked)
+    for name, (largest, _) in gradients.errors_by_name(whole, case).items():
+        assert largest < 1e-9, name
+    heads = {0, 2} if full else {0, 1, 2}
+    seen = torch.zeros_like(whole.sinks)
+    for part in case.expected:
+        if part.name == "sinks":
+            seen[part.index] += 1
+    assert seen.tolist() == [float(head // 2 in heads) for head in range(6)]
+    for name in asked[3:]:
+        getattr(whole, name).add_(0.5)
+        assert gradients.errors_by_name(whole, case)[name][0] == pytest.approx(0.5, abs=1e-9)
+        assert case.allowed[name] < 0.05, name
+
+
+def test_a_gradient_that_not_all_sharers_added_to_is_not_compared() -> None:
+    one = problem(dtype=DType.FLOAT32, heads_q=3, heads_kv=3, modifiers=Modifiers(bias=Bias.LEARNED))
+    generator = torch.Generator().manual_seed(0)
+    operands = inputs.make(one, CPU, generator, sharing=(True, True, False, False))
+    assert "bias" not in gradients.case_of(one, operands, generator, heads=2).allowed
+    assert "bias" in gradients.case_of(one, operands, generator).allowed
 
 
 @pytest.mark.parametrize("scores", [Scores.PLAIN, Scores.LOUD])
@@ -193,9 +216,8 @@ def test_each_head_is_differentiated_with_its_own_table(mod: str) -> None:
     operands = interpreted.tables_of_heads(one)
     case = gradients.case_of(one, operands, torch.Generator().manual_seed(0), guard=interpreted.GUARD_ROWS)
     whole = derivatives.differentiated(one, operands, case.saved, low=False)
-    for place, expected in zip(case.places, case.expected, strict=True):
-        for (_, ours), (_, theirs) in zip(expected.named(), derivatives.at(whole, place, one).named(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for part in case.expected:
+        torch.testing.assert_close(part.numbers, getattr(whole, part.name)[part.index], rtol=1e-12, atol=1e-12)
     assert not whole.query[:, :, :16].any()
     assert not whole.key[:, :, 48:].any()
 
@@ -215,11 +237,12 @@ def test_the_gradient_of_a_bias_is_summed_over_all_that_share_it(
     given = replace(operands, bias=leaf.expand(2, 4, 33, 50))
     output = reference.attention(one, given)[0]
     (theirs,) = torch.autograd.grad(output, leaf, case.saved.output_grad.double())
-    ours = derivatives.sums_of(case.expected)["bias"]
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    for part in case.expected:
+        if part.name == "bias":
+            torch.testing.assert_close(part.numbers, theirs[part.index], rtol=1e-10, atol=1e-12)
     found = gradients.empty_gradients(case)
     assert found.bias is not None
-    found.bias.copy_(ours + 0.5)
+    found.bias.copy_(theirs + 0.5)
     assert gradients.errors_by_name(found, case)["bias"][0] == pytest.approx(0.5, abs=1e-5)
     assert 0.0 < case.allowed["bias"] < 0.1
 
