@@ -16,6 +16,7 @@ from autoattn.device import Device
 from autoattn.dispatch import Explanation
 from autoattn.entry import KERNEL
 from autoattn.errors import CompileError, TensorError
+from autoattn.learning import NONE_LEARNED, Learned
 from autoattn.operands import Operands
 from autoattn.ops import forward
 from autoattn.problem import DType, Problem
@@ -49,12 +50,12 @@ class _NotLoadedError(Exception):
     """The kernel is not loaded, and cannot be while a CUDA graph is captured."""
 
 
-def plan(call: Call, *, lse: bool, learns: bool | None = None, learns_bias: bool | None = None) -> Plan:
+def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned | None = None) -> Plan:
     """Who answers a call, and why; a kernel is compiled, and nothing runs.
 
     Args:
         learns: whether an input needs a gradient; when None, the tensors say it.
-        learns_bias: whether the bias is one of them; likewise.
+        learned: whether bias and slopes are among them; likewise.
     """
     problem, operands = call.problem, call.operands
     if call.empty:
@@ -62,27 +63,27 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learns_bias: bool
         return Plan(replace(dispatch.sdpa(reason), route=rivals.EAGER))
     if learns is None:
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
-    if learns_bias is None:
-        learns_bias = learning.learns_bias(operands)
+    if learned is None:
+        learned = Learned.of(operands)
     refusal = _why_no_kernel(problem, operands)
     if refusal is None and learns and (why_not := learning.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
-        without = _without_kernel(refusal, problem, lse, learns_bias=learns_bias)
+        without = _without_kernel(refusal, problem, lse, learned=learned)
         return _repeating(without) if learns and call.deterministic else without
     try:
         if learns:
             given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands, lse=lse)
-            return _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learns_bias)
+            return _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
         return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
-        return replace(_without_kernel(reason, problem, lse, learns_bias=learns_bias), lasting=False)
+        return replace(_without_kernel(reason, problem, lse, learned=learned), lasting=False)
 
 
 def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     """PyTorch answers a call, whatever was tuned."""
-    return _without_kernel(reason, call.problem, lse, learns_bias=learning.learns_bias(call.operands))
+    return _without_kernel(reason, call.problem, lse, learned=Learned.of(call.operands))
 
 
 def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -147,12 +148,12 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
 
 @lru_cache(maxsize=MAX_PLANS)
 def _prepare_both(
-    problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool, learns_bias: bool
+    problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool, learned: Learned
 ) -> Plan:
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
     card = None if torch.cuda.is_current_stream_capturing() else gpu.present(index)
     forward_plan = _prepare(problem, traits, index)
-    asked = learning.backward_of(problem, deterministic=deterministic, learns_bias=learns_bias)
+    asked = learning.backward_of(problem, deterministic=deterministic, learned=learned)
     found = dispatch.explain(asked, card)
     refused = learning.why_not_by(found)
     if refused is None and forward_plan.kernel is None:
@@ -167,7 +168,7 @@ def _prepare_both(
             explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
             return Plan(explanation, forward_plan.kernel, gradients, asked)
     reason = f"an input needs a gradient, and {refused}"
-    without = _without_kernel(reason, problem, gradient_traits.lse, found.steps, learns_bias=learns_bias)
+    without = _without_kernel(reason, problem, gradient_traits.lse, found.steps, learned=learned)
     return _repeating(without) if deterministic else without
 
 
@@ -191,12 +192,12 @@ def _loaded(source: Source, index: int) -> compile.Kernel:
 
 
 def _without_kernel(
-    reason: str, problem: Problem, lse: bool, steps: Sequence[str] = (), *, learns_bias: bool = False
+    reason: str, problem: Problem, lse: bool, steps: Sequence[str] = (), *, learned: Learned = NONE_LEARNED
 ) -> Plan:
     """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
     found = dispatch.sdpa(reason, problem, steps)
     why_not = "it gives no LSE" if lse else rivals.why_not_sdpa(problem)
-    if learns_bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
+    if learned.bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
         why_not = "its backward pass refuses some biases that need a gradient"
     if why_not is None:
         return Plan(found)

@@ -32,7 +32,7 @@ SCHEMA = 1
 # What is left out of a file: a fact that joined later, where an entry does not have it.
 _UNTOLD = (
     *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
-    *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False)),
+    *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False), ("learned_slopes", False)),
 )
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
 MAX_BYTES = 64 * 1024 * 1024

@@ -97,6 +97,7 @@ def differentiated(
     dtype = operands.query.dtype if low else torch.float64
     given = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
     given["narrow_bias"] = operands.narrow_bias if problem.modifiers.bias is Bias.LEARNED else None
+    given["slopes"] = operands.slopes if problem.modifiers.learned_slopes else None
     leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in given.items() if tensor is not None}
     operands = replace(operands, **leaves)
     if "narrow_bias" in leaves and operands.bias is not None:
@@ -129,6 +130,8 @@ def _indices(problem: Problem, operands: Operands, place: Place) -> dict[str, tu
         found["sinks"] = (group,)
     if operands.narrow_bias is not None and problem.modifiers.bias is Bias.LEARNED:
         found["bias"] = _own(operands.narrow_bias, entries, group)
+    if problem.modifiers.learned_slopes:
+        found["slopes"] = (slice(None) if problem.packed else entries, group)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import answer, learning, operators, prepared
+from autoattn import learning, operators, prepared
 from autoattn.errors import TensorError
 from autoattn.operators import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.paired import Pair
@@ -31,8 +31,7 @@ def _by_kernel(
 ) -> dict[str, Tensor | None] | None:
     """Gradients by kernels, of all tensors that they give one of; None where none serves."""
     call = operators.read(given)
-    planned = answer.plan(call, lse=given["return_lse"], learns=True, learns_bias=given["learns_bias"])
-    if (both := planned.passes(call.problem)) is None:
+    if (both := operators.plan_both(call, given).passes(call.problem)) is None:
         return None
     made = [None if one is None else operators.as_read(one, given) for one in (output, grad_output)]
     sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
@@ -41,6 +40,8 @@ def _by_kernel(
     sinks = given["sinks"]
     named["sinks"] = found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)
     named["bias"] = found.bias if found.bias is None else found.bias.reshape(given["bias"].shape)
+    slopes = given["alibi_slopes"]
+    named["alibi_slopes"] = found.slopes if found.slopes is None else found.slopes.sum_to_size(slopes.shape)
     return named
 
 

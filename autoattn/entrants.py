@@ -193,9 +193,10 @@ class BackwardPasses:
                 detail=f"a training call is left to PyTorch: {why}" if (why := learning.why_not_by(told)) else "",
             )  # fmt: skip
             return told, first, self.by_kernel(variant)
-        learned = self.problem.modifiers.bias is Bias.LEARNED
-        given = {name: getattr(self.case.operands, name) for name in ("query", "key", "value", "sinks")}
-        given["bias"] = self.case.operands.narrow_bias if learned else None
+        operands, modifiers = self.case.operands, self.problem.modifiers
+        given = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
+        given["bias"] = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
+        given["slopes"] = operands.slopes if modifiers.learned_slopes else None
         leaves = {name: one.detach().requires_grad_() for name, one in given.items() if one is not None}
         asked = replace(self.problem, op=Op.FORWARD, deterministic=False)
         call = Call(problem=asked, operands=self._traced(leaves), deterministic=self.problem.deterministic)

@@ -239,6 +239,7 @@ def empty_gradients(case: Case) -> Gradients:
         value=empty(problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v),
         sinks=torch.full_like(case.operands.sinks, math.nan) if case.operands.sinks is not None else None,
         bias=_empty_bias(case),
+        slopes=_empty_slopes(case),
     )
 
 
@@ -249,6 +250,15 @@ def _empty_bias(case: Case) -> Tensor | None:
         return None
     batch, heads, queries, keys = narrow.shape
     return narrow.new_full((batch, heads, queries + case.guard, keys), math.nan)[:, :, :queries]
+
+
+def _empty_slopes(case: Case) -> Tensor | None:
+    """The same for that of learned slopes, with another sequence behind the last."""
+    slopes = case.operands.slopes
+    if slopes is None or not case.problem.modifiers.learned_slopes:
+        return None
+    batch, heads = slopes.shape
+    return slopes.new_full((batch + 1, heads), math.nan)[:batch]
 
 
 def errors(found: Gradients, case: Case) -> tuple[float, float]:
@@ -280,7 +290,8 @@ def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float
 
 def _written(found: Gradients) -> list[tuple[str, Tensor]]:
     """(name, gradient) of those that kernels write themselves."""
-    return [*found.named(), *([("bias", found.bias)] if found.bias is not None else [])]
+    more = ("bias", found.bias), ("slopes", found.slopes)
+    return [*found.named(), *((name, gradient) for name, gradient in more if gradient is not None)]
 
 
 def unlike(first: Gradients, second: Gradients) -> str:
@@ -351,4 +362,6 @@ def _counts(problem: Problem, operands: Operands) -> dict[str, float]:
     found = {"query": largest["key"], "key": largest["query"], "value": 0.0, "sinks": float(problem.batch)}
     if (narrow := operands.narrow_bias) is not None:  # so many queries share one
         found["bias"] = problem.batch * problem.heads_q * problem.seq_q * narrow.shape[3] // narrow.numel()
+    # The distances of all queries, whose errors have either sign.
+    found["slopes"] = problem.seq_q**0.5 * max(problem.seq_q, problem.seq_kv)
     return found

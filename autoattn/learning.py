@@ -34,29 +34,42 @@ class Pass:
     asked: Problem  # the backward one
 
 
-def backward_of(problem: Problem, *, deterministic: bool = False, learns_bias: bool = False) -> Problem:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Which tensors that change scores get gradients; these take kernels that others do without."""
+
+    bias: bool = False  # one that is added
+    slopes: bool = False
+
+    @classmethod
+    def of(cls, operands: Operands) -> Learned:
+        """What autograd will want."""
+
+        def wanted(tensor: Tensor | None) -> bool:
+            return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+        return cls(bias=wanted(operands.narrow_bias), slopes=wanted(operands.slopes))
+
+
+NONE_LEARNED = Learned()
+
+
+def backward_of(problem: Problem, *, deterministic: bool = False, learned: Learned = NONE_LEARNED) -> Problem:
     """The problem of a call's gradients.
 
     Args:
         deterministic: whether they repeat to the bit.
-        learns_bias: whether that of its bias, which is added, is one of them.
+        learned: which gradients there are beside those of query, key, value and sinks.
     """
-    bias = Bias.LEARNED if learns_bias else problem.modifiers.bias
-    modifiers = replace(problem.modifiers, bias=bias)
+    bias = Bias.LEARNED if learned.bias else problem.modifiers.bias
+    modifiers = replace(problem.modifiers, bias=bias, learned_slopes=learned.slopes)
     return replace(problem, op=Op.BACKWARD, deterministic=deterministic, modifiers=modifiers)
-
-
-def learns_bias(operands: Operands) -> bool:
-    """Whether autograd will want the gradient of a bias."""
-    return torch.is_grad_enabled() and operands.narrow_bias is not None and operands.narrow_bias.requires_grad
 
 
 def why_not(operands: Operands) -> str | None:
     """Why no backward kernel may serve a call whose inputs need gradients, whatever was tuned; None when one may."""
     if torch._C._functorch.get_interpreter_stack():
         return "torch.func differentiates it, which takes PyTorch's own derivatives"
-    if operands.slopes is not None and operands.slopes.requires_grad:
-        return "no backward kernel gives the gradient of alibi_slopes"
     return None
 
 
@@ -113,8 +126,11 @@ def differentiate(
 
 def attend(one: Pass, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
-    bias = operands.narrow_bias if one.asked.modifiers.bias is Bias.LEARNED else None
-    output, lse = _Attention.apply(operands.query, operands.key, operands.value, operands.sinks, bias, operands, one)
+    modifiers = one.asked.modifiers
+    bias = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
+    slopes = operands.slopes if modifiers.learned_slopes else None
+    three = operands.query, operands.key, operands.value
+    output, lse = _Attention.apply(*three, operands.sinks, bias, slopes, operands, one)
     return output, lse if one.backward.source.traits.lse else None
 
 
@@ -122,16 +138,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None,
-        operands: Operands, one: Pass,
+        slopes: Tensor | None, operands: Operands, one: Pass,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        operands = _with(operands, query, key, value, sinks, bias)
+        operands = _with(operands, query, key, value, sinks, bias, slopes)
         output, lse = launch(one, operands)
-        ctx.save_for_backward(query, key, value, output, lse, sinks, bias)
+        ctx.save_for_backward(query, key, value, output, lse, sinks, bias, slopes)
         # Without what is saved, so that nothing keeps it alive but autograd.
         nothing = query.new_empty(0)
         ctx.operands = replace(operands, query=nothing, key=nothing, value=nothing, sinks=None)
         if bias is not None:
             ctx.operands = replace(ctx.operands, bias=None, narrow_bias=None)
+        if slopes is not None:
+            ctx.operands = replace(ctx.operands, slopes=None)
         ctx.problem, ctx.kernel = one.asked, one.backward
         ctx.set_materialize_grads(False)
         if not one.backward.source.traits.lse:
@@ -163,19 +181,21 @@ class _Gradients(Once):
     @staticmethod
     def forward(
         ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-        output: Tensor, lse: Tensor, sinks: Tensor | None, bias: Tensor | None, operands: Operands, problem: Problem,
-        kernel: Kernel,
+        output: Tensor, lse: Tensor, sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None,
+        operands: Operands, problem: Problem, kernel: Kernel,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        operands = _with(operands, query, key, value, sinks, bias)
-        gradients = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
-        return gradients.query, gradients.key, gradients.value, gradients.sinks, gradients.bias
+        operands = _with(operands, query, key, value, sinks, bias, slopes)
+        found = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
+        return found.query, found.key, found.value, found.sinks, found.bias, found.slopes
 
 
 def _with(
-    operands: Operands, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None
-) -> Operands:
+    operands: Operands, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None,
+    slopes: Tensor | None,
+) -> Operands:  # fmt: skip
     """The same with the tensors that autograd knows; a bias, where it knows one, is expanded again."""
-    operands = replace(operands, query=query, key=key, value=value, sinks=sinks)
+    slopes = operands.slopes if slopes is None else slopes
+    operands = replace(operands, query=query, key=key, value=value, sinks=sinks, slopes=slopes)
     if bias is None:
         return operands
     return replace(operands, narrow_bias=bias, bias=bias.expand(*query.shape[:3], key.shape[2]))

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from autoattn import answer, arguments, learning, prepared
 from autoattn.arguments import Call
 from autoattn.captures import Traced
+from autoattn.learning import Learned
 from autoattn.mask import Mask
 from autoattn.operands import BlockTable
 from autoattn.ops.forward import DTYPE
@@ -41,7 +42,7 @@ WORDS = (
     "str mask='full', str mask_mod='', SymInt[] table_sizes=[], float density=0.0, float softcap=0.0, "
     "str score_mod='', float dropout=0.0, SymInt? seed=None, float? scale=None, str layout='bhsd', "
     "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, str? precision=None, str? numerics=None, bool return_lse=False, "
-    "bool keep_lse=False, bool learns_bias=False, bool deterministic=False"
+    "bool keep_lse=False, bool learns_bias=False, bool learns_slopes=False, bool deterministic=False"
 )
 library = torch.library.Library("autoattn", "FRAGMENT")
 library.define(f"attention({INPUTS}, *, {WORDS}) -> (Tensor, Tensor)")
@@ -130,7 +131,7 @@ def _ordinary(asked: prepared.Key | None, tensors: Sequence[Any], given: dict[st
     call = read(given)
     lse, both = given["return_lse"], None
     if given["keep_lse"]:
-        planned = answer.plan(call, lse=lse, learns=True, learns_bias=given["learns_bias"])
+        planned = plan_both(call, given)
         both = planned.passes(call.problem)
     with quiet(given["query"]):
         if both is not None:
@@ -160,6 +161,12 @@ def posed(tensors: Sequence[Any], words: dict[str, Any]) -> prepared.Key | None:
 def offsets_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """cu_seqlens_q and cu_seqlens_kv, where they are there."""
     return tuple(one for one in tensors[_OFFSETS : _OFFSETS + 2] if one is not None)
+
+
+def plan_both(call: Call, given: dict[str, Any]) -> answer.Plan:
+    """Who answers a call that an operator's arguments pose, and whose gradients somebody wants."""
+    learned = Learned(bias=given["learns_bias"], slopes=given["learns_slopes"])
+    return answer.plan(call, lse=given["return_lse"], learns=True, learned=learned)
 
 
 def as_read(tensor: Tensor, given: dict[str, Any]) -> Tensor:

@@ -157,7 +157,7 @@ def _why_not_flex(problem: Problem) -> str | None:
         return "packed sequences are not written as a mask_mod here"
     if problem.dtype is DType.FLOAT8 or problem.precision.value == "tf32x3":
         return f"it has no {problem.precision.value if problem.dtype is DType.FLOAT32 else problem.dtype.value}"
-    for name in ("score_mod", "sinks", "dropout"):
+    for name in ("score_mod", "learned_slopes", "sinks", "dropout"):
         if getattr(modifiers, name):
             return f"{name} is not written for it here"
     if modifiers.bias.value != "none" or problem.mask.mod:
@@ -289,7 +289,7 @@ def _why_not_flash(alibi: bool, values: bool, problem: Problem) -> str | None:
         return "it is given no block tables here"
     if mask.causal and mask.alignment is Alignment.TOP_LEFT:
         return "it aligns causal masks bottom-right"
-    for name in ("score_mod", "sinks", "dropout", *(() if alibi else ("alibi",))):
+    for name in ("score_mod", "learned_slopes", "sinks", "dropout", *(() if alibi else ("alibi",))):
         if getattr(modifiers, name):
             return f"it is given no {name} here"
     if modifiers.bias.value != "none":

@@ -83,6 +83,7 @@ class Modifiers:
     score_mod: str = ""  # an expression of score, b, h, q_idx and kv_idx; see autoattn.expression
     softcap: bool = False  # scores become cap * tanh(score / cap)
     alibi: bool = False  # minus slope * distance, a slope for each head
+    learned_slopes: bool = False  # of alibi, in a backward problem that gives their gradient too
     bias: Bias = Bias.NONE
     sinks: bool = False  # a learned score for each head that takes its share of the softmax and gives nothing
     dropout: bool = False  # weights are dropped at random and the others grow in return
@@ -92,7 +93,13 @@ class Modifiers:
         """The modifiers that are there, in words; the text of a score_mod as a digest."""
         found = [f"mod-{digest(self.score_mod)}"] if self.score_mod else []
         found += [name for name in ("softcap", "alibi", "sinks", "dropout") if getattr(self, name)]
+        found = [f"{name}-learned" if name == "alibi" and self.learned_slopes else name for name in found]
         return (*found, *([f"bias-{self.bias.value}"] if self.bias is not Bias.NONE else []))
+
+    def forward(self) -> Modifiers:
+        """The same in a forward problem: who learns a bias or slopes adds them like any others."""
+        bias = Bias.ADDITIVE if self.bias is Bias.LEARNED else self.bias
+        return replace(self, bias=bias, learned_slopes=False)
 
     @property
     def on_scores(self) -> bool:
@@ -137,8 +144,8 @@ class Problem:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         self._check_sizes()
         self._check_combinations()
-        if self.op is Op.FORWARD and self.modifiers.bias is Bias.LEARNED:  # who learns a bias adds it like any other
-            object.__setattr__(self, "modifiers", replace(self.modifiers, bias=Bias.ADDITIVE))
+        if self.op is Op.FORWARD:
+            object.__setattr__(self, "modifiers", self.modifiers.forward())
         # The two alignments are one mask when the lengths agree; one name keeps one cache entry.
         if self.mask.causal and self.seq_q == self.seq_kv and self.mask.alignment is Alignment.TOP_LEFT:
             object.__setattr__(self, "mask", Mask(kind=MaskKind.CAUSAL))
@@ -170,6 +177,8 @@ class Problem:
                 f"deterministic is a choice for the operation backward alone, got {self.op.value}; leave it out, since "
                 "outputs always agree to the bit"
             )
+        if self.modifiers.learned_slopes and not self.modifiers.alibi:
+            raise ProblemError("learned_slopes must come with alibi, whose slopes they are, got no alibi; add it")
         for longest, tokens in (("seq_q", "tokens_q"), ("seq_kv", "tokens_kv")):
             most, total = getattr(self, longest), getattr(self, tokens)
             if not self.packed and total:

@@ -147,6 +147,7 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
         "bias": problem.modifiers.bias.value,
         "bias_element": traits.bias,
         "learned": problem.modifiers.bias is Bias.LEARNED,
+        "sloped": problem.modifiers.learned_slopes,
         "dropout": problem.modifiers.dropout,
         "lse": traits.lse,
         "ends_at_keys": _ends_at_keys(problem.mask),

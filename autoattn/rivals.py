@@ -103,7 +103,8 @@ def gradient_calls(
 
     A call gives the gradients of query, key and value alone, of a forward pass that is done and whose graph is kept.
     Those of a deterministic problem are of PyTorch's deterministic algorithms, which cuDNN's attention has not. None
-    gives that of a bias: PyTorch's backward passes refuse some that need one, so that no call goes there.
+    gives that of a bias: PyTorch's backward passes refuse some that need one, so that no call goes there. None takes
+    slopes at all.
     """
     if problem.modifiers.bias is Bias.LEARNED:
         return {}

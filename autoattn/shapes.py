@@ -306,6 +306,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "score_mod": _score_mod,
     "softcap": _switch,
     "alibi": _switch,
+    "learned_slopes": _switch,
     "bias": _bias,
     "sinks": _switch,
     "dropout": _switch,

@@ -54,11 +54,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     if bias is not None:
         modifying.check_tensor("bias", bias, query.device)
     asked = {**_asked(query, given), **mod, **_pieces(table)}
-    never = (given["alibi_slopes"],)
+    slopes = given["alibi_slopes"]
     found: tuple[Tensor, Tensor] = operators.operator(
         query, key, value, bias, mask=words, layout=layout.value, precision=precision,
-        keep_lse=_learns(query, key, value, given["sinks"], bias, never=never),
-        learns_bias=_learns(bias, never=never), **asked,
+        keep_lse=_learns(query, key, value, given["sinks"], bias, slopes),
+        learns_bias=_learns(bias), learns_slopes=_learns(slopes), **asked,
     )  # fmt: skip
     return found if given["return_lse"] else found[0]
 
@@ -82,8 +82,8 @@ def packed_attention(
         max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
         max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
         mask=str(seeing.band(given["causal"], given["window"])), layout=Layout.PACKED.value, precision=precision,
-        keep_lse=_learns(query, key, value, given["sinks"], never=(given["alibi_slopes"],)),
-        **_asked(query, given), **mod,
+        keep_lse=_learns(query, key, value, given["sinks"], given["alibi_slopes"]),
+        learns_slopes=_learns(given["alibi_slopes"]), **_asked(query, given), **mod,
     )  # fmt: skip
     return found if given["return_lse"] else found[0]
 
@@ -120,7 +120,9 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
 
     The operator would compute such a call twice.
     """
-    if not torch.compiler.is_dynamo_compiling() or not _learns(query, key, value, never=(given["mask"], given["bias"])):
+    if not torch.compiler.is_dynamo_compiling() or not _learns(query, key, value):
+        return False
+    if _learns(given["mask"], given["bias"]):  # of which PyTorch's backward passes refuse some
         return False
     if _is_asked_alone(given):  # the operator switches PyTorch's algorithms when it runs; a graph cannot
         return False
@@ -160,7 +162,7 @@ _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined] 
 
 def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any) -> Answer:
     """PyTorch's own attention, traced."""
-    if _is_asked_alone(given) and (_learns(query, key, value, never=()) or _is_differentiated()):
+    if _is_asked_alone(given) and (_learns(query, key, value) or _is_differentiated()):
         raise TensorError(
             "deterministic=True must not be asked where torch.compile traces PyTorch's attention, got it with a tensor "
             f"class or a transform that takes no kernel; {determinism.WAY_OUT}"
@@ -241,13 +243,10 @@ def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _learns(*tensors: Tensor | None, never: tuple[Any, ...]) -> bool:
-    """Whether some of the tensors need a gradient, and none of those whose gradients no kernel gives."""
-    if not torch.is_grad_enabled():
-        return False
+def _learns(*tensors: Any) -> bool:
+    """Whether some of the tensors need a gradient."""
     learners = [one for one in tensors if isinstance(one, Tensor) and one.requires_grad]
-    hopeless = [one for one in never if isinstance(one, Tensor) and one.requires_grad]
-    return len(learners) > 0 and len(hopeless) == 0  # Dynamo of torch 2.11 knows no truth of a list
+    return torch.is_grad_enabled() and len(learners) > 0  # Dynamo of torch 2.11 knows no truth of a list
 
 
 def _check_words(name: str, given: Any, known: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from autoattn import gradients, inputs, learning, reference, render, space, validate
 from autoattn.compile import load
 from autoattn.inputs import Scores
+from autoattn.learning import NONE_LEARNED, Learned
 from autoattn.operands import Operands
 from autoattn.problem import Op, Problem
 from autoattn.trial import Verdict
@@ -85,22 +86,23 @@ class Differentiated:
     forward: Source
     backward: Source
     problem: Problem  # forward
-    learns_bias: bool = False
+    learned: Learned = NONE_LEARNED
 
     def run(self, memory: dict[Hashable, Any]) -> dict[str, float]:
         """Runs in the child; the output is summed, so that its gradient has strides of 0."""
         torch.set_num_threads(1)
         operands = inputs.make(self.problem, interpreted.CPU, torch.Generator().manual_seed(0))
-        names = ["query", "key", "value", *(["narrow_bias"] if self.learns_bias else [])]
+        names = ["query", "key", "value"]
+        names += ["narrow_bias"] * self.learned.bias + ["slopes"] * self.learned.slopes
         found: dict[str, list[torch.Tensor]] = {}
         for name in ("ours", "theirs"):
             leaves = [getattr(operands, each).detach().clone().requires_grad_() for each in names]
             part = replace(operands, **dict(zip(names, leaves, strict=True)))
-            if self.learns_bias and operands.bias is not None:
+            if self.learned.bias and operands.bias is not None:
                 part = replace(part, bias=leaves[3].expand(operands.bias.shape))
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                asked = learning.backward_of(self.problem, learns_bias=self.learns_bias)
+                asked = learning.backward_of(self.problem, learned=self.learned)
                 both = learning.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked)
                 output, _ = learning.attend(both, part)
             else:

@@ -34,6 +34,17 @@ def large(**changes: Any) -> Problem:
         {"mask": Mask.blocks(64, 32, 0.5, "captured0: bfloat16[2]\ncaptured0[h, q_idx] > 0.5"), "head_dim": 80},
         {"mask": Mask.parse("causal"), "modifiers": Modifiers(bias=Bias.LEARNED, softcap=True, sinks=True)},
         {"mask": Mask.blocks(64, 32, 0.5, "q_idx > kv_idx"), "modifiers": Modifiers(bias=Bias.LEARNED, dropout=True)},
+        {
+            "mask": Mask.parse("causal"),
+            "modifiers": Modifiers(alibi=True, learned_slopes=True, sinks=True),
+            "head_dim": 80,
+        },
+        {
+            "layout": Layout.PACKED,
+            "tokens_q": 9999,
+            "tokens_kv": 9999,
+            "modifiers": Modifiers(alibi=True, learned_slopes=True),
+        },
         {"modifiers": Modifiers(score_mod=BENT, softcap=True), "mask": Mask.parse("window:40,9")},
         {"layout": Layout.PACKED, "tokens_q": 9999, "tokens_kv": 9999, "mask": Mask.parse("causal")},
     ],
@@ -108,6 +119,20 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
     assert ".local" not in found.asm["ptx"]
     products = "wgmma" if device.arch >= 90 else "mma.sync"
     assert products in found.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("card", ["h200", "a30"])
+def test_the_gradient_of_slopes_moves_no_more_registers_to_memory(card: str, head_dim: int) -> None:
+    device, mask = profiles.named(card), Mask.parse("causal")
+    reports = []
+    for learned in (False, True):
+        one = large(head_dim=head_dim, mask=mask, modifiers=Modifiers(alibi=True, learned_slopes=learned))
+        source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
+        reports.append(inspect(source, device.arch))
+    assert reports[1].spilled_bytes <= reports[0].spilled_bytes
+    assert reports[1].digest != reports[0].digest
 
 
 def test_a_learned_bias_has_rules_of_its_own() -> None:

@@ -13,6 +13,7 @@ from gradient_kernels import Differentiated, judged
 
 from autoattn import gradients, render
 from autoattn.inputs import Scores
+from autoattn.learning import Learned
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.variant import Traits
@@ -139,6 +140,34 @@ def test_a_learned_bias_has_a_gradient_whoever_shares_it(child: Pool, number: in
     assert verdict.ok, verdict.reason
 
 
+SLOPED = Modifiers(alibi=True, learned_slopes=True)
+SLOPES: tuple[dict[str, Any], ...] = (
+    {"mask": "full", "queries_loads": "descriptor", "keys_loads": "descriptor", "dtype": DType.FLOAT16},
+    {"mask": "causal", "modifiers": replace(SLOPED, softcap=True, sinks=True), "head_dim": 13, "head_dim_v": 24},
+    {"mask": "causal:top-left", "layout": Layout.BSHD, "dtype": DType.FLOAT16, "QUERIES_BLOCK_M": 32},
+    {"mask": "window:5,3", "modifiers": replace(SLOPED, dropout=True), "QUERIES_BLOCK_N": 32},
+    {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 70, "HEAD_GROUP": 4},
+    {"mask": "full", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 70, "dtype": DType.FLOAT16},
+    {"mask": Mask.blocks(32, 16, 0.5, "(q_idx + h + b) % 3 != kv_idx % 3")},
+    {"mask": "causal", "modifiers": replace(SLOPED, bias=Bias.LEARNED, score_mod="tanh(score) * 2")},
+    {"mask": "causal", "precision": Precision.TF32},
+)
+
+
+@pytest.mark.parametrize("facts", SLOPES, ids=str)
+def test_learned_slopes_have_gradients(child: Pool, facts: dict[str, Any]) -> None:
+    facts = {"modifiers": SLOPED, "dtype": DType.FLOAT32, **facts}
+    params = {name: facts.pop(name) for name in [*facts] if name in gradient_kernels.BASE}
+    verdict = judged(child, problem(**facts), small=(37, 50), **params)
+    assert verdict.ok, verdict.reason
+
+
+def test_a_slope_has_the_gradient_of_an_lse_too(child: Pool) -> None:
+    one = problem(mask="causal", dtype=DType.FLOAT32, modifiers=SLOPED, seq_q=37, seq_kv=20)
+    verdict = judged(child, one, Traits(lse=True))
+    assert verdict.ok, verdict.reason
+
+
 @pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
 @pytest.mark.parametrize("modifiers", [Modifiers(sinks=True), Modifiers(dropout=True)])
 def test_sinks_and_dropout_have_gradients(child: Pool, modifiers: Modifiers, layout: Layout) -> None:
@@ -215,7 +244,7 @@ def test_autograd_learns_a_bias(child: Pool) -> None:
         forward=kernels.source(one, render.natural_traits(one, lse=True)),
         backward=gradient_kernels.source(replace(one, op=Op.BACKWARD, modifiers=replace(LEARNED, softcap=True))),
         problem=one,
-        learns_bias=True,
+        learned=Learned(bias=True),
     )
     errors = child.result(job, interpreted.SECONDS)
     assert not isinstance(errors, Failure), errors.detail
@@ -223,8 +252,33 @@ def test_autograd_learns_a_bias(child: Pool) -> None:
     assert max(errors.values()) < 2e-5, errors
 
 
+def test_autograd_learns_slopes(child: Pool) -> None:
+    modifiers = Modifiers(alibi=True, softcap=True)
+    one = kernels.problem(mask="causal", dtype=DType.FLOAT32, modifiers=modifiers)
+    asked = replace(one, op=Op.BACKWARD, modifiers=replace(modifiers, learned_slopes=True))
+    job = Differentiated(
+        forward=kernels.source(one, render.natural_traits(one, lse=True)),
+        backward=gradient_kernels.source(asked),
+        problem=one,
+        learned=Learned(slopes=True),
+    )
+    errors = child.result(job, interpreted.SECONDS)
+    assert not isinstance(errors, Failure), errors.detail
+    assert set(errors) == {"output", "query", "key", "value", "slopes"}
+    assert errors.pop("slopes") < 1e-3  # a sum of distances up to 50
+    assert max(errors.values()) < 2e-5, errors
+
+
 SPOILT = {
     "a sharer of the bias left out": ("tl.range(0, sharers)", "tl.range(1, sharers)"),
+    "a slope that grows with its scores": ("slope_grad -= tl.sum", "slope_grad += tl.sum"),
+    "a slope's distances with a sign": (
+        "tl.sum(score_grads * distance, 1)", "tl.sum(score_grads * (o_m[:, None] + shift - o_n[None, :]), 1)"
+    ),
+    "a slope that softcap bends": (
+        "tl.sum(score_grads * distance, 1)", "tl.sum(score_grads * distance * (1.0 - bent * bent), 1)"
+    ),
+    "a tail of a slope's queries left out": ("range(0, seq_q, 1024)", "range(0, seq_q - 1023, 1024)"),
     "scores that do not grow": ("score_grads * growth", "score_grads"),
     "a bias that softcap bends": ("bias_grads = weights *", "bias_grads = (1.0 - bent * bent) * weights *"),
     "a mask that is one off": ("<= o_m[None, :] + last", "< o_m[None, :] + last"),
@@ -256,6 +310,8 @@ def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str], reque
         one = problem(batch=1, mask=Mask.blocks(16, 16, 0.5, "q_idx > kv_idx"), seq_q=41, seq_kv=23)
     if "grow" in request.node.name:
         one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=Modifiers(score_mod="tanh(score) * 2"))
+    if "slope" in request.node.name:
+        one = problem(mask="full", seq_q=21, seq_kv=23, modifiers=replace(SLOPED, softcap=True), dtype=DType.FLOAT32)
     if "bias" in request.node.name:
         one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=replace(LEARNED, softcap=True))
     source = gradient_kernels.source(one)

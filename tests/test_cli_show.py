@@ -119,6 +119,8 @@ def test_gradients_of_the_command_line_are_a_problem_of_their_own(autoattn: Run)
     code, out, _ = autoattn("render", "--device", "h200", *ONE, "--operation", "backward", "--deterministic")
     assert code == 0
     assert "def backward_queries" in out
+    slopes = ("--modifier", "alibi", "--modifier", "learned_slopes")
+    assert "def backward_slopes" in autoattn("render", "--device", "h200", *ONE, "--operation", "backward", *slopes)[1]
     answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--operation", "backward", "--json")[1])
     assert answer["problem"]["op"] == "backward"
     code, _, error = autoattn("explain", "--device", "h200", *ONE, "--deterministic")

@@ -148,8 +148,9 @@ def test_the_kernel_of_the_cache_is_compiled_ahead() -> None:
         {"mask": "causal", "deterministic": True},
         {"mask": "window:20,3", "layout": Layout.BSHD},
         {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
-        {"modifiers": Modifiers(sinks=True), "batch": 1, "heads_kv": 1},
-        {"modifiers": Modifiers(bias=Bias.LEARNED), "batch": 1, "heads_kv": 1},
+        {"modifiers": Modifiers(sinks=True)},
+        {"modifiers": Modifiers(bias=Bias.LEARNED)},
+        {"modifiers": Modifiers(alibi=True, learned_slopes=True), "mask": "causal"},
     ],
 )
 def test_where_nothing_was_tuned_ours_is_what_autograd_runs_behind_a_call(changes: dict[str, Any]) -> None:

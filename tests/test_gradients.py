@@ -124,7 +124,7 @@ def test_rivals_give_their_gradients_of_a_forward_pass_that_is_done() -> None:
 
 
 # Nothing of the last three is the same for each sequence and head.
-MANY = Modifiers(bias=Bias.LEARNED, sinks=True, alibi=True)
+MANY = Modifiers(bias=Bias.LEARNED, sinks=True, alibi=True, learned_slopes=True)
 MIXED: dict[str, dict[str, Any]] = {
     "all": {"modifiers": MANY},
     "dropout": {"modifiers": replace(MANY, dropout=True)},
@@ -143,7 +143,7 @@ def test_gradients_of_what_changes_scores_are_compared_at_every_size(facts: dict
     make, generator = gradients.full_case if full else gradients.make_case, torch.Generator().manual_seed(0)
     case = make(one, CPU, generator)
     whole = derivatives.differentiated(one, case.operands, case.saved, low=False)
-    asked = ["query", "key", "value", "sinks", *(["bias"] if one.modifiers.bias is Bias.LEARNED else [])]
+    asked = ["query", "key", "value", "sinks", "slopes", *(["bias"] if one.modifiers.bias is Bias.LEARNED else [])]
     assert set(case.allowed) == set(asked)
     for name, (largest, _) in gradients.errors_by_name(whole, case).items():
         assert largest < 1e-9, name
@@ -245,6 +245,27 @@ def test_the_gradient_of_a_bias_is_summed_over_all_that_share_it(
     found.bias.copy_(theirs + 0.5)
     assert gradients.errors_by_name(found, case)["bias"][0] == pytest.approx(0.5, abs=1e-5)
     assert 0.0 < case.allowed["bias"] < 0.1
+
+
+def test_the_gradient_of_slopes_is_that_of_each_sequence() -> None:
+    one = problem(dtype=DType.FLOAT32, mask="causal:top-left", modifiers=Modifiers(alibi=True, learned_slopes=True))
+    case = case_of(one)
+    leaves = case.operands.slopes.double().clone().requires_grad_()
+    output = reference.attention(one, replace(case.operands, slopes=leaves))[0]
+    (theirs,) = torch.autograd.grad(output, leaves, case.saved.output_grad.double())
+    assert theirs.shape == (2, 4)
+    query, key, value = (t.double() for t in (case.operands.query, case.operands.key, case.operands.value))
+    key, value = (tensor.repeat_interleave(2, 1) for tensor in (key, value))
+    distance = (torch.arange(33)[:, None] - torch.arange(50)).abs().double()
+    hidden = distance != (torch.arange(33)[:, None] - torch.arange(50))
+    scores = query @ key.mT * case.operands.scale - case.operands.slopes.double()[..., None, None] * distance
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    weight_grads = case.saved.output_grad.double() @ value.mT
+    score_grads = weights * (weight_grads - (weights * weight_grads).sum(-1, keepdim=True))
+    torch.testing.assert_close(theirs, -(score_grads * distance).sum((2, 3)), rtol=1e-9, atol=1e-9)
+    for part in case.expected:
+        if part.name == "slopes":
+            torch.testing.assert_close(part.numbers, theirs[part.index], rtol=1e-10, atol=1e-12)
 
 
 def test_no_rival_gives_the_gradient_of_a_bias() -> None:

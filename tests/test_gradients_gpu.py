@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autoattn import cache, compile, functional, gpu, gradients, learning, masks
 from autoattn.device import Device
 from autoattn.errors import CompileError
 from autoattn.gradients import Gate
+from autoattn.learning import Learned
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.trial import Verdict
@@ -46,6 +48,23 @@ KINDS: list[dict[str, Any]] = [
     {"modifiers": Modifiers(bias=Bias.LEARNED, softcap=True, sinks=True), "head_dim": 128},
     {"mask": "window:40,9", "modifiers": Modifiers(bias=Bias.LEARNED, dropout=True), "dtype": DType.FLOAT32},
     {"mask": Mask.blocks(128, 64, 0.5, DOCUMENTS), "modifiers": Modifiers(bias=Bias.LEARNED, alibi=True)},
+    {"mask": "causal", "modifiers": Modifiers(alibi=True, learned_slopes=True)},
+    {"modifiers": Modifiers(alibi=True, learned_slopes=True, softcap=True, sinks=True), "head_dim": 128},
+    {"mask": "window:40,9", "modifiers": Modifiers(alibi=True, learned_slopes=True, dropout=True), "head_dim": 80},
+    {"mask": "causal", "modifiers": Modifiers(alibi=True, learned_slopes=True), "dtype": DType.FLOAT32},
+    {
+        "mask": "causal",
+        "modifiers": Modifiers(alibi=True, learned_slopes=True),
+        "layout": Layout.PACKED,
+        "tokens_q": 8192,
+        "tokens_kv": 8192,
+        "batch": 5,
+        "dtype": DType.FLOAT16,
+    },
+    {
+        "mask": Mask.blocks(128, 64, 0.5, DOCUMENTS),
+        "modifiers": Modifiers(alibi=True, learned_slopes=True, bias=Bias.LEARNED),
+    },
     {"mask": Mask.blocks(128, 128, 0.5)},
     {"mask": Mask.blocks(128, 128, 0.5, DOCUMENTS), "head_dim": 128},
     {"mask": Mask.blocks(64, 32, 0.5, "(q_idx + h) % 3 != kv_idx % 3"), "modifiers": Modifiers(softcap=True)},
@@ -126,6 +145,22 @@ def test_a_large_problem_is_right_at_its_first_and_last_head(template: str) -> N
     assert verdict.ok, verdict.reason
 
 
+EVERY = Modifiers(sinks=True, alibi=True, learned_slopes=True, bias=Bias.LEARNED)
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
+@pytest.mark.parametrize("modifiers", [EVERY, replace(EVERY, dropout=True)], ids=["whole", "dropped"])
+def test_the_gradients_of_what_changes_scores_are_right_at_full_size(modifiers: Modifiers, dtype: DType) -> None:
+    one = sized(
+        batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, mask="causal", modifiers=modifiers, dtype=dtype
+    )
+    case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    assert set(case.allowed) == {"query", "key", "value", "sinks", "slopes", "bias"}
+    variant = space.load(gradient_kernels.TEMPLATE).default(one, present())
+    verdict = gradients.judge(compile.load(render.render(one, variant), CUDA), [case])
+    assert verdict.ok, verdict.reason
+
+
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Puts the template's default for the gradients of a call into the user's cache, as if it had been measured."""
@@ -135,8 +170,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         with torch.no_grad():
             problem = autoattn.explain(*tensors, **given).problem
         assert problem is not None
-        bias = given.get("bias")
-        asked = learning.backward_of(problem, learns_bias=bias is not None and bias.requires_grad)
+        bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
+        asked = learning.backward_of(problem, learned=Learned(bias=bias, slopes=slopes))
         variant = space.load(gradient_kernels.TEMPLATE).default(asked, present())
         facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
         entry = samples.current(samples.measured(asked, **facts))
@@ -206,6 +241,31 @@ def test_a_learned_bias_is_differentiated_by_kernels(tuned: Any, shape: tuple[in
     scores = (leaves[0] @ key.mT / 8 + leaves[3]).masked_fill(hidden, -torch.inf)
     scores = torch.cat((scores, leaves[4][None, :, None, None].expand(2, 8, 300, 1)), -1)
     exact = scores.softmax(-1)[..., :-1] @ value
+    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+        assert ours.shape == theirs.shape
+        assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+def test_learned_slopes_are_differentiated_by_kernels(tuned: Any, shape: tuple[int, ...], compiled: bool) -> None:
+    shapes = [(2, 8, 300, 64), (2, 2, 420, 64), (2, 2, 420, 64)]
+    tensors = [torch.randn(each, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for each in shapes]
+    slopes = (torch.rand(shape, device=CUDA) / 16).requires_grad_()
+    tuned(*tensors, causal=True, alibi_slopes=slopes)
+    assert autoattn.explain(*tensors, causal=True, alibi_slopes=slopes).steps[-1].startswith("gradients: ")
+    attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True) if compiled else autoattn.attention
+    inputs = [*tensors, slopes]
+    found, again = (
+        torch.autograd.grad(attend(*tensors, causal=True, alibi_slopes=slopes).float().square().sum(), inputs)
+        for _ in range(2)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    key, value = (leaf.repeat_interleave(4, 1) for leaf in leaves[1:3])
+    distance = torch.arange(300, device=CUDA)[:, None] + 120 - torch.arange(420, device=CUDA)
+    scores = leaves[0] @ key.mT / 8 - leaves[3][..., None, None] * distance
+    exact = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
     for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
         assert ours.shape == theirs.shape
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02

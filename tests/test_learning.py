@@ -21,6 +21,7 @@ from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.entry import KERNEL
 from autoattn.errors import TensorError
+from autoattn.learning import NONE_LEARNED, Learned
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
@@ -39,7 +40,8 @@ def at(address: int, like: Tensor) -> Tensor:
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
     monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
-    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "forward": 0, "backward": 0, "prepared": 0}
+    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0}
+    seen |= {"forward": 0, "backward": 0, "slopes": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
         seen["loaded"].append(source)
@@ -64,6 +66,12 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         with torch.enable_grad(), recorded:
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+            if gradients.slopes is not None:
+                assert one.modifiers.learned_slopes
+                seen["slopes"] += 1
+                assert operands.slopes is not None
+                leaves.append(operands.slopes.detach().requires_grad_())
+                part = replace(part, slopes=leaves[3])
             if gradients.bias is not None:
                 assert one.modifiers.bias is Bias.LEARNED
                 seen["room"] = gradients.bias.numel()
@@ -77,8 +85,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             found = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
         torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
-        rooms = [room for _, room in gradients.named()] + ([] if gradients.bias is None else [gradients.bias])
-        for room, gradient in zip(rooms, found, strict=True):
+        rooms = [room for _, room in gradients.named()] + [gradients.slopes, gradients.bias]
+        for room, gradient in zip([room for room in rooms if room is not None], found, strict=True):
             room.copy_(gradient)
 
     def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor) -> Callable[..., None]:
@@ -158,18 +166,32 @@ def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, *
     with torch.no_grad():
         problem = autoattn.explain(*tensors, **given).problem
     assert problem is not None
-    bias = given.get("bias")
-    enter(card, problem, choice=choice, learns_bias=bias is not None and bias.requires_grad)
+    bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
+    enter(card, problem, choice=choice, learned=Learned(bias=bias, slopes=slopes))
 
 
-def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learns_bias: bool = False) -> None:
+def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learned: Learned = NONE_LEARNED) -> None:
     """The same for a forward problem."""
-    asked = learning.backward_of(problem, learns_bias=learns_bias)
+    asked = learning.backward_of(problem, learned=learned)
     variant = gradient_kernels.variant()
     facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
     entry = samples.current(samples.measured(asked, **facts))
     cache.merge(card["cache"], samples.H200, asked.op, [entry])
     functional.forget()
+
+
+def assert_gradients(found: tuple[Tensor, ...], inputs: list[Tensor], formula: Callable[..., Tensor]) -> None:
+    """That these are the gradients of the sum of squares of a formula, which has a key head for each query head."""
+    leaves = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:3])
+    expected = torch.autograd.grad(formula(leaves[0], key, value, *leaves[3:]).square().sum(), leaves)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def weighed(scores: Tensor, value: Tensor) -> Tensor:
+    return scores.softmax(-1) @ value
 
 
 def by_pytorch(tensors: list[Tensor], push: Tensor, layout: str = "bhsd") -> tuple[Tensor, ...]:
@@ -253,12 +275,71 @@ def test_a_learned_bias_is_differentiated_by_kernels(
     found = torch.autograd.grad(attend(*tensors, bias=bias).float().square().sum(), [*tensors, bias])
     assert (card["forward"], card["backward"]) == (1, 1)
     assert card["room"] == bias.numel(), "the gradient is never as large as the scores where the bias is not"
-    leaves = [tensor.detach().float().requires_grad_() for tensor in (*tensors, bias)]
-    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:3])
-    exact = (leaves[0] @ key.mT / 4 + leaves[3]).softmax(-1) @ value
-    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert_gradients(found, [*tensors, bias], lambda query, key, value, bias: weighed(query @ key.mT / 4 + bias, value))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_learned_slopes_are_differentiated_by_kernels(
+    card: dict[str, Any], attend: Callable[..., Any], shape: tuple[int, ...]
+) -> None:
+    tensors = inputs()
+    slopes = (0.1 * torch.rand(shape, generator=torch.Generator().manual_seed(2))).requires_grad_()
+    tune(card, tensors, alibi_slopes=slopes)
+    found = torch.autograd.grad(attend(*tensors, alibi_slopes=slopes).float().square().sum(), [*tensors, slopes])
+    assert (card["forward"], card["backward"]) == (1, 1)
+    distance = (torch.arange(33)[:, None] + 17 - torch.arange(50)).abs()
+
+    def formula(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+        return weighed(query @ key.mT / 4 - slopes[..., None, None] * distance, value)
+
+    assert_gradients(found, [*tensors, slopes], formula)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_packed_sequence_may_learn_slopes_of_its_own(card: dict[str, Any], compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 20, 60], dtype=torch.int32)
+    lengths = (offsets, offsets, 40, 40)
+    tensors = [torch.randn(60, 2, 16, generator=generator).half() for _ in range(3)]
+    slopes = torch.rand(2, 2, generator=generator).requires_grad_()
+    problem = autoattn.explain_packed(*tensors, *lengths, causal=True, alibi_slopes=slopes.detach()).problem
+    assert problem is not None
+    enter(card, problem, learned=Learned(slopes=True))
+    torch._dynamo.reset()
+    attend = autoattn.packed_attention
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    output = attend(*tensors, *lengths, causal=True, alibi_slopes=slopes)
+    (found,) = torch.autograd.grad(output.float().square().sum(), slopes)
+    assert (card["forward"], card["backward"], card["slopes"]) == (1, 1, 1)
+    leaf, total = slopes.detach().requires_grad_(), torch.zeros(())
+    for number, (begin, end) in enumerate(((0, 20), (20, 60))):
+        query, key, value = (tensor[begin:end].transpose(0, 1).float() for tensor in tensors)
+        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        scores = (query @ key.mT / 4 - leaf[number, :, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+        total = total + weighed(scores, value).square().sum()
+    torch.testing.assert_close(found, torch.autograd.grad(total, leaf)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_only_learned_slopes_ask_for_their_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
+    tensors, slopes = inputs(), torch.zeros(4)
+    tune(card, tensors, alibi_slopes=slopes)
+    attend(*tensors, alibi_slopes=slopes).float().sum().backward()
+    assert (card["forward"], card["backward"], card["slopes"]) == (1, 1, 0)
+    slopes.requires_grad_()
+    attend(*tensors, alibi_slopes=slopes).float().square().sum().backward()
+    assert card["backward"] == 1, "what was tuned gives no gradient of slopes"
+    assert slopes.grad is not None
+    assert slopes.grad.abs().min() > 0
+    reason = autoattn.explain(*tensors, alibi_slopes=slopes).reason
+    assert reason.startswith("an input needs a gradient, and no backward kernel was measured for it")
+
+
+def test_slopes_alone_may_learn(card: dict[str, Any], attend: Callable[..., Any]) -> None:
+    tensors, slopes = [tensor.detach() for tensor in inputs()], torch.zeros(4, requires_grad=True)
+    tune(card, tensors, alibi_slopes=slopes)
+    attend(*tensors, alibi_slopes=slopes).float().square().sum().backward()
+    assert slopes.grad is not None
+    assert (card["backward"], card["slopes"]) == (1, 1)
 
 
 def test_a_score_mod_is_differentiated_by_kernels(card: dict[str, Any], attend: Callable[..., Any]) -> None:
@@ -266,11 +347,7 @@ def test_a_score_mod_is_differentiated_by_kernels(card: dict[str, Any], attend: 
     tune(card, tensors, score_mod="2 * tanh(score / 2)")
     found = torch.autograd.grad(attend(*tensors, score_mod="2 * tanh(score / 2)").float().square().sum(), tensors)
     assert (card["forward"], card["backward"]) == (1, 1)
-    leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
-    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:])
-    exact = (2 * (leaves[0] @ key.mT / 8).tanh()).softmax(-1) @ value
-    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert_gradients(found, tensors, lambda query, key, value: weighed(2 * (query @ key.mT / 8).tanh(), value))
 
 
 def test_only_a_learned_bias_asks_for_its_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
@@ -441,18 +518,6 @@ def test_no_grad_takes_the_kernel_alone(card: dict[str, Any]) -> None:
     with torch.no_grad():
         assert not autoattn.attention(*tensors, causal=True).requires_grad
     assert (card["forward"], card["backward"]) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, "no backward kernel gives the gradient of alibi_slopes"),
-    ],
-)
-def test_what_has_no_gradient_kernel_goes_to_pytorch(card: dict[str, Any], given: dict[str, Any], words: str) -> None:
-    tensors = inputs()
-    tune(card, tensors)
-    assert words in autoattn.explain(*tensors, **given).reason
 
 
 def test_torch_func_takes_pytorchs_derivatives(card: dict[str, Any]) -> None:

@@ -120,3 +120,5 @@ def test_rows_have_room_for_every_tile_of_queries() -> None:
     one = gradient_kernels.problem()
     rows = backward.empty_scratch(kernel_of(one), one, torch.empty(2, 4, 129, 16)).rows
     assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)
+    sloped = gradient_kernels.problem(modifiers=Modifiers(alibi=True, learned_slopes=True))
+    assert backward.empty_scratch(kernel_of(sloped), sloped, torch.empty(2, 4, 129, 16)).rows.shape == (3, 2, 4, 256)

@@ -94,6 +94,8 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("fa4", {"mask": "blocks:16x16,0.5"}, "block tables"),
     ("fa4", {"modifiers": Modifiers(alibi=True)}, "alibi"),
     ("fa2", {"modifiers": Modifiers(dropout=True)}, "dropout"),
+    ("fa2", {"op": Op.BACKWARD, "modifiers": Modifiers(alibi=True, learned_slopes=True)}, "learned_slopes"),
+    ("flex", {"op": Op.BACKWARD, "modifiers": Modifiers(alibi=True, learned_slopes=True)}, "learned_slopes"),
     ("fa2", {"head_dim_v": 32}, "head dim"),
     ("fa4", {"head_dim": 20}, "multiples of 8"),
     ("sdpa-cudnn", {"modifiers": Modifiers(softcap=True)}, "softcap"),

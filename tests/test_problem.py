@@ -82,6 +82,17 @@ def test_a_side_without_effect_is_left_out(sides: tuple[int, int], seq_q: int, s
     assert str(problem(seq_q=seq_q, seq_kv=seq_kv, mask=Mask.window(*sides)).simplified().mask) == simple
 
 
+def test_what_is_learned_is_a_fact_of_the_backward_problem_alone() -> None:
+    learned = Modifiers(bias=Bias.LEARNED, alibi=True, learned_slopes=True)
+    assert problem(modifiers=learned) == problem(modifiers=Modifiers(bias=Bias.ADDITIVE, alibi=True))
+    backward = problem(op=Op.BACKWARD, modifiers=learned)
+    assert backward.modifiers == learned
+    assert "_alibi-learned_bias-learned_" in backward.key
+    fixed = problem(op=Op.BACKWARD, modifiers=Modifiers(bias=Bias.LEARNED, alibi=True))
+    assert "_alibi_bias-learned_" in fixed.key
+    assert not backward.shares_kernels(fixed)
+
+
 @given(st.integers(1, 512), st.sampled_from(MASKS[1:]))
 def test_both_alignments_are_one_problem_when_the_lengths_agree(seq: int, mask: Mask) -> None:
     one = problem(seq_q=seq, seq_kv=seq, mask=mask)

@@ -16,7 +16,7 @@ from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
 from autoattn.mask import Mask
-from autoattn.problem import Layout, Numerics, Op
+from autoattn.problem import Layout, Modifiers, Numerics, Op
 from autoattn.report import commands, contents, figures, files
 from autoattn.trial import Evidence
 
@@ -299,6 +299,8 @@ def test_the_commands_name_every_part_of_the_problem() -> None:
 def test_the_commands_of_gradients_name_the_operation() -> None:
     strict = samples.problem(op=Op.BACKWARD, deterministic=True)
     assert commands.arguments(strict).endswith("--layout bhsd --operation backward --deterministic")
+    sloped = samples.problem(op=Op.BACKWARD, modifiers=Modifiers(alibi=True, learned_slopes=True))
+    assert commands.arguments(sloped).endswith("--operation backward --modifier alibi --modifier learned_slopes")
     assert "operation" not in commands.arguments(samples.problem())
 
 

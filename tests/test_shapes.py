@@ -132,6 +132,8 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
     assert the_problem().modifiers == Modifiers()
     every = {"softcap": True, "alibi": True, "sinks": True, "dropout": True}
     assert the_problem(**every).modifiers == Modifiers(softcap=True, alibi=True, sinks=True, dropout=True)
+    sloped = the_problem(operation="backward", alibi=True, learned_slopes=True)
+    assert sloped.modifiers == Modifiers(alibi=True, learned_slopes=True)
     biases = problems_of({**ONE, "bias": ["none", "keys", "boolean", "additive"]})
     assert [one.modifiers.bias for one in biases] == list(Bias)[:4]
     text = "far = q_idx - kv_idx > 9\nwhere(far, -inf, score)"
@@ -190,6 +192,7 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
         ({"tokens": 256}, "tokens_q belongs to the layout packed, got bhsd; leave it out"),
         ({"softcap": 30.0}, "softcap must be true or false, got 30.0; its numbers belong to the call"),
         ({"alibi": 1}, "alibi must be true or false, got 1"),
+        ({"operation": "backward", "learned_slopes": True}, "learned_slopes must come with alibi"),
         ({"sinks": "yes"}, "sinks must be true or false, got 'yes'"),
         ({"dropout": 0.1}, "dropout must be true or false, got 0.1"),
         ({"bias": "key"}, "bias must be none, keys, boolean, additive or learned, got 'key'"),

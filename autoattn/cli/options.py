@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Choice = TypeVar("Choice", bound=Enum)
 ONE = "One problem"
-MODIFIERS = ("softcap", "alibi", "sinks", "dropout", "bias", "score_mod")
+MODIFIERS = ("softcap", "alibi", "learned_slopes", "sinks", "dropout", "bias", "score_mod")
 
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="A device of `autoattn devices`, or auto.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -115,7 +115,8 @@ Modifiers = Annotated[
     typer.Option(
         "--modifier",
         metavar="NAME[=VALUE]",
-        help="softcap, alibi, sinks, dropout, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can be repeated.",
+        help="softcap, alibi, learned_slopes, sinks, dropout, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can "
+        "be repeated.",
         rich_help_panel=ONE,
     ),
 ]

@@ -1,4 +1,4 @@
-"""The host side of the backward kernels: the gradients of query, key and value, of sinks, and of a learned bias."""
+"""The host side of the backward kernels: gradients of query, key and value, of sinks, learned slopes and biases."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Gradients:
     value: Tensor
     sinks: Tensor | None = None  # [heads_q] float32
     bias: Tensor | None = None  # as Operands.narrow_bias; where the problem's bias is learned
+    slopes: Tensor | None = None  # [batch, heads_q] float32, contiguous; where the problem's slopes are learned
 
     def named(self) -> tuple[tuple[str, Tensor], ...]:
         """(name, gradient) of those that every call has."""
@@ -56,7 +57,9 @@ class Gradients:
 class Scratch:
     """What the kernels of a launch leave for one another; all of it is written before it is read."""
 
-    rows: Tensor  # [2, batch, heads_q, rows] float32: each query's LSE in powers of two, and its delta
+    # [2 or 3, batch, heads_q, rows] float32: each query's LSE in powers of two, its delta, and what it gives to the
+    # gradient of a learned slope.
+    rows: Tensor
     sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
     turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
 
@@ -65,7 +68,7 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
     """New gradients, each contiguous in the problem's layout, as [batch, heads, seq, head_dim] views.
 
     Args:
-        problem: backward; its bias says whether that has a gradient.
+        problem: backward; it says whether a bias and slopes have gradients.
     """
 
     def empty(tensor: Tensor) -> Tensor:
@@ -77,7 +80,10 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
     sinks = torch.empty_like(operands.sinks) if operands.sinks is not None else None
     narrow = operands.narrow_bias
     bias = narrow.new_empty(narrow.shape) if narrow is not None and problem.modifiers.bias is Bias.LEARNED else None
-    return Gradients(query=query, key=key, value=value, sinks=sinks, bias=bias)
+    slopes = None
+    if operands.slopes is not None and problem.modifiers.learned_slopes:
+        slopes = operands.slopes.new_empty(operands.slopes.shape)
+    return Gradients(query=query, key=key, value=value, sinks=sinks, bias=bias, slopes=slopes)
 
 
 def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
@@ -91,7 +97,7 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, g
         assert isinstance(sums, Tensor)
         gradients.bias.copy_(sums.sum([axis for axis in (2, 3) if gradients.bias.shape[axis] == 1], keepdim=True))
     if operands.sinks is not None and gradients.sinks is not None:
-        gradients.sinks.copy_(_of_sinks(operands.sinks, scratch.rows[..., : operands.query.shape[2]]))
+        gradients.sinks.copy_(_of_sinks(operands.sinks, scratch.rows[:2, ..., : operands.query.shape[2]]))
 
 
 def bind(
@@ -140,7 +146,8 @@ def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
 def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
     """Room for what the kernels of one launch leave for one another."""
     batch, heads_q, seq_q, _ = query.shape
-    rows = query.new_empty((2, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
+    numbers = 3 if problem.modifiers.learned_slopes else 2
+    rows = query.new_empty((numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
     sums, turns = (
         query.new_empty(getattr(kernel.module, name)(problem.batch, problem.heads_q, seq_q), dtype=dtype)
         if hasattr(kernel.module, name)
@@ -180,6 +187,8 @@ def _arguments(
     if operands.table is not None:
         arguments |= forward.listed(operands.table)
         arguments |= forward.listed(blocks.turned(operands.table, operands.key.shape[2]), "turned_")
+    if gradients.slopes is not None:
+        arguments |= {"slope_rows_ptr": scratch.rows[2], "slope_grad_ptr": gradients.slopes}
     if gradients.bias is not None:
         arguments |= _of_bias(kernel, operands, gradients.bias)
     tensors = (
