@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import gradient_kernels
+import kernels
 import planted_bench
 import pytest
 import samples
@@ -254,7 +255,8 @@ def test_peers_run_deterministically_where_that_is_asked_and_only_there() -> Non
 
 
 @pytest.mark.usefixtures("stopwatch")
-def test_trained_inputs_reach_every_contestant() -> None:
+@pytest.mark.parametrize("op", Op)
+def test_trained_inputs_reach_every_contestant(op: Op) -> None:
     seen: list[float] = []
 
     def call(problem: Problem, operands: Operands) -> Tensor:
@@ -262,7 +264,7 @@ def test_trained_inputs_reach_every_contestant() -> None:
         seen.append(float(scores[..., :4].mean() * operands.scale))
         return rivals.sdpa(problem, operands)
 
-    one = gradient_kernels.problem(head_dim=64, seq_q=64)
+    one = kernels.problem(op=op, head_dim=64, seq_q=64)
     assert benched(planted("looker", call), problem=one, inputs=Inputs.TRAINED).ours is not None
     assert 10.0 < seen[0] < 14.0
 
