@@ -16,10 +16,6 @@ def taken(found: Iterator[int], *, failed: bool = False) -> tuple[list[int], int
     noted: list[int] = []
     written: list[int] = []
 
-    def lines(row: int) -> list[str]:
-        noted.append(row)
-        return [f"row {row}"]
-
     def write() -> list[Path]:
         written.append(len(noted))
         return [Path("bench.md")]
@@ -28,7 +24,8 @@ def taken(found: Iterator[int], *, failed: bool = False) -> tuple[list[int], int
         rows.take(
             found,
             head=["head"],
-            lines=lines,
+            keep=noted.append,
+            lines=lambda row: [f"row {row} of {len(noted)}"],
             write=write,
             tail=lambda: [f"{len(noted)} rows"],
             failed=lambda: failed,
@@ -44,8 +41,8 @@ def stopped() -> Iterator[int]:
 
 
 def test_all_that_is_known_is_written_after_each_row_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert taken(iter([1, 2])) == ([1, 2, 2], 0)
-    assert capsys.readouterr().out.split("\n") == ["head", "row 1", "row 2", "2 rows", "bench.md", ""]
+    assert taken(iter([7, 9])) == ([1, 2, 2], 0)
+    assert capsys.readouterr().out.split("\n") == ["head", "row 7 of 1", "row 9 of 2", "2 rows", "bench.md", ""]
 
 
 def test_ctrl_c_keeps_what_was_done_and_is_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,7 @@ def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
 
     numbers = count(1)
 
-    def noted(problem: list[Row]) -> list[str]:
-        run.rows += problem
+    def told(problem: list[Row]) -> list[str]:
         number = next(numbers)
         return [f"[{number}/{run.planned}] {line(row)}" for row in problem]
 
@@ -79,7 +78,8 @@ def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
     rows.take(
         found,
         head=[f"{run.device.full_name}: {run.planned} problems, {how}"],
-        lines=noted,
+        keep=run.rows.extend,
+        lines=told,
         write=lambda: ablation.write(run, out),
         failed=lambda: all(row.baseline is None for row in run.rows),
     )

@@ -112,10 +112,6 @@ def _spelled(
 def _go(run: Run, found: Iterator[Row], out: Path) -> None:
     from autoattn.report import comparison
 
-    def noted(row: Row) -> list[str]:
-        run.rows.append(row)
-        return [line(run, row)]
-
     def standing() -> list[str]:
         best = comparison.against_best(run.rows)
         if best is None:
@@ -132,7 +128,8 @@ def _go(run: Run, found: Iterator[Row], out: Path) -> None:
             f"{run.machine['card']}: {problems}",
             *(f"{name} is missing: {why}" for name, why in run.missing.items()),
         ],
-        lines=noted,
+        keep=run.rows.append,
+        lines=lambda row: [line(run, row)],
         write=lambda: comparison.write(run, out),
         tail=standing,
         failed=lambda: any(row.ours is None for row in run.rows),

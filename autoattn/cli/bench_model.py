@@ -88,14 +88,11 @@ def spelled(settings: Options, out: Path) -> str:
 def _go(run: Run, found: Iterator[Row], out: Path) -> None:
     from autoattn.report import timetable
 
-    def noted(row: Row) -> list[str]:
-        run.rows.append(row)
-        return [line(run, row)]
-
     rows.take(
         found,
         head=[f"{run.machine['card']}: {run.options.planned} rows"],
-        lines=noted,
+        keep=run.rows.append,
+        lines=lambda row: [line(run, row)],
         write=lambda: timetable.write(run, out),
         failed=lambda: any(row.state in (State.FAILED, State.WRONG) for row in run.rows),
     )

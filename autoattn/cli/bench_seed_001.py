@@ -83,14 +83,11 @@ def spelled(settings: Options, out: Path) -> str:
 def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
     from autoattn.report import passes
 
-    def noted(case: list[Row]) -> list[str]:
-        run.cases.append(case)
-        return [line(run, case)]
-
     rows.take(
         found,
         head=[f"{run.machine['card']}: {len(run.options.cases())} calls"],
-        lines=noted,
+        keep=run.cases.append,
+        lines=lambda case: [line(run, case)],
         write=lambda: passes.write(run, out),
         failed=lambda: any(row.state in (State.FAILED, State.WRONG) for case in run.cases for row in case),
     )

@@ -17,6 +17,7 @@ def take(
     rows: Iterator[Row],
     *,
     head: Iterable[str],
+    keep: Callable[[Row], object],
     lines: Callable[[Row], Iterable[str]],
     write: Callable[[], Iterable[Path]],
     tail: Callable[[], Iterable[str]] = tuple,
@@ -26,7 +27,8 @@ def take(
 
     Args:
         head, tail: lines before the rows and behind them.
-        lines: notes a row and tells of it.
+        keep: adds a row to what is known.
+        lines: tells of it, once it is kept.
         write: writes all that is known; gives the paths.
         failed: whether it was all in vain, or some of it.
 
@@ -45,6 +47,7 @@ def take(
     interrupted = False
     try:
         for row in rows:
+            keep(row)
             say(lines(row))
             write()
     except KeyboardInterrupt:

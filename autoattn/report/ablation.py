@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -130,13 +128,12 @@ def markdown_text(run: Run) -> str:
 
 def csv_text(run: Run) -> str:
     """A line for each problem, template and change, with every sample."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
-    writer.writeheader()
-    for row in run.rows:
-        for cell in row.cells:
-            writer.writerow(_facts(run, row, cell) | (_numbers(row, cell) if math.isfinite(cell.time_us) else {}))
-    return text.getvalue()
+    lines = (
+        _facts(run, row, cell) | (_numbers(row, cell) if math.isfinite(cell.time_us) else {})
+        for row in run.rows
+        for cell in row.cells
+    )
+    return files.csv_text(COLUMNS, lines)
 
 
 def _facts(run: Run, row: Row, cell: Cell) -> dict[str, object]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -147,13 +145,12 @@ def _spread(one: Contestant) -> str:
 
 def csv_text(run: Run) -> str:
     """A line for each problem and contestant, with every sample."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
-    writer.writeheader()
-    for row in run.rows:
-        for one in row.contestants or (Contestant(name="", state=State.FAILED, detail=row.note),):
-            writer.writerow(_facts(row, one) | (_numbers(row, one) if one.times_us else {}))
-    return text.getvalue()
+    lines = (
+        _facts(row, one) | (_numbers(row, one) if one.times_us else {})
+        for row in run.rows
+        for one in row.contestants or (Contestant(name="", state=State.FAILED, detail=row.note),)
+    )
+    return files.csv_text(COLUMNS, lines)
 
 
 def _facts(row: Row, one: Contestant) -> dict[str, object]:

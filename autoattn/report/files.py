@@ -1,11 +1,13 @@
-"""Writing a file whole or not at all, and several into one folder."""
+"""Writing a file whole or not at all, and several into one folder; numbers as CSV."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -46,6 +48,29 @@ def write_all(out: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
     for name, text in texts.items():
         write(out / name, text)
     return tuple(out / name for name in texts)
+
+
+def write_charted(out: Path, name: str, *, markdown: str, numbers: str, chart: str, memory: str) -> tuple[Path, ...]:
+    """Writes `name`.md, .csv, .svg and -memory.svg into a folder, which is made when it is missing; gives the paths.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    texts = {".md": markdown, ".csv": numbers, ".svg": chart, "-memory.svg": memory}
+    return write_all(out, {f"{name}{end}": text for end, text in texts.items()})
+
+
+def csv_text(columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> str:
+    """A head and a line for each of `lines`, whose values go by their columns; nothing where one has none.
+
+    Raises:
+        ValueError: a line has what is no column.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 def _umask() -> int:

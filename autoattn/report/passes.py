@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -30,13 +28,10 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
     Raises:
         OSError: `out` cannot be written.
     """
-    texts = {
-        "seed-001.md": markdown_text(run),
-        "seed-001.csv": csv_text(run),
-        "seed-001.svg": time_text(run),
-        "seed-001-memory.svg": memory_text(run),
-    }
-    return files.write_all(out, texts)
+    return files.write_charted(
+        out, "seed-001", markdown=markdown_text(run), numbers=csv_text(run), chart=time_text(run),
+        memory=memory_text(run),
+    )  # fmt: skip
 
 
 def tokens(case: Case) -> str:
@@ -83,14 +78,7 @@ def markdown_text(run: Run) -> str:
 
 def csv_text(run: Run) -> str:
     """A line for each part of each row, with every sample."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
-    writer.writeheader()
-    for rows in run.cases:
-        for row in rows:
-            for part in Part:
-                writer.writerow(_line(rows, row, part))
-    return text.getvalue()
+    return files.csv_text(COLUMNS, (_line(rows, row, part) for rows in run.cases for row in rows for part in Part))
 
 
 def _line(rows: list[Row], row: Row, part: Part) -> dict[str, object]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +30,9 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
     Raises:
         OSError: `out` cannot be written.
     """
-    texts = {
-        "model.md": markdown_text(run),
-        "model.csv": csv_text(run),
-        "model.svg": speed_text(run),
-        "model-memory.svg": memory_text(run),
-    }
-    return files.write_all(out, texts)
+    return files.write_charted(
+        out, "model", markdown=markdown_text(run), numbers=csv_text(run), chart=speed_text(run), memory=memory_text(run)
+    )
 
 
 def case_of(row: Row) -> str:
@@ -73,29 +67,27 @@ def markdown_text(run: Run) -> str:
 
 def csv_text(run: Run) -> str:
     """A line for each row, with every sample."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
-    writer.writeheader()
-    for rows in run.cases():
-        for row in rows:
-            facts = {
-                "model": row.model,
-                "context": row.context,
-                "batch": row.batch,
-                "dtype": row.numbers.value,
-                "mode": row.mode.value,
-                "attention": row.whose.value,
-                "state": row.state.value,
-                "detail": row.detail,
-                "ran": row.ran,
-                "peak_bytes": "" if row.peak_bytes is None else row.peak_bytes,
-                "first_step_s": _short(row.first_s),
-                "loss": _short(row.loss),
-                "warmup": run.options.warmup,
-                "steps": len(row.times),
-            }
-            writer.writerow(facts | _numbers(rows, row))
-    return text.getvalue()
+    lines = (_facts(run, row) | _numbers(rows, row) for rows in run.cases() for row in rows)
+    return files.csv_text(COLUMNS, lines)
+
+
+def _facts(run: Run, row: Row) -> dict[str, object]:
+    return {
+        "model": row.model,
+        "context": row.context,
+        "batch": row.batch,
+        "dtype": row.numbers.value,
+        "mode": row.mode.value,
+        "attention": row.whose.value,
+        "state": row.state.value,
+        "detail": row.detail,
+        "ran": row.ran,
+        "peak_bytes": "" if row.peak_bytes is None else row.peak_bytes,
+        "first_step_s": _short(row.first_s),
+        "loss": _short(row.loss),
+        "warmup": run.options.warmup,
+        "steps": len(row.times),
+    }
 
 
 def _numbers(rows: list[Row], row: Row) -> dict[str, object]:
