@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from autoattn import __version__, cache, raw, render
-from autoattn.cache import CacheFile
+from autoattn import __version__, cache, cachefile, raw, render
+from autoattn.cachefile import CacheFile
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
 from autoattn.problem import Op
@@ -52,7 +52,7 @@ def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] 
         raise CacheError("a bundle must hold an entry, got none; tune first, or name another --cache")
     held: dict[str, bytes] = {"README.md": _readme(files).encode()}
     for file in files:
-        held[f"{file.device}/{file.op.value}.json"] = cache.encode(file)
+        held[f"{file.device}/{file.op.value}.json"] = cachefile.encode(file)
         for entry in file.entries.values():
             if (reason := cache.why_held_back(entry)) is not None:
                 raise CacheError(f"an entry of a bundle must hold, but that of {entry.problem} is stale: {reason}")
@@ -175,7 +175,7 @@ def _checked(path: Path, held: dict[str, bytes]) -> list[CacheFile]:
             # The device becomes a folder's name, so it must not lead out of the cache.
             if place.parts[0] in (".", "..") or "\\" in name or str(place) != name:
                 raise ValueError(f"{name!r:.100} is no place in a cache")
-            files.append(cache.decode(data, path / name))
+            files.append(cachefile.decode(data, path / name))
     for file in files:
         for entry in file.entries.values():
             text = held.get(_kernel_path(file, entry))

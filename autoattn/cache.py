@@ -6,8 +6,6 @@ writer takes, so that two tuners that write at once lose nothing and a crash lea
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,38 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import filelock
-import msgspec
 
-from autoattn import render, space
+from autoattn import cachefile, render, space
+from autoattn.cachefile import CacheFile
 from autoattn.device import Device
-from autoattn.entry import KERNEL, CacheEntry, Mark
+from autoattn.entry import CacheEntry, Mark
 from autoattn.errors import AutoattnError, CacheError
 from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
 from autoattn.variant import Variant
 
-SCHEMA = 1
-# What is left out of a file: a fact that joined later, where an entry does not have it.
-_UNTOLD = (
-    *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
-    *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False), ("learned_slopes", False)),
-)
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
-MAX_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFile:
-    """All entries of one device and operation."""
-
-    schema: int
-    op: Op
-    device: str  # the short name, also the folder
-    fingerprint: str  # of the card; a measured entry holds only where it agrees
-    entries: dict[str, CacheEntry]  # problem key -> entry, sorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +96,12 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
             cannot be written. The file is left as it is.
     """
     path = path_of(folder, device, op)
-    file = CacheFile(schema=SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
+    file = CacheFile(schema=cachefile.SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
     entries = list(entries)
     with _locked(path):
         for entry in entries:
-            _check(entry.problem.key, entry)
-        write(path, encode(_merged(path, _now(path), file, entries)))
+            cachefile.check(entry.problem.key, entry)
+        write(path, cachefile.encode(_merged(path, _now(path), file, entries)))
     return path
 
 
@@ -157,7 +136,7 @@ def _combined(path: Path, file: CacheFile) -> Merged:
             else:
                 taken[key] = entry
         if taken:
-            write(path, encode(_merged(path, old, file, taken.values())))
+            write(path, cachefile.encode(_merged(path, old, file, taken.values())))
     return Merged(path=path, taken=tuple(entry.problem for entry in taken.values()), same=tuple(same), refused=refused)
 
 
@@ -184,7 +163,7 @@ def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
         for entry in gone:
             del known[entry.problem.key]
         if old is not None and gone:
-            write(path, encode(replace(old, entries=known)))
+            write(path, cachefile.encode(replace(old, entries=known)))
     return gone
 
 
@@ -198,7 +177,7 @@ def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry,
         CacheError: the file cannot be read or written, or is of another card. It is left as it is.
     """
     path = path_of(folder, device, op)
-    file = CacheFile(schema=SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
+    file = CacheFile(schema=cachefile.SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
     with _locked(path):
         old = _now(path)
         known = old.entries if old is not None else {}
@@ -209,7 +188,7 @@ def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry,
             if (there and here != wanted) or (here is None and its is not None):
                 changed.append(wanted)
         if changed:
-            write(path, encode(_merged(path, old, file, changed)))
+            write(path, cachefile.encode(_merged(path, old, file, changed)))
     return changed
 
 
@@ -234,7 +213,8 @@ def _locked(path: Path) -> Iterator[None]:
         ) from None
     except ValueError as error:
         raise CacheError(
-            f"the cache file {path} must hold what can be read back, but {_clipped(error)}; tune that problem again"
+            f"the cache file {path} must hold what can be read back, but {cachefile.clipped(error)}; tune that problem "
+            "again"
         ) from None
 
 
@@ -287,36 +267,11 @@ def _merged(path: Path, old: CacheFile | None, file: CacheFile, entries: Iterabl
     for entry in entries:
         if _measured(entry) or entry.problem.key not in known or not _measured(known[entry.problem.key]):
             known[entry.problem.key] = entry
-    return replace(file, schema=SCHEMA, fingerprint=fingerprint, entries=dict(sorted(known.items())))
+    return replace(file, schema=cachefile.SCHEMA, fingerprint=fingerprint, entries=dict(sorted(known.items())))
 
 
 def _measured(entry: CacheEntry) -> bool:
     return entry.evidence is Evidence.MEASURED
-
-
-def encode(file: CacheFile) -> bytes:
-    """The text of a cache file.
-
-    Raises:
-        ValueError: it could not be read back.
-    """
-    # JSON has no NaN and no infinity; such an entry would make the whole file unreadable.
-    text = json.dumps(_tidy(msgspec.to_builtins(file)), indent=1, ensure_ascii=False, allow_nan=False)
-    data = text.encode() + b"\n"
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it would be larger than {MAX_BYTES} bytes")
-    return data
-
-
-def _tidy(value: Any) -> Any:
-    """Floats with 6 significant digits: more would be noise in a diff. Without facts that entries of old have not."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _tidy(part) for name, part in value.items() if (name, part) not in _UNTOLD}
-    if isinstance(value, list | tuple):
-        return [_tidy(part) for part in value]
-    return value
 
 
 def write(path: Path, data: bytes) -> None:
@@ -357,75 +312,13 @@ def _read(path: Path, modified_ns: int, size: int, inode: int) -> CacheFile:
 
 def _parse(path: Path) -> CacheFile:
     with path.open("rb") as stream:
-        data = stream.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise CacheError(f"the cache file {path} must be at most {MAX_BYTES} bytes, but it is larger; prune it")
-    return decode(data, path)
-
-
-def decode(data: bytes, path: Path) -> CacheFile:
-    """The cache file that `data` is; `path` names it and says which device and operation it must be of.
-
-    Raises:
-        CacheError: it is damaged, newer or foreign.
-    """
-    try:
-        raw = json.loads(data, object_pairs_hook=_once)
-        if not isinstance(raw, dict) or "schema" not in raw or "entries" not in raw:
-            raise CacheError(f"{path} must be an autoattn cache file, got something else; name another file")
-        if raw["schema"] != SCHEMA:
-            raise CacheError(f"{path} must have schema {SCHEMA}, got {raw['schema']!r:.40}; use a matching autoattn")
-        file = msgspec.json.decode(data, type=CacheFile)
-        for key, entry in file.entries.items():
-            _check(key, entry)
-    except (ValueError, RecursionError) as error:  # msgspec's, json's, Unicode's and our own are ValueErrors
-        raise CacheError(f"the cache file {path} is damaged ({_clipped(error)}); restore it or move it away") from None
-    if (file.device, file.op.value) != (path.parent.name, path.stem):
+        data = stream.read(cachefile.MAX_BYTES + 1)
+    if len(data) > cachefile.MAX_BYTES:
         raise CacheError(
-            f"the cache file {path} must hold {path.stem} on {path.parent.name}, "
-            f"got {file.op.value} on {file.device!r:.60}; move it where it belongs"
+            f"the cache file {path} must be at most {cachefile.MAX_BYTES} bytes, but it is larger; prune it"
         )
-    return file
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names differ: of two equal ones, which a merge by hand may leave, JSON keeps the last."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{double!r:.100} stands twice in one object")
-    return found
-
-
-def _check(key: str, entry: CacheEntry) -> None:
-    """Raises ValueError (which SpaceError is) for an entry that no tuner can have written.
-
-    Parameters of another search space are let pass, so that one old entry does not close the file; `why_stale` finds
-    them before anything is rendered.
-    """
-    if key != entry.problem.key:
-        raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
-    spaces = {**entry.search.spaces, entry.template: entry.space_digest}
-    points = [(entry.template, entry.params), *((one.template, one.params) for one in entry.candidates)]
-    for template, params in points:
-        if spaces.get(template) == space.load(template).digest:
-            space.load(template).check(params)
-    times = [entry.time_us]
-    times += [candidate.time_us for candidate in entry.candidates]
-    times += [rival.measurement.median_us for rival in entry.rivals]
-    if not all(0.0 < time_us < math.inf for time_us in times):
-        raise ValueError(f"a time of {entry.problem.key} is not above 0 and finite")
-    finalists = entry.finals.finalists if entry.finals is not None else None
-    if finalists is not None and entry.source_digest not in [one.source_digest for one in finalists[:1]]:
-        raise ValueError(f"the first finalist of {entry.problem.key} is not its winner")
-    if entry.choice != KERNEL and entry.choice not in [rival.name for rival in entry.rivals]:
-        raise ValueError(f"the choice {entry.choice!r:.60} of {entry.problem.key} is none of its rivals")
+    return cachefile.decode(data, path)
 
 
 def _words(error: OSError) -> str:
     return f"{error.filename or 'writing'}: {error.strerror or error}"
-
-
-def _clipped(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

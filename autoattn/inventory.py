@@ -12,7 +12,7 @@ from pathlib import Path
 import filelock
 
 from autoattn import cache, raw
-from autoattn.cache import CacheFile
+from autoattn.cachefile import CacheFile
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import CacheError
 from autoattn.problem import Op, Problem

@@ -28,7 +28,7 @@ import spoilt  # noqa: E402
 from kept import tell  # noqa: E402
 from spoilt import Fate, Kind  # noqa: E402
 
-from autoattn import cache, resources  # noqa: E402
+from autoattn import cache, cachefile, resources  # noqa: E402
 from autoattn.entry import CacheEntry  # noqa: E402
 from autoattn.errors import AutoattnError  # noqa: E402
 from autoattn.problem import Op  # noqa: E402
@@ -158,7 +158,7 @@ def texts(kind: Kind) -> list[tuple[str, str]]:
     for file in cache.read_folder(ROOT / "cache"):
         for start in range(0, len(file.entries), max(1, len(file.entries) // 8)):
             some = dict(list(file.entries.items())[start : start + ENTRIES])
-            made.append((f"{file.device}/{file.op.value}.json", cache.encode(replace(file, entries=some)).decode()))
+            made.append((f"{file.device}/{file.op.value}.json", cachefile.encode(replace(file, entries=some)).decode()))
     return made
 
 

@@ -20,7 +20,7 @@ import msgspec
 import samples
 import yaml
 
-from autoattn import cache, render, resources, shapes, space, storage
+from autoattn import cache, cachefile, render, resources, shapes, space, storage
 from autoattn.entry import CacheEntry
 from autoattn.errors import AutoattnError, SpaceError
 from autoattn.ledger import Ledger
@@ -228,7 +228,7 @@ def _cache_fault(path: Path) -> str:
     for key, entry in file.entries.items():
         if fault := _entry_fault(key, entry):
             return fault
-    again = cache.decode(cache.encode(file), path)
+    again = cachefile.decode(cachefile.encode(file), path)
     if list(again.entries) != list(file.entries):
         return "writing it anew loses entries"
     return ""

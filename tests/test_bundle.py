@@ -13,8 +13,8 @@ import pytest
 from cache_files import FORWARD, refusal
 from samples import A30, H200, certified, current, measured, predicted, problem
 
-from autoattn import bundle, cache, raw
-from autoattn.cache import CacheFile
+from autoattn import bundle, cache, cachefile, raw
+from autoattn.cachefile import CacheFile
 from autoattn.errors import CacheError
 from autoattn.raw import Samples
 from autoattn.rounds import Pulse, Round
@@ -141,7 +141,7 @@ def test_a_kernel_that_is_not_the_entrys_is_refused(packed: Path, files: list[Ca
 
 
 def test_a_device_that_leads_out_of_the_cache_is_refused(packed: Path, files: list[CacheFile]) -> None:
-    data = cache.encode(dataclasses.replace(files[0], device=".."))
+    data = cachefile.encode(dataclasses.replace(files[0], device=".."))
     path = rewritten(packed, {"../forward.json": data}, manifest=True)
     assert "is no place in a cache" in refusal(lambda: bundle.unpack(path))
 

@@ -15,7 +15,7 @@ import pytest
 from cache_files import FORWARD, left_behind, refusal
 from samples import A30, H200, certified, measured, predicted, problem, worst
 
-from autoattn import cache, resources
+from autoattn import cache, cachefile, resources
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.trial import Evidence
@@ -150,7 +150,7 @@ def test_the_worst_case_of_an_entry_is_read_back(folder: Path) -> None:
 def test_the_shipped_entries_read_as_they_always_did() -> None:
     for file in cache.read_folder(resources.shipped_cache()):
         path = resources.shipped_cache() / file.device / f"{file.op.value}.json"
-        assert cache.encode(file) == path.read_bytes()
+        assert cachefile.encode(file) == path.read_bytes()
 
 
 # Merging

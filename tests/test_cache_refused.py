@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import A30, H200, certified, measured, predicted, problem
 
-from autoattn import cache, space
+from autoattn import cache, cachefile, space
 from autoattn.errors import CacheError
 from autoattn.problem import Modifiers
 
@@ -96,13 +96,13 @@ def test_a_file_that_is_not_utf8_is_refused(folder: Path) -> None:
 
 def test_a_huge_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, text = valid(folder)
-    monkeypatch.setattr(cache, "MAX_BYTES", len(text) - 1)
+    monkeypatch.setattr(cachefile, "MAX_BYTES", len(text) - 1)
     assert "must be at most" in untouched(path, text.encode())
 
 
 def test_a_file_never_grows_beyond_what_can_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, text = valid(folder)
-    monkeypatch.setattr(cache, "MAX_BYTES", len(text) + 10)
+    monkeypatch.setattr(cachefile, "MAX_BYTES", len(text) + 10)
     message = refusal(lambda: cache.merge(folder, H200, FORWARD, [measured(problem(batch=3))]))
     assert "it would be larger" in message
     assert path.read_text(encoding="utf-8") == text

@@ -29,7 +29,7 @@ FLOORS = (
         "quality",
     },
     {
-        *("resources", "shapes", "space", "render", "cache", "inventory", "recording", "raw", "encodings"),
+        *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
         *("expression", "tangent"),
     },
     {

@@ -13,7 +13,7 @@ from cache_files import FORWARD, left_behind, refusal
 from samples import A30, H200, current, measured, predicted, problem
 
 from autoattn import cache, inventory
-from autoattn.cache import CacheFile
+from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from autoattn import cache, profiles, quality, render, report
+from autoattn import cache, cachefile, profiles, quality, render, report
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
@@ -82,7 +82,7 @@ def markdown_rows(text: str) -> list[list[str]]:
 
 def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[contents.Section]:
     known = {entry.problem.key: entry for entry in entries}
-    file = cache.CacheFile(schema=1, op=Op.FORWARD, device=card.name, fingerprint=card.fingerprint, entries=known)
+    file = cachefile.CacheFile(schema=1, op=Op.FORWARD, device=card.name, fingerprint=card.fingerprint, entries=known)
     return contents.gather([file])
 
 

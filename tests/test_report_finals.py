@@ -8,7 +8,7 @@ import pytest
 import samples
 
 from autoattn import profiles, report
-from autoattn.cache import SCHEMA, CacheFile
+from autoattn.cachefile import SCHEMA, CacheFile
 from autoattn.cli import show
 from autoattn.entry import CacheEntry
 from autoattn.problem import DType, Op, Precision

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import robustness
 
-from autoattn import cache, resources
+from autoattn import cache, cachefile, resources
 from autoattn.errors import ShapesError
 
 SHAPES = """
@@ -68,7 +68,7 @@ def test_a_whole_file_loads(kind: Kind, tmp_path: Path) -> None:
 def test_the_judge_sees_an_entry_under_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = json.loads(text_of(Kind.CACHE, tmp_path))
     tree["entries"] = {f"{key}-other": entry for key, entry in tree["entries"].items()}
-    monkeypatch.setattr(cache, "_check", lambda key, entry: None)
+    monkeypatch.setattr(cachefile, "check", lambda key, entry: None)
     fate = spoilt.fate(Kind.CACHE, placed(tmp_path, 0, json.dumps(tree).encode()))
     assert "holds another problem" in fate.fault
 
@@ -81,7 +81,7 @@ def test_the_judge_sees_a_kernel_that_nobody_tuned(tmp_path: Path, monkeypatch: 
 
 def test_the_judge_sees_a_value_that_the_text_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = placed(tmp_path, 0, text_of(Kind.CACHE, tmp_path).encode())
-    other = cache.decode(path.read_bytes().replace(b'"seed": 0', b'"seed": 7'), path)
+    other = cachefile.decode(path.read_bytes().replace(b'"seed": 0', b'"seed": 7'), path)
     monkeypatch.setattr(cache, "read", lambda path: other)
     assert "search/seed is not what the text says" in spoilt.fate(Kind.CACHE, path).fault
 

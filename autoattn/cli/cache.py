@@ -13,7 +13,7 @@ from autoattn.cli import options, verify
 from autoattn.errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from autoattn.cache import CacheFile
+    from autoattn.cachefile import CacheFile
     from autoattn.inventory import Difference
 
 EXAMPLES = (

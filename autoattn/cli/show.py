@@ -10,7 +10,7 @@ import typer
 from autoattn.cli import options
 
 if TYPE_CHECKING:
-    from autoattn.cache import CacheFile
+    from autoattn.cachefile import CacheFile
     from autoattn.entry import CacheEntry
 
 EXAMPLES = (

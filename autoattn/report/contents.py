@@ -23,7 +23,7 @@ from autoattn.rounds import Interval
 from autoattn.trial import Energy, Evidence, Measurement
 
 if TYPE_CHECKING:
-    from autoattn.cache import CacheFile
+    from autoattn.cachefile import CacheFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
