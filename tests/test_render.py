@@ -201,23 +201,21 @@ def test_a_template_name_that_leaves_the_folder_is_refused() -> None:
 
 
 def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text = resources.template_path(kernels.TEMPLATE).read_text(encoding="utf-8")
+    path = resources.template_path(kernels.TEMPLATE)
     before = render.template_digest(kernels.TEMPLATE)
-    shutil.copytree(resources.template_path(kernels.TEMPLATE).parent / "forward", tmp_path / "forward")
-    shutil.copy(resources.template_path(kernels.TEMPLATE).parent / "expressions.j2", tmp_path)
-    (tmp_path / "other.py.j2").write_text("another template", encoding="utf-8")
-    copy = tmp_path / "forward.py.j2"
+    family = tmp_path / "family"
+    shutil.copytree(path.parent / "forward", family / "forward")
+    shutil.copy(path.parent / "expressions.j2", family)
+    shutil.copy(path.parent.parent / "functions.j2", tmp_path)
+    (family / "other.py.j2").write_text("another template", encoding="utf-8")
+    copy = Path(shutil.copy(path, family))
     monkeypatch.setattr(resources, "template_path", lambda name: copy)
-    copy.write_text(text, encoding="utf-8")
-    assert render.template_digest(kernels.TEMPLATE) == before
-    copy.write_text(f"{text}\n", encoding="utf-8")
-    longer = render.template_digest(kernels.TEMPLATE)
-    assert longer != before
-    (tmp_path / "forward/part.j2").write_text("{# nothing #}", encoding="utf-8")
-    parted = render.template_digest(kernels.TEMPLATE)
-    assert parted != longer
-    (tmp_path / "expressions.j2").write_text("{# nothing #}", encoding="utf-8")
-    assert render.template_digest(kernels.TEMPLATE) != parted
+    found = [render.template_digest(kernels.TEMPLATE)]
+    assert found == [before]
+    for part in ("family/forward.py.j2", "family/forward/part.j2", "family/expressions.j2", "functions.j2"):
+        (tmp_path / part).write_text("{# nothing #}", encoding="utf-8")
+        found.append(render.template_digest(kernels.TEMPLATE))
+    assert len(set(found)) == 5
 
 
 # --- it stands alone --------------------------------------------------------------------------------------------------
