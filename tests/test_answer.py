@@ -1,0 +1,285 @@
+"""Plans of calls, with a card that is not there: which kernel answers, and when PyTorch does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import formula
+import kernels
+import pytest
+import samples
+import torch
+from functional_calls import (
+    ASKED,
+    close,
+    expected,
+    inputs,
+    nothing_planned,  # noqa: F401 - a fixture
+    packed,
+)
+from torch import Tensor
+
+import autoattn
+from autoattn import answer, dispatch, functional, gpu, rivals, space
+from autoattn.compile import Kernel
+from autoattn.dispatch import Level
+from autoattn.errors import CompileError
+from autoattn.operands import Operands
+from autoattn.ops import forward
+from autoattn.problem import Problem
+from autoattn.variant import Source, Traits
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Plans as if the CPU's tensors were on an H200 for which nothing was tuned; kernels are computed by PyTorch."""
+    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
+    seen: dict[str, Any] = {"loaded": [], "capturing": False, "launched": 0}
+
+    def load(source: Source, device: torch.device) -> Kernel:
+        seen["loaded"].append(source)
+        return Kernel(source=source, module=None, compiled=None, device=device, sm_count=132)  # type: ignore[arg-type]
+
+    def launch(
+        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool
+    ) -> None:
+        seen["launched"] += 1
+        seen["problem"] = one
+        seen["traits"] = forward.traits_of(operands.query, operands.key, operands.value, output)
+        found, sums = rivals.eager(one, operands)
+        output.copy_(found)
+        if lse is not None:
+            lse.copy_(sums)
+
+    answer._loaded.cache_clear()
+    monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
+    monkeypatch.setattr(answer.compile, "load", load)
+    monkeypatch.setattr(forward, "launch", launch)
+    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen["capturing"])
+    return seen
+
+
+def test_a_kernel_is_planned_once_and_launched_each_time(card: dict[str, Any]) -> None:
+    tensors = inputs(dtype=torch.float16)
+    for _ in range(3):
+        close(autoattn.attention(*tensors), expected(tensors, False))
+    assert (len(card["loaded"]), card["launched"]) == (1, 3)
+    assert autoattn.explain(*tensors).level is Level.DEFAULT
+
+
+def test_problems_that_differ_only_in_sizes_share_a_kernel(card: dict[str, Any]) -> None:
+    for length in range(300, 316):
+        autoattn.attention(*inputs(seq_q=256, seq_kv=length, dtype=torch.float16))
+    assert len(card["loaded"]) == 1
+
+
+@pytest.mark.parametrize(("head_dim", "alignment"), [(16, 8), (20, 4), (57, 1)])
+def test_a_kernel_suits_the_memory_of_the_output_too(card: dict[str, Any], head_dim: int, alignment: int) -> None:
+    """Slices of wider rows are aligned where the contiguous output is not."""
+    room = [torch.zeros(2, 3, 40, 64, dtype=torch.float16) for _ in range(3)]
+    autoattn.attention(*(tensor[..., :head_dim] for tensor in room))
+    (source,) = card["loaded"]
+    assert source.traits == Traits(alignment=alignment) == card["traits"]
+
+
+def test_other_strides_get_another_kernel(card: dict[str, Any]) -> None:
+    query, key, value = inputs(dtype=torch.float16)
+    autoattn.attention(query, key, value)
+    autoattn.attention(query.mT.contiguous().mT, key, value)
+    assert [source.traits.alignment for source in card["loaded"]] == [8, 1]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_output_stands_in_memory_as_the_layout_says(card: dict[str, Any], layout: str) -> None:
+    tensors = inputs(dtype=torch.float16, layout=layout)
+    output = autoattn.attention(*tensors, layout=layout)
+    assert output.is_contiguous()
+    close(output, expected(tensors, False, layout))
+
+
+def test_what_a_compiler_refuses_goes_to_pytorch_and_is_said(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Source, device: torch.device) -> Kernel:
+        raise CompileError("this variant does not fit")
+
+    monkeypatch.setattr(answer.compile, "load", refuse)
+    tensors = inputs(dtype=torch.float16)
+    close(autoattn.attention(*tensors), expected(tensors, False))
+    assert str(autoattn.explain(*tensors)) == "sdpa (sdpa): this variant does not fit"
+
+
+def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, refused = answer.compile.load, []
+
+    def picky(source: Source, device: torch.device) -> Kernel:
+        if source.variant.template == "gluon/forward":
+            refused.append(source.variant)
+            raise CompileError("this variant does not fit")
+        return load(source, device)
+
+    monkeypatch.setattr(answer.compile, "load", picky)
+    tensors = inputs(seq_q=300, seq_kv=300, dtype=torch.float16)
+    close(autoattn.attention(*tensors), expected(tensors, False))
+    found = autoattn.explain(*tensors)
+    assert found.problem is not None
+    seeds = [seed for one in space.of(found.problem.op) for seed in one.seeds_for(found.problem, samples.H200)]
+    ran = seeds[len(refused)]
+    assert (found.route, found.level, found.variant) == ("kernel", Level.DEFAULT, ran)
+    assert refused == seeds[: len(refused)]
+    assert {variant.template for variant in refused} == {"gluon/forward"}
+    assert ran.template == "triton/forward"
+    assert ran.template in found.reason
+    assert [step for step in found.steps if "this variant does not fit" in step] == [
+        "gluon/forward: this variant does not fit" for _ in refused
+    ]
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> None:
+    tensors = inputs(dtype=torch.float16)
+    card["capturing"] = True
+    close(autoattn.attention(*tensors), expected(tensors, False))
+    assert "call once before capturing" in autoattn.explain(*tensors).reason
+    assert card["loaded"] == []
+    card["capturing"] = False
+    autoattn.attention(*tensors)
+    card["capturing"] = True
+    autoattn.attention(*tensors)
+    assert card["launched"] == 2, "what was loaded before runs in the graph too"
+
+
+def test_forgetting_reads_the_cache_anew(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    explain = dispatch.explain
+    monkeypatch.setattr(dispatch, "explain", lambda *facts: asked.append(facts) or explain(*facts))
+    tensors = inputs(dtype=torch.float16)
+    for _ in range(2):
+        autoattn.attention(*tensors)
+    assert len(asked) == 1
+    functional.forget()
+    autoattn.attention(*tensors)
+    assert len(asked) == 2
+
+
+def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    sdpa = rivals.sdpa
+
+    def refusing(one: Problem, operands: Operands, *, backend: str = "sdpa") -> Tensor:
+        calls.append(backend)
+        if backend == "sdpa-cudnn":
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return sdpa(one, operands, backend=backend)
+
+    chosen = dispatch.Explanation(problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(rivals, "sdpa", refusing)
+    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    tensors = inputs(dtype=torch.float16)
+    for _ in range(2):
+        close(autoattn.attention(*tensors), expected(tensors, False))
+    assert calls == ["sdpa-cudnn", "sdpa"], "the second call was prepared by the first"
+    assert autoattn.explain(*tensors).reason == "sdpa-cudnn was the fastest, but does not take these tensors"
+
+
+def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*operands: Any, **facts: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    chosen = dispatch.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(rivals, "sdpa", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        autoattn.attention(*inputs(dtype=torch.float16))
+    assert autoattn.explain(*inputs(dtype=torch.float16)) is chosen, "the next call may find room"
+
+
+def test_float32_follows_pytorchs_own_setting(card: dict[str, Any]) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, precision in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
+            torch.set_float32_matmul_precision(setting)
+            found = autoattn.explain(*inputs())
+            assert found.problem is not None
+            assert found.problem.precision.value == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_precision_overrules_pytorchs_own_setting(card: dict[str, Any]) -> None:
+    for precision in ("ieee", "tf32", "tf32x3"):
+        autoattn.attention(*inputs(), precision=precision)
+        assert card["problem"].precision.value == precision
+
+
+def test_wanting_the_lse_asks_for_another_kernel_and_gets_it(card: dict[str, Any]) -> None:
+    tensors = inputs(dtype=torch.float16)
+    output, lse = autoattn.attention(*tensors, return_lse=True)
+    close(output, expected(tensors, False))
+    close(lse, formula.attention(*tensors)[1])
+    autoattn.attention(*tensors)
+    assert [source.traits.lse for source in card["loaded"]] == [True, False]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_card_has_a_kernel_for_whatever_is_asked(name: str, card: dict[str, Any]) -> None:
+    given, meant = ASKED[name]
+    tensors = inputs(dtype=torch.float16)
+    assert autoattn.explain(*tensors, **given).route == "kernel"
+    close(autoattn.attention(*tensors, **given), formula.attention(*tensors, **meant)[0])
+    assert card["launched"] == 1
+
+
+def test_packed_calls_get_a_kernel_and_a_packed_output(card: dict[str, Any]) -> None:
+    query, key, value, *lengths = packed()
+    exact, sums = formula.attention(
+        query[None, :3].transpose(1, 2), key[None, :4].transpose(1, 2), value[None, :4].transpose(1, 2)
+    )
+    output, lse = autoattn.packed_attention(query, key, value, *lengths, return_lse=True)
+    assert card["launched"] == 1
+    assert output.is_contiguous()
+    close(output[:3], exact[0].transpose(0, 1))
+    close(lse[:, :3], sums[0])
+    assert autoattn.explain_packed(query, key, value, *lengths).route == "kernel"
+
+
+def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = space.load("triton/forward").default(kernels.problem(), samples.H200)
+    chosen = dispatch.Explanation(
+        problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest", variant=variant
+    )
+    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    found = autoattn.explain(*inputs(dtype=torch.float16), return_lse=True)
+    assert (found.route, found.variant) == ("kernel", variant)
+    assert found.reason == "it was the fastest; but it gives no LSE, so the kernel runs"
+    assert autoattn.explain(*inputs(dtype=torch.float16)).route == "sdpa-cudnn"
+
+
+def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
+    tensors = tuple(tensor.to(torch.float8_e4m3fn) for tensor in inputs())
+    found = autoattn.explain(*tensors)
+    assert (found.route, card["launched"]) == ("eager", 0)
+    assert "float8 kernels need sm_89 or newer" in found.reason
+
+
+def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorch_has_none(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = dispatch.sdpa("it is too old")
+    monkeypatch.setattr(dispatch, "explain", lambda problem, device: old)
+    tensors = inputs(dtype=torch.float16)
+    assert autoattn.explain(*tensors).route == "sdpa"
+    assert autoattn.explain(*tensors, softcap=2.0).route == "eager"
+    assert autoattn.explain(*tensors, return_lse=True).route == "eager"
+
+
+def test_plans_are_bounded(card: dict[str, Any]) -> None:
+    assert answer._prepare.cache_info().maxsize == 4096
