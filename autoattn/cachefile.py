@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from autoattn import space
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import CacheError
+from autoattn.mask import Mask
 from autoattn.problem import Op
 
 SCHEMA = 1
@@ -103,6 +104,9 @@ def check(key: str, entry: CacheEntry) -> None:
     """
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
+    mask = entry.problem.mask
+    if replace(Mask.parse(str(mask)), density=mask.density, mod=mask.mod) != mask:
+        raise ValueError(f"the mask of {entry.problem.key} has numbers that no mask of its kind has")
     spaces = {**entry.search.spaces, entry.template: entry.space_digest}
     points = [(entry.template, entry.params), *((one.template, one.params) for one in entry.candidates)]
     for template, params in points:

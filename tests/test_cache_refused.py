@@ -81,6 +81,16 @@ def test_a_foreign_or_newer_file_is_refused(folder: Path, data: bytes, words: st
     assert words in untouched(valid(folder)[0], data)
 
 
+@pytest.mark.parametrize("change", [{"left": -1}, {"right": 3}, {"block_q": 64}], ids=str)
+def test_a_mask_with_numbers_of_another_kind_is_refused(folder: Path, change: dict[str, int]) -> None:
+    path, text = valid(folder)
+    document = json.loads(text)
+    for entry in document["entries"].values():
+        assert entry["problem"]["mask"]["kind"] == "causal"
+        entry["problem"]["mask"] |= change
+    assert "numbers that no mask of its kind has" in untouched(path, json.dumps(document).encode())
+
+
 def test_a_file_cut_off_anywhere_is_refused(folder: Path) -> None:
     path, text = valid(folder)
     for end in range(0, len(text) - 2, len(text) // 15):
