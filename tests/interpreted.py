@@ -118,7 +118,7 @@ def pool() -> Pool:
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     return Pool(
         size=1,
-        preload="patched_once",
+        preload="quick_interpreter",
         environment={
             "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
         },
