@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
-.PHONY: help tune test test-gpu lint format report newest-triton clean
+.PHONY: help tune test test-exhaustive test-gpu lint format report newest-triton clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,8 +30,11 @@ tune: $(READY) ## Tune the problems of SHAPES for DEVICE (a30 and shapes.yaml)
 report: $(READY) ## Write the report of what was tuned into REPORT (report/)
 	$(BIN)/autoattn report --out $(REPORT)
 
-test: $(READY) ## Run every test that needs no GPU
-	$(PYTEST) -m "not gpu" $(PARALLEL)
+test: $(READY) ## Run the tests that need no GPU
+	$(PYTEST) -m "not gpu and not exhaustive" $(PARALLEL)
+
+test-exhaustive: $(READY) ## Run the tests that make test leaves out: more of what it proves
+	$(PYTEST) -m "exhaustive and not gpu" $(PARALLEL)
 
 test-gpu: $(READY) ## Run the tests that need an NVIDIA GPU
 	$(PYTEST) -m gpu $(PARALLEL)

@@ -11,6 +11,7 @@ import gluon_kernels
 import numpy as np
 import pytest
 from gluon_kernels import H200, TEMPLATE, feasible, variant
+from rarely import rarely
 
 from autoattn import render, space
 from autoattn.compile import build, inspect, load_module
@@ -60,7 +61,13 @@ def test_turns_by_mbarriers_wait_for_the_parity_of_the_block(mask: str) -> None:
         if "def step" in part or "def attend(" in part:
             assert body.count("take_turn(c, turns, slot, phase)") == body.count("pass_turn(c, turns)") == 1
             assert body.index("take_turn") < body.index("multiply_keys(") < body.index("advance(slot, phase)")
-    inspect(rendered, 90)
+
+
+@pytest.mark.parametrize("mask", rarely(["full", "window:600,64"], lambda mask: mask == "full"))
+def test_turns_by_mbarriers_serialise_no_product(mask: str) -> None:
+    one = problem(head_dim=64, mask=mask)
+    chosen: dict[str, Value] = {"overlap": 1, "mask_loop": "split", "BLOCK_M": 128, "BLOCK_N": 64}
+    assert inspect(source(one, ping_pong="mbarrier", **chosen), 90).loop
 
 
 # --- powers of two ----------------------------------------------------------------------------------------------------
@@ -122,11 +129,10 @@ def test_software_powers_are_nearer_than_16_bits_can_tell(every: int, places: se
 
 
 def test_software_powers_take_work_off_the_exp_unit() -> None:
-    one = problem()
-    counts = [
-        inspect(source(one, softmax="first_max", software_exp2=every), 90).loop["MUFU.EX2"] for every in (0, 4, 2)
-    ]
-    assert counts == [64, 48, 32]
+    one = problem(head_dim=64)
+    chosen: dict[str, Value] = {"softmax": "first_max", "BLOCK_M": 128, "BLOCK_N": 64}
+    counts = [inspect(source(one, software_exp2=every, **chosen), 90).loop["MUFU.EX2"] for every in (0, 4, 2)]
+    assert counts == [32, 24, 16]
 
 
 def test_the_polynomials_numbers_are_floats() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hopper_gradients import H200, TEMPLATE, problem, source, variant
+from rarely import rarely
 
 from autoattn import render, space
 from autoattn.compile import build, inspect, load_module, parts_of
@@ -55,7 +56,7 @@ def test_the_default_is_not_serialised_and_does_not_spill_in_its_loop() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "traits"), [KINDS[1], KINDS[3]], ids=str)
+@pytest.mark.parametrize(("kind", "traits"), rarely((KINDS[1], KINDS[3]), lambda kind: kind == KINDS[1]), ids=str)
 def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
     one = problem(**kind)
     chosen = next(space.load(TEMPLATE).feasible(one, H200, random.Random(str(kind))))

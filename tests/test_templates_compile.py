@@ -14,6 +14,7 @@ from typing import Any
 import kernels
 import pytest
 import triton
+from rarely import rarely
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200"}
 # To these Triton gives the tensor cores' instructions of 80, so that each compiles a part of what 80 does.
 ALIKE = (86, 89)
+FEW = (86, 89, 100)  # which compile few kernels in most runs of the tests, and as many as others in exhaustive ones
+EACH = rarely(CARDS, lambda arch: arch not in FEW)
 # Those for every card; test_gluon_compile.py has the family for Hopper, test_backward_compile.py the gradients.
 TEMPLATES = [name for name in resources.template_names(Op.FORWARD) if name.startswith("triton/")]
 
@@ -125,7 +128,7 @@ def gain(variant: Variant, missing: set[tuple[str, Any]]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("arch", EACH)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_value_of_every_parameter_compiles(template: str, arch: int) -> None:
     for source in sources(template, arch):
@@ -136,9 +139,19 @@ def test_every_value_of_every_parameter_compiles(template: str, arch: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", CARDS)
+@pytest.mark.parametrize("arch", EACH)
 def test_every_mask_modifier_and_precision_compiles(arch: int) -> None:
-    for source in every_axis(arch):
+    compile_all(list(every_axis(arch)), arch)
+
+
+@pytest.mark.parametrize("arch", FEW)
+def test_other_cards_take_some_of_them(arch: int) -> None:
+    compile_all(list(every_axis(arch))[1::4], arch)
+
+
+def compile_all(sources: list[Source], arch: int) -> None:
+    assert sources
+    for source in sources:
         compiled = build(source, arch)
         assert compiled.asm["cubin"], source.variant
         assert f".target sm_{arch}" in compiled.asm["ptx"]
