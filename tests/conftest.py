@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives to the end, so that no search for garbage need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
