@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 from optuna.trial import TrialState
 from samples import A30, prediction, problem
 from servers import grpc_url, mysql_server, postgres_server  # noqa: F401
-from test_study import SPACE, failed, trial, variant
+from test_study import SPACE as WHOLE
+from test_study import failed, trial, variant
 
 from autoattn import ledger, storage
 from autoattn.errors import AutoattnError
@@ -28,6 +30,7 @@ from autoattn.trial import Outcome, Trial
 from autoattn.variant import Variant
 
 HERE = Path(__file__).parent
+SPACE = replace(WHOLE, choices={**WHOLE.choices, "c": ("w", "x")})  # of which 30 points are feasible
 KINDS = ("journal", "sqlite", "postgresql", "mysql", "grpc")
 ONE, OTHER = variant(2, 2), variant(4, 4)
 
@@ -136,7 +139,7 @@ def test_of_claims_at_one_time_one_holds(open_ledger: Open) -> None:
 
 
 def test_two_studies_try_every_variant_once_and_both_know_all_in_the_end(open_ledger: Open) -> None:
-    first, second = studied(open_ledger(), budget=60), studied(open_ledger(), budget=60)
+    first, second = studied(open_ledger(), budget=30), studied(open_ledger(), budget=30)
     tried = []
     while True:
         pair = [(one, one.propose()) for one in (first, second)]
@@ -146,9 +149,9 @@ def test_two_studies_try_every_variant_once_and_both_know_all_in_the_end(open_le
                 one.record(trial(point))
         if all(point is None for _, point in pair):
             break
-    assert len(tried) == len(set(tried)) == 60
+    assert len(tried) == len(set(tried)) == 30
     assert first.trials == second.trials
-    assert {first.taken, second.taken} == {60}
+    assert {first.taken, second.taken} == {30}
 
 
 def test_what_another_process_measured_informs_the_sampler_and_counts(open_ledger: Open) -> None:
@@ -166,14 +169,14 @@ def test_what_another_process_measured_informs_the_sampler_and_counts(open_ledge
 
 
 def test_what_another_process_gave_up_is_tried_next(open_ledger: Open) -> None:
-    first, second = studied(open_ledger(), budget=60), studied(open_ledger(), budget=60)
+    first, second = studied(open_ledger(), budget=30), studied(open_ledger(), budget=30)
     flying = proposed(first, 2)
-    rest = proposed(second, 58)
+    rest = proposed(second, 28)
     assert second.propose() is None
     first.close()
     assert set(proposed(second, 2)) == set(flying)
     assert second.propose() is None
-    assert len(rest) == 58
+    assert len(rest) == 28
 
 
 # What a dead process leaves

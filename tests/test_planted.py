@@ -71,7 +71,7 @@ def test_the_compiler_takes_the_planted_kernels(name: str) -> None:
 
 
 def tuned(folder: Path, fault: Fault) -> plan.Summary:
-    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=folder, jobs=1)
+    options = plan.Options(effort=plan.Effort.QUICK, trials=2, cache=folder, jobs=1)
     return tune.tune([fault.problem], samples.A30, measured=False, options=options)
 
 
