@@ -109,7 +109,10 @@ def early_seeds() -> tuple[tuple[Variant, ...], ...]:
 )
 def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(place: int, part: str) -> None:
     kind, traits = KINDS[place]
-    for seed in early_seeds()[place][FIRST if part == "first" else OTHERS]:
+    seeds = early_seeds()[place][FIRST if part == "first" else OTHERS]
+    if not seeds:
+        pytest.skip("the seeds behind its first are those of kinds before it")
+    for seed in seeds:
         assert inspect(render.render(problem(**kind), seed, traits), 90).loop, seed
 
 
