@@ -14,6 +14,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
+import triton
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -78,5 +79,6 @@ def _value(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - callers n
     self.numel, self.shape = type.of_values if type.is_block() else _NO_SHAPE
 
 
-core.block_type.__init__ = _block_once
-core.tensor.__init__ = _value
+if triton.__version__.startswith("3.6."):  # another release may keep more of a value
+    core.block_type.__init__ = _block_once
+    core.tensor.__init__ = _value
