@@ -118,6 +118,9 @@ def _closure(node: ast.expr, text: str, names: set[str], depth: int) -> Callable
 
 
 def _applied(act: Callable[..., Any], parts: list[Callable[[Facts], Any]]) -> Callable[[Facts], Any]:
+    if len(parts) == 2:  # most are; a list for each took a quarter of the time
+        first, second = parts
+        return lambda facts: act(first(facts), second(facts))
     return lambda facts: act(*[part(facts) for part in parts])
 
 
