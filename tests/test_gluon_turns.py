@@ -10,6 +10,7 @@ import hopper_gradients
 import pytest
 import triton.language as tl
 
+from autoattn import render, space
 from autoattn.compile import load_module
 
 BATCH, HEADS = 2, 3
@@ -74,14 +75,38 @@ def test_a_turn_is_the_number_of_earlier_programs_that_add(mask: str, head_dim: 
                 check(functions, one.mask, *lengths, source.text)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:600,64", "window:600,-1", "window:-1,90", "window:1023,0"])
+def test_early_seeds_let_no_program_wait_for_the_whole_walk_of_another(mask: str, head_dim: int) -> None:
+    one = hopper_gradients.problem(mask=mask, head_dim=head_dim, seq_kv=4096, deterministic=True)
+    for chosen in space.load(hopper_gradients.TEMPLATE).seeds_for(one, hopper_gradients.H200)[:2]:
+        functions = functions_of(load_module(render.render(one, chosen)))
+        sizes, bounds = [Number(size) for size in (1, 1, 1, 4096, 4096)], bounds_of(one.mask, 0)
+        programs = 4096 // (64 if head_dim == 256 else 128)
+        ends: dict[int, int] = {}  # of the last addition to each block, in steps
+        longest = last = 0
+        for program in range(programs):  # all of them at once
+            start_n, _, _ = functions.place_of(Number(program), *sizes)
+            begin, inner_begin, inner_end, end = functions.blocks_of(start_n, *sizes[3:], *bounds)
+            walk = list(range(begin, end))
+            if chosen.as_dict()["mask_loop"] == "split":  # blocks that may be cut come first
+                walk.sort(key=lambda i_m: inner_begin <= i_m < inner_end)
+            now = 0
+            for i_m in walk:
+                now = ends[i_m] = max(now, ends.get(i_m, 0)) + 1
+            longest, last = max(longest, len(walk)), max(last, now)
+        assert last <= longest + programs, chosen
+
+
+def bounds_of(mask: Any, shift: int) -> list[Number]:
+    """What the kernels take of a mask."""
+    left = [Number(shift - mask.left)] if mask.bounded_left else []
+    return left + ([Number(shift + (mask.right or 0))] if mask.bounded_right else [])
+
+
 def check(functions: Any, mask: Any, seq_q: int, seq_kv: int, text: str) -> None:
     """Every program's turn at each block that it adds to, in the order in which programs start."""
-    shift = seq_kv - seq_q if "seq_kv - seq_q" in text else 0
-    bounds = []
-    if mask.bounded_left:
-        bounds.append(Number(shift - mask.left))
-    if mask.bounded_right:
-        bounds.append(Number(shift + (mask.right or 0)))
+    bounds = bounds_of(mask, seq_kv - seq_q if "seq_kv - seq_q" in text else 0)
     sizes = [Number(size) for size in (BATCH, HEADS, HEADS, seq_q, seq_kv)]
     tile = 64 if "BLOCK_N = gl.constexpr(64)" in text else 128
     programs = -(-seq_kv // tile) * BATCH * HEADS
