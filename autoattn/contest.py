@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autoattn import space
 from autoattn.device import Device
@@ -63,12 +63,16 @@ class Contest:
             if variant.template in self._studies:
                 self._studies[variant.template].enqueue([variant])
 
-    def propose(self) -> Variant | None:
-        """The next variant to try; None when every feasible one was tried."""
+    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
+        """The next variant to try; None when every feasible one was tried.
+
+        Args:
+            more: whether there is another one to try when another process was faster with one.
+        """
         self._turn += 1
         for study in self._by_turn():
-            variant = study.propose()
-            if variant is not None:
+            variant = study.propose(more)
+            if variant is not None or not more():
                 return variant
         return None
 

@@ -7,7 +7,7 @@ import math
 import random
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 
 import optuna
@@ -107,8 +107,12 @@ class Study:
             if not known and self.space.why_infeasible(variant, self.problem, self.device) is None:
                 self._queue.append(variant)
 
-    def propose(self) -> Variant | None:
-        """The next variant to try; None when every feasible one was tried or is being tried."""
+    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
+        """The next variant to try; None when every feasible one was tried or is being tried.
+
+        Args:
+            more: whether there is another one to try when another process was faster with this one.
+        """
         self.hear()
         while True:
             variant = self._next()
@@ -118,6 +122,8 @@ class Study:
             if asked is not None:
                 self._live.tell(asked, state=TrialState.FAIL)
             self.hear()
+            if not more():
+                return None
 
     def record(self, trial: Trial) -> None:
         """Takes what became of a proposed variant, for the sampler and for the ledger."""

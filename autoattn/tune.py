@@ -215,6 +215,8 @@ class _Run:
         most = self.shop.begun + self.options.profile.sibling_trials
 
         def more() -> bool:
+            if study.taken < budget:
+                study.hear()  # what others began since counts too, or each tuner would try one variant too many
             return study.taken < budget and (not cheap or self.shop.begun < most)
 
         def now() -> float:

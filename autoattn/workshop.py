@@ -163,7 +163,7 @@ class Workshop:
             else:
                 self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
                 while len(pending) < self._window(study, budget) and more():
-                    if (variant := study.propose()) is None:
+                    if (variant := study.propose(more)) is None:
                         break
                     pending.append(self._begin(study.problem, variant))
                 self._look_ahead(pending, best_us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ class Planned:
     def enqueue(self, variants: list[Variant]) -> None:
         self.queue += variants
 
-    def propose(self) -> Variant | None:
+    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
         if self.queue:
             return self.queue.pop(0)
         self.left -= 1

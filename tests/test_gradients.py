@@ -273,3 +273,24 @@ def test_no_rival_gives_the_gradient_of_a_bias() -> None:
     learned = replace(one, modifiers=Modifiers(bias=Bias.LEARNED))
     assert "sdpa" in gradients.rival_calls(case_of(one))
     assert gradients.rival_calls(case_of(learned)) == {}
+
+
+def test_a_sole_pair_under_dropout_may_err_by_the_rounding_of_its_output() -> None:
+    """Its weight grew by what is dropped, so that the output is a rounded value; PyTorch's own error is 0 there."""
+    one = problem(modifiers=Modifiers(dropout=True), head_dim=80, heads_q=2, heads_kv=2)
+    case = gradients.make_small_case(one, 1, 1, 0, CPU, torch.Generator().manual_seed(0))
+    key, value = (getattr(case.operands, name).double() for name in ("key", "value"))
+    output, pull = case.saved.output.double(), case.saved.output_grad.double()
+    kept = (output != 0).any(-1, keepdim=True) / (1.0 - case.operands.dropout)
+    query = (
+        case.operands.scale
+        * ((pull * value * kept).sum(-1, keepdim=True) - (pull * output).sum(-1, keepdim=True))
+        * key
+    )
+    exact = [part for part in case.expected if part.name == "query"]
+    error = max(float((query[part.index] - part.numbers).abs().max()) for part in exact)
+    assert 0.0 < error <= case.allowed["query"] < 10.0 * error
+    whole = gradients.make_small_case(
+        replace(one, modifiers=Modifiers()), 1, 1, 0, CPU, torch.Generator().manual_seed(0)
+    )
+    assert whole.allowed["query"] < error, "without dropout its output is the value"

@@ -134,7 +134,8 @@ def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_p
     device = gpu.present()
     assert device is not None
     trials = [trial for found in ledger.studies(storage.server(url)).values() for trial in found]
-    assert len({trial.variant for trial in trials}) == len(trials) == 12
+    assert len({trial.variant for trial in trials}) == len(trials)
+    assert len(trials) in (12, 13), "both may take the last one within the same milliseconds"
     for place in range(2):
         (entry,) = cache.lookup(tmp_path / str(place), device, Op.FORWARD).values()
-        assert (entry.evidence, entry.search.trials) == (Evidence.MEASURED, 12)
+        assert (entry.evidence, entry.search.trials) == (Evidence.MEASURED, len(trials))

@@ -168,6 +168,23 @@ def test_what_another_process_measured_informs_the_sampler_and_counts(open_ledge
     assert [one.params for one in told if one.value < BAD] == [one.as_dict() for one in flying]
 
 
+def test_who_loses_the_last_variant_to_another_process_takes_no_other(
+    open_ledger: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = studied(open_ledger())
+    claims: list[Variant] = []
+
+    def lost(variant: Variant) -> bool:
+        claims.append(variant)
+        return len(claims) > 1
+
+    assert one._ledger is not None
+    monkeypatch.setattr(one._ledger, "claim", lost)
+    assert one.propose(lambda: False) is None
+    assert len(claims) == 1
+    assert one.propose(lambda: True) is not None
+
+
 def test_what_another_process_gave_up_is_tried_next(open_ledger: Open) -> None:
     first, second = studied(open_ledger(), budget=30), studied(open_ledger(), budget=30)
     flying = proposed(first, 2)

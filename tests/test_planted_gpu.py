@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ class Studied:
     waiting: bool = False
     trials: dict[Variant, Trial] = field(default_factory=dict)
 
-    def propose(self) -> Variant | None:
+    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
         return self.proposals.pop(0) if self.proposals else None
 
     def record(self, trial: Trial) -> None:
