@@ -220,7 +220,10 @@ class Stopwatch:
         with torch.cuda.device(self.device), torch.cuda.graph(recorded):
             for _ in range(count):
                 call()
-        replay: Call = recorded.replay
+
+        def replay(held: Call = call) -> None:
+            recorded.replay()  # reads what the call holds
+
         return replay
 
 
