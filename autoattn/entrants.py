@@ -35,7 +35,7 @@ from autoattn.dispatch import Explanation
 from autoattn.entry import KERNEL
 from autoattn.inputs import Scores
 from autoattn.operands import Operands
-from autoattn.ops import forward
+from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients
 from autoattn.peers import Peer
 from autoattn.problem import Bias, DType, Layout, Op, Precision, Problem
@@ -231,8 +231,17 @@ class BackwardPasses:
     def _launch(self, variant: Variant) -> Run:
         operands, saved = self.case.operands, self.case.saved
         kernel = compile.load(render.render(self.problem, variant), operands.query.device)
-        facts = kernel, self.problem, operands, saved.output, saved.lse, saved.output_grad, None
-        return partial(learning.differentiate, *facts)
+        if not (backward.may_bind(self.problem, operands.query) and learning.reads(kernel, saved.output_grad)):
+            facts = kernel, self.problem, operands, saved.output, saved.lse, saved.output_grad, None
+            return partial(learning.differentiate, *facts)
+        launch = backward.ready(kernel, self.problem, operands, saved)
+
+        def differentiate() -> Gradients:
+            found = backward.empty_gradients(self.problem, operands)
+            launch(found)
+            return found
+
+        return differentiate
 
     def by_peer(self, peer: Peer) -> Run:
         """A backward pass of autograd's, on tensors in the peer's own layout."""

@@ -212,7 +212,7 @@ def room_of(case: Case) -> Gradients:
 
 def call_of(kernel: Kernel, case: Case, room: Gradients) -> Callable[[], object]:
     """The kernels on a case's tensors, ready to be timed."""
-    return partial(backward.launch, kernel, case.problem, case.operands, case.saved, room)
+    return partial(backward.ready(kernel, case.problem, case.operands, case.saved), room)
 
 
 def rival_calls(case: Case) -> dict[str, Callable[[], Gradients]]:

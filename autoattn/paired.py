@@ -37,7 +37,8 @@ class Pair:
     forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
     gradients: tuple[Steps, Steps, Steps]  # of query, key and value
     rows: int  # bytes of each query's LSE, and of its delta
-    numbers: int  # float32, of these and of the room for sums
+    sums: int  # bytes behind these, in which queries' gradients are added up
+    numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
     # (strides of an output gradient, address modulo 16) -> launches
     launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
 
@@ -69,7 +70,8 @@ class Pair:
         value_grad = value.new_empty_strided(*of_value)
         scratch = query.new_empty_strided((self.numbers,), (1,), dtype=_FLOAT32)
         room = scratch.data_ptr()
-        addresses: tuple[int, ...] = (  # in the order of backward.POINTERS
+        starts, ends = (tensor.data_ptr() for tensor in offsets) if offsets else (0, 0)
+        addresses = (  # in the order of backward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -83,9 +85,10 @@ class Pair:
             query_grad.data_ptr(),
             key_grad.data_ptr(),
             value_grad.data_ptr(),
+            starts,
+            ends,
+            room + 2 * self.rows + self.sums,
         )
-        if offsets:
-            addresses += tuple(tensor.data_ptr() for tensor in offsets)
         for launch in launches:
             launch(addresses)
         return query_grad, key_grad, value_grad
@@ -137,7 +140,8 @@ def pair(
     if not backward.may_bind(both.asked, operands.query):
         return None
     scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
-    rows = scratch.rows.numel()
+    assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"
+    rows, sums, turns = (0 if one is None else one.numel() for one in (scratch.rows, scratch.sums, scratch.turns))
     query, key, value = (
         (tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride()) for tensor in tensors[:3]
     )
@@ -147,8 +151,9 @@ def pair(
         softcap=operands.softcap,
         forward=forward,
         gradients=(query, key, value),
-        rows=rows // 2 * scratch.rows.element_size(),
-        numbers=rows + (0 if scratch.sums is None else scratch.sums.numel()),
+        rows=4 * (rows // 2),
+        sums=4 * sums,
+        numbers=rows + sums + turns,
     )
 
 

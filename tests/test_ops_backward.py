@@ -104,6 +104,29 @@ def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.Monk
         assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((1, 1) if bound_too else (2, 0))
 
 
+@pytest.mark.parametrize("bound_too", [False, True])
+@pytest.mark.usefixtures("card")
+def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
+    bound_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = gradient_kernels.problem(mask="causal")
+    kernel = kernel_of(one)
+    case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
+    room = gradients.room_of(case)
+    call = gradients.call_of(kernel, case, room)
+    for _ in range(3):
+        call()
+    for part in kernel.parts:
+        assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((0, 3) if bound_too else (3, 0))
+        made = part.compiled.bound if bound_too else part.compiled.ordinary
+        for _, given in made:
+            at = dict(zip(part.parameters, given, strict=True))
+            for name, gradient in room.named():
+                if f"{name}_grad_ptr" in at:
+                    assert address(at[f"{name}_grad_ptr"]) == gradient.data_ptr()
+
+
 @pytest.mark.parametrize(
     "modifiers",
     [Modifiers(alibi=True), Modifiers(sinks=True), Modifiers(dropout=True), Modifiers(bias=Bias.KEYS)],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,6 +118,25 @@ def may_bind(problem: Problem, query: Tensor) -> bool:
     modifiers = problem.modifiers
     more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
     return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
+
+
+def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) -> Callable[[Gradients], None]:
+    """What launches the kernels on these tensors again and again, each time with a scratch of its own.
+
+    Where it may, it costs the host what a prepared call does: less than is hidden from who times it.
+    """
+    if not may_bind(problem, operands.query):
+        return partial(launch, kernel, problem, operands, saved)
+    like = empty_gradients(problem, operands), empty_scratch(kernel, problem, operands.query)
+    launches = bind(kernel, problem, operands, saved, *like)
+
+    def again(gradients: Gradients) -> None:
+        scratch = empty_scratch(kernel, problem, operands.query)
+        addresses = addresses_of(operands, saved, gradients, scratch)
+        for one in launches:
+            one(addresses)
+
+    return again
 
 
 def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""Launches of both passes that were made before: where each of their tensors lies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import gradient_kernels
+import pytest
+import torch
+from torch import Tensor
+
+from autoattn import learning, paired
+from autoattn.compile import Kernel
+from autoattn.operands import Operands
+from autoattn.ops import backward
+from autoattn.problem import DType, Layout, Op
+from autoattn.render import natural_traits
+
+ROWS, SUMS, TURNS = 2 * 2 * 4 * 128, 256, 12  # numbers of 4 bytes: a head's 33 queries take 128 rows
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The addresses of each launch of a backward pass."""
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: True)
+    monkeypatch.setattr(backward, "bind", lambda *facts: (found.append,))
+    return found
+
+
+def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> paired.Pair:
+    forward = gradient_kernels.problem(layout=layout, heads_q=4, heads_kv=4, seq_q=33, seq_kv=33, dtype=DType.FLOAT16)
+    asked = learning.backward_of(forward)
+    source = gradient_kernels.source(asked, natural_traits(asked))
+    kernel = Kernel(
+        source=source, module=SimpleNamespace(**rooms), compiled=object(), device=torch.device("cpu"), sm_count=1
+    )  # type: ignore[arg-type]
+    both = learning.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
+    views = [tensor.transpose(1, 2) if layout is Layout.BSHD else tensor for tensor in tensors]
+    operands = Operands(query=views[0], key=views[1], value=views[2], scale=1.0)
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(query), torch.zeros(2, 4, 33)
+
+    found = paired.pair(both, operands, tensors, run)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
+@pytest.mark.parametrize("turns", [0, TURNS])
+def test_each_room_lies_behind_the_one_before(launched: list[tuple[int, ...]], layout: Layout, turns: int) -> None:
+    shape = (2, 4, 33, 16) if layout is Layout.BHSD else (2, 33, 4, 16)
+    tensors = tuple(torch.randn(shape).half().requires_grad_() for _ in range(3))
+    rooms = {"sums": lambda *sizes: SUMS} | ({"turns": lambda *sizes: turns} if turns else {})
+    one = pair(tensors, layout, rooms)
+    assert one.both.asked.op is Op.BACKWARD
+    output = one(*tensors)
+    push = torch.randn(shape).half()
+    grads = torch.autograd.grad(output, tensors, push)
+    (addresses,) = launched
+    at = dict(zip(backward.POINTERS, addresses, strict=True))
+    for name, tensor, grad in zip(("query", "key", "value"), tensors, grads, strict=True):
+        assert (at[f"{name}_ptr"], at[f"{name}_grad_ptr"]) == (tensor.data_ptr(), grad.data_ptr())
+        assert grad.is_contiguous()
+    assert at["output_grad_ptr"] == push.data_ptr()
+    places = [at[name] - at["row_lse_ptr"] for name in ("delta_ptr", "query_sums_ptr", "turns_ptr")]
+    assert places == [2 * ROWS, 4 * ROWS, 4 * (ROWS + SUMS)]
+    assert one.numbers == ROWS + SUMS + turns
+    assert (at["cu_seqlens_q_ptr"], at["lse_grad_ptr"]) == (0, 0)
