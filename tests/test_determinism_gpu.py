@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import gradient_kernels
+import hopper_gradients
 import pytest
 import torch
 from test_gradients_gpu import tuned  # noqa: F401 - a fixture
@@ -50,9 +52,15 @@ def test_pytorch_s_gradients_repeat_where_that_is_asked(untuned: None, dtype: to
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_kernel_of_ours_serves_a_deterministic_call(tuned: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])
+def test_a_kernel_of_ours_serves_a_deterministic_call_and_those_after_it(
+    tuned: Any,  # noqa: F811
+    template: str,
+) -> None:
+    if template == hopper_gradients.TEMPLATE and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the template is for Hopper")
     tensors = [one.requires_grad_() for one in inputs(2048)]
-    tuned(*tensors, causal=True)
+    tuned(*tensors, causal=True, deterministic=True, template=template)
     told = autoattn.explain(*tensors, causal=True, deterministic=True)
     assert told.route == "kernel", told
     first = gradients(tensors, deterministic=True)

@@ -163,16 +163,17 @@ def test_the_gradients_of_what_changes_scores_are_right_at_full_size(modifiers: 
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Puts the template's default for the gradients of a call into the user's cache, as if it had been measured."""
+    """Puts a template's default for the gradients of a call into the user's cache, as if it had been measured."""
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
 
-    def tune(*tensors: torch.Tensor, **given: Any) -> None:
+    def tune(*tensors: torch.Tensor, template: str = gradient_kernels.TEMPLATE, **given: Any) -> None:
         with torch.no_grad():
             problem = autoattn.explain(*tensors, **given).problem
         assert problem is not None
         bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
-        asked = learning.backward_of(problem, learned=Learned(bias=bias, slopes=slopes))
-        variant = space.load(gradient_kernels.TEMPLATE).default(asked, present())
+        repeated = given.get("deterministic", False)
+        asked = learning.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
+        variant = space.load(template).default(asked, present())
         facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
         entry = samples.current(samples.measured(asked, **facts))
         cache.merge(tmp_path, present(), asked.op, [entry])
