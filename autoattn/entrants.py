@@ -231,9 +231,6 @@ class BackwardPasses:
     def _launch(self, variant: Variant) -> Run:
         operands, saved = self.case.operands, self.case.saved
         kernel = compile.load(render.render(self.problem, variant), operands.query.device)
-        if not (backward.may_bind(self.problem, operands.query) and learning.reads(kernel, saved.output_grad)):
-            facts = kernel, self.problem, operands, saved.output, saved.lse, saved.output_grad, None
-            return partial(learning.differentiate, *facts)
         launch = backward.ready(kernel, self.problem, operands, saved)
 
         def differentiate() -> Gradients:

@@ -340,24 +340,23 @@ def _allowed(
         products = saved.output.double() * saved.output_grad.double()
         rounding = 0.5 * torch.finfo(saved.output.dtype).eps * float(products.square().sum(-1).sqrt().max())
     exacts, lows = derivatives.joined(expected), derivatives.joined(rough)
-    terms = {name: weight_grad * count for name, count in _counts(problem, operands).items()}
+    counts = _counts(problem, operands)
     found = {}
     for name, exact in exacts.items():
         low = lows[name]
         coarse = exact.to(reference.TORCH_DTYPE[problem.dtype])
         absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
-        absolute += validate.FLOAT32_ULPS[Precision.IEEE] * eps * terms[name]
-        absolute += rounding * terms[name] / weight_grad
+        absolute += (validate.FLOAT32_ULPS[Precision.IEEE] * eps * weight_grad + rounding) * counts[name]
         if problem.precision is Precision.TF32:  # delta comes of whole operands, what it is taken from of cut ones
-            absolute += TF32_ULP / 2 * terms[name]
+            absolute += TF32_ULP / 2 * weight_grad * counts[name]
         if problem.dtype is DType.FLOAT32:
             absolute += validate.FLOAT32_ULPS[problem.precision] * eps * float(exact.abs().max())
         if scores in validate.RISES:  # a weight errs by its score's ulps, here and in PyTorch in another order
             # tf32's scores come of cut operands, the LSE of whole ones.
             ulp = TF32_ULP if problem.precision is Precision.TF32 else eps
             # What a weight is off by counts as often as its gradient is large: sqrt(head_dim_v) of normal numbers.
-            counts = terms[name] / weight_grad * problem.head_dim_v**0.5
-            absolute += validate.RISES[scores] * ulp * (counts + float(exact.abs().max()))
+            often = counts[name] * problem.head_dim_v**0.5
+            absolute += validate.RISES[scores] * ulp * (often + float(exact.abs().max()))
         honest = float((low - exact).abs().max())
         found[name] = max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))
     return found

@@ -210,19 +210,22 @@ class Stopwatch:
 
         return several
 
-    def graph(self, call: Call, count: int) -> Call:
+    def graph(self, call: Call, count: int, stream: torch.cuda.Stream | None = None) -> Call:
         """A call that replays a CUDA graph of `count` calls, one behind the other.
+
+        Args:
+            stream: on which they are recorded; one of PyTorch's when None.
 
         Raises:
             RuntimeError: the call does something that a graph cannot hold.
         """
         recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(recorded):
+        with torch.cuda.device(self.device), torch.cuda.graph(recorded, stream=stream):
             for _ in range(count):
                 call()
 
         def replay(held: Call = call) -> None:
-            recorded.replay()  # reads what the call holds
+            recorded.replay()  # reads what the call holds, as a forward pass that was not captured left it
 
         return replay
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from autoattn.problem import Layout
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockTable:
@@ -60,3 +62,10 @@ class Operands:
             (queries[place], queries[place + 1] - queries[place], keys[place], keys[place + 1] - keys[place])
             for place in range(len(queries) - 1)
         ]
+
+
+def viewed(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor of a layout as a [batch, heads, seq, head_dim] view; the batch is 1 when packed."""
+    if layout is Layout.PACKED:
+        return tensor.transpose(0, 1)[None]
+    return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor

@@ -22,7 +22,7 @@ from autoattn.arguments import Call
 from autoattn.captures import Traced
 from autoattn.learning import Learned
 from autoattn.mask import Mask
-from autoattn.operands import BlockTable
+from autoattn.operands import BlockTable, viewed
 from autoattn.ops.forward import DTYPE
 from autoattn.paired import Pair
 from autoattn.problem import Layout
@@ -116,13 +116,11 @@ def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     if known is not None:
         pass_of = known.forward if isinstance(known, Pair) else known
         found = pass_of(*tensors[:3], *offsets_of(tensors))
-    given = None
     if found is None:
-        given = named(tensors, words)
-        found = _ordinary(asked, tensors, given)
+        found = _ordinary(asked, tensors, named(tensors, words))
     if not isinstance(found, Tensor):
         return found
-    shape = _lse_shape(given or named(tensors, words)) if words.get("keep_lse") else [0]
+    shape = _lse_shape(named(tensors, words)) if words.get("keep_lse") else [0]
     return found, found.new_full(shape, math.nan, dtype=torch.float32)
 
 
@@ -171,9 +169,7 @@ def plan_both(call: Call, given: dict[str, Any]) -> answer.Plan:
 
 def as_read(tensor: Tensor, given: dict[str, Any]) -> Tensor:
     """The caller's output, or a gradient of it, as a [batch, heads, seq, head_dim] view."""
-    if given["layout"] == PACKED:
-        return tensor.transpose(0, 1)[None]
-    return tensor.transpose(1, 2) if given["layout"] == Layout.BSHD.value else tensor
+    return viewed(tensor, Layout(given["layout"]))
 
 
 def as_given(tensor: Tensor, given: dict[str, Any]) -> Tensor:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from autoattn import learning
 from autoattn.bound import Bound
-from autoattn.operands import Operands
+from autoattn.operands import Operands, viewed
 from autoattn.ops import backward
 from autoattn.ops.backward import Saved
-from autoattn.problem import Layout
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -120,11 +119,7 @@ class Pair:
         )  # fmt: skip
 
     def _view(self, tensor: Tensor) -> Tensor:
-        """As [batch, heads, seq, head_dim]."""
-        layout = self.both.problem.layout
-        if layout is Layout.PACKED:
-            return tensor.transpose(0, 1)[None]
-        return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
+        return viewed(tensor, self.both.problem.layout)
 
 
 def pair(

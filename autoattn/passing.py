@@ -66,6 +66,7 @@ class Card:
         self.device = torch.device("cuda", torch.cuda.current_device())
         stopwatch = Stopwatch(self.device)
         self.samples, self.rounds, self._warm = stopwatch.samples, stopwatch.rounds, stopwatch.warm
+        self._graph = stopwatch.graph
 
     def graph(self, make: Callable[[], measure.Call], count: int) -> measure.Call:
         # A backward pass runs on the streams of its forward pass, so that the latter must know the graph's.
@@ -75,15 +76,7 @@ class Card:
             call = make()
             call()
         torch.cuda.synchronize(self.device)
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded, stream=stream):
-            for _ in range(count):
-                call()
-
-        def replay(held: measure.Call = call) -> None:
-            recorded.replay()  # reads what the call holds, as a forward pass that was not captured left it
-
-        return replay
+        return self._graph(call, count, stream)
 
     def allocated(self) -> int:
         torch.cuda.synchronize(self.device)

@@ -24,7 +24,6 @@ from autoattn import (
     entrants,
     gpu,
     gradients,
-    learning,
     peers,
     reference,
     resources,
@@ -34,7 +33,8 @@ from autoattn import (
 from autoattn.comparison import Inputs, Options, Ours, Row, State, Timing
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.operands import Operands
-from autoattn.ops.backward import Gradients
+from autoattn.ops import backward
+from autoattn.ops.backward import Gradients, Saved
 from autoattn.problem import Bias, Layout, Modifiers, Op, Problem
 from autoattn.variant import Source
 
@@ -68,16 +68,15 @@ class Differentiator:
         self.sources.append(source)
         return source
 
-    def differentiate(
-        self, kernel: Any, problem: Problem, operands: Operands, output: Tensor, lse: Tensor,
-        output_grad: Tensor, lse_grad: Tensor | None,
-    ) -> Gradients:  # fmt: skip
+    def launch(self, kernel: Any, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
         self.problems.append(problem)
         exact, sums = reference.attention(problem, operands)
-        torch.testing.assert_close(lse, sums.float(), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(output.double(), exact, rtol=5e-3, atol=5e-3)
-        found = peers.backward_pass(planted("ours", rivals.sdpa), problem, operands, output_grad)()
-        return replace(found, key=found.key + self.off)
+        torch.testing.assert_close(saved.lse, sums.float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(saved.output.double(), exact, rtol=5e-3, atol=5e-3)
+        found = peers.backward_pass(planted("ours", rivals.sdpa), problem, operands, saved.output_grad)()
+        gradients.query.copy_(found.query)
+        gradients.key.copy_(found.key + self.off)
+        gradients.value.copy_(found.value)
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def kernel(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> Differentia
     found = Differentiator()
     monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
     monkeypatch.setattr(compile, "load", found.load)
-    monkeypatch.setattr(learning, "differentiate", found.differentiate)
+    monkeypatch.setattr(backward, "launch", found.launch)
     return found
 
 
