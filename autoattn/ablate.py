@@ -52,7 +52,10 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
     Args:
         measured: times on the card that `device` is, in processes of their own; else the model predicts.
     """
-    with Pool(size=os.cpu_count() or 1, environment={"CUDA_VISIBLE_DEVICES": ""}) as compilers, Pool(size=1) as bench:
+    with (
+        Pool(size=len(os.sched_getaffinity(0)), environment={"CUDA_VISIBLE_DEVICES": ""}) as compilers,
+        Pool(size=1) as bench,
+    ):
         plans = {
             problem: {one.template: _planned(one, problem, device) for one in space.of(problem.op)}
             for problem in problems

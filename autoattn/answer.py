@@ -119,7 +119,8 @@ def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:
     """What the memory of the inputs and of the new output asks."""
     asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     output = render.natural_traits(problem)
-    alignment, wide = math.gcd(asked.alignment, output.alignment), asked.wide or output.wide
+    wide = asked.wide or output.wide or forward.reaches_far(operands.query, problem.head_dim_v)
+    alignment = math.gcd(asked.alignment, output.alignment)
     if (alignment, wide) == (asked.alignment, asked.wide):
         return asked
     return replace(asked, alignment=alignment, wide=wide)
@@ -233,7 +234,7 @@ def _eager(problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Ten
     query = operands.query
     kind = query.device.type
     if kind == "meta":
-        output = query.new_empty(*query.shape[:3], problem.head_dim_v, dtype=TORCH_DTYPE[problem.dtype.output])
+        output = forward.empty_output(problem, query)
         return output, query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         raise TensorError(

@@ -95,7 +95,7 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
     """Fills Triton's cache by all cores, while nothing is timed; what the compiler refuses is told in its row."""
     if len(kernels) < WORTH_A_POOL:
         return
-    with Pool(size=min(len(kernels), os.cpu_count() or 1)) as pool:
+    with Pool(size=min(len(kernels), len(os.sched_getaffinity(0)))) as pool:
         for kernel in kernels:
             pool.submit(Inspect(source=kernel, arch=arch), COMPILE_SECONDS)
         while pool.next_results():

@@ -24,6 +24,7 @@ library.define(
     f"bool[] learns, {WORDS}) -> Tensor[]"
 )
 _BEFORE = 4  # arguments of it that stand in front of the inputs
+_THREE = LEARNING[:3]
 
 
 def _by_kernel(
@@ -36,7 +37,7 @@ def _by_kernel(
     made = [None if one is None else operators.as_read(one, given) for one in (output, grad_output)]
     sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
     found = learning.differentiate(both.backward, both.asked, call.operands, made[0], sums[0], made[1], sums[1])
-    named: dict[str, Tensor | None] = {name: operators.as_given(one, given) for name, one in found.named()}
+    named: dict[str, Tensor | None] = {name: operators.as_given(one, given[name], given) for name, one in found.named()}
     sinks = given["sinks"]
     named["sinks"] = found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)
     named["bias"] = found.bias if found.bias is None else found.bias.reshape(given["bias"].shape)
@@ -62,9 +63,9 @@ def _by_pytorch(
 
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
-    """Gradients of those of LEARNING that learn, in its order, contiguous."""
+    """Gradients of those of LEARNING that learn, in its order; each lies in memory as its tensor does."""
     known = prepared.find(operators.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
-    if isinstance(known, Pair) and tensors[2].is_contiguous() and tensors[3].is_contiguous():
+    if isinstance(known, Pair) and tensors[2].stride() == known.output and tensors[3].is_contiguous():
         _, _, output, lse, *three = tensors[: _BEFORE + 3]
         made = known.differentiate(*tensors[:2], *three, output, lse, *operators.offsets_of(tensors[_BEFORE:]))
         return [one for one, learnt in zip(made, learns, strict=False) if learnt]
@@ -76,17 +77,32 @@ def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
         found = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
         if found is None:
             found = _by_pytorch(grad_output, grad_lse, given, learners)
-    each = ((given[name], found[name]) for name in learners)
-    return [torch.zeros_like(tensor) if one is None else one.contiguous() for tensor, one in each]
+    return [_settled(found[name], name, given) for name in learners]
 
 
 def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     given = operators.named(tensors[_BEFORE:], words)
-    return [given[name].new_empty(given[name].shape) for name in _learners(learns)]
+    return [_empty(name, given) for name in _learners(learns)]
 
 
 library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("autoattn::attention_backward", _shapes, lib=library)
+
+
+def _empty(name: str, given: dict[str, Any]) -> Tensor:
+    tensor = given[name]
+    if name in _THREE:
+        return operators.empty_as(tensor, tensor.shape[-1], given)
+    return tensor.new_empty(tensor.shape)
+
+
+def _settled(grad: Tensor | None, name: str, given: dict[str, Any]) -> Tensor:
+    """A gradient as `_empty` says that it lies; zeros where there is none."""
+    if grad is None:
+        return _empty(name, given).zero_()
+    if name in _THREE:
+        return operators.as_given(operators.as_read(grad, given), given[name], given)
+    return grad.contiguous()
 
 
 def _learners(learns: list[bool]) -> list[str]:

@@ -20,7 +20,7 @@ from autoattn.errors import TensorError
 from autoattn.operands import Operands
 from autoattn.ops import backward, forward
 from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Bias, Layout, Op, Problem
+from autoattn.problem import Bias, Op, Problem
 from autoattn.variant import Traits
 
 
@@ -90,7 +90,8 @@ def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
     """
     asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     new = render.natural_traits(problem)
-    return replace(asked, alignment=math.gcd(asked.alignment, new.alignment), wide=asked.wide or new.wide)
+    wide = asked.wide or new.wide or forward.reaches_far(operands.query, problem.head_dim_v)
+    return replace(asked, alignment=math.gcd(asked.alignment, new.alignment), wide=wide)
 
 
 def launch(one: Pass, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,7 @@ def differentiate(
         output_grad, lse_grad: of these; None for 0.
     """
     gradients = backward.empty_gradients(problem, operands)
-    pull = torch.zeros_like(output) if output_grad is None else _as_read(output_grad, problem, kernel)
+    pull = torch.zeros_like(output) if output_grad is None else _as_read(output_grad, kernel)
     if kernel.source.traits.lse:
         lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.contiguous()
     saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
@@ -210,10 +211,8 @@ def reads(kernel: Kernel, output_grad: Tensor) -> bool:
     return apart and asked.alignment % traits.alignment == 0 and asked.wide <= traits.wide
 
 
-def _as_read(output_grad: Tensor, problem: Problem, kernel: Kernel) -> Tensor:
+def _as_read(output_grad: Tensor, kernel: Kernel) -> Tensor:
     """An output gradient as the kernels read it: sums and expansions leave strides of 0 and axes in any order."""
     if reads(kernel, output_grad):
         return output_grad
-    if problem.layout is Layout.BHSD:
-        return output_grad.clone(memory_format=torch.contiguous_format)
-    return output_grad.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return output_grad.clone(memory_format=torch.contiguous_format)

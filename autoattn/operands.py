@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autoattn.problem import Layout
@@ -69,3 +70,35 @@ def viewed(tensor: Tensor, layout: Layout) -> Tensor:
     if layout is Layout.PACKED:
         return tensor.transpose(0, 1)[None]
     return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
+
+
+def as_given(tensor: Tensor, layout: Layout) -> Tensor:
+    """Such a view as a tensor of the layout."""
+    if layout is Layout.PACKED:
+        return tensor[0].transpose(0, 1)
+    return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
+
+
+def strides_as(like: Tensor, head_dim: int) -> tuple[int, int, int, int]:
+    """Strides of a [batch, heads, seq, head_dim] tensor without gaps that lies in memory as `like` does.
+
+    Heads lie within tokens where they do in `like`, as a projection leaves them, else tokens within heads. So does
+    PyTorch's own attention, and what a model does with the result needs no copies.
+    """
+    _, heads, seq, _ = like.shape
+    if 0 < like.stride(1) < like.stride(2):
+        return heads * seq * head_dim, head_dim, heads * head_dim, 1
+    return heads * seq * head_dim, seq * head_dim, head_dim, 1
+
+
+def empty_as(like: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor like `like`, a [batch, heads, seq, head_dim] view, but for gaps, the head dim and the dtype."""
+    return like.new_empty_strided((*like.shape[:3], head_dim), strides_as(like, head_dim), dtype=dtype or like.dtype)
+
+
+def lying_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, or a copy that lies in memory as `like` does; both are [batch, heads, seq, head_dim] views."""
+    wanted = strides_as(like, tensor.shape[3])
+    if all(size == 1 or step == at for size, step, at in zip(tensor.shape, tensor.stride(), wanted, strict=True)):
+        return tensor
+    return empty_as(like, tensor.shape[3], tensor.dtype).copy_(tensor)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import answer, arguments, learning, prepared
+from autoattn import answer, arguments, learning, operands, prepared
 from autoattn.arguments import Call
 from autoattn.captures import Traced
 from autoattn.learning import Learned
 from autoattn.mask import Mask
-from autoattn.operands import BlockTable, viewed
+from autoattn.operands import BlockTable
 from autoattn.ops.forward import DTYPE
 from autoattn.paired import Pair
 from autoattn.problem import Layout
@@ -105,7 +105,7 @@ def read(given: dict[str, Any]) -> Call:
 
 
 def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
-    """Output and LSE, contiguous.
+    """Output and LSE; the output lies in memory as the query does, the LSE without gaps.
 
     The LSE has no elements when nobody asks for it. Asked for by keep_lse alone it is for the backward pass, and NaN
     where no kernels serve both passes.
@@ -137,7 +137,7 @@ def _ordinary(asked: prepared.Key | None, tensors: Sequence[Any], given: dict[st
         else:
             planned = answer.plan(call, lse=lse, learns=False)
             made = answer.run(call, planned, lse=lse)
-    output, sums = as_given(made[0], given), made[1]
+    output, sums = as_given(made[0], given["query"], given), made[1]
     if sums is not None:
         sums = (sums[0] if given["layout"] == PACKED else sums).contiguous()
     found = output if sums is None else (output, sums)
@@ -169,20 +169,23 @@ def plan_both(call: Call, given: dict[str, Any]) -> answer.Plan:
 
 def as_read(tensor: Tensor, given: dict[str, Any]) -> Tensor:
     """The caller's output, or a gradient of it, as a [batch, heads, seq, head_dim] view."""
-    return viewed(tensor, Layout(given["layout"]))
+    return operands.viewed(tensor, Layout(given["layout"]))
 
 
-def as_given(tensor: Tensor, given: dict[str, Any]) -> Tensor:
-    """Such a view as the caller has it, contiguous."""
-    if given["layout"] == PACKED:
-        return tensor[0].transpose(0, 1).contiguous()
-    return (tensor.transpose(1, 2) if given["layout"] == Layout.BSHD.value else tensor).contiguous()
+def as_given(tensor: Tensor, like: Tensor, given: dict[str, Any]) -> Tensor:
+    """Such a view as the caller has it, in memory as `like`, a tensor of the caller's, lies there."""
+    return operands.as_given(operands.lying_as(tensor, as_read(like, given)), Layout(given["layout"]))
+
+
+def empty_as(like: Tensor, head_dim: int, given: dict[str, Any], dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor as that."""
+    return operands.as_given(operands.empty_as(as_read(like, given), head_dim, dtype), Layout(given["layout"]))
 
 
 def _shapes(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     given = named(tensors, words)
     query, value = given["query"], given["value"]
-    output = query.new_empty([*query.shape[:-1], value.shape[-1]], dtype=TORCH_DTYPE[DTYPE[query.dtype].output])
+    output = empty_as(query, value.shape[-1], given, TORCH_DTYPE[DTYPE[query.dtype].output])
     wanted = given["return_lse"] or given["keep_lse"]
     return output, query.new_empty(_lse_shape(given) if wanted else [0], dtype=torch.float32)
 

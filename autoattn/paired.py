@@ -15,9 +15,10 @@ from torch import Tensor
 
 from autoattn import learning
 from autoattn.bound import Bound
-from autoattn.operands import Operands, viewed
+from autoattn.operands import Operands, as_given, empty_as, viewed
 from autoattn.ops import backward
 from autoattn.ops.backward import Saved
+from autoattn.problem import Layout
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -34,6 +35,7 @@ class Pair:
     scale: float
     softcap: float
     forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
+    output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
     gradients: tuple[Steps, Steps, Steps]  # of query, key and value
     rows: int  # bytes of each query's LSE, and of its delta
     sums: int  # bytes behind these, in which queries' gradients are added up
@@ -50,7 +52,7 @@ class Pair:
         self, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
         output: Tensor, lse: Tensor, *offsets: Tensor,
     ) -> Three:  # fmt: skip
-        """Gradients of query, key and value, contiguous; where that of the output or the LSE is missing, it is 0."""
+        """Gradients of query, key and value; where that of the output or the LSE is missing, it is 0."""
         if output_grad is None:
             output_grad = torch.zeros_like(output)
         push = output_grad.data_ptr()
@@ -123,33 +125,43 @@ class Pair:
 
 
 def pair(
-    both: learning.Pass, operands: Operands, tensors: tuple[Tensor, ...], forward: Callable[..., tuple[Tensor, Tensor]]
+    both: learning.Pass,
+    operands: Operands,
+    tensors: tuple[Tensor, ...],
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    output: tuple[int, ...],
 ) -> Pair | None:
     """Both passes of calls like this one; None where its launches need more than addresses.
 
     Args:
         operands: the call's, which autoattn.prepared has found to be its tensors and nothing else.
         tensors: query, key, value as the caller gave them, and offsets.
-        forward: the forward pass of such calls.
+        forward, output: the forward pass of such calls, and the strides of its output.
     """
     if not backward.may_bind(both.asked, operands.query):
         return None
     scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
     assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"
     rows, sums, turns = (0 if one is None else one.numel() for one in (scratch.rows, scratch.sums, scratch.turns))
-    query, key, value = (
-        (tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride()) for tensor in tensors[:3]
-    )
+    query, key, value = (_gradient_of(tensor, both.problem.layout) for tensor in tensors[:3])
     return Pair(
         both=both,
         scale=operands.scale,
         softcap=operands.softcap,
         forward=forward,
+        output=output,
         gradients=(query, key, value),
         rows=4 * (rows // 2),
         sums=4 * sums,
         numbers=rows + sums + turns,
     )
+
+
+def _gradient_of(tensor: Tensor, layout: Layout) -> Steps:
+    """Sizes and strides, as the caller has them."""
+    nowhere = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    grad = as_given(empty_as(viewed(nowhere, layout), tensor.shape[-1]), layout)
+    return tuple(grad.shape), grad.stride()
 
 
 class _Attention(torch.autograd.Function):

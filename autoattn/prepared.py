@@ -190,7 +190,7 @@ class _Kernel:
 
 def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kernel | None:
     output, lse = (answer, None) if isinstance(answer, Tensor) else answer
-    if kernel.compiled is None or not output.is_contiguous():  # Triton's interpreter compiles nothing
+    if kernel.compiled is None:  # Triton's interpreter compiles nothing
         return None
     query = call.operands.query
     needed = forward.zeros(kernel, call.problem, query)
@@ -211,7 +211,7 @@ def _by_both(
     lse = output.new_empty(output.shape[:3], dtype=_FLOAT32)
     given = answer if isinstance(answer, Tensor) else answer[0]
     forward = _by_kernel(both.forward, call, (output, lse), (given, lse[0] if call.problem.packed else lse))
-    return None if forward is None else paired.pair(both, call.operands, tensors, forward)
+    return None if forward is None else paired.pair(both, call.operands, tensors, forward, forward.output[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -115,10 +115,17 @@ def test_pytorchs_own_checks_pass_for_the_backward_pass() -> None:
     opcheck(BACKWARD.default, (output, None, output, lse, *inputs()), {"learns": learns})
 
 
-def test_an_output_is_contiguous_whoever_answers() -> None:
-    strided = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs()]
-    output, _ = ATTENTION(*strided, mask="causal:top-left")
-    assert output.is_contiguous()
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_outputs_and_gradients_lie_as_their_tensors_do_whoever_answers(layout: str, turned: bool) -> None:
+    given = [tensor.transpose(1, 2).contiguous() if layout == "bshd" else tensor for tensor in inputs()]
+    given = [tensor.transpose(1, 2).contiguous().transpose(1, 2) if turned else tensor for tensor in given]
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    output, _ = ATTENTION(*leaves, mask="causal:top-left", layout=layout)
+    assert output.stride() == given[0].stride()
+    for push in (torch.ones_like(output), torch.ones(()).expand_as(output)):
+        grads = torch.autograd.grad(output, leaves, push, retain_graph=True)
+        assert [grad.stride() for grad in grads] == [tensor.stride() for tensor in given]
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------

@@ -122,21 +122,29 @@ def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "strides"),
+    ("query", "strides"),
     [
-        (Layout.BHSD, (2, 6, 5, 24), (720, 120, 24, 1)),
-        (Layout.BSHD, (2, 6, 5, 24), (720, 24, 144, 1)),
-        (Layout.PACKED, (1, 6, 5, 24), (720, 24, 144, 1)),
+        (zeros(2, 6, 5, 24), (1200, 200, 40, 1)),
+        (zeros(2, 5, 6, 24).transpose(1, 2), (1200, 40, 240, 1)),  # as a projection leaves heads
+        (zeros(2, 5, 6, 3, 24)[:, :, :, 1].transpose(1, 2), (1200, 40, 240, 1)),  # with keys and values beside them
+        (zeros(2, 6, 9, 24)[:, :, :5], (1200, 200, 40, 1)),
+        (zeros(2, 6, 5, 24).mT.contiguous().mT, (1200, 200, 40, 1)),
+        (zeros(2, 1, 5, 24).expand(2, 6, 5, 24), (1200, 200, 40, 1)),
     ],
 )
-def test_the_output_is_contiguous_in_the_callers_layout(
-    layout: Layout, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> None:
-    query = zeros(*shape).mT.contiguous().mT
-    packed = {"tokens_q": 5, "tokens_kv": 7} if layout is Layout.PACKED else {}
-    one = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, layout=layout, **packed)
+def test_the_output_lies_in_memory_as_the_query_without_gaps(query: Tensor, strides: tuple[int, ...]) -> None:
+    one = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, head_dim_v=40)
     output = forward.empty_output(one, query)
-    assert (output.shape, output.dtype, output.stride()) == (shape, HALF, strides)
+    assert (output.shape, output.dtype, output.stride()) == ((2, 6, 5, 40), HALF, strides)
+
+
+@pytest.mark.parametrize(("seq", "far"), [(2**31 // (64 * 512) - 256, True), (2**31 // (64 * 512) - 257, False)])
+def test_an_output_of_wider_rows_than_the_query_may_reach_far_where_heads_lie_within_tokens(
+    seq: int, far: bool
+) -> None:
+    query = torch.empty(1, seq, 64, 16, dtype=HALF, device="meta")
+    assert forward.reaches_far(query.transpose(1, 2), 512) is far
+    assert not forward.reaches_far(query.transpose(1, 2).contiguous(), 512)
 
 
 def test_the_output_has_the_values_head_dim_and_is_bfloat16_for_float8() -> None:

@@ -15,9 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from autoattn import blocks, bound
 from autoattn.bound import Bound
 from autoattn.compile import Descriptor, Kernel, described
-from autoattn.operands import Operands
+from autoattn.operands import Operands, empty_as
 from autoattn.ops import forward
-from autoattn.problem import Bias, DType, Layout, Problem
+from autoattn.problem import Bias, DType, Problem
 
 # The order in which bound launches take the addresses of a call's tensors; 0 for one that is not there.
 POINTERS = (
@@ -67,18 +67,13 @@ class Scratch:
 
 
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
-    """New gradients, each contiguous in the problem's layout, as [batch, heads, seq, head_dim] views.
+    """New gradients, each in memory as its tensor lies, as [batch, heads, seq, head_dim] views.
 
     Args:
         problem: backward; it says whether a bias and slopes have gradients.
     """
-
-    def empty(tensor: Tensor) -> Tensor:
-        if problem.layout is Layout.BHSD:
-            return tensor.new_empty(tensor.shape)
-        return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
-
-    query, key, value = (empty(tensor) for tensor in (operands.query, operands.key, operands.value))
+    three = operands.query, operands.key, operands.value
+    query, key, value = (empty_as(tensor, tensor.shape[3]) for tensor in three)
     sinks = torch.empty_like(operands.sinks) if operands.sinks is not None else None
     narrow = operands.narrow_bias
     bias = narrow.new_empty(narrow.shape) if narrow is not None and problem.modifiers.bias is Bias.LEARNED else None

@@ -11,8 +11,8 @@ from autoattn import bound
 from autoattn.bound import Bound
 from autoattn.compile import Descriptor, Kernel, described
 from autoattn.errors import TensorError
-from autoattn.operands import BlockTable, Operands
-from autoattn.problem import Layout, Problem
+from autoattn.operands import BlockTable, Operands, empty_as, strides_as
+from autoattn.problem import Problem
 from autoattn.reference import TORCH_DTYPE, drop_below
 from autoattn.variant import Traits
 from autoattn.zeros import ROOMS
@@ -26,6 +26,7 @@ POINTERS = (
     *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
 )
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
+TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
 
 
@@ -38,8 +39,7 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
         _, _, seq, head_dim = tensor.shape
         stride_b, stride_h, stride_s, stride_d = tensor.stride()
         reach = (seq - 1) * stride_s + max(head_dim - 1, 1) * stride_d
-        # A tile reaches 256 rows past the last one before its mask cuts it off.
-        wide = wide or reach + 256 * stride_s >= 2**31
+        wide = wide or reach + TILE_ROWS * stride_s >= 2**31
         if stride_d != 1:
             alignment = 1
         for step in (stride_b, stride_h, stride_s, tensor.data_ptr() // element):
@@ -49,13 +49,14 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
     return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype] if bias is not None else "")
 
 
+def reaches_far(query: Tensor, head_dim_v: int) -> bool:
+    """Whether offsets inside one head of one sequence of the output can pass 2**31 elements."""
+    return bool((query.shape[2] + TILE_ROWS) * strides_as(query, head_dim_v)[2] >= 2**31)
+
+
 def empty_output(problem: Problem, query: Tensor) -> Tensor:
-    """A new output, contiguous in the problem's layout, as a [batch, heads, seq, head_dim_v] view."""
-    batch, heads, seq, _ = query.shape
-    dtype = TORCH_DTYPE[problem.dtype.output]
-    if problem.layout is Layout.BHSD:
-        return query.new_empty(batch, heads, seq, problem.head_dim_v, dtype=dtype)
-    return query.new_empty(batch, seq, heads, problem.head_dim_v, dtype=dtype).transpose(1, 2)
+    """A new output that lies in memory as the query does, as a [batch, heads, seq, head_dim_v] view."""
+    return empty_as(query, problem.head_dim_v, TORCH_DTYPE[problem.dtype.output])
 
 
 def launch(
