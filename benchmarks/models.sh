@@ -22,7 +22,7 @@ trap finish EXIT
 cat "$here/r/machine.txt"
 
 note "tune begins"
-for group in seed_001:seed-001-gradients seed_004:seed-004-training; do
+for group in seed_001:seed-001-gradients seed_004:seed-004-training seed_004:seed-004-training-float32; do
   limited "${TUNE_SECONDS:-300}" "$python" -m autoattn tune --device auto --shapes "benchmarks/shapes/${group%:*}.yaml" --group "${group#*:}" --effort quick >> "$here/r/tune.txt" 2>&1
 done
 note "tune ended"

@@ -135,11 +135,11 @@ def test_any_gradients_take_an_entry_of_deterministic_ones_where_there_is_no_oth
     assert "0.0 octaves away" in told.reason
 
 
-def test_and_one_of_programs_that_take_turns_though_no_search_would_choose_it_for_them(tmp_path: Path) -> None:
+def test_and_one_of_programs_that_take_turns(tmp_path: Path) -> None:
     loose, strict = (replace(one, dtype=DType.BFLOAT16, modifiers=Modifiers()) for one in (LOOSE, STRICT))
     points = space.load("gluon/backward")
     chosen = points.default(strict, samples.H200)
-    assert points.why_infeasible(chosen, loose, samples.H200) is not None
+    assert chosen["order"] != "any"
     entry = measured(strict, template=chosen.template, params=chosen.as_dict())
     told = found(tmp_path, loose, entry)
     assert (told.level, told.route, told.variant) == (Level.BUCKET, "kernel", chosen)

@@ -1,0 +1,35 @@
+"""`autoattn` with the templates of one family alone: `python benchmarks/family.py triton tune --device auto ...`.
+
+What plain Triton reaches where Gluon wins, for instance. Tune with a cache of its own (AUTOATTN_CACHE), then time with
+`... triton bench ... --ours variants`: a call of the cache's choice may run a rival.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from autoattn import cli, space
+from autoattn.problem import Op
+from autoattn.space import SearchSpace
+
+_of = space.of
+
+
+def main() -> None:
+    """Runs the command with the other families out of sight."""
+    family = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+
+    def of(op: Op) -> tuple[SearchSpace, ...]:
+        return tuple(one for one in _of(op) if one.template.startswith(f"{family}/"))
+
+    if not of(Op.FORWARD):
+        known = sorted({one.template.partition("/")[0] for one in _of(Op.FORWARD)})
+        sys.exit(
+            f"benchmarks/family.py needs a family of templates first, got {family!r}; it may be {' or '.join(known)}"
+        )
+    space.of = of  # type: ignore[assignment]
+    cli.main()
+
+
+if __name__ == "__main__":  # workers import this file again
+    main()
