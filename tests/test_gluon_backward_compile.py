@@ -164,7 +164,10 @@ def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     ptx = build(rendered, 90, "backward_keys").asm["ptx"]
     # The first to come writes, the others add; the TMA unit has done either when the turn goes on.
     walk = rendered.text[rendered.text.index("def take_turns") :]
-    steps = ("wait_for_turn", "wait_until_added", "if turn == 0", "shared_to_global", "else:", "add_to_memory", "store_wait", "let_add", "end_turn")  # fmt: skip
+    steps = (
+        *("wait_for_turn", "wait_until_added", "if turn == 0", "shared_to_global", "else:", "add_to_memory"),
+        *("store_wait", "let_add", "end_turn"),
+    )
     places = [walk.index(word, walk.index("wait_for_turn")) for word in steps]
     assert places == sorted(places)
     turns = re.findall(r"wait_group 0; bar\.warp\.sync -1; [^@]*@first red\.release", ptx)
