@@ -186,8 +186,8 @@ class _Attention(torch.autograd.Function):
         return *once(*pulls, *ctx.saved_tensors, ctx.one), None, None, None
 
 
-# PyTorch's own `apply` first asks for transforms of torch.func, as `Pair` does, and looks in each tensor for what is left
-# of one that ended, whose address `prepared.key` could not have read. That takes a third of its time.
+# PyTorch's own `apply` first asks for transforms of torch.func, as `Pair` does, and looks in each tensor for what is
+# left of one that ended, whose address `prepared.key` could not have read. That takes a third of its time.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 

@@ -44,7 +44,7 @@ class Profile:
 
 PROFILES = {
     Effort.QUICK: Profile(
-        trials=24, search_seconds=12.0, sibling_trials=1, finalists=5, final_seconds=2.0, energy_seconds=0.0
+        trials=32, search_seconds=12.0, sibling_trials=1, finalists=5, final_seconds=2.0, energy_seconds=0.0
     ),
     Effort.STANDARD: Profile(
         trials=32, search_seconds=180.0, sibling_trials=1, finalists=5, final_seconds=5.0, energy_seconds=0.3
