@@ -188,3 +188,15 @@ def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     added = [place for place, word in enumerate(met) if word == "relaxed"]
     assert len(added) >= 2
     assert all(met[place - 1] == "sync" and met[place + 1] == "arrive" for place in added)
+
+
+def test_each_kernel_may_begin_early_and_waits_for_the_one_before() -> None:
+    """Before it reads what that one wrote: nothing but barriers of its own and arithmetic stands before the wait."""
+    rendered = source(problem(head_dim=64), order="ascending")
+    ptx = {name: build(rendered, 90, name).asm["ptx"] for name in parts_of(load_module(rendered))}
+    assert [name for name, text in ptx.items() if "griddepcontrol.launch_dependents" in text] == [*ptx][:2]
+    assert [name for name, text in ptx.items() if "griddepcontrol.wait" in text] == [*ptx][1:]
+    for name, options in load_module(rendered).PARTS.items():
+        assert options.get("launch_pdl", False) is ("griddepcontrol.wait" in ptx[name])
+        before = ptx[name].partition("griddepcontrol.wait")[0] if options.get("launch_pdl") else ""
+        assert not re.findall(r"(?:ld|st|red|atom)\.\S*global|cp\.async\.bulk", before), name
