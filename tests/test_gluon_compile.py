@@ -83,7 +83,7 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
 
 EARLY = 4  # seeds of a kind; the others are refused too, if they are
 FIRST, OTHERS = slice(0, 1), slice(1, None)
-ELSEWHERE = (3,)  # of which kinds 2 and 4 have the parts
+OFTEN = (1, 4, 9)  # kinds whose first seed each run compiles; 2 and 4 have the parts of 3
 
 
 @cache
@@ -104,7 +104,7 @@ def early_seeds() -> tuple[tuple[Variant, ...], ...]:
     ("part", "place"),
     rarely(
         [*itertools.product(("first", "others"), range(len(KINDS)))],
-        lambda case: case[0] == "first" and case[1] not in ELSEWHERE,
+        lambda case: case[0] == "first" and case[1] in OFTEN,
     ),
 )
 def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(place: int, part: str) -> None:

@@ -48,7 +48,7 @@ def test_weights_become_a_factor_where_they_are(softmax: str) -> None:
             ("full", (256, 256)),
             ("causal", (16, 48)),
         ],
-        lambda case: case[1] in ((16, 48), (256, 256)),
+        lambda case: case[1] == (16, 48),
     ),
 )
 def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], mask: str) -> None:

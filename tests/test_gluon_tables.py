@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gluon_kernels
 import pytest
+from rarely import rarely
 
 from autoattn import sass
 from autoattn.compile import build, inspect
@@ -75,7 +76,10 @@ def never_made(code: list[str], before: list[list[int]], roles: int) -> list[str
 
 @pytest.mark.parametrize(
     "changes",
-    [{"softmax": "online", "overlap": 0, "ping_pong": "none"}, {"softmax": "vote"}, {"softmax": "first_max"}],
+    rarely(
+        [{"softmax": "online", "overlap": 0, "ping_pong": "none"}, {"softmax": "vote"}, {"softmax": "first_max"}],
+        lambda changes: changes["softmax"] != "vote",
+    ),
     ids=lambda changes: str(changes["softmax"]),
 )
 def test_whole_blocks_find_the_queries_in_a_tile_without_partial_ones(

@@ -10,6 +10,7 @@ import kernels
 import pytest
 import torch
 from interpreted import Run, run
+from rarely import rarely
 
 from autoattn import validate
 from autoattn.compile import load
@@ -95,7 +96,9 @@ def huge_but_finite(problem: Problem) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4])  # the longest sequence has three blocks
+@pytest.mark.parametrize(
+    "splits", rarely([1, 2, 4], lambda splits: splits == 2)
+)  # the longest sequence has three blocks
 @pytest.mark.parametrize("mask", ["full", "causal", "window:9,3", "window:-1,3"])
 def test_packed_sequences_are_shared_too(child: Pool, mask: str, splits: int) -> None:
     one = interpreted.packed(heads_q=4, heads_kv=2, mask=mask)
