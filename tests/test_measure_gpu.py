@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -103,11 +104,14 @@ def test_energy_is_counted_and_more_work_costs_more(stopwatch: Stopwatch) -> Non
         product()
         product()
 
-    one, both = stopwatch.energy(product, 0.5), stopwatch.energy(two, 0.5)
-    assert one is not None
-    assert both is not None
-    assert 50.0 < one.watts < 1500.0
-    assert 1.8 < both.joules / one.joules < 2.2
+    ratios = []
+    for _ in range(5):  # a card that waits for its host takes energy all the same, and a host may stand still once
+        one, both = stopwatch.energy(product, 0.3), stopwatch.energy(two, 0.3)
+        assert one is not None
+        assert both is not None
+        assert 50.0 < one.watts < 1500.0
+        ratios.append(both.joules / one.joules)
+    assert 1.7 < statistics.median(ratios) < 2.3
 
 
 @pytest.mark.parametrize(
