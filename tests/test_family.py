@@ -1,0 +1,39 @@
+"""benchmarks/family.py: the command with one family of templates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoattn import cli, space
+from autoattn.problem import Op
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import family
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    """The templates of gradients that the command sees, and its own words."""
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["family.py", *words])
+    monkeypatch.setattr(space, "of", space.of)  # what it was comes back
+    monkeypatch.setattr(cli, "main", lambda: seen.extend([*(one.template for one in space.of(Op.BACKWARD)), *sys.argv]))
+    family.main()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_the_command_sees_one_family_and_not_its_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert run(monkeypatch, name, "tune", "--device", "auto") == [
+        f"{name}/backward", "family.py", "tune", "--device", "auto",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [(), ("tune",)])
+def test_another_word_is_a_mistake_that_names_the_families(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit, match=r"needs a family of templates first, got '(tune)?'; name gluon or triton"):
+        run(monkeypatch, *words)
