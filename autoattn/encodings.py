@@ -17,6 +17,7 @@ from autoattn.variant import digest_of
 
 Names = dict[tuple[int, ...], str]  # what tells encodings apart -> name of the instruction
 
+BITS = 2  # counts up when other bits tell encodings apart
 _read_at: dict[Path, int] = {}  # when the file was last changed, as we read it
 
 
@@ -63,7 +64,7 @@ def _parsed(data: bytes) -> Names:
 def _name_of(tool: str) -> str:
     """Names a disassembler by its file: another release may spell otherwise."""
     facts = Path(tool).stat()
-    return digest_of(f"{tool} {facts.st_size} {facts.st_mtime_ns}")
+    return digest_of(f"{tool} {facts.st_size} {facts.st_mtime_ns} {BITS}")
 
 
 def _path(tool: str) -> Path:

@@ -157,7 +157,9 @@ def _name_bits(base: str, low: int, high: int) -> tuple[int, int]:
     """The bits that hold an instruction's modifiers: 72 to 104, without the predicates that it reads and writes."""
     # The size of an asynchronous product, and of a copy to or from tensor memory, stands where others hold an address.
     shape = low >> 48 & 0x3FFF if base in ("HGMMA", "QGMMA") else 0
-    return shape, high >> 8 & 0x1FFFFFFFF & ~(0x3FF << 9)
+    # A product of one warp has no predicates; the type of its factors stands there.
+    predicates = 0 if base == "HMMA" else 0x3FF << 9
+    return shape, high >> 8 & 0x1FFFFFFFF & ~predicates
 
 
 def _learn(arch: int, low: int, high: int, name: str, rest: str) -> None:

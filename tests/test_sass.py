@@ -175,10 +175,11 @@ def test_registers_and_stack_are_those_that_the_resource_listing_states(compiled
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, monkeypatch, arch):
-    first, second = (compiled(arch, split=split).asm["cubin"] for split in (True, False))
+    kinds = ({"element": "fp16"}, {"element": "fp32"}, {}, {"split": False})  # each learns from those before it
+    each = [compiled(arch, **kind).asm["cubin"] for kind in kinds]
     for name in ("_base", "_detail"):
         monkeypatch.setattr(sass, name, {})
-    for cubin in (first, second):
+    for cubin in each:
         text = next(data for name, data in sass._sections(cubin).items() if name.startswith(".text."))
         code = sass._decode(cubin, text, arch)
         for at, name, rest in sass._disassemble(cubin):
@@ -187,7 +188,7 @@ def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, mon
             assert seen == (sass._short(base, name, rest) if base in sass.DETAILED else base)
             assert (target is not None) == (base == "BRA")
     targets = {target for _, target, _ in code if target is not None}
-    assert targets == labelled(second)
+    assert targets == labelled(each[-1])
 
 
 def labelled(cubin):
