@@ -35,5 +35,7 @@ def test_the_command_sees_one_family_and_not_its_name(monkeypatch: pytest.Monkey
 def test_another_word_is_a_mistake_that_names_the_families(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    with pytest.raises(SystemExit, match=r"needs a family of templates first, got '(tune)?'; it may be gluon or triton"):
+    with pytest.raises(
+        SystemExit, match=r"needs a family of templates first, got '(tune)?'; it may be gluon or triton"
+    ):
         run(monkeypatch, *words)

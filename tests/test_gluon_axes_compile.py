@@ -128,6 +128,7 @@ def test_software_powers_are_nearer_than_16_bits_can_tell(every: int, places: se
                 assert power(number) >= 2.0**60
 
 
+@pytest.mark.exhaustive
 def test_software_powers_take_work_off_the_exp_unit() -> None:
     one = problem(head_dim=64)
     chosen: dict[str, Value] = {"softmax": "first_max", "BLOCK_M": 128, "BLOCK_N": 64}

@@ -139,6 +139,7 @@ def test_a_kept_maximum_takes_the_maxima_out_of_the_loop() -> None:
     assert online["FMNMX"] >= 64
 
 
+@pytest.mark.exhaustive
 def test_the_loop_that_adds_values_key_by_key_is_not_taken_for_one_that_masks() -> None:
     report = inspect(source(problem(head_dim=128, mask="causal"), softmax="vote"), 90)
     assert not [name for name in (*report.loop, *report.masked_loop) if name.startswith("LDG")]

@@ -100,6 +100,7 @@ def test_two_tuners_share_a_study_and_end_with_the_same_entry(
         assert "s3cret" not in out
 
 
+@pytest.mark.exhaustive
 def test_when_one_of_two_is_killed_the_other_does_the_rest_and_one_that_comes_late_finds_it_done(
     start: Start,
     postgres_server: Postgres,  # noqa: F811

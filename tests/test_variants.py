@@ -48,6 +48,7 @@ def test_what_is_recorded_already_is_left_out():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_survey_records_what_became_of_each_variant_with_its_machine_code(monkeypatch, tmp_path):
     monkeypatch.setattr(variants, "Look", planted_looks.Look)
     monkeypatch.setattr(variants, "Translate", planted_looks.Translate)
