@@ -2,144 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kernels
 import pytest
 import samples
+from pretended_pool import (
+    BROKEN,
+    FINISHED,
+    GOOD,
+    LARGE,
+    Bench,
+    Studied,
+    asked,
+    benched,
+    pretend,
+    report_of,
+    searched,
+    variants,
+)
 
 from autoattn import render, space, storage, workshop
-from autoattn.inspecting import Inspect
-from autoattn.jobs import Final, Finished, Prepare, Rehearse, Screen, Screened, kind_of
+from autoattn.jobs import Final, Prepare, Screen, Screened, kind_of
 from autoattn.ledger import Ledger
-from autoattn.problem import DType, Layout, Numerics, Op, Precision, Problem
+from autoattn.problem import DType, Layout, Numerics, Op, Precision
 from autoattn.study import Study
-from autoattn.trial import Outcome, StaticReport, Trial, Verdict
-from autoattn.variant import Variant
+from autoattn.trial import Outcome, StaticReport, Trial
 from autoattn.workers import Failure
 from autoattn.workshop import Workshop
-
-LARGE = kernels.problem(batch=8, heads_q=16, heads_kv=4, seq_q=2048, seq_kv=4096, head_dim=64, mask="causal")
-GOOD = Verdict(ok=True, checks=11, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
-FINISHED = Finished(verdicts=(GOOD,), measurements=(None,), rivals=())
-BROKEN = Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
-
-
-def report_of(job: Inspect, **changes: Any) -> StaticReport:
-    facts: dict[str, Any] = {
-        "digest": job.source.digest, "arch": job.arch, "registers": 128, "spilled_bytes": 0, "shared_bytes": 65536,
-        "num_warps": int(job.source.variant["num_warps"]), "code_bytes": 8192,
-        "loop": {"HMMA": 64, "MUFU.EX2": 32, "FFMA": 96, "LDSM": 24, "LDGSTS": 8},
-    }  # fmt: skip
-    return StaticReport(**{**facts, **changes})
-
-
-@dataclass
-class PretendedPool:
-    """Answers jobs without a process; compiles the last one first."""
-
-    size: int
-    environment: dict[str, str]
-    answer: Callable[[Any], Any]
-    apart: Sequence[Any] = ()
-    waiting: list[tuple[int, Any]] = field(default_factory=list)
-    asked: list[Any] = field(default_factory=list)
-    places: list[int | None] = field(default_factory=list)  # of the workers that had to do it
-    closed: bool = False
-
-    def submit(self, job: Any, seconds: float, *, place: int | None = None) -> int:
-        assert seconds > 0
-        self.asked.append(job)
-        self.places.append(place)
-        self.waiting.append((len(self.asked), job))
-        return len(self.asked)
-
-    def result(self, job: Any, seconds: float, place: int | None = None) -> Any:
-        assert seconds > 0
-        self.asked.append(job)
-        return self.answer(job)
-
-    @staticmethod
-    def next_results(*pools: PretendedPool) -> list[tuple[PretendedPool, int, Any]]:
-        """A look on the GPU ends before a compile."""
-        pool = next((pool for pool in reversed(pools) if pool.waiting), None)
-        assert pool is not None, "nothing to wait for: a real pool would give an empty list forever"
-        ticket, job = pool.waiting.pop()
-        return [(pool, ticket, pool.answer(job))]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass
-class Bench:
-    """What the pretended workers answer."""
-
-    inspect: Callable[[Inspect], Any] = report_of
-    screen: Callable[[Screen], Any] = lambda job: Screened(verdict=GOOD, median_us=100.0, samples=9)
-    rehearse: Callable[[Rehearse], Any] = lambda job: GOOD
-    code: Callable[[Inspect], str] = lambda job: job.source.digest
-
-    def __call__(self, job: Any) -> Any:
-        if isinstance(job, Inspect):
-            found = self.inspect(job)
-            return found if isinstance(found, Failure) else replace(found, code=self.code(job))
-        if isinstance(job, Prepare | Final):
-            return None if isinstance(job, Prepare) else FINISHED
-        return self.screen(job) if isinstance(job, Screen) else self.rehearse(job)
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    answers = Bench()
-    monkeypatch.setattr(
-        workshop,
-        "Pool",
-        lambda size, environment, apart=(), **_: PretendedPool(size, environment, answers, apart),
-    )
-    monkeypatch.setattr(workshop, "next_results", PretendedPool.next_results)
-    return answers
-
-
-@dataclass
-class Studied:
-    """A study that proposes what it is told to."""
-
-    proposals: list[Variant]
-    problem: Problem = LARGE
-    waiting: bool = False
-    trials: dict[Variant, Trial] = field(default_factory=dict)
-
-    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
-        return self.proposals.pop(0) if self.proposals else None
-
-    def record(self, trial: Trial) -> None:
-        self.trials[trial.variant] = trial
-
-
-def variants(count: int) -> list[Variant]:
-    tiles = [(64, 64), (64, 32), (128, 64), (32, 64), (64, 16), (32, 32), (16, 64), (128, 32), (16, 16), (32, 16)]
-    return [kernels.variant(BLOCK_M=m, BLOCK_N=n, num_warps=1, num_stages=2) for m, n in tiles[:count]]
-
-
-def searched(
-    shop: Workshop, study: Any, *, more: Callable[[], bool] = lambda: True, late: Callable[[], bool] = lambda: False
-) -> list[Trial]:
-    heard: list[Trial] = []
-    shop.alone(shop.search(study, more=more, late=late, heard=heard.append))
-    return heard
-
-
-def asked(shop: Workshop) -> list[Any]:
-    return shop._compilers.asked  # type: ignore[attr-defined, no-any-return]
-
-
-def benched(shop: Workshop) -> list[Any]:
-    """What the GPU's workers were asked, but for what they make ready."""
-    return [job for job in shop._bench.asked if not isinstance(job, Prepare)]  # type: ignore[attr-defined]
+    return pretend(monkeypatch)
 
 
 # --- search -----------------------------------------------------------------------------------------------------------
