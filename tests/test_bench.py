@@ -214,6 +214,7 @@ def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
     assert told.variant not in bench._variants(told, told.variant, samples.H200)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -116,6 +116,7 @@ def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(place: 
         assert inspect(render.render(problem(**kind), seed, traits), 90).loop, seed
 
 
+@pytest.mark.exhaustive
 def test_a_causal_mask_costs_the_loop_over_whole_blocks_nothing() -> None:
     """Weights that two loops carry would be unpacked and packed again in each step."""
     free, causal = (inspect(source(problem(head_dim=128, mask=mask)), 90).loop for mask in ("full", "causal"))

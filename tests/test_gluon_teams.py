@@ -54,6 +54,7 @@ def test_the_heads_of_a_tile_end_where_their_group_does(together: int, teams: in
     assert key.shape == (2, 2, 200, 64)
 
 
+@pytest.mark.exhaustive
 def test_it_costs_the_loop_over_whole_blocks_nothing() -> None:
     one = gluon_kernels.problem(head_dim=128, mask="causal")
     alone, together = (gluon_kernels.source(one, softmax="vote", PACK_GQA=count) for count in (1, 4))

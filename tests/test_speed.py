@@ -82,6 +82,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_ours_tries_the_whole_list_and_gives_the_place_of_the_fastest(planted: None) -> None:
     problem = speed.grouped("d64-full")[2]
