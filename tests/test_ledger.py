@@ -39,7 +39,7 @@ Open = Callable[..., Ledger]
 
 
 @pytest.fixture(
-    params=rarely(KINDS, lambda kind: kind not in ("sqlite", "grpc"))
+    params=rarely(KINDS, lambda kind: kind in ("journal", "postgresql"))
 )  # servers stand for what locks and relays
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where trials are kept: the path of a journal, or a URL."""
