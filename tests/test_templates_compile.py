@@ -131,7 +131,7 @@ def gain(variant: Variant, missing: set[tuple[str, Any]]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("arch", (80, 90))
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_value_of_every_parameter_compiles(template: str, arch: int) -> None:
     for source in sources(template, arch):
