@@ -73,9 +73,9 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
         return _repeating(without) if learns and call.deterministic else without
     try:
         if learns:
-            given = _traits(problem, operands, lse=True), learning.traits_of(problem, operands, lse=lse)
+            given = (learning.traits_of(problem, operands, lse=each) for each in (True, lse))
             return _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
-        return _prepare(problem, _traits(problem, operands, lse), operands.query.device.index)
+        return _prepare(problem, learning.traits_of(problem, operands, lse=lse), operands.query.device.index)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
         return replace(_without_kernel(reason, problem, lse, learned=learned), lasting=False)
@@ -113,17 +113,6 @@ def forget() -> None:
     _prepare.cache_clear()
     _prepare_both.cache_clear()
     prepared.forget()
-
-
-def _traits(problem: Problem, operands: Operands, lse: bool) -> Traits:
-    """What the memory of the inputs and of the new output asks."""
-    asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
-    output = render.natural_traits(problem)
-    wide = asked.wide or output.wide or forward.reaches_far(operands.query, problem.head_dim_v)
-    alignment = math.gcd(asked.alignment, output.alignment)
-    if (alignment, wide) == (asked.alignment, asked.wide):
-        return asked
-    return replace(asked, alignment=alignment, wide=wide)
 
 
 @lru_cache(maxsize=MAX_PLANS)

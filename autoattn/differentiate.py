@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import learning, operators, prepared
+from autoattn import learning, operands, operators, prepared
 from autoattn.errors import TensorError
 from autoattn.operators import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.paired import Pair
+from autoattn.problem import Layout
 
 Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
 
@@ -37,7 +38,8 @@ def _by_kernel(
     made = [None if one is None else operators.as_read(one, given) for one in (output, grad_output)]
     sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
     found = learning.differentiate(both.backward, both.asked, call.operands, made[0], sums[0], made[1], sums[1])
-    named: dict[str, Tensor | None] = {name: operators.as_given(one, given[name], given) for name, one in found.named()}
+    layout = Layout(given["layout"])
+    named: dict[str, Tensor | None] = {name: operands.as_given(one, layout) for name, one in found.named()}
     sinks = given["sinks"]
     named["sinks"] = found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)
     named["bias"] = found.bias if found.bias is None else found.bias.reshape(given["bias"].shape)

@@ -83,10 +83,10 @@ def why_not_by(explanation: Explanation) -> str | None:
 
 
 def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
-    """What the memory of the inputs and of new gradients asks of backward kernels; output gradients follow.
+    """What the memory of the inputs, and of a new output or of new gradients, asks of kernels; output gradients follow.
 
     Args:
-        lse: whether the LSE is an answer too, which may have a gradient.
+        lse: whether the LSE is an answer too; of backward kernels: one that may have a gradient.
     """
     asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     new = render.natural_traits(problem)

@@ -178,7 +178,7 @@ def as_given(tensor: Tensor, like: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 def empty_as(like: Tensor, head_dim: int, given: dict[str, Any], dtype: torch.dtype | None = None) -> Tensor:
-    """A new tensor as that."""
+    """A new tensor in memory as `like`, a tensor of the caller's, lies there, but for the head dim and the dtype."""
     return operands.as_given(operands.empty_as(as_read(like, given), head_dim, dtype), Layout(given["layout"]))
 
 

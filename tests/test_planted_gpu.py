@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import kernels
 import pytest
 import torch
 from planted_kernels import FAULTS, Fault
+from pretended_pool import Studied
 
 from autoattn import gpu, render, workshop
 from autoattn.jobs import Finished, Screened
@@ -35,28 +35,12 @@ RACE = Fault(
 )
 
 
-@dataclass
-class Studied:
-    """A study that proposes what it is told to."""
-
-    problem: Problem
-    proposals: list[Variant]
-    waiting: bool = False
-    trials: dict[Variant, Trial] = field(default_factory=dict)
-
-    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
-        return self.proposals.pop(0) if self.proposals else None
-
-    def record(self, trial: Trial) -> None:
-        self.trials[trial.variant] = trial
-
-
 def searched(problem: Problem, variants: list[Variant]) -> list[Trial]:
     """The trials of some variants, each on the card."""
     device = gpu.present()
     assert device is not None
     heard: list[Trial] = []
-    study: Any = Studied(problem, list(variants))
+    study: Any = Studied(list(variants), problem)
     with Workshop(device, measured=True, jobs=2) as shop:
         shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
     return heard
@@ -93,7 +77,7 @@ def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_n
     heard: list[Trial] = []
     with Workshop(device, measured=True, jobs=2) as shop:
         for one in (huge, full):
-            study: Any = Studied(one, [GOOD])
+            study: Any = Studied([GOOD], one)
             shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
         jobs = [worker.jobs for worker in shop._bench._workers]
     assert [trial.outcome for trial in heard] == [Outcome.LAUNCH_ERROR, Outcome.OK], [trial.detail for trial in heard]
