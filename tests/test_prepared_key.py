@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from noted_card import HALF, nothing_prepared, three  # noqa: F401 - fixtures
 from torch import Tensor
 
-from autoattn import answer, arguments, functional, gpu, prepared, render
+from autoattn import answer, arguments, functional, gpu, learning, prepared, render
 from autoattn.errors import AutoattnError
 from autoattn.mask import Mask
 
@@ -103,7 +103,7 @@ def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
     try:
         call = arguments.read(*tensors, **given, seed=1)  # type: ignore[arg-type]
         plan = answer.plan(call, lse=lse)
-        traits = answer._traits(call.problem, call.operands, lse) if plan.kernel is not None else None
+        traits = learning.traits_of(call.problem, call.operands, lse=lse) if plan.kernel is not None else None
     except AutoattnError:
         return "an error"
     numbers = repr(call.operands.scale), call.operands.softcap, call.operands.dropout
