@@ -43,6 +43,7 @@ lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 format: $(READY) ## Put the code into the project's style
 	$(BIN)/ruff check --fix .

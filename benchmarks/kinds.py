@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -59,8 +60,9 @@ class Bench:
     def __init__(self) -> None:
         self.pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
         self.stopwatch = Stopwatch(DEVICE)
-        self.card = gpu.present()
-        assert self.card is not None, "needs an NVIDIA GPU"
+        card = gpu.present()
+        assert card is not None, "needs an NVIDIA GPU"
+        self.card = card
         self.lines: list[str] = []
 
     def ours(self, problem: Problem, keep: Callable[[Variant], bool] = lambda _: True, seed: int = 1) -> Ours:
@@ -117,15 +119,13 @@ def _compile(job: tuple[object, int]) -> None:
         compile.build(source, arch)  # type: ignore[arg-type]
 
 
-def problem(
-    seq: int, head_dim: int, *, batch: int = 1, heads: int = 16, mask: str = "full", **facts: object
-) -> Problem:
+def problem(seq: int, head_dim: int, *, batch: int = 1, heads: int = 16, mask: str = "full", **facts: Any) -> Problem:
     """A square problem; bfloat16 unless said otherwise."""
     facts = {"dtype": DType.BFLOAT16, **facts}
     return Problem(
         batch=batch, heads_q=heads, heads_kv=heads, seq_q=seq, seq_kv=seq, head_dim=head_dim,
         mask=Mask.parse(mask), **facts,
-    ).simplified()  # type: ignore[arg-type]  # fmt: skip
+    ).simplified()  # fmt: skip
 
 
 def described(ours: Ours) -> str:
@@ -217,7 +217,7 @@ def one_sided(bench: Bench) -> None:
 
 def sparse(bench: Bench) -> None:
     """Block tables against the dense call, and against FlexAttention with the same table."""
-    facts = {"seq": 8192, "head_dim": 128, "batch": 4}
+    facts: dict[str, Any] = {"seq": 8192, "head_dim": 128, "batch": 4}
     dense = bench.ours(problem(**facts))
     calls = {f"dense {described(dense)}": dense.call}
     tables = []

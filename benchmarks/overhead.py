@@ -76,7 +76,7 @@ def contestants(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
         "autoattn.Attention": Contestant(call=lambda: module(query, key, value)),
         # A list as window is never prepared (autoattn.prepared); this one binds nobody.
         "autoattn.attention, not prepared": Contestant(
-            call=lambda: autoattn.attention(query, key, value, causal=causal, window=[-1, -1])
+            call=lambda: autoattn.attention(query, key, value, causal=causal, window=[-1, -1])  # type: ignore[arg-type]
         ),
     }
     for name, backend in rivals.BACKENDS.items():

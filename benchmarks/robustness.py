@@ -13,6 +13,7 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Written:
     errors: list[str] = field(default_factory=list)
 
 
-def write_for(folder: Path, number: int, seconds: float, barrier: multiprocessing.synchronize.Barrier) -> Written:
+def write_for(folder: Path, number: int, seconds: float, barrier: threading.Barrier) -> Written:
     """Merges one entry after the other: two of its own problems, then one that all write."""
     rng, told = random.Random(number), Written()
     barrier.wait()
@@ -77,7 +78,7 @@ def write_for(folder: Path, number: int, seconds: float, barrier: multiprocessin
     return told
 
 
-def read_until(folder: Path, seconds: float, barrier: multiprocessing.synchronize.Barrier) -> tuple[int, list[str]]:
+def read_until(folder: Path, seconds: float, barrier: threading.Barrier) -> tuple[int, list[str]]:
     """Reads the cache all the while: (how often, what was wrong)."""
     barrier.wait()
     end, reads, faults = time.monotonic() + seconds, 0, []
@@ -128,7 +129,7 @@ def writers(processes: int, seconds: float) -> tuple[str, int]:
         shutil.rmtree(folder)
     errors = [error for one in told for error in one.errors]
     faults = [*lost(found, told), *unreadable, *(f"{name} was left behind" for name in left)]
-    rows = {
+    rows: dict[str, int | str] = {
         "entries merged": sum(one.merges for one in told),
         "of the slowest and the fastest writer": f"{min(o.merges for o in told):,} and {max(o.merges for o in told):,}",
         "entries of one writer alone": sum(len(one.own) for one in told),
@@ -253,8 +254,8 @@ def main() -> int:
     other.add_argument("--seed", type=int, default=0)
     other.add_argument("--jobs", type=int, default=2, help="processes")
     other.add_argument("--only", type=int, help="the number of one mutant, which is printed")
-    for command in (one, other):
-        command.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    for each in (one, other):
+        each.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
     asked = parser.parse_args()
     if asked.command == "mutants" and asked.only is not None:
         print(drawn(asked.seed, asked.only)[2].decode(errors="replace"))

@@ -16,7 +16,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +209,12 @@ def recorded(subject: Subject, where: str) -> Recording | None:
     shipped = space.load(subject.template)
     for variant, report in subject.reports.items():
         stated = Variant.of(subject.template, shipped.params_of(variant))  # what is implied too: all lines are alike
-        trial = Trial(variant=stated, outcome=Outcome.OK)
-        result = report if isinstance(report, Failure) else subject.looks.get(variant)
+        static = report if isinstance(report, StaticReport) else None
+        result = subject.looks.get(variant) if static is not None else report
         if isinstance(result, Failure):
-            trials.append(replace(trial, outcome=result.outcome, detail=result.detail))
+            trials.append(Trial(variant=stated, outcome=result.outcome, detail=result.detail))
         elif isinstance(result, Looked):
-            time_us = round(result.median_us, 3)
-            read = result.report or report
+            time_us, read = round(result.median_us, 3), result.report or static
             trials.append(recording.trial_of(subject.problem, Evidence.MEASURED, stated, Outcome.OK, time_us, read))
     if not any(trial.outcome is Outcome.OK for trial in trials):
         return None

@@ -181,7 +181,7 @@ def call_of(rng: random.Random, sizes: Sizes) -> Call:
 def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
     """A call that one kernel's text serves as it serves `kind`: other lengths, heads and numbers."""
     heads_kv = rng.randint(1, sizes.heads_kv)
-    heads = {"heads_kv": heads_kv, "heads_q": heads_kv * rng.choice(sizes.groups)}
+    heads: dict[str, Any] = {"heads_kv": heads_kv, "heads_q": heads_kv * rng.choice(sizes.groups)}
     batch = rng.randint(1, sizes.batch)
     lengths = None
     mask = kind.mask
@@ -190,7 +190,7 @@ def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
         tail = rng.choice((0, 0, 5))
         most = [max(1, *(pair[place] for pair in lengths)) for place in (0, 1)]
         tokens = [max(most[place], sum(pair[place] for pair in lengths) + tail) for place in (0, 1)]
-        lots = {"seq_q": most[0], "seq_kv": most[1], "tokens_q": tokens[0], "tokens_kv": tokens[1]}
+        lots: dict[str, Any] = {"seq_q": most[0], "seq_kv": most[1], "tokens_q": tokens[0], "tokens_kv": tokens[1]}
     else:
         lots = {"seq_q": length_of(rng, sizes), "seq_kv": length_of(rng, sizes)}
         if kind.mask.causal and kind.mask.alignment is Alignment.TOP_LEFT and lots["seq_q"] == lots["seq_kv"]:

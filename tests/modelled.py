@@ -8,9 +8,10 @@ from autoattn import profiles
 from autoattn.mask import Mask
 from autoattn.problem import DType, Problem
 from autoattn.trial import StaticReport
+from autoattn.variant import Value
 
 A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
-PARAMS = {
+PARAMS: dict[str, Value] = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
     "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
     "HEAD_SPLIT": 0, "products": "as_asked",

@@ -11,6 +11,7 @@ from autoattn.mask import Mask
 from autoattn.problem import DType, Problem
 from autoattn.rounds import Interval
 from autoattn.trial import Energy, Evidence, Measurement, Prediction, StaticReport, Verdict
+from autoattn.variant import Variant
 
 H200 = profiles.named("h200")
 A30 = profiles.named("a30")
@@ -138,6 +139,12 @@ def current(entry: CacheEntry) -> CacheEntry:
         first = replace(finals.finalists[0], source_digest=digest)
         finals = replace(finals, finalists=(first, *finals.finalists[1:]))
     return replace(entry, source_digest=digest, finals=finals)
+
+
+def tuned(one: Problem, variant: Variant, *, choice: str = "kernel", **changes: Any) -> CacheEntry:
+    """A measured entry that a call finds today: one variant was tried, and `choice` was the fastest."""
+    facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
+    return current(measured(one, **facts | changes))
 
 
 def candidate(params: dict[str, Any], digit: str, time_us: float) -> Candidate:

@@ -114,7 +114,7 @@ def postgres() -> Iterator[Postgres]:
         subprocess.run([binaries / "pg_ctl", "-D", data, "-l", folder / "log", "-o", options, "-w", "start"], **quiet)
         yield Postgres(port=port, binaries=binaries, folder=folder)
     finally:
-        stop = [binaries / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"]
+        stop: list[Any] = [binaries / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"]
         subprocess.run(stop, stderr=subprocess.DEVNULL, **{**quiet, "check": False})
         shutil.rmtree(folder, ignore_errors=True)
 

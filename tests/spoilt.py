@@ -64,7 +64,7 @@ def mutant(rng: random.Random, kind: Kind, text: str) -> bytes:
     data = text.encode()
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         change = rng.choice((_byte, _token, _cut, _lines, _number, _tree, _tree, _tree))
-        data = _tree(rng, data, kind) if change is _tree else change(rng, data)  # type: ignore[operator]
+        data = _tree(rng, data, kind) if change is _tree else change(rng, data)  # type: ignore[call-arg]
     return data
 
 
@@ -256,11 +256,12 @@ def _differs(loaded: Any, said: Any, where: str = "") -> str | None:
     if isinstance(said, dict) and isinstance(loaded, dict):
         pairs = [(name, loaded[name], said[name]) for name in said if name in loaded]
     elif isinstance(said, list) and isinstance(loaded, list | tuple) and len(said) == len(loaded):
-        pairs = [(str(place), *pair) for place, pair in enumerate(zip(loaded, said, strict=True))]
+        pairs = [(str(place), *both) for place, both in enumerate(zip(loaded, said, strict=True))]
     else:
         same = loaded == said and isinstance(loaded, bool) == isinstance(said, bool)
         return None if same else where or "the file"
-    return next((found for name, *pair in pairs if (found := _differs(*pair, f"{where}/{name}")) is not None), None)
+    places = (_differs(read, meant, f"{where}/{name}") for name, read, meant in pairs)
+    return next((found for found in places if found is not None), None)
 
 
 def _shapes_fault(path: Path) -> str:

@@ -187,7 +187,8 @@ def test_a_modifier_that_is_a_little_wrong_is_seen(child: Pool, name: str, right
 def test_dropout_draws_the_references_numbers_whatever_the_tiles(child: Pool) -> None:
     """One weight of another number would change an output by far more than is allowed."""
     one = small(batch=2, seq_q=33, seq_kv=50, dtype=DType.FLOAT32, modifiers=MODIFIERS["dropout"])
-    for tile in ({}, {"BLOCK_M": 32, "BLOCK_N": 32}, {"PERSISTENT": 2, "HEAD_GROUP": 0}):
+    tiles: list[dict[str, Any]] = [{}, {"BLOCK_M": 32, "BLOCK_N": 32}, {"PERSISTENT": 2, "HEAD_GROUP": 0}]
+    for tile in tiles:
         result = run(child, one, **tile)
         assert result.ok, result
 

@@ -204,7 +204,8 @@ def test_block_tables_have_gradients(child: Pool, loads: str, mod: str) -> None:
 def test_each_head_may_have_a_table_of_its_own(child: Pool, tiles: tuple[int, ...]) -> None:
     names = ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N", "KEYS_BLOCK_N", "KEYS_BLOCK_M")
     one = problem(mask=Mask.blocks(32, 32, 0.5, "q_idx >= kv_idx"), seq_q=75, seq_kv=70, dtype=DType.FLOAT32)
-    verdict = judged(child, one, make=interpreted.tables_of_heads, **dict(zip(names, tiles, strict=True)))
+    chosen: dict[str, Any] = dict(zip(names, tiles, strict=True))
+    verdict = judged(child, one, make=interpreted.tables_of_heads, **chosen)
     assert verdict.ok, verdict.reason
 
 

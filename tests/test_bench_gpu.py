@@ -81,8 +81,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Problem:
     card, one = gpu.present(), problem(2048, op=Op.BACKWARD)
     assert card is not None
     variant = space.load("triton/backward").default(one, card)
-    facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
-    cache.merge(tmp_path, card, Op.BACKWARD, [samples.current(samples.measured(one, **facts))])
+    cache.merge(tmp_path, card, Op.BACKWARD, [samples.tuned(one, variant)])
     return one
 
 

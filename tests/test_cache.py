@@ -33,9 +33,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_was_merged_is_read_back(folder: Path) -> None:
     tidy = [measured(time_us=400.0, rivals=(), choice="kernel", candidates=()), predicted(problem(batch=2))]
-    tidy[0] = dataclasses.replace(
-        tidy[0], measurement=dataclasses.replace(tidy[0].measurement, p20_us=396.0, p80_us=408.0, tflops=171.8)
-    )
+    assert tidy[0].measurement is not None
+    short = dataclasses.replace(tidy[0].measurement, p20_us=396.0, p80_us=408.0, tflops=171.8)
+    tidy[0] = dataclasses.replace(tidy[0], measurement=short)
     tidy[1] = dataclasses.replace(tidy[1], candidates=())
     path = cache.merge(folder, H200, FORWARD, tidy)
     assert path == folder / "h200" / "forward.json" == cache.path_of(folder, H200, FORWARD)

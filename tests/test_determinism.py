@@ -75,10 +75,7 @@ def test_rules_know_it_and_a_template_of_atomic_sums_has_no_variant_for_it(atomi
 
 
 def measured(one: Any, **changes: Any) -> CacheEntry:
-    variant = gradient_kernels.variant()
-    facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
-    facts |= {"versions": {"triton": triton.__version__}}
-    return samples.current(samples.measured(one, **facts | changes))
+    return samples.tuned(one, gradient_kernels.variant(), versions={"triton": triton.__version__}, **changes)
 
 
 def found(folder: Path, one: Any, *entries: CacheEntry) -> Explanation:
@@ -209,7 +206,7 @@ def test_pytorchs_own_switch_says_so_for_all_calls(switch: list[tuple[str, bool]
 
 
 def key_of(tensors: list[Tensor]) -> Any:
-    return prepared.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)
+    return prepared.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
 
 
 def test_calls_that_nobody_differentiates_are_left_alone(switch: list[tuple[str, bool]]) -> None:

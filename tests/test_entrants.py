@@ -31,7 +31,7 @@ from autoattn import (
     space,
 )
 from autoattn.comparison import Inputs, Options, Ours, Row, State, Timing
-from autoattn.entry import KERNEL, CacheEntry
+from autoattn.entry import CacheEntry
 from autoattn.operands import Operands
 from autoattn.ops import backward
 from autoattn.ops.backward import Gradients, Saved
@@ -50,8 +50,7 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
 def remembered(**changes: Any) -> CacheEntry:
     """The cache as it is when the problem was tuned on an H200."""
     variant = space.load(gradient_kernels.TEMPLATE).default(PROBLEM, samples.H200)
-    facts = {"template": variant.template, "params": variant.as_dict(), "choice": KERNEL, "candidates": ()}
-    entry = samples.current(samples.measured(PROBLEM, **facts | changes))
+    entry = samples.tuned(PROBLEM, variant, **changes)
     cache.merge(resources.user_cache(), samples.H200, Op.BACKWARD, [entry])
     return entry
 

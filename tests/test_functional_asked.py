@@ -276,4 +276,5 @@ def test_a_packed_call_poses_a_packed_problem() -> None:
 def test_the_longest_sequence_may_be_a_bound_that_is_too_high() -> None:
     *tensors, _, _ = packed()
     exact = autoattn.packed_attention(*packed(), causal=True)
-    assert torch.equal(autoattn.packed_attention(*tensors, 2**20, 2**20, causal=True), exact)
+    longest: dict[str, Any] = {"max_seqlen_q": 2**20, "max_seqlen_kv": 2**20}
+    assert torch.equal(autoattn.packed_attention(*tensors, **longest, causal=True), exact)

@@ -80,7 +80,7 @@ def test_head_dims_of_their_own_pass(dims: tuple[int, int], dtype: DType) -> Non
 @pytest.mark.parametrize("mask", MASKS)
 def test_programs_that_share_tiles_and_heads_that_share_rows_pass(mask: str, softmax: str) -> None:
     one = sized(seq_q=200, seq_kv=1024, heads_q=8, heads_kv=2, **masked(mask))
-    small = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2, "softmax": softmax}
+    small: dict[str, Any] = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2, "softmax": softmax}
     for shared, together in ((4, 0), (16, 1), (1, 1)):
         if together and one.mask.sparse:
             continue

@@ -159,7 +159,7 @@ def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_
 
 def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     one = problem(head_dim=64, deterministic=True)
-    chosen = {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step"}
+    chosen: dict[str, Any] = {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step"}
     rendered = source(one, **chosen)
     ptx = build(rendered, 90, "backward_keys").asm["ptx"]
     # The first to come writes, the others add; the TMA unit has done either when the turn goes on.

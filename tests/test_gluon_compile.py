@@ -59,7 +59,9 @@ def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> Non
     for softmax in ("vote", "first_max"):
         for schedule in ("one_tile", "dynamic"):
             one = problem(head_dim=128, mask="causal")
-            output = {"query_stages": 1} | ({"output_buffer": "shared"} if schedule == "one_tile" else {})
+            output: dict[str, Any] = {"query_stages": 1} | (
+                {"output_buffer": "shared"} if schedule == "one_tile" else {}
+            )
             text = source(one, softmax=softmax, schedule=schedule, slot_release="named", **output).text
             made = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
             dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
@@ -198,7 +200,7 @@ def test_serialised_products_are_a_compile_error() -> None:
 
 
 def test_what_ptxas_refuses_is_quoted_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    large: dict[str, Value] = {"BLOCK_M": 192, "BLOCK_N": 256, "num_stages": 1, "query_stages": 1}
+    large: dict[str, Any] = {"BLOCK_M": 192, "BLOCK_N": 256, "num_stages": 1, "query_stages": 1}
     with pytest.raises(CompileError, match="Insufficient registers"):
         build(source(problem(head_dim=16), softmax="online", **large), 90)
     assert capsys.readouterr().out == ""
@@ -253,7 +255,7 @@ def test_each_launch_has_its_own_scratch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_kernel_that_cannot_go_wrong_is_launched_without_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: dict[str, Value] = {"BLOCK_M": 128, "schedule": "one_tile", "query_stages": 1, "output_buffer": "shared"}
+    chosen: dict[str, Any] = {"BLOCK_M": 128, "schedule": "one_tile", "query_stages": 1, "output_buffer": "shared"}
     rendered = source(problem(head_dim=64), softmax="online", **chosen)
     assert "scratch" not in load_module(rendered).SIGNATURE
     ((grid, _),) = launched(kernels.problem(**SMALL, head_dim=64), rendered, monkeypatch)

@@ -26,7 +26,7 @@ def problem(**changes: Any) -> Problem:
 @pytest.mark.parametrize("softmax", rarely(["online", "vote"], lambda softmax: softmax == "vote"))
 def test_weights_become_a_factor_where_they_are(softmax: str) -> None:
     """Two keys and the two that lie 8 further on are one word of a factor, so that the loop moves no bytes."""
-    chosen = {"softmax": softmax, "ping_pong": "named", "software_exp2": 0, "queries_in": "shared"}
+    chosen: dict[str, Any] = {"softmax": softmax, "ping_pong": "named", "software_exp2": 0, "queries_in": "shared"}
     plain, small = (
         inspect(source(problem(dtype=dtype), **chosen), 90).loop for dtype in (DType.BFLOAT16, DType.FLOAT8)
     )

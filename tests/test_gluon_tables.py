@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import gluon_kernels
 import pytest
@@ -22,7 +23,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;(.*)$")
 WRITTEN = re.compile(r"^(U[A-Z0-9]+|R2UR|S2UR|VOTEU|REDUX)(\S*) (?:!?UP[T\d], |P\d, )*UR(\d+)\b")
 
 
-def source(mask: str, **changes: Value) -> Source:
+def source(mask: str, **changes: Any) -> Source:
     return gluon_kernels.source(gluon_kernels.problem(head_dim=128, mask=mask), **changes)
 
 

@@ -174,8 +174,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         repeated = given.get("deterministic", False)
         asked = learning.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
         variant = space.load(template).default(asked, present())
-        facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
-        entry = samples.current(samples.measured(asked, **facts))
+        entry = samples.tuned(asked, variant)
         cache.merge(tmp_path, present(), asked.op, [entry])
         functional.forget()
 

@@ -17,7 +17,8 @@ import planted_jobs
 import pytest
 import samples
 from planted_kernels import FAULTS
-from test_planted_gpu import BAD, GONE, GOOD, Studied, large
+from pretended_pool import Studied
+from test_planted_gpu import BAD, GONE, GOOD, large
 
 from autoattn import cache, gpu, ledger, plan, render, storage, tune
 from autoattn.problem import Op, Problem
@@ -54,7 +55,7 @@ def shop(cards: tuple[str, ...]) -> Any:
 
 def searched(shop: Workshop, problem: Problem, variants: list[Variant]) -> list[Trial]:
     heard: list[Trial] = []
-    study: Any = Studied(problem, list(variants))
+    study: Any = Studied(list(variants), problem)
     shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
     return heard
 

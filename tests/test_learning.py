@@ -174,8 +174,7 @@ def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learn
     """The same for a forward problem."""
     asked = learning.backward_of(problem, learned=learned)
     variant = gradient_kernels.variant()
-    facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
-    entry = samples.current(samples.measured(asked, **facts))
+    entry = samples.tuned(asked, variant, choice=choice)
     cache.merge(card["cache"], samples.H200, asked.op, [entry])
     functional.forget()
 
@@ -232,7 +231,7 @@ def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> Non
     lengths = (offsets, offsets, 40, 40)
     tensors = [torch.randn(60, 2, 16, generator=generator).half().requires_grad_() for _ in range(3)]
     with torch.no_grad():
-        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem
+        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem  # type: ignore[call-arg]
     assert problem is not None
     enter(card, problem)
     for _ in range(2):
@@ -302,7 +301,8 @@ def test_each_packed_sequence_may_learn_slopes_of_its_own(card: dict[str, Any], 
     lengths = (offsets, offsets, 40, 40)
     tensors = [torch.randn(60, 2, 16, generator=generator).half() for _ in range(3)]
     slopes = torch.rand(2, 2, generator=generator).requires_grad_()
-    problem = autoattn.explain_packed(*tensors, *lengths, causal=True, alibi_slopes=slopes.detach()).problem
+    given: dict[str, Any] = {"causal": True, "alibi_slopes": slopes.detach()}
+    problem = autoattn.explain_packed(*tensors, *lengths, **given).problem  # type: ignore[call-arg]
     assert problem is not None
     enter(card, problem, learned=Learned(slopes=True))
     torch._dynamo.reset()

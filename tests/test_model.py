@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import kernels
 import pytest
@@ -112,7 +113,7 @@ def test_sparser_tables_are_faster_and_a_full_one_is_like_no_mask():
 
 
 def test_packed_sequences_cost_what_their_tokens_do():
-    facts = {"layout": Layout.PACKED, "batch": 16, "seq_q": 2048, "seq_kv": 2048}
+    facts: dict[str, Any] = {"layout": Layout.PACKED, "batch": 16, "seq_q": 2048, "seq_kv": 2048}
     dense = time(problem(batch=16, seq_q=2048, seq_kv=2048))
     assert time(problem(**facts, tokens_q=16 * 2048, tokens_kv=16 * 2048)) == pytest.approx(dense, rel=0.05)
     assert time(problem(**facts, tokens_q=8 * 2048, tokens_kv=8 * 2048)) < 0.5 * dense
@@ -253,7 +254,7 @@ def test_a_fit_finds_the_constants_that_times_were_made_with():
 
 # --- kinds of machine code --------------------------------------------------------------------------------------------
 
-SPECIALISED = {
+SPECIALISED: dict[str, Any] = {
     "BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "softmax": "online", "overlap": 1, "mask_loop": "split",
     "schedule": "dynamic", "HEAD_GROUP": 1, "row_order": "descending",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from autoattn.errors import ProblemError, TensorError
 TORCH = torch.nn.MultiheadAttention
 
 
-def pair(embed_dim: int, heads: int, **facts: Any) -> tuple[TORCH, MultiheadAttention]:
+def pair(embed_dim: int, heads: int, **facts: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention]:
     torch.manual_seed(0)
     theirs = TORCH(embed_dim, heads, batch_first=True, **facts)
     with torch.no_grad():

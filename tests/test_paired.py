@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import gradient_kernels
 import pytest
@@ -34,8 +34,12 @@ def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> 
     asked = learning.backward_of(forward)
     source = gradient_kernels.source(asked, natural_traits(asked))
     kernel = Kernel(
-        source=source, module=SimpleNamespace(**rooms), compiled=object(), device=torch.device("cpu"), sm_count=1
-    )  # type: ignore[arg-type]
+        source=source,
+        module=cast(Any, SimpleNamespace(**rooms)),
+        compiled=object(),
+        device=torch.device("cpu"),
+        sm_count=1,
+    )
     both = learning.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
     views = [tensor.transpose(1, 2) if layout is Layout.BSHD else tensor for tensor in tensors]
     operands = Operands(query=views[0], key=views[1], value=views[2], scale=1.0)

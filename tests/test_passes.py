@@ -25,7 +25,7 @@ from autoattn.passes import Case, Options, Part, Row, Run, Table, Time, over_our
 from autoattn.report import passes as report
 from autoattn.timetable import Numbers, State, Whose
 
-FEW = {"contexts": (128,), "head_dims": (16,)}
+FEW: dict[str, Any] = {"contexts": (128,), "head_dims": (16,)}
 HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
 
 
@@ -176,8 +176,7 @@ def test_kernels_of_both_passes_are_known_before_so_that_all_cores_compile_them(
     assert passing.sources(cases, samples.H200) == [], "no gradients were tuned"
     asked = learning.backward_of(cases[0].problem)
     variant = gradient_kernels.variant()
-    facts = {"template": variant.template, "params": variant.as_dict(), "choice": "kernel", "candidates": ()}
-    entry = samples.current(samples.measured(asked, **facts))
+    entry = samples.tuned(asked, variant)
     cache.merge(resources.user_cache(), samples.H200, asked.op, [entry])
     found = passing.sources(cases, samples.H200)
     assert {(one.name, one.traits.lse) for one in found} == {("forward", True), ("backward", False)}
@@ -232,8 +231,8 @@ CASE = Case(table=Table.FLASH, context=32768, head_dim=64, numbers=Numbers.FLOAT
 def row_of(whose: Whose, both: float, **facts: Any) -> Row:
     parts = {Part.FORWARD: both / 3, Part.BACKWARD: both / 2, Part.BOTH: both}
     times = {part: Time(samples_us=(ms * 1e3,) * 3, graph=ms < 0.1) for part, ms in parts.items()}
-    facts = {"before_bytes": 8 << 20, "peak_bytes": 16 << 20, "ran": "flash"} | facts
-    return Row(case=CASE, whose=whose, times=times, **facts)
+    known: dict[str, Any] = {"before_bytes": 8 << 20, "peak_bytes": 16 << 20, "ran": "flash"} | facts
+    return Row(case=CASE, whose=whose, times=times, **known)
 
 
 ROWS = [

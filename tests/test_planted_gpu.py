@@ -48,7 +48,7 @@ def searched(problem: Problem, variants: list[Variant]) -> list[Trial]:
 
 def large(problem: Problem) -> Problem:
     """The same kind, in a size that can be timed."""
-    lengths = {"tokens_q": 2048, "tokens_kv": 2048} if problem.packed else {}
+    lengths: dict[str, Any] = {"tokens_q": 2048, "tokens_kv": 2048} if problem.packed else {}
     return replace(problem, dtype=DType.BFLOAT16, seq_q=512, seq_kv=512, head_dim=64, head_dim_v=64, **lengths)
 
 

@@ -270,11 +270,12 @@ def test_a_call_without_tokens_is_not_prepared(card: Noted) -> None:
 
 def test_an_error_is_raised_each_time(card: Noted) -> None:
     tensors = three()
-    autoattn.attention(*tensors, causal=True, window=(3, 3), softcap=1.0)
+    right: dict[str, Any] = {"causal": True, "window": (3, 3), "softcap": 1.0}
+    autoattn.attention(*tensors, **right)
     for wrong in ({"causal": 1}, {"window": (3.0, 3)}, {"softcap": True}, {"layout": "sbhd"}, {"precision": "tf32"}):
         for _ in range(2):
             with pytest.raises(AutoattnError):
-                autoattn.attention(*tensors, **({"causal": True, "window": (3, 3), "softcap": 1.0} | wrong))
+                autoattn.attention(*tensors, **(right | wrong))
     assert len(prepared._known) == 1
 
 

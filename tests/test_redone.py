@@ -39,7 +39,7 @@ class Tripping(Noted):
     def trip(self, address: int) -> None:
         """[0] and [1] count, and what follows the flags speaks of other things; none of them is a tile."""
         numbers = [77, 78, *self.flags, *[79] * 2 * self.tiles]
-        (ctypes.c_int32 * len(numbers)).from_address(address)[:] = numbers
+        (ctypes.c_int32 * len(numbers)).from_address(address)[:] = numbers  # type: ignore[assignment]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import re
 import struct
 import subprocess
+from typing import Any
 
 import kernels
 import pytest
@@ -278,7 +279,14 @@ def test_a_hopper_loop_with_more_than_2_moves_of_registers_in_100_is_not_measure
     loop = {"HGMMA.64x128x16.F32.BF16.SS": 16, "UTMALDG.4D": 2, "FFMA": 1000 - 18 - moves, name: moves}
     monkeypatch.setattr(sass, "_sections", lambda cubin: {".text.forward": b""})
     monkeypatch.setattr(sass, "_decode", lambda cubin, text, arch: [(each, None, True) for each in loop])
-    facts = {"digest": "d", "arch": 90, "registers": 168, "spilled_bytes": 64, "shared_bytes": 0, "num_warps": 4}
+    facts: dict[str, Any] = {
+        "digest": "d",
+        "arch": 90,
+        "registers": 168,
+        "spilled_bytes": 64,
+        "shared_bytes": 0,
+        "num_warps": 4,
+    }
     reason = sass.why_slow(StaticReport(**facts, code_bytes=16, loop=loop, masked_loop={}), b"")
     assert reason == ("" if measured else "each block of keys moves registers to and from memory in 21 instructions")
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rarely import rarely
@@ -265,7 +266,7 @@ def test_what_the_machine_code_says_is_kept_only_where_it_is_asked_for(tmp_path)
         loop={"HGMMA": 4}, masked_loop={"FSEL": 2},
     )  # fmt: skip
     trials = [Trial(variant=variant(1, 1), outcome=Outcome.OK, report=report, measurement=measurement(problem(), 5.0))]
-    facts = {
+    facts: dict[str, Any] = {
         "problem": problem(), "device": "a30", "evidence": Evidence.MEASURED, "versions": {}, "source": "made up",
     }  # fmt: skip
     for reports, expected in ((True, report), (False, None)):

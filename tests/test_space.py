@@ -255,7 +255,7 @@ def test_facts_speak_of_masks_layouts_and_modifiers() -> None:
 
 def test_a_variant_names_every_parameter_once_and_takes_a_choice(load: Callable[[Any], SearchSpace]) -> None:
     one = load(SMALL)
-    good = {"TILE": 16, "warps": 1, "mode": "plain"}
+    good: dict[str, Any] = {"TILE": 16, "warps": 1, "mode": "plain"}
     one.check(good)
     wrong: list[dict[str, Any]] = [
         {},
@@ -363,7 +363,7 @@ def test_a_variant_states_no_parameter_that_is_implied(load: Callable[[Any], Sea
 
 
 def test_a_point_from_before_a_parameter_is_still_one(load: Callable[[Any], SearchSpace]) -> None:
-    point = {"TILE": 32, "warps": 2, "mode": "plain"}
+    point: dict[str, Any] = {"TILE": 32, "warps": 2, "mode": "plain"}
     one = load(with_a_later_parameter())
     assert one.holds(point)
     assert one.holds({**point, "later": 2})
@@ -374,7 +374,7 @@ def test_a_point_from_before_a_parameter_is_still_one(load: Callable[[Any], Sear
 
 def test_a_rule_reads_what_is_implied(load: Callable[[Any], SearchSpace]) -> None:
     one, asked = load(with_a_later_parameter()), problem(head_dim=64)
-    point = {"TILE": 32, "warps": 2, "mode": "plain"}
+    point: dict[str, Any] = {"TILE": 32, "warps": 2, "mode": "plain"}
     assert one.why_infeasible(one.variant(point), asked, A30) is None
     reason = one.why_infeasible(one.variant({**point, "later": 2}), asked, A30)
     assert reason == "only small tiles know it (needs later == 1 or TILE == 16)"

@@ -267,7 +267,7 @@ def test_a_kernel_is_compiled_from_the_text_that_its_digest_names(
 
 FLOAT32 = {"dtype": DType.FLOAT32, "head_dim": 64}
 PACKED = {"layout": Layout.PACKED, "tokens_q": 66, "tokens_kv": 100}
-SEEN_BROKEN = {
+SEEN_BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two tiles, and whole ones when computed anew": ({"head_dim": 80, "mask": "causal"}, {"HEAD_SPLIT": 1}),
     "two tiles of queries and one of values": ({"head_dim": 96, "head_dim_v": 64, "mask": "causal"}, {"HEAD_SPLIT": 1}),
     "two tiles around the first maximum": ({"head_dim": 96}, {"HEAD_SPLIT": 1, "softmax": "first_max"}),

@@ -158,7 +158,7 @@ def test_a_padded_batch_may_be_packed_inside_the_graph() -> None:
 def test_every_door_is_traced_whole(name: str) -> None:
     query, key, value = inputs()
     swapped, tokens = inputs(layout="bshd"), noise(2, 6, 16)
-    dilation = {"segment_lengths": [2, 4], "dilation_rates": [1, 2]}
+    dilation: dict[str, Any] = {"segment_lengths": [2, 4], "dilation_rates": [1, 2]}
     doors: dict[str, tuple[Function, tuple[Any, ...]]] = {
         "Attention": (autoattn.Attention(causal=True, softcap=1.5, dropout=0.5).eval(), (query, key, value)),
         "MultiheadAttention": (autoattn.MultiheadAttention(16, 4, num_kv_heads=2, causal=True), (tokens,)),

@@ -232,7 +232,7 @@ def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretended, "joules", lambda self, variant: 1000.0 - self.time_us(variant))
-    options = {"measured": True, "trials": 30}
+    options: dict[str, Any] = {"measured": True, "trials": 30}
     fast = run(tmp_path, **options).entries[SMALL.key]
     cool = run(tmp_path, objective=plan.Objective.ENERGY, **options).entries[SMALL.key]
     assert cool.time_us > fast.time_us
@@ -243,7 +243,7 @@ def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
 
 
 def test_an_entry_for_another_objective_is_not_up_to_date(pretended: type[Pretended], tmp_path: Path) -> None:
-    options = {"measured": True, "trials": 6}
+    options: dict[str, Any] = {"measured": True, "trials": 6}
     assert run(tmp_path, **options).kept == 0
     assert run(tmp_path, objective=plan.Objective.ERROR, **options).kept == 0
     assert run(tmp_path, objective=plan.Objective.ERROR, **options).kept == 1

@@ -364,7 +364,7 @@ def test_two_texts_with_one_machine_code_are_measured_once(bench: Bench) -> None
 def test_two_searches_go_on_together_and_each_hears_its_own_in_order(bench: Bench) -> None:
     proposals = variants(8)
     shop = Workshop(samples.A30, measured=True, jobs=2)
-    studies = [Studied(list(proposals)), Studied(list(reversed(proposals)), replace(LARGE, seq_kv=8192))]
+    studies: list[Any] = [Studied(list(proposals)), Studied(list(reversed(proposals)), replace(LARGE, seq_kv=8192))]
     heard: list[tuple[int, Trial]] = []
     works = [
         shop.search(
