@@ -74,6 +74,8 @@ def key(
                 return None
             others += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
             address |= tensor.data_ptr()
+        if query.is_neg() or key.is_neg() or value.is_neg():
+            return None  # what lies in memory are other numbers
         dtype, device = query.dtype, query.device
         if not (dtype is key.dtype is value.dtype and device == key.device == value.device):
             return None  # no such call is prepared: it is an error, or autocast gives it other tensors

@@ -283,3 +283,23 @@ def test_offsets_of_inference_mode_are_taken() -> None:
     with torch.inference_mode():
         offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
         read_packed(offsets, offsets)
+
+
+def negated(*shape: int) -> Tensor:
+    """As PyTorch gives the imaginary part of a conjugate: its memory holds the negatives."""
+    found = torch.complex(torch.randn(shape), torch.randn(shape)).conj().imag
+    assert found.is_neg()
+    return found
+
+
+def test_views_that_stand_for_negatives_are_copied() -> None:
+    three = [negated(2, 4, 8, 16) for _ in range(3)]
+    given = {"bias": negated(8, 8), "alibi_slopes": negated(4), "sinks": negated(4)}
+    read = arguments.read(*three, **given).operands
+    found = {name: getattr(read, name) for name in ("query", "key", "value", "bias", "narrow_bias", "slopes", "sinks")}
+    expected = [*three, given["bias"], given["bias"], given["alibi_slopes"], given["sinks"]]
+    for (name, one), wanted in zip(found.items(), expected, strict=True):
+        assert not one.is_neg(), name
+        assert torch.equal(*torch.broadcast_tensors(one, wanted)), name
+    plain = [torch.randn(2, 4, 8, 16) for _ in range(3)]
+    assert arguments.read(*plain).operands.query is plain[0]

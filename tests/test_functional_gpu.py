@@ -68,6 +68,13 @@ def test_transposed_expanded_and_unaligned_tensors_match_the_reference() -> None
     check_kernel(normal(2 * 4 * 128 * 64 + 1)[1:].view(2, 4, 128, 64), plain, plain)
 
 
+def test_views_that_stand_for_the_negatives_in_memory_match_the_reference() -> None:
+    query, key, value = (normal(2, 4, 128, 64) for _ in range(3))
+    for _ in range(2):  # the second would be a prepared call
+        check_kernel(query, key, value)
+        check_kernel(torch._neg_view(query), key, torch._neg_view(value))
+
+
 def test_tf32_is_used_when_torch_allows_it() -> None:
     query, key, value = (normal(1, 4, 512, 64, dtype=torch.float32) for _ in range(3))
     before = torch.get_float32_matmul_precision()

@@ -183,7 +183,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("push", ["random", "sum"])
+@pytest.mark.parametrize("push", ["random", "negated", "sum"])
 def test_autograd_runs_both_passes_by_kernels(tuned: Any, layout: str, push: str) -> None:
     shapes = [(2, 8, 300, 64), (2, 2, 420, 64), (2, 2, 420, 64)]
     shapes = [(b, s, h, d) for b, h, s, d in shapes] if layout == "bshd" else shapes
@@ -194,7 +194,8 @@ def test_autograd_runs_both_passes_by_kernels(tuned: Any, layout: str, push: str
     assert explanation.steps[-1].startswith("gradients: ")
     output = autoattn.attention(*tensors, causal=True, layout=layout)
     assert isinstance(output, torch.Tensor)
-    weight = torch.randn_like(output) if push == "random" else torch.ones((), device=CUDA, dtype=output.dtype)
+    weight = torch.ones((), device=CUDA, dtype=output.dtype) if push == "sum" else torch.randn_like(output)
+    weight = torch._neg_view(weight) if push == "negated" else weight  # as gradients of conjugates are
     found = torch.autograd.grad(output, tensors, weight.expand_as(output))
     leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
     three = [leaf.transpose(1, 2) if layout == "bshd" else leaf for leaf in leaves]

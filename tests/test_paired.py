@@ -80,3 +80,16 @@ def test_each_room_lies_behind_the_one_before(
     assert places == [2 * ROWS, 4 * ROWS, 4 * (ROWS + SUMS)]
     assert one.numbers == ROWS + SUMS + turns
     assert (at["cu_seqlens_q_ptr"], at["lse_grad_ptr"]) == (0, 0)
+
+
+def test_an_output_gradient_that_stands_for_negatives_is_copied(launched: list[tuple[int, ...]]) -> None:
+    tensors = tuple(torch.randn(2, 4, 33, 16).half().requires_grad_() for _ in range(3))
+    one = pair(tensors, Layout.BHSD, {"sums": lambda *sizes: SUMS})
+    push = torch.randn(2, 4, 33, 16).half()
+    negated = torch._neg_view(push)
+    for given in (push, negated):  # the second finds the launches of the first, whose strides are the same
+        one.differentiate(given, None, *(tensor.detach() for tensor in (*tensors, tensors[0])), torch.zeros(2, 4, 33))
+    first, second = (dict(zip(backward.POINTERS, each, strict=True))["output_grad_ptr"] for each in launched)
+    assert first == push.data_ptr() == negated.data_ptr() != second
+    assert learning.reads(one.both.backward, push)
+    assert not learning.reads(one.both.backward, negated)

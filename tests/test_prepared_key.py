@@ -220,6 +220,10 @@ def test_where_more_than_a_look_is_needed_there_is_no_key() -> None:
                   {"scale": torch.tensor(1.0)}, {"mask": object()}):  # fmt: skip
         assert key_of(query, key, value, **asked) is None
     assert key_of(query, key.float(), value) is key_of(query, key, value.to("meta")) is None, "an error, or autocast's"
+    for place in range(3):
+        three_of = [query, key, value]
+        three_of[place] = torch._neg_view(three_of[place])
+        assert key_of(*three_of) is None, "in its memory lie other numbers"
     subclass = query.as_subclass(type("Own", (Tensor,), {}))
     for tensor in (subclass, query.to_sparse(), query.tolist(), None):
         assert key_of(tensor, key, value) is None
