@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 from torch.utils.flop_counter import register_flop_formula
 
 from autoattn import learning, operands, operators, prepared
@@ -24,6 +25,7 @@ library.define(
     f"attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse, {INPUTS}, *, "
     f"bool[] learns, {WORDS}) -> Tensor[]"
 )
+_operator = torch.ops.autoattn.attention_backward.default
 _BEFORE = 4  # arguments of it that stand in front of the inputs
 _THREE = LEARNING[:3]
 
@@ -66,11 +68,23 @@ def _by_pytorch(
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     """Gradients of those of LEARNING that learn, in its order; each lies in memory as its tensor does."""
+    found = _at_once(tensors, learns, words)
+    return _ordinary(tensors, learns, words) if found is None else found
+
+
+def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor] | None:
+    """Gradients where both passes are prepared; None where they are not."""
     known = prepared.find(operators.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
-    if isinstance(known, Pair) and tensors[2].stride() == known.output and tensors[3].is_contiguous():
-        _, _, output, lse, *three = tensors[: _BEFORE + 3]
-        made = known.differentiate(*tensors[:2], *three, output, lse, *operators.offsets_of(tensors[_BEFORE:]))
-        return [one for one, learnt in zip(made, learns, strict=False) if learnt]
+    if not isinstance(known, Pair):
+        return None
+    *pulls, output, lse, query, key, value = tensors[: _BEFORE + 3]
+    if output.stride() != known.output or not lse.is_contiguous():
+        return None
+    made = known.differentiate(*pulls, query, key, value, output, lse, *operators.offsets_of(tensors[_BEFORE:]))
+    return [one for one, learnt in zip(made, learns, strict=False) if learnt]
+
+
+def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
     given = operators.named(tensors[_BEFORE:], words)
     # The dispatcher has left autograd behind, so that nothing would be recorded.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
@@ -154,8 +168,25 @@ def _no_second(ctx: Any, *pushes: Any) -> Gradients:
     )
 
 
-torch.library.register_autograd("autoattn::attention", _differentiate, setup_context=_save, lib=library)
-torch.library.register_autograd("autoattn::attention_backward", _no_second, lib=library)
+# torch.library.register_autograd registers these as they are. Each then goes through the dispatcher to come to the same
+# Python once more, which takes as long again as all else that a short call waits for; so what is prepared is answered
+# here where nothing is recorded, as in each graph that torch.compile made.
+_recorded = make_autograd_impl(operators.operator, Info(_differentiate, _save))
+_recorded_backward = make_autograd_impl(_operator, Info(_no_second, None))
+
+
+def _attention(keys: torch.DispatchKeySet, *tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
+    found = None if torch.is_grad_enabled() else operators.at_once(tensors, words)
+    return _recorded(keys, *tensors, **words) if found is None else found
+
+
+def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
+    found = None if torch.is_grad_enabled() else _at_once(tensors, learns, words)
+    return _recorded_backward(keys, *tensors, learns=learns, **words) if found is None else found
+
+
+library.impl("attention", _attention, "Autograd", with_keyset=True)
+library.impl("attention_backward", _attention_backward, "Autograd", with_keyset=True)
 
 
 def _flops(grad: Any, grad_lse: Any, output: Any, lse: Any, *shapes: Any, **words: Any) -> int:

@@ -110,22 +110,31 @@ def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     The LSE has no elements when nobody asks for it. Asked for by keep_lse alone it is for the backward pass, and NaN
     where no kernels serve both passes.
     """
-    asked = posed(tensors, words)
-    known = prepared.find(asked)
-    found = None
-    if known is not None:
-        pass_of = known.forward if isinstance(known, Pair) else known
-        found = pass_of(*tensors[:3], *offsets_of(tensors))
-    if found is None:
-        found = _ordinary(asked, tensors, named(tensors, words))
+    found = at_once(tensors, words)
+    return _both(_ordinary(tensors, words), tensors, words) if found is None else found
+
+
+def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """The operator's answer where one is prepared; None where there is none."""
+    if (known := prepared.find(posed(tensors, words))) is None:
+        return None
+    pass_of = known.forward if isinstance(known, Pair) else known
+    found = pass_of(*tensors[:3], *offsets_of(tensors))
+    return None if found is None else _both(found, tensors, words)
+
+
+def _both(found: prepared.Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The output and the LSE that the schema promises, where the answer may be the output alone."""
     if not isinstance(found, Tensor):
         return found
-    shape = _lse_shape(named(tensors, words)) if words.get("keep_lse") else [0]
-    return found, found.new_full(shape, math.nan, dtype=torch.float32)
+    if words.get("keep_lse"):
+        return found, found.new_full(_lse_shape(named(tensors, words)), math.nan, dtype=torch.float32)
+    return found, found.new_empty_strided((0,), (1,), dtype=torch.float32)
 
 
-def _ordinary(asked: prepared.Key | None, tensors: Sequence[Any], given: dict[str, Any]) -> prepared.Answer:
+def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared.Answer:
     """The output, and the LSE where it is asked for or kernels serve both passes; prepares for the next such call."""
+    given = named(tensors, words)
     call = read(given)
     lse, both = given["return_lse"], None
     if given["keep_lse"]:
@@ -141,6 +150,7 @@ def _ordinary(asked: prepared.Key | None, tensors: Sequence[Any], given: dict[st
     if sums is not None:
         sums = (sums[0] if given["layout"] == PACKED else sums).contiguous()
     found = output if sums is None else (output, sums)
+    asked = posed(tensors, words)
     prepared.keep(asked, (*tensors[:3], *offsets_of(tensors)), call, planned, made, found)
     return found
 
@@ -151,8 +161,7 @@ def posed(tensors: Sequence[Any], words: dict[str, Any]) -> prepared.Key | None:
     offsets = offsets_of(tensors)
     if sum(isinstance(one, Tensor) or bool(one) for one in others) > len(offsets):
         return None
-    stated = {name: word for name, word in words.items() if word != _DEFAULTS[name]}
-    facts = (*stated, *stated.values(), "operator", torch.are_deterministic_algorithms_enabled())
+    facts = (*words, *words.values(), "operator", torch.are_deterministic_algorithms_enabled())
     return prepared.key(query, key, value, offsets, facts, None)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, cache, functional, gpu, learning, masks, prepared, reference, rivals
+from autoattn import answer, cache, differentiate, functional, gpu, learning, masks, prepared, reference, rivals
 from autoattn.compile import Kernel
 from autoattn.dispatch import Level
 from autoattn.entry import KERNEL
@@ -223,6 +223,26 @@ def test_a_tuned_problem_is_differentiated_by_kernels(
     explanation = autoattn.explain(*tensors, causal=True, layout=layout)
     assert explanation.route == "kernel"
     assert explanation.steps[-1] == "gradients: this problem was measured on this card"
+
+
+def test_a_prepared_step_of_a_graph_is_answered_before_it_is_recorded(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dispatcher would come back to the same Python, and takes as long as the rest of a short call."""
+    torch._dynamo.reset()
+    tensors = inputs()
+    tune(card, tensors, causal=True)
+    compiled = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
+
+    def step() -> tuple[Tensor, ...]:
+        output = compiled(*tensors, causal=True)
+        return output, *torch.autograd.grad(output, tensors, torch.ones_like(output))
+
+    expected = step()
+    for name in ("_recorded", "_recorded_backward"):
+        monkeypatch.setattr(differentiate, name, lambda *given, **words: pytest.fail("recorded"))
+    for ours, before in zip(step(), expected, strict=True):
+        assert torch.equal(ours, before)
 
 
 def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> None:
