@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from autoattn.space import SearchSpace
 from autoattn.trial import Outcome, StaticReport, Verdict
 from autoattn.validate import Case
 from autoattn.variant import Source
-from autoattn.workers import Failure, Pool
+from autoattn.workers import Failure, Pool, cores
 
 ROWS = 64  # query rows that are compared with the reference, of all heads and sequences
 COMPILE_SECONDS = 120.0
@@ -53,7 +52,7 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
         measured: times on the card that `device` is, in processes of their own; else the model predicts.
     """
     with (
-        Pool(size=len(os.sched_getaffinity(0)), environment={"CUDA_VISIBLE_DEVICES": ""}) as compilers,
+        Pool(size=cores(), environment={"CUDA_VISIBLE_DEVICES": ""}) as compilers,
         Pool(size=1) as bench,
     ):
         plans = {

@@ -5,7 +5,6 @@ Everything that goes wrong with one contestant becomes a value in its row, and t
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import statistics
@@ -30,7 +29,7 @@ from autoattn.peers import Peer
 from autoattn.problem import Op, Problem
 from autoattn.rounds import Pulse
 from autoattn.variant import Source, Variant
-from autoattn.workers import Pool
+from autoattn.workers import Pool, cores
 
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
 GRAPH_CALLS = 20  # in one replay, at most
@@ -95,7 +94,7 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
     """Fills Triton's cache by all cores, while nothing is timed; what the compiler refuses is told in its row."""
     if len(kernels) < WORTH_A_POOL:
         return
-    with Pool(size=min(len(kernels), len(os.sched_getaffinity(0)))) as pool:
+    with Pool(size=min(len(kernels), cores())) as pool:
         for kernel in kernels:
             pool.submit(Inspect(source=kernel, arch=arch), COMPILE_SECONDS)
         while pool.next_results():

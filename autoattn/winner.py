@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -65,12 +66,13 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
         return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
 
     ranked: list[Trial] = []
-    for trial in sorted(search.working, key=rank):
-        verdict = search.shop.rehearse(search.problem, trial.variant)
-        if isinstance(verdict, Verdict) and verdict.ok:
-            ranked.append(trial)
-        if len(ranked) > CANDIDATES:
-            break
+    coming = sorted(search.working, key=rank)
+    while coming and len(ranked) <= CANDIDATES:
+        wanted = 1 + CANDIDATES - len(ranked)
+        some, coming = coming[:wanted], coming[wanted:]
+        verdicts = search.shop.rehearse(search.problem, *(trial.variant for trial in some))
+        right = (isinstance(verdict, Verdict) and verdict.ok for verdict in verdicts)
+        ranked += itertools.compress(some, right)
     if not ranked:
         return "no variant gave right numbers in the interpreter"
     others = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]

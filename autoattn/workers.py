@@ -36,6 +36,11 @@ STARTS = 10  # SIGKILLs of workers on their way to a job, after which none is ex
 RECYCLE_AFTER = 400  # jobs; the compiler keeps what it compiled
 
 
+def cores() -> int:
+    """How many of the machine's processors this process may use, which is as many workers as have something to do."""
+    return len(os.sched_getaffinity(0))
+
+
 class Job(Protocol):
     """What a worker can do."""
 
@@ -100,11 +105,17 @@ class Pool:
 
     def result(self, job: Job, seconds: float, *, place: int | None = None) -> Any:
         """Runs one job and waits for it; only for a pool that has nothing else to do."""
-        ticket = self.submit(job, seconds, place=place)
-        while True:
-            for done, result in self.next_results():
-                if done == ticket:
-                    return result
+        return self._of([self.submit(job, seconds, place=place)])[0]
+
+    def results(self, jobs: Sequence[Job], seconds: float) -> list[Any]:
+        """Runs jobs and waits for all of them; only for a pool that has nothing else to do. Each may take `seconds`."""
+        return self._of([self.submit(job, seconds) for job in jobs])
+
+    def _of(self, tickets: Sequence[int]) -> list[Any]:
+        found: dict[int, Any] = {}
+        while not found.keys() >= set(tickets):
+            found.update(self.next_results())
+        return [found[ticket] for ticket in tickets]
 
     def next_results(self) -> list[tuple[int, Any]]:
         """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter, deque
@@ -21,7 +20,7 @@ from autoattn.problem import DType, Op, Precision, Problem, padded, pieces
 from autoattn.rounds import PATIENCE
 from autoattn.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.variant import Source, Variant
-from autoattn.workers import Failure, Job, Pool, next_results
+from autoattn.workers import Failure, Job, Pool, cores, next_results
 
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
@@ -63,12 +62,15 @@ class Workshop:
     def __init__(self, device: Device, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
         self.device, self.measured = device, measured
-        self._jobs = jobs if jobs is not None else len(os.sched_getaffinity(0))
+        self._jobs = jobs if jobs is not None else cores()
         self._compilers = Pool(size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_ROOM)
-        # One worker a GPU, so that nothing else runs while it times; without a GPU, the interpreter takes its place.
+        # One worker a GPU, so that nothing else runs while it times; without one, interpreters that time nothing.
         apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
         self._cards = max(1, len(cards))
-        self._bench = Pool(size=self._cards, environment={} if measured else INTERPRETER, apart=apart)
+        if measured:
+            self._bench = Pool(size=self._cards, apart=apart)
+        else:
+            self._bench = Pool(size=self._jobs, environment=INTERPRETER)
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
         self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket
@@ -197,20 +199,22 @@ class Workshop:
             yield
         return [slot.variant for slot in slots if isinstance(self._reports[slot.source.digest], StaticReport)]
 
-    def rehearse(self, problem: Problem, variant: Variant) -> Verdict | Failure:
-        """Checks the structure of a variant in the interpreter, once per structure."""
-        kind, source = self._structure(problem, variant)
-        if source.digest not in self._verdicts:
-            result = self._bench.result(Rehearse(problem=kind, source=source), REHEARSAL_SECONDS)
-            if isinstance(result, Failure):
-                return result
-            self._verdicts[source.digest] = result
-        return self._verdicts[source.digest]
+    def rehearse(self, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+        """Checks the structures of variants in interpreters, each structure once."""
+        structures = [self._structure(problem, variant) for variant in variants]
+        new = {
+            source.digest: Rehearse(problem=kind, source=source)
+            for kind, source in structures
+            if source.digest not in self._verdicts
+        }
+        found = dict(zip(new, self._bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
+        self._verdicts |= {digest: one for digest, one in found.items() if isinstance(one, Verdict)}
+        return [found.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
 
     def check(self, problem: Problem, variant: Variant) -> Screened | Verdict | Failure:
         """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter."""
         if not self.measured:
-            return self.rehearse(problem, variant)
+            return self.rehearse(problem, variant)[0]
         job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
         result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
         return result

@@ -31,7 +31,7 @@ from autoattn import gpu, render, space  # noqa: E402
 from autoattn.device import Device  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
 from autoattn.trial import Outcome  # noqa: E402
-from autoattn.workers import Failure, Pool  # noqa: E402
+from autoattn.workers import Failure, Pool, cores  # noqa: E402
 
 SECONDS = 120.0  # of one job; a hanging kernel costs as much
 CALLS_PER_KERNEL = 4  # on the card, where compiling takes longer than running
@@ -172,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="calls to judge")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes")
     parser.add_argument("--gpu", action="store_true", help="on the card in this machine")
     parser.add_argument("--only", type=int, help="the number of one kernel, of a failure")
     parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")

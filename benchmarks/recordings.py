@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from autoattn.problem import DType, Problem
 from autoattn.recording import Recording
 from autoattn.trial import Evidence, Outcome, StaticReport, Trial
 from autoattn.variant import Value, Variant
-from autoattn.workers import Failure, Pool
+from autoattn.workers import Failure, Pool, cores
 
 DATA = Path(__file__).parent / "data"
 RECORDINGS = DATA / "recordings"
@@ -135,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("evidence", choices=[one.value for one in Evidence])
     asked = Evidence(parser.parse_args().evidence)
-    found = measured() if asked is Evidence.MEASURED else predicted(len(os.sched_getaffinity(0)))
+    found = measured() if asked is Evidence.MEASURED else predicted(cores())
     for one in found:
         path = RECORDINGS / asked.value / f"{one.header.device}_{one.header.problem.key}.jsonl"
         recording.write(one, path)

@@ -9,7 +9,6 @@ differences are rendered for real; each problem has another winner and runner-up
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import statistics
 import sys
@@ -26,6 +25,7 @@ from browser import Browser  # noqa: E402
 from kept import keep  # noqa: E402
 
 from autoattn import __version__, report  # noqa: E402
+from autoattn.workers import cores  # noqa: E402
 
 OPENINGS = 5
 WIDTHS = {"desktop": 1440, "phone": 390}
@@ -88,11 +88,6 @@ def measured(room: Path, path: str, problems: int, trials: int) -> str:
             "",
         ]
     )
-
-
-def cores() -> int:
-    """Of this machine, that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

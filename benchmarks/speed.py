@@ -57,6 +57,7 @@ from autoattn.study import Study
 from autoattn.trial import Outcome, Trial
 from autoattn.validate import Case, Gate
 from autoattn.variant import Variant
+from autoattn.workers import cores
 from autoattn.workshop import Workshop
 
 SHAPES = Path(__file__).parent / "shapes" / "speed.yaml"
@@ -100,10 +101,7 @@ def card() -> Device:
 
 def machine() -> str:
     """What the figures were taken on."""
-    return (
-        f"{card().full_name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, triton "
-        f"{triton.__version__}"
-    )
+    return f"{card().full_name}, {cores()} cores, torch {torch.__version__}, triton {triton.__version__}"
 
 
 def grouped(*groups: str) -> list[Problem]:
@@ -136,7 +134,6 @@ HEAD = (
 
 def search(template: str, problems: Sequence[Problem], seconds: float) -> Search:
     """Searches one family on several problems at once until the time is up."""
-    cores = len(os.sched_getaffinity(0))
     ended: list[float] = []
     trials: dict[Problem, list[Trial]] = {problem: [] for problem in problems}
     begin = time.monotonic()
@@ -164,7 +161,7 @@ def search(template: str, problems: Sequence[Problem], seconds: float) -> Search
     row = (
         f"{template}: {'; '.join(map(str, problems))}", f"{len(ended)}", f"{len(right)}", f"{kernels}",
         f"{(len(ended) - 1) / span:.1f}", f"{len(ended) / (ended[-1] - begin):.1f}",
-        f"{compiling / cores / (ended[-1] - begin):.0%}", f"{looking / (ended[-1] - begin):.0%}",
+        f"{compiling / cores() / (ended[-1] - begin):.0%}", f"{looking / (ended[-1] - begin):.0%}",
         f"{compiling / max(1, begun):.2f}",
     )  # fmt: skip
     first = [trial.variant for trial in trials[problems[0]] if trial.outcome is Outcome.OK]
@@ -173,7 +170,7 @@ def search(template: str, problems: Sequence[Problem], seconds: float) -> Search
 
 def tuned(problems: Sequence[Problem], folder: Path) -> tuple[str, ...]:
     """`autoattn tune` over several problems at quick effort."""
-    cores, ended = len(os.sched_getaffinity(0)), []
+    ended: list[float] = []
     begin = time.monotonic()
 
     def listen(progress: tuning.Progress) -> None:
@@ -187,7 +184,7 @@ def tuned(problems: Sequence[Problem], folder: Path) -> tuple[str, ...]:
     return (
         f"tune --effort quick, {len(problems)} problems, {summary.kernels} kernels", f"{count}",
         f"{summary.outcomes.get(Outcome.OK.value, 0)}", f"{(count - 1) / (end - ended[0]):.1f}",
-        f"{count / (end - begin):.1f}", f"{summary.compiling_seconds / cores / (end - begin):.0%}",
+        f"{count / (end - begin):.1f}", f"{summary.compiling_seconds / cores() / (end - begin):.0%}",
         f"{summary.card_seconds / (end - begin):.0%}",
         f"{summary.compiling_seconds / max(1, summary.kernels):.2f}",
     )  # fmt: skip

@@ -29,7 +29,7 @@ from autoattn.problem import Problem
 from autoattn.recording import Recording
 from autoattn.trial import Evidence, Outcome, StaticReport, Trial
 from autoattn.variant import Source, Variant
-from autoattn.workers import Failure, Pool, next_results
+from autoattn.workers import Failure, Pool, cores, next_results
 
 HERE = Path(__file__).parent
 SHAPES = HERE / "shapes" / "variants.yaml"
@@ -145,7 +145,7 @@ class Survey:
         self.begun: list[Subject] = []
         paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         common = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        jobs = max(1, len(os.sched_getaffinity(0)) - len(cards))
+        jobs = max(1, cores() - len(cards))
         self._compilers = Pool(size=jobs, environment={**common, "CUDA_VISIBLE_DEVICES": ""}, preload="looks")
         apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
         self._bench = Pool(size=len(cards), environment=common, apart=apart, preload="looks")

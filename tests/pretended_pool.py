@@ -54,9 +54,12 @@ class PretendedPool:
         return len(self.asked)
 
     def result(self, job: Any, seconds: float, place: int | None = None) -> Any:
+        return self.results([job], seconds)[0]
+
+    def results(self, jobs: Sequence[Any], seconds: float) -> list[Any]:
         assert seconds > 0
-        self.asked.append(job)
-        return self.answer(job)
+        self.asked += jobs
+        return [self.answer(job) for job in jobs]
 
     @staticmethod
     def next_results(*pools: PretendedPool) -> list[tuple[PretendedPool, int, Any]]:
@@ -94,7 +97,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(
         workshop,
         "Pool",
-        lambda size, environment, apart=(), **_: PretendedPool(size, environment, answers, apart),
+        lambda size, environment=None, apart=(), **_: PretendedPool(size, environment or {}, answers, apart),
     )
     monkeypatch.setattr(workshop, "next_results", PretendedPool.next_results)
     return answers

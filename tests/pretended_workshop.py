@@ -97,8 +97,8 @@ class Pretended:
             heard(trial)
             yield
 
-    def rehearse(self, problem: Problem, variant: Any) -> Verdict | Failure:
-        return GOOD
+    def rehearse(self, problem: Problem, *variants: Any) -> list[Verdict | Failure]:
+        return [GOOD for _ in variants]
 
     def final(self, problem: Problem, variants: list[Any], **budgets: Any) -> Steps[Finished | Failure]:
         yield

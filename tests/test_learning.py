@@ -2,205 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-import gradient_kernels
 import pytest
-import samples
 import torch
+from computed_card import (
+    assert_gradients,
+    attend,  # noqa: F401 - a fixture
+    by_pytorch,
+    card,  # noqa: F401 - a fixture
+    enter,
+    inputs,
+    tune,
+    weighed,
+)
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, cache, differentiate, functional, gpu, learning, masks, prepared, reference, rivals
-from autoattn.compile import Kernel
+from autoattn import differentiate, masks, prepared
 from autoattn.dispatch import Level
-from autoattn.entry import KERNEL
 from autoattn.errors import TensorError
-from autoattn.learning import NONE_LEARNED, Learned
-from autoattn.operands import Operands
-from autoattn.ops import backward, forward
-from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Bias, Problem
-from autoattn.variant import Source
-
-
-def at(address: int, like: Tensor) -> Tensor:
-    """The tensor that lies at an address, with another one's sizes, strides and dtype."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
-    room = (ctypes.c_uint8 * (extent * like.element_size())).from_address(address)
-    return torch.frombuffer(room, dtype=like.dtype).as_strided(like.shape, like.stride())
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
-    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0}
-    seen |= {"forward": 0, "backward": 0, "slopes": 0}
-
-    def load(source: Source, device: torch.device) -> Kernel:
-        seen["loaded"].append(source)
-        return Kernel(source=source, module=None, compiled=object(), device=device, sm_count=132)  # type: ignore[arg-type]
-
-    def run(
-        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool = False
-    ) -> None:
-        seen["forward"] += 1
-        assert kernel.source.traits.lse is (lse is not None)
-        found, sums = rivals.eager(one, operands)
-        output.copy_(found)
-        if lse is not None:
-            lse.copy_(sums)
-
-    def differentiate(kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
-        seen["backward"] += 1
-        asked, has = forward.traits_of(saved.output_grad), kernel.source.traits
-        assert asked.alignment % has.alignment == 0
-        assert 0 not in saved.output_grad.stride()
-        recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-        with torch.enable_grad(), recorded:
-            leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
-            part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
-            if gradients.slopes is not None:
-                assert one.modifiers.learned_slopes
-                seen["slopes"] += 1
-                assert operands.slopes is not None
-                leaves.append(operands.slopes.detach().requires_grad_())
-                part = replace(part, slopes=leaves[3])
-            if gradients.bias is not None:
-                assert one.modifiers.bias is Bias.LEARNED
-                seen["room"] = gradients.bias.numel()
-                assert operands.narrow_bias is not None
-                leaves.append(operands.narrow_bias.detach().requires_grad_())
-                part = replace(part, bias=leaves[3].expand(2, 4, 33, 50))
-            output, sums = reference.attention(one, part, dtype=torch.float32)
-            assert kernel.source.traits.lse is (saved.lse_grad is not None)
-            made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
-            pairs = [(each, pull) for each, pull in made if pull is not None]
-            found = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
-        torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
-        rooms = [room for _, room in gradients.named()] + [gradients.slopes, gradients.bias]
-        for room, gradient in zip([room for room in rooms if room is not None], found, strict=True):
-            room.copy_(gradient)
-
-    def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor) -> Callable[..., None]:
-        def launch(addresses: tuple[int, ...]) -> None:
-            seen["prepared"] += 1
-            query, key, value, *made = (
-                at(address, like)
-                for address, like in zip(
-                    addresses[:5], (operands.query, operands.key, operands.value, output, lse), strict=True
-                )
-            )
-            run(kernel, one, replace(operands, query=query, key=key, value=value), *made)
-
-        return launch
-
-    def bind_both(
-        kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: backward.Scratch
-    ) -> tuple[Callable[..., None]]:
-        def launch(addresses: tuple[int, ...]) -> None:
-            seen["prepared"] += 1
-            named = dict(zip(backward.POINTERS, addresses, strict=False))
-
-            def here(owner: Any, *names: str) -> dict[str, Tensor]:
-                return {
-                    name: at(named[f"{name}{end}_ptr"], getattr(owner, name))
-                    for name in names
-                    for end in ["_grad" if owner is gradients else ""]
-                    if getattr(owner, name) is not None
-                }
-
-            given = replace(operands, **here(operands, "query", "key", "value"))
-            left = replace(saved, **here(saved, "output", "lse", "output_grad", "lse_grad"))
-            differentiate(kernel, one, given, left, replace(gradients, **here(gradients, "query", "key", "value")))
-
-        return (launch,)
-
-    functional.forget()
-    answer._loaded.cache_clear()
-    monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
-    may_bind = backward.may_bind
-    monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, SimpleNamespace(is_cuda=True)))  # type: ignore[arg-type]
-    monkeypatch.setattr(forward, "bind", bind)
-    monkeypatch.setattr(backward, "bind", bind_both)
-    monkeypatch.setattr(forward, "zeros", lambda *facts: None)
-    for name in ("tiles", "partials"):
-        monkeypatch.setattr(forward, name, lambda *facts: 0)
-    monkeypatch.setattr(answer.compile, "load", load)
-    monkeypatch.setattr(forward, "launch", run)
-    monkeypatch.setattr(backward, "launch", differentiate)
-    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    yield seen
-    functional.forget()
-    answer._loaded.cache_clear()
-
-
-@pytest.fixture(params=["eager", "compiled"])
-def attend(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    if request.param == "eager":
-        return autoattn.attention
-    found: Callable[..., Any] = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
-    return found
-
-
-def inputs(layout: str = "bhsd", **changes: Any) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 4, 33, 16), (2, 2, 50, 16), (2, 2, 50, 24)]
-    if layout == "bshd":
-        shapes = [(batch, seq, heads, dim) for batch, heads, seq, dim in shapes]
-    facts = {"dtype": torch.float16, **changes}
-    return [torch.randn(shape, generator=generator).to(**facts).requires_grad_() for shape in shapes]
-
-
-def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, **given: Any) -> None:
-    """Puts a measured entry for the gradients of a call into the cache."""
-    with torch.no_grad():
-        problem = autoattn.explain(*tensors, **given).problem
-    assert problem is not None
-    bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
-    enter(card, problem, choice=choice, learned=Learned(bias=bias, slopes=slopes))
-
-
-def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learned: Learned = NONE_LEARNED) -> None:
-    """The same for a forward problem."""
-    asked = learning.backward_of(problem, learned=learned)
-    variant = gradient_kernels.variant()
-    entry = samples.tuned(asked, variant, choice=choice)
-    cache.merge(card["cache"], samples.H200, asked.op, [entry])
-    functional.forget()
-
-
-def assert_gradients(found: tuple[Tensor, ...], inputs: list[Tensor], formula: Callable[..., Tensor]) -> None:
-    """That these are the gradients of the sum of squares of a formula, which has a key head for each query head."""
-    leaves = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:3])
-    expected = torch.autograd.grad(formula(leaves[0], key, value, *leaves[3:]).square().sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
-
-
-def weighed(scores: Tensor, value: Tensor) -> Tensor:
-    return scores.softmax(-1) @ value
-
-
-def by_pytorch(tensors: list[Tensor], push: Tensor, layout: str = "bhsd") -> tuple[Tensor, ...]:
-    """Output and gradients in float32; causal, aligned bottom-right."""
-    leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
-    three = [leaf.transpose(1, 2) if layout == "bshd" else leaf for leaf in leaves]
-    seen = torch.ones(33, 50, dtype=torch.bool).tril(17)
-    output = torch.nn.functional.scaled_dot_product_attention(*three, attn_mask=seen, enable_gqa=True)
-    output = output.transpose(1, 2) if layout == "bshd" else output
-    return output.detach(), *torch.autograd.grad(output, leaves, push.float())
+from autoattn.learning import Learned
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -18,6 +18,7 @@ from autoattn.jobs import Rehearse, kind_of
 from autoattn.mask import Mask
 from autoattn.problem import DType, Op, Problem
 from autoattn.report import figures
+from autoattn.trial import Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
 from autoattn.workshop import Workshop
@@ -99,18 +100,18 @@ def test_a_shapes_file_names_the_operation() -> None:
 def test_a_structure_is_rehearsed_with_the_smallest_numbers(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs: list[Rehearse] = []
+    asked: list[Rehearse] = []
 
-    def result(pool: object, job: Rehearse, seconds: float) -> object:
-        jobs.append(job)
-        return GOOD
+    def results(pool: object, jobs: list[Rehearse], seconds: float) -> list[Verdict]:
+        asked.extend(jobs)
+        return [GOOD for _ in jobs]
 
-    monkeypatch.setattr("autoattn.workers.Pool.result", result)
+    monkeypatch.setattr("autoattn.workers.Pool.results", results)
     one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
     with Workshop(samples.H200, measured=False, jobs=1) as shop:
         verdict = shop.check(one, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked"))
     assert not isinstance(verdict, Failure)
-    (job,) = jobs
+    (job,) = asked
     assert job.problem == kind_of(job.problem)
     assert job.problem.op is Op.BACKWARD
     assert (job.problem.mask.block_q, job.problem.mask.block_kv) == ((32, 16) if one.mask.sparse else (0, 0))

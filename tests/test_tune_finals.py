@@ -162,22 +162,26 @@ def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
 ) -> None:
     wrong: list[Variant] = []
 
-    def rehearse(self: Pretended, problem: Problem, variant: Variant) -> Verdict | Failure:
-        if len(wrong) < 2:
-            wrong.append(variant)
-            return replace(GOOD, ok=False) if len(wrong) == 1 else Failure(outcome=Outcome.CRASH, detail="died")
-        return GOOD
+    def rehearse(self: Pretended, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+        if wrong:
+            return [GOOD for _ in variants]
+        wrong.extend(variants[:2])
+        died = Failure(outcome=Outcome.CRASH, detail="died")
+        return [replace(GOOD, ok=False), died, *(GOOD for _ in variants[2:])]
 
     monkeypatch.setattr(pretended, "rehearse", rehearse)
-    entry = run(tmp_path).entries[SMALL.key]
+    entry = run(tmp_path, trials=30).entries[SMALL.key]
     assert entry.variant not in wrong
+    assert len(entry.candidates) == 5, "others take the places of those two"
     assert not [one for one in entry.candidates if Variant.of(entry.template, one.params) in wrong]
 
 
 def test_a_prediction_without_right_numbers_is_none(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretended, "rehearse", lambda self, problem, variant: replace(GOOD, ok=False))
+    monkeypatch.setattr(
+        pretended, "rehearse", lambda self, problem, *variants: [replace(GOOD, ok=False) for _ in variants]
+    )
     assert run(tmp_path).failed == {SMALL.key: "no variant gave right numbers in the interpreter"}
 
 

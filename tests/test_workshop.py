@@ -194,8 +194,18 @@ def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> Non
         replace(LARGE, numerics=Numerics.ONLINE),
     ):
         for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
-            assert shop.rehearse(one, variant) == GOOD
+            assert shop.rehearse(one, variant) == [GOOD]
     assert len(benched(shop)) == 1
+
+
+def test_structures_are_rehearsed_together_and_answered_in_order(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=3)
+    assert shop._bench.size == 3
+    lazy, plain = kernels.variant(softmax="lazy"), kernels.variant()
+    bad = replace(GOOD, ok=False, reason="it is wrong")
+    bench.rehearse = lambda job: bad if job.source.variant["softmax"] == "lazy" else GOOD
+    assert shop.rehearse(LARGE, plain, lazy, *variants(2), lazy) == [GOOD, bad, GOOD, GOOD, bad]
+    assert len(benched(shop)) == 2
 
 
 @pytest.mark.parametrize(
@@ -254,12 +264,12 @@ def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) 
     shop = Workshop(samples.A30, measured=False, jobs=2)
     lost = Failure(outcome=Outcome.TIMEOUT, detail="no answer within 120 s")
     bench.rehearse = lambda job: lost
-    assert shop.rehearse(LARGE, kernels.variant()) == lost
+    assert shop.rehearse(LARGE, kernels.variant()) == [lost]
     bad = replace(GOOD, ok=False, reason="it is wrong")
     bench.rehearse = lambda job: bad
-    assert shop.rehearse(LARGE, kernels.variant()) == bad
+    assert shop.rehearse(LARGE, kernels.variant()) == [bad]
     bench.rehearse = lambda job: GOOD
-    assert shop.rehearse(LARGE, kernels.variant()) == bad
+    assert shop.rehearse(LARGE, kernels.variant()) == [bad]
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
