@@ -142,7 +142,7 @@ def pair(
         tensors: query, key, value as the caller gave them, and offsets.
         forward, output: the forward pass of such calls, and the strides of its output.
     """
-    if not backward.may_bind(both.asked, operands.query):
+    if not backward.may_bind(both.backward, both.asked, operands.query):
         return None
     scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
     assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"

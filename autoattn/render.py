@@ -142,6 +142,7 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
     readable = traits.alignment * problem.dtype.bytes >= 16
     return {
+        "turned": params.get("copies") == "turned",
         "width_qk": widths[0],
         "width_v": widths[1],
         "padded_qk": widths[0] > problem.head_dim,

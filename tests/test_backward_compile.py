@@ -62,6 +62,17 @@ def test_the_smallest_tiles_compile_on_each_card(arch: int, place: int) -> None:
         assert "red." not in compiled.asm["ptx"].replace("shared.", "")
 
 
+@pytest.mark.parametrize("copies", ["none", "turned"])
+def test_no_step_turns_a_float32_factor_in_shared_memory_where_copies_were_turned_before(copies: str) -> None:
+    one = large(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=128, mask=Mask.parse("causal"))
+    tiles = {"QUERIES_BLOCK_M": 64, "QUERIES_BLOCK_N": 32, "KEYS_BLOCK_N": 64, "KEYS_BLOCK_M": 32}
+    launch = {f"{name}_{word}": n for name in ("queries", "keys") for word, n in (("num_warps", 4), ("num_stages", 2))}
+    loop = inspect(gradient_kernels.source(one, render.natural_traits(one), copies=copies, **tiles, **launch), 90).loop
+    assert sum(count for name, count in loop.items() if name.startswith("HGMMA")) > 0
+    stores = sum(count for name, count in loop.items() if name.startswith("STS"))
+    assert (stores > 0) is (copies == "none")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Mask.parse("causal"), Mask.blocks(128, 128, 0.5, "q_idx >= kv_idx")], ids=str)
 def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_memory(mask: Mask) -> None:

@@ -98,7 +98,7 @@ def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.Monk
     one = gradient_kernels.problem(mask="causal")
     kernel = kernel_of(one)
     case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
+    monkeypatch.setattr(backward, "may_bind", lambda kernel, problem, query: bound_too)
     assert not gradients.judge(kernel, [case]).ok, "nothing was computed"
     for part in kernel.parts:
         assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((1, 1) if bound_too else (2, 0))
@@ -112,7 +112,7 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
     one = gradient_kernels.problem(mask="causal")
     kernel = kernel_of(one)
     case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
+    monkeypatch.setattr(backward, "may_bind", lambda kernel, problem, query: bound_too)
     room = gradients.room_of(case)
     call = gradients.call_of(kernel, case, room)
     for _ in range(3):
@@ -134,9 +134,12 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
 )
 def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: Modifiers) -> None:
     query: Any = SimpleNamespace(is_cuda=True)
-    assert backward.may_bind(gradient_kernels.problem(modifiers=Modifiers(softcap=True)), query)
-    assert not backward.may_bind(gradient_kernels.problem(modifiers=modifiers), query)
-    assert not backward.may_bind(gradient_kernels.problem(), SimpleNamespace(is_cuda=False))
+    kernel: Any = SimpleNamespace(module=SimpleNamespace())
+    assert backward.may_bind(kernel, gradient_kernels.problem(modifiers=Modifiers(softcap=True)), query)
+    assert not backward.may_bind(kernel, gradient_kernels.problem(modifiers=modifiers), query)
+    assert not backward.may_bind(kernel, gradient_kernels.problem(), SimpleNamespace(is_cuda=False))  # type: ignore[arg-type]
+    copying: Any = SimpleNamespace(module=SimpleNamespace(copies=None))
+    assert not backward.may_bind(copying, gradient_kernels.problem(), query)
 
 
 def test_rows_have_room_for_every_tile_of_queries() -> None:

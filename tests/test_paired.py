@@ -24,7 +24,7 @@ ROWS, SUMS, TURNS = 2 * 2 * 4 * 128, 256, 12  # numbers of 4 bytes: a head's 33 
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The addresses of each launch of a backward pass."""
     found: list[tuple[int, ...]] = []
-    monkeypatch.setattr(backward, "may_bind", lambda problem, query: True)
+    monkeypatch.setattr(backward, "may_bind", lambda kernel, problem, query: True)
     monkeypatch.setattr(backward, "bind", lambda *facts: (found.append,))
     return found
 

@@ -64,6 +64,7 @@ class Scratch:
     rows: Tensor
     sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
     turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
+    copies: dict[str, Tensor] | None = None  # name -> [batch, heads, head_dim, rows], turned; None where none are made
 
 
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
@@ -108,8 +109,10 @@ def bind(
     return tuple(bound.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
 
 
-def may_bind(problem: Problem, query: Tensor) -> bool:
+def may_bind(kernel: Kernel, problem: Problem, query: Tensor) -> bool:
     """Whether a call has no tensors but those of POINTERS, and runs on a card rather than in Triton's interpreter."""
+    if hasattr(kernel.module, "copies"):
+        return False
     modifiers = problem.modifiers
     more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
     return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
@@ -120,7 +123,7 @@ def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) ->
 
     Where it may, it costs the host what a prepared call does: less than is hidden from who times it.
     """
-    if not may_bind(problem, operands.query):
+    if not may_bind(kernel, problem, operands.query):
         return partial(launch, kernel, problem, operands, saved)
     like = empty_gradients(problem, operands), empty_scratch(kernel, problem, operands.query)
     launches = bind(kernel, problem, operands, saved, *like)
@@ -170,7 +173,11 @@ def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
         else None
         for name, dtype in (("sums", torch.float32), ("turns", torch.int32))
     )
-    return Scratch(rows=rows, sums=sums, turns=turns)
+    copies = None
+    if hasattr(kernel.module, "copies"):
+        sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
+        copies = {name: query.new_empty(shape) for name, shape in kernel.module.copies(*sizes).items()}
+    return Scratch(rows=rows, sums=sums, turns=turns, copies=copies)
 
 
 def _arguments(
@@ -203,6 +210,9 @@ def _arguments(
     if operands.table is not None:
         arguments |= forward.listed(operands.table)
         arguments |= forward.listed(blocks.turned(operands.table, operands.key.shape[2]), "turned_")
+    if scratch.copies is not None:
+        arguments |= {f"{name}_copy_ptr": copy for name, copy in scratch.copies.items()}
+        arguments["stride_c"] = scratch.copies["key"].shape[3]
     if gradients.slopes is not None:
         arguments |= {"slope_rows_ptr": scratch.rows[2], "slope_grad_ptr": gradients.slopes}
     if gradients.bias is not None:
