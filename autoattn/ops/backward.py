@@ -111,11 +111,11 @@ def bind(
 
 def may_bind(kernel: Kernel, problem: Problem, query: Tensor) -> bool:
     """Whether a call has no tensors but those of POINTERS, and runs on a card rather than in Triton's interpreter."""
-    if hasattr(kernel.module, "copies"):
-        return False
     modifiers = problem.modifiers
     more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
-    return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
+    if not query.is_cuda or more or modifiers.bias is not Bias.NONE or problem.dtype is DType.FLOAT8:
+        return False
+    return not hasattr(kernel.module, "copies")
 
 
 def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) -> Callable[[Gradients], None]:
