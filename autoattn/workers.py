@@ -105,13 +105,13 @@ class Pool:
 
     def result(self, job: Job, seconds: float, *, place: int | None = None) -> Any:
         """Runs one job and waits for it; only for a pool that has nothing else to do."""
-        return self._of([self.submit(job, seconds, place=place)])[0]
+        return self._wait_for([self.submit(job, seconds, place=place)])[0]
 
     def results(self, jobs: Sequence[Job], seconds: float) -> list[Any]:
         """Runs jobs and waits for all of them; only for a pool that has nothing else to do. Each may take `seconds`."""
-        return self._of([self.submit(job, seconds) for job in jobs])
+        return self._wait_for([self.submit(job, seconds) for job in jobs])
 
-    def _of(self, tickets: Sequence[int]) -> list[Any]:
+    def _wait_for(self, tickets: Sequence[int]) -> list[Any]:
         found: dict[int, Any] = {}
         while not found.keys() >= set(tickets):
             found.update(self.next_results())
