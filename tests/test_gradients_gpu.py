@@ -105,6 +105,15 @@ def test_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None
     assert verdict is None or verdict.ok, verdict.reason
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_every_seed_of_gradients_by_tf32_products_passes_the_gate(head_dim: int) -> None:
+    """Those that turn factors in memory too, which no default does."""
+    one = sized(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal", head_dim=head_dim)
+    for variant in space.load(gradient_kernels.TEMPLATE).seeds_for(one, present()):
+        verdict = Gate(one, CUDA).judge(compile.load(render.render(one, variant), CUDA))
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
 HOPPERS: list[dict[str, Any]] = [
     {"head_dim": 128},
     {"mask": "causal", "head_dim": 128, "dtype": DType.FLOAT16},
