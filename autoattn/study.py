@@ -110,10 +110,11 @@ class Study:
     def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
         """The next variant to try; None when every feasible one was tried or is being tried.
 
+        What other processes finished or gave up counts as far as it was heard of (`hear`).
+
         Args:
             more: whether there is another one to try when another process was faster with this one.
         """
-        self.hear()
         while True:
             variant = self._next()
             if variant is None or self._ledger is None or self._ledger.claim(variant):
