@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoattn import modifying, packing, seeing
 from autoattn.errors import TensorError
-from autoattn.operands import Operands
+from autoattn.operands import Operands, as_they_lie
 from autoattn.ops.forward import DTYPE
 from autoattn.problem import DType, Layout, Numerics, Precision, Problem
 
@@ -225,21 +225,7 @@ def _call(
         **_float8_scales(query, batch, problem, float8),
     )
     empty = batch == 0 or seq_q == 0 or seq_kv == 0
-    return Call(problem=problem, operands=_as_they_lie(operands), empty=empty, deterministic=deterministic)
-
-
-def _as_they_lie(operands: Operands) -> Operands:
-    """The operands, with views that stand for the negatives of what lies in memory copied, since kernels read that.
-
-    PyTorch makes such views of a conjugate's imaginary part (Tensor.is_neg).
-    """
-    if torch.compiler.is_compiling():  # the dispatcher copies them
-        return operands
-    given = {name: getattr(operands, name) for name in Operands.__dataclass_fields__ if name != "bias"}
-    copied = {name: one.resolve_neg() for name, one in given.items() if isinstance(one, Tensor) and one.is_neg()}
-    if "narrow_bias" in copied and operands.bias is not None:
-        copied["bias"] = copied["narrow_bias"].expand_as(operands.bias)
-    return replace(operands, **copied) if copied else operands
+    return Call(problem=problem, operands=as_they_lie(operands), empty=empty, deterministic=deterministic)
 
 
 def _problem(**facts: Any) -> Problem:

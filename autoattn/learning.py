@@ -119,7 +119,7 @@ def differentiate(
     gradients = backward.empty_gradients(problem, operands)
     pull = torch.zeros_like(output) if output_grad is None else _as_read(output_grad, kernel)
     if kernel.source.traits.lse:
-        lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.resolve_neg().contiguous()
+        lse_grad = lse_grad_as_read(lse_grad, lse)
     saved = Saved(output=output, lse=lse, output_grad=pull, lse_grad=lse_grad)
     backward.launch(kernel, problem, operands, saved, gradients)
     return gradients
@@ -210,6 +210,11 @@ def reads(kernel: Kernel, output_grad: Tensor) -> bool:
     apart = all(step > 0 for size, step in steps if size > 1)
     readable = apart and not output_grad.is_neg()
     return readable and asked.alignment % traits.alignment == 0 and asked.wide <= traits.wide
+
+
+def lse_grad_as_read(lse_grad: Tensor | None, lse: Tensor) -> Tensor:
+    """An LSE's gradient as the kernels read it, 0 where it is missing."""
+    return torch.zeros_like(lse) if lse_grad is None else lse_grad.resolve_neg().contiguous()
 
 
 def _as_read(output_grad: Tensor, kernel: Kernel) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,20 @@ class Operands:
             (queries[place], queries[place + 1] - queries[place], keys[place], keys[place + 1] - keys[place])
             for place in range(len(queries) - 1)
         ]
+
+
+def as_they_lie(operands: Operands) -> Operands:
+    """The operands, with views that stand for the negatives of what lies in memory copied, since kernels read that.
+
+    PyTorch makes such views of a conjugate's imaginary part (Tensor.is_neg).
+    """
+    if torch.compiler.is_compiling():  # the dispatcher copies them
+        return operands
+    given = {name: getattr(operands, name) for name in Operands.__dataclass_fields__ if name != "bias"}
+    copied = {name: one.resolve_neg() for name, one in given.items() if isinstance(one, Tensor) and one.is_neg()}
+    if "narrow_bias" in copied and operands.bias is not None:
+        copied["bias"] = copied["narrow_bias"].expand_as(operands.bias)
+    return replace(operands, **copied) if copied else operands
 
 
 def viewed(tensor: Tensor, layout: Layout) -> Tensor:

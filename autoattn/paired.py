@@ -57,18 +57,16 @@ class Pair:
         """Gradients of query, key and value; where that of the output or the LSE is missing, it is 0."""
         if output_grad is None:
             output_grad = torch.zeros_like(output)
-        elif output_grad.is_neg():
-            output_grad = output_grad.resolve_neg()
         push = output_grad.data_ptr()
         kind = output_grad.stride(), push & _ALIGNED
-        launches = self.launches.get(kind)
+        launches = None if output_grad.is_neg() else self.launches.get(kind)
         if launches is None:
             if not learning.reads(self.both.backward, self._view(output_grad)):
                 copy = output_grad.clone(memory_format=torch.contiguous_format)
                 return self.differentiate(copy, lse_grad, query, key, value, output, lse, *offsets)
             launches = self._bind(kind, output_grad, query, key, value, output, lse, *offsets)
         if self.both.backward.source.traits.lse:
-            lse_grad = torch.zeros_like(lse) if lse_grad is None else lse_grad.resolve_neg().contiguous()
+            lse_grad = learning.lse_grad_as_read(lse_grad, lse)
         of_query, of_key, of_value = self.gradients
         query_grad = query.new_empty_strided(*of_query)
         key_grad = key.new_empty_strided(*of_key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -71,8 +70,8 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
         wanted = 1 + CANDIDATES - len(ranked)
         some, coming = coming[:wanted], coming[wanted:]
         verdicts = search.shop.rehearse(search.problem, *(trial.variant for trial in some))
-        right = (isinstance(verdict, Verdict) and verdict.ok for verdict in verdicts)
-        ranked += itertools.compress(some, right)
+        pairs = zip(some, verdicts, strict=True)
+        ranked += [trial for trial, verdict in pairs if isinstance(verdict, Verdict) and verdict.ok]
     if not ranked:
         return "no variant gave right numbers in the interpreter"
     others = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
