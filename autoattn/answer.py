@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from autoattn import compile, determinism, dispatch, gpu, learning, prepared, redone, render, rivals
+from autoattn import compile, determinism, dispatch, gpu, learning, prepared, redone, render, rivals, short
 from autoattn.arguments import Call
 from autoattn.device import Device
 from autoattn.dispatch import Explanation
@@ -38,6 +38,7 @@ class Plan:
     asked: Problem | None = None  # what that one computes
     repeats: bool = False  # PyTorch answers, and its gradients must repeat to the bit
     lasting: bool = True  # the same call will be answered like this until `forget`
+    captured: Plan | None = None  # who answers while a CUDA graph is captured, where it is somebody else
 
     def passes(self, problem: Problem) -> learning.Pass | None:
         """The kernels of both passes of a call, where there are two."""
@@ -94,6 +95,8 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
     if call.empty:
         return _nothing(call, lse)
     problem, operands = call.problem, call.operands
+    if planned.captured is not None and torch.cuda.is_current_stream_capturing():
+        planned = planned.captured
     if planned.kernel is None:
         if planned.repeats and not torch.are_deterministic_algorithms_enabled():
             return determinism.attend(lambda given: _by_pytorch(planned, problem, given, lse), operands)
@@ -156,7 +159,10 @@ def _prepare_both(
         else:
             step = f"gradients: {found.reason}"
             explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
-            return Plan(explanation, forward_plan.kernel, gradients, asked)
+            both = Plan(explanation, forward_plan.kernel, gradients, asked)
+            told = deterministic or gradient_traits.lse  # what PyTorch's attention does not do
+            reason = None if told else short.why(forward_plan.explanation, found)
+            return both if reason is None else Plan(dispatch.sdpa(reason, problem, explanation.steps), captured=both)
     reason = f"an input needs a gradient, and {refused}"
     without = _without_kernel(reason, problem, gradient_traits.lse, found.steps, learned=learned)
     return _repeating(without) if deterministic else without

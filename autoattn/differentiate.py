@@ -6,6 +6,7 @@ once more, from query, key and value, and PyTorch differentiates that. What is s
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import learning, operands, operators, prepared
+from autoattn import dispatch, gpu, learning, operands, operators, prepared, rivals, short
 from autoattn.errors import TensorError
 from autoattn.operators import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.paired import Pair
@@ -176,8 +177,40 @@ _recorded_backward = make_autograd_impl(_operator, Info(_no_second, None))
 
 
 def _attention(keys: torch.DispatchKeySet, *tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
-    found = None if torch.is_grad_enabled() else operators.at_once(tensors, words)
+    find = _in_parts if torch.is_grad_enabled() else operators.at_once
+    found = find(tensors, words)
     return _recorded(keys, *tensors, **words) if found is None else found
+
+
+def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """PyTorch's own attention in place of the operator, for whoever traces a training step that is better off with it.
+
+    A graph in which lengths are symbols, and one for CUDA graphs, keep the operator.
+    """
+    query, key, value, *others = tensors
+    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(one is not None for one in others):
+        return None
+    if not all(type(size) is int for one in (query, key, value) for size in one.shape) or _for_cuda_graphs():
+        return None
+    given = operators.named(tensors, words)
+    if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
+        return None
+    call = operators.read(given)
+    card = gpu.present(query.device.index)
+    found = [dispatch.explain(one, card) for one in (call.problem, learning.backward_of(call.problem))]
+    if short.why(found[0], found[1]) is None:
+        return None
+    output = operators.as_given(rivals.sdpa(call.problem, call.operands), query, given)
+    return output, operators.empty_lse(given)
+
+
+_TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not load their modules
+
+
+def _for_cuda_graphs() -> bool:
+    """Whether torch.compile makes a graph that CUDA graphs will hold, as in its mode reduce-overhead."""
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return inductor is not None and bool(inductor.triton.cudagraphs)
 
 
 def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:

@@ -171,9 +171,13 @@ def offsets_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def plan_both(call: Call, given: dict[str, Any]) -> answer.Plan:
-    """Who answers a call that an operator's arguments pose, and whose gradients somebody wants."""
+    """Who answers a call that an operator's arguments pose, and whose gradients somebody wants: kernels where they may.
+
+    Where they do not, the operator computes the call twice.
+    """
     learned = Learned(bias=given["learns_bias"], slopes=given["learns_slopes"])
-    return answer.plan(call, lse=given["return_lse"], learns=True, learned=learned)
+    found = answer.plan(call, lse=given["return_lse"], learns=True, learned=learned)
+    return found.captured or found
 
 
 def as_read(tensor: Tensor, given: dict[str, Any]) -> Tensor:
@@ -195,8 +199,14 @@ def _shapes(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     given = named(tensors, words)
     query, value = given["query"], given["value"]
     output = empty_as(query, value.shape[-1], given, TORCH_DTYPE[DTYPE[query.dtype].output])
+    return output, empty_lse(given)
+
+
+def empty_lse(given: dict[str, Any]) -> Tensor:
+    """A new LSE; without elements where nobody wants one."""
     wanted = given["return_lse"] or given["keep_lse"]
-    return output, query.new_empty(_lse_shape(given) if wanted else [0], dtype=torch.float32)
+    found: Tensor = given["query"].new_empty(_lse_shape(given) if wanted else [0], dtype=torch.float32)
+    return found
 
 
 def _lse_shape(given: dict[str, Any]) -> list[int]:

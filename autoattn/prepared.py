@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import arguments, learning, paired, redone, rivals
+from autoattn import arguments, learning, paired, recent, redone, rivals
 from autoattn.arguments import Call
 from autoattn.bound import Addresses, Bound
 from autoattn.compile import Kernel
 from autoattn.mask import Mask
+from autoattn.operands import as_given
 from autoattn.ops import forward
 from autoattn.paired import Pair
 from autoattn.problem import Layout
@@ -113,8 +114,10 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
     """
     if asked is None or not plan.lasting or not _tensors_are_all(tensors, call):
         return
-    known: _Kernel | Pair | _PyTorch | None
-    if (both := plan.passes(call.problem)) is not None:
+    known: _Kernel | Pair | _PyTorch | _Either | None
+    if plan.captured is not None:
+        known = _by_either(asked, tensors, call, plan)
+    elif (both := plan.passes(call.problem)) is not None:
         known = _by_both(both, tensors, call, made[0], answer)
     elif plan.kernel is not None:
         known = _by_kernel(plan.kernel, call, made, answer)
@@ -131,6 +134,7 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
 
 def forget() -> None:
     """Drops what was prepared."""
+    recent.forget()
     with _writing:
         _known.clear()
 
@@ -233,6 +237,7 @@ class _PyTorch:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
+            recent.forget()
             with _writing:
                 _known.pop(self.asked, None)
             return None
@@ -246,5 +251,29 @@ def _by_pytorch(asked: Key, call: Call, route: str) -> _PyTorch | None:
     return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped)
 
 
-_known: dict[Key, _Kernel | Pair | _PyTorch] = {}
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Either:
+    """An answer by PyTorch's own attention, and by kernels while a CUDA graph is captured."""
+
+    outside: _PyTorch
+    captured: Pair
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Answer | None:
+        if torch.cuda.is_current_stream_capturing():
+            made: Answer = self.captured(query, key, value)
+            return made
+        return self.outside(query, key, value)
+
+
+def _by_either(asked: Key, tensors: tuple[Tensor, ...], call: Call, plan: Plan) -> _Either | None:
+    assert plan.captured is not None
+    both = plan.captured.passes(call.problem)
+    assert both is not None
+    output = forward.empty_output(call.problem, call.operands.query)
+    captured = _by_both(both, tensors, call, output, as_given(output, call.problem.layout))
+    outside = _by_pytorch(asked, call, plan.explanation.route)
+    return None if captured is None or outside is None else _Either(outside=outside, captured=captured)
+
+
+_known: dict[Key, _Kernel | Pair | _PyTorch | _Either] = {}
 _writing = threading.Lock()

@@ -146,6 +146,8 @@ def bind(problem: Problem, scale: float, backend: str = SDPA) -> Callable[[Tenso
     if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
         return None
     mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
+    if backend == SDPA and (not mask.causal or problem.seq_q == problem.seq_kv or mask.alignment.value == "top-left"):
+        return partial(attend, is_causal=mask.causal, scale=scale)  # one call less, which short steps wait for
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if backend == SDPA:

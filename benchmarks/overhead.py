@@ -3,7 +3,8 @@
 python benchmarks/overhead.py [--calls 10000] [--write]
 
 Each call is timed by itself on the host's clock, from the call to its return: reading the arguments, memory for the
-output and the launch, but not the kernel. All calls of a shape take turns in one process, in random order in each
+output and the launch, but not the kernel. Training calls are both passes, on problems that are long enough to run
+kernels (autoattn/short.py), a tenth as often. All calls of a shape take turns in one process, in random order in each
 round, and the GPU is waited for between rounds, outside the clock, so that no launch waits for room in the queue.
 PyTorch's backends are named outside the clock too.
 """
@@ -42,6 +43,7 @@ SHAPES = (  # batch, query heads, key heads, tokens, head dim, causal
     (2, 32, 8, 256, 128, True),
     (1, 8, 8, 256, 80, False),
 )
+TRAINED = ((4, 32, 32, 4096, 64, True), (4, 16, 16, 4096, 128, True))  # tuned for an H200, both passes
 SDPA = "torch SDPA"
 
 
@@ -90,6 +92,23 @@ def contestants(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
     return found
 
 
+def trained(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> dict[str, Contestant]:
+    """Both passes of our function and of PyTorch's attention."""
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    push = torch.randn_like(query)
+
+    def both(attend: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(attend(), leaves, push)
+
+    def ours() -> torch.Tensor:
+        return autoattn.attention(query, key, value, causal=causal)  # type: ignore[return-value]
+
+    def theirs() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    return {SDPA: Contestant(call=both(theirs)), "autoattn.attention": Contestant(call=both(ours))}
+
+
 def measure(calls: dict[str, Contestant], rounds: int) -> None:
     """Times each call once a round."""
     order = list(calls.values())
@@ -113,18 +132,19 @@ def measure(calls: dict[str, Contestant], rounds: int) -> None:
         torch.cuda.synchronize()
 
 
-def table(shape: tuple[int, int, int, int, int, bool], rounds: int) -> list[str]:
+def table(shape: tuple[int, int, int, int, int, bool], rounds: int, *, training: bool = False) -> list[str]:
     """One shape's lines of Markdown."""
     batch, heads_q, heads_kv, seq, head_dim, causal = shape
     query, key, value = (
         torch.randn(batch, heads, seq, head_dim, device=DEVICE, dtype=torch.bfloat16)
         for heads in (heads_q, heads_kv, heads_kv)
     )
+    calls = (trained if training else contestants)(query, key, value, causal)
     route = autoattn.explain(query, key, value, causal=causal).route
-    calls = contestants(query, key, value, causal)
     measure(calls, rounds)
     medians = {name: statistics.median(one.microseconds) for name, one in calls.items()}
     title = f"B{batch} H{heads_q}/{heads_kv} S{seq} D{head_dim} {'causal' if causal else 'full'}, bfloat16"
+    title += ", both passes" if training else ""
     lines = [f"\n### {title}: `autoattn.attention` takes {route}\n", "| call | median us | 10% to 90% | over SDPA |"]
     lines.append("|---|---|---|---|")
     for name, one in calls.items():
@@ -149,8 +169,9 @@ def main() -> None:
         f"medians of {asked.calls} calls: `python benchmarks/overhead.py`",
     ]
     print("\n".join(lines), flush=True)
-    for shape in SHAPES:
-        found = table(shape, asked.calls)
+    for shape in (*SHAPES, *TRAINED):
+        training = shape in TRAINED
+        found = table(shape, asked.calls // 10 if training else asked.calls, training=training)
         print("\n".join(found), flush=True)
         lines += found
     if asked.write:

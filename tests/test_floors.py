@@ -78,6 +78,7 @@ FLOORS = (
     },
     {
         "dispatch",
+        "short",
         "answer",
         "learning",
         "paired",
@@ -85,6 +86,7 @@ FLOORS = (
         "modifying",
         "packing",
         "prepared",
+        "recent",
         "redone",
         "seeing",
         "module",

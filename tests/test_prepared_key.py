@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from noted_card import HALF, nothing_prepared, three  # noqa: F401 - fixtures
 from torch import Tensor
 
-from autoattn import answer, arguments, functional, gpu, learning, prepared, render
+from autoattn import answer, arguments, functional, gpu, learning, prepared, recent, render
 from autoattn.errors import AutoattnError
 from autoattn.mask import Mask
 
@@ -71,8 +72,8 @@ few_words = st.lists(st.sampled_from([*words]), max_size=2, unique=True).flatmap
 calls = st.tuples(tensor_facts, few_words)
 
 
-def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
-    """A call's key, and all that the ordinary way decides of it; an error is a decision too."""
+def posed(call: tuple[dict[str, Any], dict[str, Any]], ask: Callable[..., Any]) -> tuple[Any, Any]:
+    """What `ask` says of a call, and all that the ordinary way decides of it; an error is a decision too."""
     facts, asked = call
     tensors = [torch.zeros(shape, dtype=facts["dtype"]) for shape in (facts["shapes"][0], *facts["shapes"][1:] * 2)]
     changed = facts["place"]
@@ -92,7 +93,7 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Any, Any]:
             torch.set_grad_enabled(facts["grad"]),
             torch.autocast("cpu", dtype=kind, enabled=kind is not None),
         ):
-            return key_of(*tensors, **asked), decided(tensors, asked)
+            return ask(*tensors, **asked), decided(tensors, asked)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -121,9 +122,12 @@ def test_calls_with_one_key_are_decided_alike(one: Any, change: str, donor: Any)
     facts, asked = ({**mine, **{change: given[change]}} if change in given else mine
                     for mine, given in zip(one, donor, strict=True))  # fmt: skip
     with planned_for_a_card():
-        (key, plan), (other_key, other_plan) = posed(one), posed((facts, asked))
+        (key, plan), (other_key, other_plan) = posed(one, key_of), posed((facts, asked), key_of)
+        (_, again), (is_recent, same) = posed(one, found_among_recent), posed((facts, asked), found_among_recent)
     if key is not None and key == other_key:
         assert plan == other_plan
+    if is_recent:  # PyTorch's guards see as much as the key
+        assert again == same
 
 
 class planned_for_a_card:  # noqa: N801 - a context
@@ -165,10 +169,39 @@ EACH: dict[str, dict[str, Any]] = {
 
 def key_of(*tensors: Any, **asked: Any) -> Any:
     """The key that `attention` asks for."""
-    with mock.patch.object(prepared, "find") as find:
+    recent.forget()
+    with mock.patch.object(prepared, "find") as find, mock.patch.object(recent, "keep"):
         functional.attention(*tensors, **asked)
     find.assert_called_once()
     return find.call_args.args[0]
+
+
+def found_among_recent(*tensors: Any, **asked: Any) -> bool:
+    """Whether a call is like the last one that was prepared; if not, it becomes that."""
+
+    def keep(*given: Any) -> None:
+        if find.call_args.args[0] is not None:
+            kept(*given)
+
+    kept = recent.keep
+    with mock.patch.object(prepared, "find") as find, mock.patch.object(recent, "keep", keep):
+        functional.attention(*tensors, **asked)
+    return not find.called
+
+
+def test_the_same_call_is_found_among_recent_ones() -> None:
+    recent.forget()
+    for layout, known in (("bhsd", False), ("bshd", False), ("bhsd", True)):
+        assert found_among_recent(*three(), layout=layout) is known
+        assert found_among_recent(*three(), layout=layout)
+    query, key, value = three()
+    assert not found_among_recent(shifted(query, 1), key, value), "a kernel would read it by wider steps"
+    with torch.no_grad():
+        assert not found_among_recent(*three())
+    for asked in ({"causal": 0}, {"softcap": False}, {"return_lse": True}):
+        assert not found_among_recent(*three(), **asked)
+    assert not found_among_recent(*three(dtype=torch.float32))
+    assert not found_among_recent(*three(dtype=torch.float32)), "how its products are formed is no switch that is seen"
 
 
 def test_each_argument_makes_another_key() -> None:

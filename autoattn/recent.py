@@ -1,0 +1,84 @@
+"""The kinds of calls that a process made last, told from others by PyTorch's own guards.
+
+A model calls attention once a layer, each time alike. What `prepared.key` reads in Python, guards that torch.compile
+puts before its graphs see in C++: the tensors' types, dtypes, devices, sizes, strides, wanted gradients and views that
+stand for negatives, and which mode, transform or switch of PyTorch's is on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+
+from autoattn import arguments
+
+MOST = 4  # kinds of calls; they are asked one behind the other
+ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
+_tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
+_is = operator.is_
+_is_compiling = torch.compiler.is_compiling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kind:
+    words: tuple[Any, ...]  # the arguments that are no tensors, as they came: 1, 1.0 and True are equal
+    is_alike: Callable[[Any, Any, Any], bool]
+    is_unchanged: Callable[[], bool]
+    alignment: int
+    numerics: str  # that the environment asks for
+    known: Callable[..., Any]
+
+
+_kinds: tuple[_Kind, ...] = ()
+
+
+def find(query: Any, key: Any, value: Any, words: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What answers a call of a kind that was kept; None where none is like it."""
+    if _is_compiling():
+        return None
+    for one in _kinds:
+        if (
+            all(map(_is, words, one.words))
+            and one.is_alike(query, key, value)
+            and one.is_unchanged()
+            and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED == one.alignment
+            and arguments.asked_numerics() == one.numerics
+        ):
+            return one.known
+    return None
+
+
+def keep(query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any]) -> None:
+    """Keeps the kind of a call that was just answered, in place of the one that was kept longest.
+
+    Args:
+        words: the same arguments, in the same order, in each call.
+        known: what answers such calls, from the tensors.
+    """
+    global _kinds
+    if query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
+        return
+    three = query, key, value
+    sizes, strides = [list(one.shape) for one in three], [list(one.stride()) for one in three]
+    tensors = _tensor_guards(*three, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    kind = _Kind(
+        words=words,
+        is_alike=tensors.check,
+        is_unchanged=GlobalStateGuard().check,
+        alignment=(query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED,
+        numerics=arguments.asked_numerics(),
+        known=known,
+    )
+    _kinds = (kind, *_kinds[: MOST - 1])
+
+
+def forget() -> None:
+    """Drops all of them."""
+    global _kinds
+    _kinds = ()
