@@ -109,7 +109,7 @@ def attention(
     asked = prepared.key(query, key, value, (), words, seldom)
     if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
         if seldom is None:
-            recent.keep(query, key, value, words, known)
+            prepared.remember(query, key, value, words, known)
         return found
     if asked is None and operators.is_watched(query, key, value):
         from autoattn import traced  # which imports this module, and is for those who trace

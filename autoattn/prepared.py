@@ -132,6 +132,12 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
         _known[asked] = known
 
 
+def remember(query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any]) -> None:
+    """Keeps what answered a call where a look at its tensors finds it."""
+    eagerly = known.eagerly if isinstance(known, _Either) else known
+    recent.keep(query, key, value, words, eagerly, exact=not isinstance(known, (_PyTorch, _Either)))
+
+
 def forget() -> None:
     """Drops what was prepared."""
     recent.forget()
@@ -263,6 +269,10 @@ class _Either:
             made: Answer = self.captured(query, key, value)
             return made
         return self.outside(query, key, value)
+
+    def eagerly(self, query: Tensor, key: Tensor, value: Tensor) -> Answer | None:
+        """The answer outside; None while a CUDA graph is captured."""
+        return None if torch.cuda.is_current_stream_capturing() else self.outside(query, key, value)
 
 
 def _by_either(asked: Key, tensors: tuple[Tensor, ...], call: Call, plan: Plan) -> _Either | None:

@@ -23,16 +23,27 @@ ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forw
 _tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
 _is = operator.is_
 _is_compiling = torch.compiler.is_compiling
+_repeats = torch._C._get_deterministic_algorithms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kind:
     words: tuple[Any, ...]  # the arguments that are no tensors, as they came: 1, 1.0 and True are equal
     is_alike: Callable[[Any, Any, Any], bool]
+    exact: bool  # whether what follows must be the same too, or these alone: is autograd on, must gradients repeat
+    wanted: tuple[bool, bool]
     is_unchanged: Callable[[], bool]
     alignment: int
     numerics: str  # that the environment asks for
     known: Callable[..., Any]
+
+    def holds(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether all beside the arguments is as it was."""
+        return (
+            self.is_unchanged()
+            and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED == self.alignment
+            and arguments.asked_numerics() == self.numerics
+        )
 
 
 _kinds: tuple[_Kind, ...] = ()
@@ -46,23 +57,24 @@ def find(query: Any, key: Any, value: Any, words: tuple[Any, ...]) -> Callable[.
         if (
             all(map(_is, words, one.words))
             and one.is_alike(query, key, value)
-            and one.is_unchanged()
-            and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED == one.alignment
-            and arguments.asked_numerics() == one.numerics
+            and (one.holds(query, key, value) if one.exact else one.wanted == _wanted())
         ):
             return one.known
     return None
 
 
-def keep(query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any]) -> None:
+def keep(
+    query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any], *, exact: bool
+) -> None:
     """Keeps the kind of a call that was just answered, in place of the one that was kept longest.
 
     Args:
         words: the same arguments, in the same order, in each call.
         known: what answers such calls, from the tensors.
+        exact: whether it serves these alone; PyTorch's own attention sees by itself what is switched on.
     """
     global _kinds
-    if query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
+    if exact and query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
         return
     three = query, key, value
     sizes, strides = [list(one.shape) for one in three], [list(one.stride()) for one in three]
@@ -70,12 +82,18 @@ def keep(query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], know
     kind = _Kind(
         words=words,
         is_alike=tensors.check,
+        exact=exact,
+        wanted=_wanted(),
         is_unchanged=GlobalStateGuard().check,
         alignment=(query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED,
         numerics=arguments.asked_numerics(),
         known=known,
     )
     _kinds = (kind, *_kinds[: MOST - 1])
+
+
+def _wanted() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), _repeats()
 
 
 def forget() -> None:

@@ -170,7 +170,7 @@ EACH: dict[str, dict[str, Any]] = {
 def key_of(*tensors: Any, **asked: Any) -> Any:
     """The key that `attention` asks for."""
     recent.forget()
-    with mock.patch.object(prepared, "find") as find, mock.patch.object(recent, "keep"):
+    with mock.patch.object(prepared, "find") as find, mock.patch.object(prepared, "remember"):
         functional.attention(*tensors, **asked)
     find.assert_called_once()
     return find.call_args.args[0]
@@ -183,8 +183,8 @@ def found_among_recent(*tensors: Any, **asked: Any) -> bool:
         if find.call_args.args[0] is not None:
             kept(*given)
 
-    kept = recent.keep
-    with mock.patch.object(prepared, "find") as find, mock.patch.object(recent, "keep", keep):
+    kept = prepared.remember
+    with mock.patch.object(prepared, "find") as find, mock.patch.object(prepared, "remember", keep):
         functional.attention(*tensors, **asked)
     return not find.called
 

@@ -131,12 +131,23 @@ def test_a_longer_training_call_is_the_kernels(card: dict[str, Any], attend: Cal
     assert (card["forward"], card["backward"]) == (1, 1)
 
 
-def test_a_short_call_without_gradients_is_the_kernels(card: dict[str, Any]) -> None:
+def test_a_short_call_that_wants_something_else_is_the_kernels(card: dict[str, Any]) -> None:
     tensors = three()
     enter(card, tensors)
+    for _ in range(3):
+        autoattn.attention(*tensors, causal=True)
+    assert card["forward"] == 0
     with torch.no_grad():
         autoattn.attention(*tensors, causal=True)
     assert card["forward"] == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        autoattn.attention(*tensors, causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert card["forward"] == 2
+    autoattn.attention(*tensors, causal=True)
+    assert card["forward"] == 2
 
 
 @pytest.mark.parametrize("warm", [False, True])
