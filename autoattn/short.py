@@ -13,8 +13,8 @@ from autoattn.entry import KERNEL
 from autoattn.problem import Problem
 from autoattn.rivals import SDPA
 
-# What both passes of a call take the CPU, in microseconds, on the host of an H200: benchmarks/overhead.py, and
-# benchmarks/results/2026-11-22_h200_overhead.md.
+# What both passes of a call take the CPU, in microseconds, on the host of an H200
+# (benchmarks/results/2026-11-22_h200_overhead.md, at its end).
 HOST_US = {KERNEL: 175.0, SDPA: 147.0}
 
 

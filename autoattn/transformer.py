@@ -221,16 +221,18 @@ def _words(told: Explanation, backend: str) -> str:
 
 
 def _is_sdpa_when_traced(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a compiled call is PyTorch's attention in the graph, and no operator of autoattn's."""
+    """Whether a compiled call is PyTorch's attention in the graph behind autograd, and no operator of ours."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
     names: list[str] = []
 
-    def note(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        names.extend(getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes)
-        call: Callable[..., Any] = module.forward
-        return call
+    def note(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        names.extend(str(node.target) for node in module.graph.nodes)
+        return make_boxed_func(module.forward)
 
-    torch.compile(ours, backend=note, dynamic=False)(query, key, value)
-    return "scaled_dot_product_attention" in names
+    torch.compile(ours, backend=aot_autograd(fw_compiler=note), dynamic=False)(query, key, value)
+    return not any(name.startswith("autoattn") for name in names)
 
 
 def _backend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:

@@ -19,10 +19,11 @@ from computed_card import (
 from torch import Tensor
 
 import autoattn
-from autoattn import cache, dispatch, functional, learning, prepared, short, space
+from autoattn import cache, dispatch, functional, learning, prepared, short, space, transformer
 from autoattn.dispatch import Explanation
 from autoattn.mask import Mask
 from autoattn.problem import Modifiers, Problem
+from autoattn.timetable import Mode, Whose
 
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
 CAUSAL = Mask.parse("causal")
@@ -192,3 +193,13 @@ def test_what_pytorch_does_not_give_kernels_do(card: dict[str, Any], given: dict
     tensors = three()
     enter(card, tensors)
     assert autoattn.explain(*tensors, causal=True, **given).route == "kernel"
+
+
+def test_of_a_models_compiled_row_it_is_told_that_pytorch_was_traced(card: dict[str, Any]) -> None:
+    tensors = three()
+    enter(card, tensors)
+    torch.compiler.reset()
+    assert transformer.ran(Whose.OURS, Mode.COMPILED, *tensors).endswith("traced")
+    enter(card, tensors, 200.0)
+    torch.compiler.reset()
+    assert transformer.ran(Whose.OURS, Mode.COMPILED, *tensors).startswith("triton/forward")
