@@ -196,7 +196,7 @@ def run(kernel: Kernel, case: Case, *, as_calls_do: bool = False) -> Gradients:
     """
     gradients = empty_gradients(case)
     facts = kernel, case.problem, case.operands, case.saved, gradients
-    if not as_calls_do or not backward.may_bind(kernel, case.problem, case.operands.query):
+    if not as_calls_do or not backward.may_bind(case.problem, case.operands.query):
         backward.launch(*facts)
         return gradients
     scratch = backward.empty_scratch(kernel, case.problem, case.operands.query)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from autoattn.problem import Layout
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
 _ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
+_ALIGNED_NUMBERS = 4  # of 4 bytes
 _MOST = 64  # kinds of output gradients that are kept
 _FLOAT32 = torch.float32
 _transforms = torch._C._are_functorch_transforms_active
@@ -41,6 +43,7 @@ class Pair:
     rows: int  # bytes of each query's LSE, and of its delta
     sums: int  # bytes behind these, in which queries' gradients are added up
     numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
+    copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
     # (strides of an output gradient, address modulo 16) -> launches
     launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
 
@@ -74,7 +77,7 @@ class Pair:
         scratch = query.new_empty_strided((self.numbers,), (1,), dtype=_FLOAT32)
         room = scratch.data_ptr()
         starts, ends = (tensor.data_ptr() for tensor in offsets) if offsets else (0, 0)
-        addresses = (  # in the order of backward.POINTERS
+        addresses: tuple[int, ...] = (  # in the order of backward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -92,6 +95,8 @@ class Pair:
             ends,
             room + 2 * self.rows + self.sums,
         )
+        if self.copies:
+            addresses += tuple(room + begin for begin in self.copies)
         for launch in launches:
             launch(addresses)
         return query_grad, key_grad, value_grad
@@ -140,11 +145,13 @@ def pair(
         tensors: query, key, value as the caller gave them, and offsets.
         forward, output: the forward pass of such calls, and the strides of its output.
     """
-    if not backward.may_bind(both.backward, both.asked, operands.query):
+    if not backward.may_bind(both.asked, operands.query):
         return None
     scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
     assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"
     rows, sums, turns = (0 if one is None else one.numel() for one in (scratch.rows, scratch.sums, scratch.turns))
+    sizes = [scratch.copies[name].numel() for name in backward.COPIES if name in scratch.copies]
+    *begins, end = accumulate(sizes, initial=-(-(rows + sums + turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
     query, key, value = (_gradient_of(tensor, both.problem.layout) for tensor in tensors[:3])
     return Pair(
         both=both,
@@ -155,7 +162,8 @@ def pair(
         gradients=(query, key, value),
         rows=4 * (rows // 2),
         sums=4 * sums,
-        numbers=rows + sums + turns,
+        numbers=end,
+        copies=tuple(4 * begin for begin in begins),
     )
 
 

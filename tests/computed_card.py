@@ -126,7 +126,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
     may_bind = backward.may_bind
     there: Any = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(backward, "may_bind", lambda kernel, one, query: may_bind(kernel, one, there))
+    monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
     monkeypatch.setattr(forward, "bind", bind)
     monkeypatch.setattr(backward, "bind", bind_both)
     monkeypatch.setattr(forward, "zeros", lambda *facts: None)

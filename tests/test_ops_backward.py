@@ -14,7 +14,7 @@ import torch
 from autoattn import bound, gradients
 from autoattn.compile import Descriptor, Kernel, load_module, parts_of
 from autoattn.ops import backward
-from autoattn.problem import Bias, Layout, Modifiers, Problem
+from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 
 CUDA = torch.device("cuda", 0)
 
@@ -57,13 +57,22 @@ def address(given: Any) -> Any:
     return given.data_ptr() if isinstance(given, torch.Tensor | Descriptor) else given
 
 
+FLOAT32: dict[str, Any] = {"dtype": DType.FLOAT32, "precision": Precision.TF32}
+
+
 @pytest.mark.parametrize("loads", ["pointer", "descriptor"])
-@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.PACKED])
+@pytest.mark.parametrize(
+    ("facts", "copies"),
+    [
+        ({}, "none"),
+        ({"layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 70}, "none"),
+        (FLOAT32, "turned"),
+    ],
+)
 @pytest.mark.usefixtures("card")
-def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str) -> None:
-    tokens = {"tokens_q": 60, "tokens_kv": 70} if layout is Layout.PACKED else {}
-    one = gradient_kernels.problem(mask="window:5,3", layout=layout, **tokens)
-    kernel = kernel_of(one, keys_loads=loads, queries_loads=loads)
+def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], copies: str, loads: str) -> None:
+    one = gradient_kernels.problem(mask="window:5,3", **facts)
+    kernel = kernel_of(one, keys_loads=loads, queries_loads=loads, copies=copies)
     first, second = (
         gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
@@ -78,6 +87,7 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str
     for launch in launches:
         launch(addresses)
     assert own.sums is None
+    assert sorted(own.copies) == ([] if copies == "none" else sorted(backward.COPIES))
     others = {tensor.data_ptr() for tensor in own.rows}
     for part in kernel.parts:
         ((grid, given),) = part.compiled.ordinary
@@ -86,6 +96,8 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(layout: Layout, loads: str
         for name, one_argument, other in zip(part.parameters, given, again, strict=True):
             if name.startswith(("row_lse", "delta")):  # each launch has its own
                 assert address(other) in others
+            elif name.endswith("_copy_ptr"):
+                assert address(other) == own.copies[name.removesuffix("_copy_ptr")].data_ptr() != address(one_argument)
             else:
                 assert address(one_argument) == address(other), name
             if isinstance(one_argument, Descriptor):
@@ -98,7 +110,7 @@ def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.Monk
     one = gradient_kernels.problem(mask="causal")
     kernel = kernel_of(one)
     case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(backward, "may_bind", lambda kernel, problem, query: bound_too)
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
     assert not gradients.judge(kernel, [case]).ok, "nothing was computed"
     for part in kernel.parts:
         assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((1, 1) if bound_too else (2, 0))
@@ -112,7 +124,7 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
     one = gradient_kernels.problem(mask="causal")
     kernel = kernel_of(one)
     case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(backward, "may_bind", lambda kernel, problem, query: bound_too)
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
     room = gradients.room_of(case)
     call = gradients.call_of(kernel, case, room)
     for _ in range(3):
@@ -134,12 +146,9 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
 )
 def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: Modifiers) -> None:
     query: Any = SimpleNamespace(is_cuda=True)
-    kernel: Any = SimpleNamespace(module=SimpleNamespace())
-    assert backward.may_bind(kernel, gradient_kernels.problem(modifiers=Modifiers(softcap=True)), query)
-    assert not backward.may_bind(kernel, gradient_kernels.problem(modifiers=modifiers), query)
-    assert not backward.may_bind(kernel, gradient_kernels.problem(), SimpleNamespace(is_cuda=False))  # type: ignore[arg-type]
-    copying: Any = SimpleNamespace(module=SimpleNamespace(copies=None))
-    assert not backward.may_bind(copying, gradient_kernels.problem(), query)
+    assert backward.may_bind(gradient_kernels.problem(modifiers=Modifiers(softcap=True)), query)
+    assert not backward.may_bind(gradient_kernels.problem(modifiers=modifiers), query)
+    assert not backward.may_bind(gradient_kernels.problem(), SimpleNamespace(is_cuda=False))  # type: ignore[arg-type]
 
 
 def test_rows_have_room_for_every_tile_of_queries() -> None:

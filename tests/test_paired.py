@@ -24,7 +24,7 @@ ROWS, SUMS, TURNS = 2 * 2 * 4 * 128, 256, 12  # numbers of 4 bytes: a head's 33 
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The addresses of each launch of a backward pass."""
     found: list[tuple[int, ...]] = []
-    monkeypatch.setattr(backward, "may_bind", lambda kernel, problem, query: True)
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: True)
     monkeypatch.setattr(backward, "bind", lambda *facts: (found.append,))
     return found
 
@@ -71,15 +71,28 @@ def test_each_room_lies_behind_the_one_before(
     push = torch.randn(shape).half()
     grads = torch.autograd.grad(output, tensors, push)
     (addresses,) = launched
-    at = dict(zip(backward.POINTERS, addresses, strict=True))
+    at = dict(zip(backward.POINTERS, addresses, strict=False))
     for name, tensor, grad in zip(("query", "key", "value"), tensors, grads, strict=True):
         assert (at[f"{name}_ptr"], at[f"{name}_grad_ptr"]) == (tensor.data_ptr(), grad.data_ptr())
         assert grad.stride() == tensor.stride()
     assert at["output_grad_ptr"] == push.data_ptr()
     places = [at[name] - at["row_lse_ptr"] for name in ("delta_ptr", "query_sums_ptr", "turns_ptr")]
     assert places == [2 * ROWS, 4 * ROWS, 4 * (ROWS + SUMS)]
-    assert one.numbers == ROWS + SUMS + turns
+    assert one.numbers == ROWS + SUMS + -(-turns // 4) * 4
+    assert "query_copy_ptr" not in at
     assert (at["cu_seqlens_q_ptr"], at["lse_grad_ptr"]) == (0, 0)
+
+
+def test_turned_copies_lie_behind_the_other_rooms(launched: list[tuple[int, ...]]) -> None:
+    tensors = tuple(torch.randn(2, 4, 33, 16).half().requires_grad_() for _ in range(3))
+    shapes = {"query": (2, 4, 16, 128), "key": (2, 4, 16, 256), "output_grad": (2, 4, 32, 128)}
+    one = pair(tensors, Layout.BHSD, {"copies": lambda *sizes: shapes, "turns": lambda *sizes: 2})
+    torch.autograd.grad(one(*tensors), tensors, torch.randn(2, 4, 33, 16).half())
+    at = dict(zip(backward.POINTERS, launched[0], strict=True))
+    begin, (query, key, push) = ROWS + 4, (2 * 4 * 16 * 128, 2 * 4 * 16 * 256, 2 * 4 * 32 * 128)
+    places = [at[f"{name}_copy_ptr"] - at["row_lse_ptr"] for name in backward.COPIES]
+    assert places == [4 * begin, 4 * (begin + query), 4 * (begin + query + key)]
+    assert one.numbers == begin + query + key + push
 
 
 def test_an_output_gradient_that_stands_for_negatives_is_copied(launched: list[tuple[int, ...]]) -> None:
@@ -89,7 +102,7 @@ def test_an_output_gradient_that_stands_for_negatives_is_copied(launched: list[t
     negated = torch._neg_view(push)
     for given in (push, negated):  # the second finds the launches of the first, whose strides are the same
         one.differentiate(given, None, *(tensor.detach() for tensor in (*tensors, tensors[0])), torch.zeros(2, 4, 33))
-    first, second = (dict(zip(backward.POINTERS, each, strict=True))["output_grad_ptr"] for each in launched)
+    first, second = (dict(zip(backward.POINTERS, each, strict=False))["output_grad_ptr"] for each in launched)
     assert first == push.data_ptr() == negated.data_ptr() != second
     assert learning.reads(one.both.backward, push)
     assert not learning.reads(one.both.backward, negated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,11 +19,14 @@ from autoattn.operands import Operands, empty_as
 from autoattn.ops import forward
 from autoattn.problem import Bias, DType, Problem
 
-# The order in which bound launches take the addresses of a call's tensors; 0 for one that is not there.
+COPIES = ("query", "key", "output_grad")  # of which kernels make turned copies, where they do
+# The order in which bound launches take the addresses of a call's tensors: 0 for one that is not there, and none of
+# copies where there are none.
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
     *("row_lse_ptr", "delta_ptr", "query_sums_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
     *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr"),
+    *(f"{name}_copy_ptr" for name in COPIES),
 )
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
 SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
@@ -64,7 +67,7 @@ class Scratch:
     rows: Tensor
     sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
     turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
-    copies: dict[str, Tensor] | None = None  # name -> [batch, heads, head_dim, rows], turned; None where none are made
+    copies: dict[str, Tensor] = field(default_factory=dict)  # of COPIES -> [batch, heads, head_dim, rows]; maybe none
 
 
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
@@ -109,13 +112,11 @@ def bind(
     return tuple(bound.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
 
 
-def may_bind(kernel: Kernel, problem: Problem, query: Tensor) -> bool:
+def may_bind(problem: Problem, query: Tensor) -> bool:
     """Whether a call has no tensors but those of POINTERS, and runs on a card rather than in Triton's interpreter."""
     modifiers = problem.modifiers
     more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
-    if not query.is_cuda or more or modifiers.bias is not Bias.NONE or problem.dtype is DType.FLOAT8:
-        return False
-    return not hasattr(kernel.module, "copies")
+    return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
 
 
 def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) -> Callable[[Gradients], None]:
@@ -123,7 +124,7 @@ def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) ->
 
     Where it may, it costs the host what a prepared call does: less than is hidden from who times it.
     """
-    if not may_bind(kernel, problem, operands.query):
+    if not may_bind(problem, operands.query):
         return partial(launch, kernel, problem, operands, saved)
     like = empty_gradients(problem, operands), empty_scratch(kernel, problem, operands.query)
     launches = bind(kernel, problem, operands, saved, *like)
@@ -142,7 +143,7 @@ def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch
     tensors = (
         operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
         scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
-        operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns,
+        operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns, *map(scratch.copies.get, COPIES),
     )  # fmt: skip
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
@@ -173,10 +174,9 @@ def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
         else None
         for name, dtype in (("sums", torch.float32), ("turns", torch.int32))
     )
-    copies = None
-    if hasattr(kernel.module, "copies"):
-        sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
-        copies = {name: query.new_empty(shape) for name, shape in kernel.module.copies(*sizes).items()}
+    sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
+    shapes = kernel.module.copies(*sizes) if hasattr(kernel.module, "copies") else {}
+    copies = {name: query.new_empty(shape) for name, shape in shapes.items()}
     return Scratch(rows=rows, sums=sums, turns=turns, copies=copies)
 
 
@@ -210,7 +210,7 @@ def _arguments(
     if operands.table is not None:
         arguments |= forward.listed(operands.table)
         arguments |= forward.listed(blocks.turned(operands.table, operands.key.shape[2]), "turned_")
-    if scratch.copies is not None:
+    if scratch.copies:
         arguments |= {f"{name}_copy_ptr": copy for name, copy in scratch.copies.items()}
         arguments["stride_c"] = scratch.copies["key"].shape[3]
     if gradients.slopes is not None:
