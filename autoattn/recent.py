@@ -8,6 +8,7 @@ stand for negatives, and which mode, transform or switch of PyTorch's is on.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
 from autoattn import arguments
 
-MOST = 4  # kinds of calls; they are asked one behind the other
+MOST = 64  # kinds of calls, one of each pair of shapes and causal mask
 ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 _tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
 _is = operator.is_
@@ -46,34 +47,37 @@ class _Kind:
         )
 
 
-_kinds: tuple[_Kind, ...] = ()
+_kinds: dict[tuple[Any, Any, Any], _Kind] = {}
 
 
 def find(query: Any, key: Any, value: Any, words: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What answers a call of a kind that was kept; None where none is like it."""
     if _is_compiling():
         return None
-    for one in _kinds:
-        if (
-            all(map(_is, words, one.words))
-            and one.is_alike(query, key, value)
-            and (one.holds(query, key, value) if one.exact else one.wanted == _wanted())
-        ):
-            return one.known
+    try:
+        one = _kinds.get((query.shape, key.shape, words[0]))
+    except (AttributeError, TypeError, RuntimeError):  # no tensor, no word, no sizes: the ordinary way says so
+        return None
+    if (
+        one is not None
+        and all(map(_is, words, one.words))
+        and one.is_alike(query, key, value)
+        and (one.holds(query, key, value) if one.exact else one.wanted == _wanted())
+    ):
+        return one.known
     return None
 
 
 def keep(
     query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any], *, exact: bool
 ) -> None:
-    """Keeps the kind of a call that was just answered, in place of the one that was kept longest.
+    """Keeps the kind of a call that was just answered, in place of one of the same shapes or the oldest.
 
     Args:
-        words: the same arguments, in the same order, in each call.
+        words: the same arguments, in the same order, in each call; the first is causal.
         known: what answers such calls, from the tensors.
         exact: whether it serves these alone; PyTorch's own attention sees by itself what is switched on.
     """
-    global _kinds
     if exact and query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
         return
     three = query, key, value
@@ -89,7 +93,13 @@ def keep(
         numerics=arguments.asked_numerics(),
         known=known,
     )
-    _kinds = (kind, *_kinds[: MOST - 1])
+    with _writing:
+        while len(_kinds) >= MOST:
+            del _kinds[next(iter(_kinds))]  # the oldest
+        _kinds[query.shape, key.shape, words[0]] = kind
+
+
+_writing = threading.Lock()
 
 
 def _wanted() -> tuple[bool, bool]:
@@ -98,5 +108,5 @@ def _wanted() -> tuple[bool, bool]:
 
 def forget() -> None:
     """Drops all of them."""
-    global _kinds
-    _kinds = ()
+    with _writing:
+        _kinds.clear()

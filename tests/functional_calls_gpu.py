@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import formula
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import autoattn
 from autoattn import functional
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}
+
+
+@pytest.fixture
+def launched() -> Iterator[list[Any]]:
+    """Triton's launches."""
+    found: list[Any] = []
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(found.append)
+    yield found
+    hook.remove(found.append)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

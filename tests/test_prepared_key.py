@@ -191,9 +191,9 @@ def found_among_recent(*tensors: Any, **asked: Any) -> bool:
 
 def test_the_same_call_is_found_among_recent_ones() -> None:
     recent.forget()
-    for layout, known in (("bhsd", False), ("bshd", False), ("bhsd", True)):
-        assert found_among_recent(*three(), layout=layout) is known
-        assert found_among_recent(*three(), layout=layout)
+    for causal, known in ((True, False), (False, False), (True, True), (False, True)):
+        assert found_among_recent(*three(), causal=causal) is known
+        assert found_among_recent(*three(), causal=causal)
     query, key, value = three()
     assert not found_among_recent(shifted(query, 1), key, value), "a kernel would read it by wider steps"
     with torch.no_grad():

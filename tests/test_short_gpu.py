@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import samples
 import torch
-import triton
-from functional_calls_gpu import normal
+from functional_calls_gpu import launched, normal  # noqa: F401 - a fixture
 from torch import Tensor
 
 import autoattn
@@ -36,16 +35,6 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Tens
     functional.forget()
     yield found
     functional.forget()
-
-
-@pytest.fixture
-def launched() -> Iterator[list[Any]]:
-    """Triton's launches."""
-    found: list[Any] = []
-    hook = triton.knobs.runtime.launch_enter_hook
-    hook.add(found.append)
-    yield found
-    hook.remove(found.append)
 
 
 def step(attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:

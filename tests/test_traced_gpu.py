@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import triton
-from functional_calls_gpu import TOLERANCE, largest_error, no_shipped_cache, normal  # noqa: F401 - a fixture
+from functional_calls_gpu import TOLERANCE, largest_error, launched, no_shipped_cache, normal  # noqa: F401 - fixtures
 from test_gradients_gpu import tuned  # noqa: F401 - a fixture
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -32,16 +31,6 @@ CALLS: dict[str, dict[str, Any]] = {
 def nothing_traced() -> None:
     torch._dynamo.reset()
     counters.clear()
-
-
-@pytest.fixture
-def launched() -> Iterator[list[Any]]:
-    """Triton's launches."""
-    found: list[Any] = []
-    hook = triton.knobs.runtime.launch_enter_hook
-    hook.add(found.append)
-    yield found
-    hook.remove(found.append)
 
 
 def whole(function: Callable[..., Any], **given: Any) -> Callable[..., Any]:
@@ -149,7 +138,7 @@ def test_a_compiled_training_step_runs_the_kernel_and_its_gradients_are_right(
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("given", [{"causal": True}, {"window": (100, 0), "layout": "bshd"}], ids=str)
 def test_a_compiled_step_runs_the_kernels_of_an_eager_one(
-    tuned: Any,  # noqa: F811
+    tuned: Any,
     given: dict[str, Any],
     mode: str,
     launched: list[Any],
