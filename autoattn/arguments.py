@@ -258,6 +258,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
+        if tensor.is_nested:
+            raise TensorError(f"{name} must be dense, got a nested tensor; pad it, or give packed_attention its tokens")
+        if tensor.layout is not torch.strided:
+            raise TensorError(f"{name} must be dense, got layout {tensor.layout}; call its to_dense()")
         if tensor.dim() != len(names):
             raise TensorError(f"{name} must be {axes}, got shape {tuple(tensor.shape)}; add or merge axes")
         if tensor.dtype not in DTYPE:

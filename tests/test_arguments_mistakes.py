@@ -20,6 +20,11 @@ TABLE = masks.from_mod(causal, seq_q=5, seq_kv=7)
 WRONG: dict[str, tuple[tuple[Any, Any, Any], str]] = {
     "no tensor": ((GOOD, [1.0], GOOD), "key must be a torch.Tensor, got list; convert it first"),
     "nothing": ((None, GOOD, GOOD), "query must be a torch.Tensor, got NoneType; convert it first"),
+    "sparse": ((GOOD, GOOD.to_sparse(), GOOD), "key must be dense, got layout torch.sparse_coo; call its to_dense()"),
+    "nested": (
+        (torch.nested.as_nested_tensor([zeros(6, 5, 8)], layout=torch.strided), GOOD, GOOD),
+        "query must be dense, got a nested tensor; pad it, or give packed_attention its tokens",
+    ),
     "three axes": (
         (GOOD, GOOD, zeros(6, 5, 8)),
         "value must be [batch, heads, seq, head_dim], got shape (6, 5, 8); add or merge axes",
