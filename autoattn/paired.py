@@ -19,11 +19,11 @@ from autoattn.bound import Bound
 from autoattn.operands import Operands, as_given, empty_as, viewed
 from autoattn.ops import backward
 from autoattn.ops.backward import Saved
+from autoattn.ops.forward import ALIGNED
 from autoattn.problem import Layout
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
-_ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 _ALIGNED_NUMBERS = 4  # of 4 bytes
 _MOST = 64  # kinds of output gradients that are kept
 _FLOAT32 = torch.float32
@@ -61,7 +61,7 @@ class Pair:
         if output_grad is None:
             output_grad = torch.zeros_like(output)
         push = output_grad.data_ptr()
-        kind = output_grad.stride(), push & _ALIGNED
+        kind = output_grad.stride(), push & ALIGNED
         launches = None if output_grad.is_neg() else self.launches.get(kind)
         if launches is None:
             if not learning.reads(self.both.backward, self._view(output_grad)):

@@ -23,6 +23,7 @@ from autoattn.compile import Kernel
 from autoattn.mask import Mask
 from autoattn.operands import as_given
 from autoattn.ops import forward
+from autoattn.ops.forward import ALIGNED
 from autoattn.paired import Pair
 from autoattn.problem import Layout
 
@@ -41,7 +42,6 @@ _watchers = torch._C._len_torch_dispatch_stack  # modes, which would not see a l
 _repeats = torch._C._get_deterministic_algorithms
 _FLOAT32 = torch.float32
 _ROOMS = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
-_ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 
 
 def key(
@@ -83,7 +83,7 @@ def key(
         kind = "cuda" if query.is_cuda else "cpu"
         return (
             dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), others,
-            address & _ALIGNED,
+            address & ALIGNED,
             (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
             and (True, _repeats()),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
@@ -265,10 +265,9 @@ class _Either:
     captured: Pair
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Answer | None:
-        if torch.cuda.is_current_stream_capturing():
-            made: Answer = self.captured(query, key, value)
-            return made
-        return self.outside(query, key, value)
+        answer = self.captured if torch.cuda.is_current_stream_capturing() else self.outside
+        made: Answer | None = answer(query, key, value)
+        return made
 
     def eagerly(self, query: Tensor, key: Tensor, value: Tensor) -> Answer | None:
         """The answer outside; None while a CUDA graph is captured."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
 from autoattn import arguments
+from autoattn.ops.forward import ALIGNED
 
 MOST = 64  # kinds of calls, one of each pair of shapes and causal mask
-ALIGNED = 15  # kernels are made for addresses that 16 or less divides, see forward.traits_of
 _tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
 _is = operator.is_
 _is_compiling = torch.compiler.is_compiling

@@ -146,7 +146,7 @@ def bind(problem: Problem, scale: float, backend: str = SDPA) -> Callable[[Tenso
     if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
         return None
     mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
-    if backend == SDPA and (not mask.causal or problem.seq_q == problem.seq_kv or mask.alignment.value == "top-left"):
+    if backend == SDPA and _says(mask, problem.seq_q, problem.seq_kv):
         return partial(attend, is_causal=mask.causal, scale=scale)  # one call less, which short steps wait for
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -263,15 +263,18 @@ def _plain(
 ) -> Tensor:
     """Full and causal masks, which need no tensor."""
     seq_q, seq_kv = query.shape[2], key.shape[2]
-    if not mask.causal:
-        return attend(query, key, value, scale=scale)
-    if seq_q == seq_kv or mask.alignment.value == "top-left":
-        return attend(query, key, value, is_causal=True, scale=scale)
+    if _says(mask, seq_q, seq_kv):
+        return attend(query, key, value, is_causal=mask.causal, scale=scale)
     blind = max(0, seq_q - seq_kv)  # aligned bottom-right, the first rows see no key
     if blind == 0:
         return attend(query, key, value, attn_mask=_lower_right(query, seq_kv), scale=scale)
     seen = attend(query[:, :, blind:], key, value, is_causal=True, scale=scale)
     return torch.cat((seen.new_zeros(*seen.shape[:2], blind, seen.shape[3]), seen), dim=2)
+
+
+def _says(mask: Mask, seq_q: int, seq_kv: int) -> bool:
+    """Whether is_causal alone says a full or causal mask: PyTorch's is aligned top-left."""
+    return not mask.causal or seq_q == seq_kv or mask.alignment.value == "top-left"
 
 
 def _lower_right(query: Tensor, seq_kv: int) -> Tensor:

@@ -26,7 +26,6 @@ from autoattn.problem import Modifiers, Problem
 from autoattn.timetable import Mode, Whose
 
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
-CAUSAL = Mask.parse("causal")
 
 
 def found(one: Problem, time_us: float, measured: Problem | None = None) -> Explanation:

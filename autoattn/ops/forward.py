@@ -28,6 +28,7 @@ POINTERS = (
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
+ALIGNED = 15  # of an address: what kernels may be made for is that 16 or less divides it, see traits_of
 
 
 def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -> Traits:
