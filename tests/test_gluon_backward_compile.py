@@ -68,13 +68,14 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
         assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
 
 
-def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> None:
+@pytest.mark.parametrize(("schedule", "barriers"), [("one_tile", 6), ("dynamic", 10)])
+def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel(schedule: str, barriers: int) -> None:
     for release in ("named", "mbarrier"):
-        text = source(problem(mask="causal"), slot_release=release).text
+        text = source(problem(mask="causal"), slot_release=release, schedule=schedule).text
         made = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
         dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
         assert made == dropped
-        assert len(made) == 6
+        assert len(made) == barriers
         assert "    drop_barriers(" in text[text.rindex("gl.warp_specialize(") :]
 
 
@@ -127,10 +128,19 @@ def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str
     assert words in reason
 
 
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"summing": "threads", "schedule": "one_tile"},
+    {"mask_loop": "branch", "next_scores": "after_query_grad"},
+    {"order": "ascending", "BLOCK_M": 64},
+    {"order": "descending", "schedule": "one_tile"},
+)
+
+
 def test_files_stand_alone_and_have_short_lines() -> None:
     for kind, traits in KINDS:
         one = problem(**kind)
-        for changes in ({}, {"summing": "threads"}, {"mask_loop": "branch", "next_scores": "after_query_grad"}):
+        for changes in CHANGES:
             lines = source(one, traits, **changes).text.splitlines()
             assert not [line for line in lines if line.startswith(("import autoattn", "from autoattn"))]
             assert [line for line in lines if line != line.rstrip()] == []
@@ -139,7 +149,7 @@ def test_files_stand_alone_and_have_short_lines() -> None:
 
 def test_batch_heads_and_lengths_never_reach_the_text() -> None:
     small = problem(batch=1, heads_q=2, heads_kv=2, seq_q=700, seq_kv=900)
-    chosen = variant(small)
+    chosen = variant(problem())
     assert render.render(small, chosen).text == render.render(problem(), chosen).text
 
 
@@ -159,7 +169,7 @@ def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_
 
 def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     one = problem(head_dim=64, deterministic=True)
-    chosen: dict[str, Any] = {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step"}
+    chosen: dict[str, Any] = {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step", "schedule": "one_tile"}
     rendered = source(one, **chosen)
     ptx = build(rendered, 90, "backward_keys").asm["ptx"]
     # The first to come writes, the others add; the TMA unit has done either when the turn goes on.
@@ -188,6 +198,76 @@ def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     added = [place for place, word in enumerate(met) if word == "relaxed"]
     assert len(added) >= 2
     assert all(met[place - 1] == "sync" and met[place + 1] == "arrive" for place in added)
+
+
+# --- one tile after another -------------------------------------------------------------------------------------------
+
+WALKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "turns": ({"head_dim": 64, "mask": "causal"}, {"order": "descending", "BLOCK_M": 128, "num_stages": 2}),
+    "as they come": ({"head_dim": 64, "mask": "window:600,64"}, {"order": "any", "BLOCK_M": 128, "num_stages": 2}),
+    "one tile of gradients": ({"head_dim": 64}, {"order": "any", "score_grad_stages": 1, "BLOCK_M": 128}),
+    "wider, turns": ({"mask": "causal"}, {"order": "descending", "fences": "own", "mask_loop": "branch"}),
+    "wider, as they come": ({"head_dim": 80, "head_dim_v": 128}, {"order": "any", "slot_release": "mbarrier"}),
+    "narrow tiles": ({"head_dim": 64}, {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step"}),
+}
+
+
+@pytest.mark.parametrize("kind", WALKED)
+def test_the_loops_of_programs_that_walk_many_tiles_are_those_of_programs_of_one(kind: str) -> None:
+    facts, chosen = WALKED[kind]
+    walked, alone = (inspect(source(problem(**facts), **chosen, schedule=each), 90) for each in ("dynamic", "one_tile"))
+    for theirs, ours in ((alone.loop, walked.loop), (alone.masked_loop, walked.masked_loop)):
+        kept = [name for name in theirs if name.startswith(("HGMMA", "MUFU", "STS", "LDS", "UTMAREDG", "WARPGROUP"))]
+        assert {name: ours.get(name) for name in kept} == {name: theirs[name] for name in kept}
+    assert walked.spilled_bytes <= alone.spilled_bytes + 64
+
+
+@pytest.mark.parametrize("kind", WALKED)
+def test_the_next_keys_may_come_before_gradients_leave(kind: str) -> None:
+    facts, chosen = WALKED[kind]
+    text = source(problem(**facts), **chosen, schedule="dynamic").text
+    end = text[text.index("def sum_tile(") : text.index("def consume(")]
+    assert end.index("mbarrier.arrive(key_free") < end.index("(value_grad.to(ELEMENT)"), "values are overwritten later"
+    staged = "room.index(0).store(value_grad" in end
+    assert staged is (chosen.get("BLOCK_M") == 128), "where a consumer's tile of scores' gradients holds both"
+    assert (end.index("mbarrier.arrive(value_free") < end.index("value_grad.to(ELEMENT)")) is staged
+
+
+def test_a_program_takes_its_next_tile_once_it_has_loaded_the_last_of_this_one() -> None:
+    """Taken earlier, others wait for what a program has not begun to add: up to four times as long on an H200."""
+    text = source(problem(mask="causal"), order="descending", schedule="dynamic").text
+    walk = text[text.index("def produce(") :]
+    assert walk.index("load_tile(") < walk.index("gl.atomic_add(taken, 1)") < walk.index("hand_on(")
+    assert text.count("gl.atomic_add(") == 1
+
+
+@pytest.mark.parametrize("order", ["any", "ascending"])
+def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_count_tiles_behind_the_turns(order: str) -> None:
+    chosen: dict[str, Any] = {"order": order, "BLOCK_M": 64, "next_scores": "own_step"}
+    walked = load_module(source(problem(), **chosen, schedule="dynamic"))
+    alone = load_module(source(problem(), **chosen, schedule="one_tile"))
+    assert walked.grids(4, 32, 8, 4096, 8192) == alone.grids(4, 32, 8, 4096, 8192)
+    assert walked.PERSISTENT == {"backward_keys": 1}
+    assert not hasattr(alone, "PERSISTENT")
+    turns = alone.turns(4, 32, 4096) if order == "ascending" else 0
+    assert walked.turns(4, 32, 4096) == turns + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "params"),
+    [
+        ("leave through the room for sums", {}, {"summing": "threads"}),
+        ("leave through the room for sums", {"head_dim": 256}, {}),
+        ("more tiles than there are SMs", {"batch": 1, "seq_q": 2048, "seq_kv": 2048}, {}),
+    ],
+)
+def test_what_programs_that_walk_many_tiles_cannot_do_is_refused_in_words(
+    words: str, facts: dict[str, Any], params: dict[str, Any]
+) -> None:
+    one = problem(**facts)
+    reason = space.load(TEMPLATE).why_infeasible(variant(one, schedule="dynamic", **params), one, H200)
+    assert reason is not None
+    assert words in reason
 
 
 def test_each_kernel_may_begin_early_and_waits_for_the_one_before() -> None:

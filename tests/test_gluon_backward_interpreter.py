@@ -51,6 +51,7 @@ class Swept:
     source: Source
     head_dim: int
     lse: bool
+    ordered: bool
 
     def run(self, memory: dict[Hashable, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -62,8 +63,8 @@ class Swept:
         lse[:, :, 7] = -math.inf
         found = {name: torch.full((BATCH, HEADS, ROWS), math.nan) for name in ("row_lse", "delta")}
         sums = torch.full((module.sums(BATCH, HEADS, SEQ),), math.nan)
-        ordered = hasattr(module, "turns")
-        turns = torch.full((module.turns(BATCH, HEADS, SEQ) if ordered else 0,), 7, dtype=torch.int32)
+        counters = module.turns(BATCH, HEADS, SEQ) if hasattr(module, "turns") else 0
+        turns = torch.full((counters,), 7, dtype=torch.int32)
         launch(
             module, "backward_rows", output_ptr=output, output_grad_ptr=output_grad, lse_ptr=lse, lse_grad_ptr=lse_grad,
             row_lse_ptr=found["row_lse"], delta_ptr=found["delta"], query_sums_ptr=sums, turns_ptr=turns,
@@ -77,22 +78,25 @@ class Swept:
             "row_lse": (found["row_lse"], row_lse),
             "delta": (found["delta"], delta),
             # The first of programs that take turns writes: its room is left as it is.
-            "sums": (sums, torch.full_like(sums, math.nan) if ordered else torch.zeros_like(sums)),
+            "sums": (sums, torch.full_like(sums, math.nan) if self.ordered else torch.zeros_like(sums)),
             "turns": (turns, torch.zeros_like(turns)),
         }
 
 
+@pytest.mark.parametrize("schedule", ["one_tile", "dynamic"])
 @pytest.mark.parametrize(
     ("head_dim", "lse", "order"),
     [(128, False, "any"), (64, True, "ascending"), (40, False, "ascending"), (200, True, "any")],
 )
-def test_delta_and_lse_stand_for_every_row_and_sums_or_turns_begin_at_0(
-    child: Pool, head_dim: int, lse: bool, order: str
+def test_delta_and_lse_stand_for_every_row_and_sums_turns_and_tiles_begin_at_0(
+    child: Pool, head_dim: int, lse: bool, order: str, schedule: str
 ) -> None:
     one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
-    rendered = hopper_gradients.source(one, Traits(lse=lse), order=order)
-    found = child.result(Swept(source=rendered, head_dim=head_dim, lse=lse), interpreted.SECONDS)
+    rendered = hopper_gradients.source(one, Traits(lse=lse), order=order, schedule=schedule)
+    job = Swept(source=rendered, head_dim=head_dim, lse=lse, ordered=order != "any")
+    found = child.result(job, interpreted.SECONDS)
     assert not isinstance(found, Failure), found.detail
+    assert (found["turns"][0].numel() > 0) is (order != "any" or schedule == "dynamic")
     for name, (ours, theirs) in found.items():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4, equal_nan=True, msg=name)
 
@@ -105,6 +109,7 @@ class Rounded:
     head_dim: int
     block: int
     width: int
+    ordered: bool
 
     def run(self, memory: dict[Hashable, Any]) -> tuple[Tensor, Tensor]:
         module = load_module(self.source)
@@ -114,7 +119,7 @@ class Rounded:
         halves = tiles.chunk(2, dim=3 if self.block == 64 else 2)  # of the two consumers
         sums = torch.stack([half[(..., *in_registers(half.shape[-1]))] for half in halves], 2)
         turns = torch.ones(sums.shape[:3], dtype=torch.int32)
-        if hasattr(module, "turns"):  # a block to which nobody came
+        if self.ordered:  # a block to which nobody came
             sums[1, 1] = math.nan
             turns[1, 1] = 0
             exact[1, self.block : 2 * self.block] = 0.0
@@ -147,7 +152,7 @@ def test_sums_are_rounded_from_where_threads_left_them(child: Pool, head_dim: in
     one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
     rendered = hopper_gradients.source(one, BLOCK_M=block, num_stages=2, order=order)
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    job = Rounded(source=rendered, head_dim=head_dim, block=block, width=width)
+    job = Rounded(source=rendered, head_dim=head_dim, block=block, width=width, ordered=order != "any")
     pair = child.result(job, interpreted.SECONDS)
     assert not isinstance(pair, Failure), pair.detail
     torch.testing.assert_close(*pair, rtol=0.0, atol=1e-3)

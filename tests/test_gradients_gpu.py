@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import hopper_gradients
 import pytest
 import samples
 import torch
+from torch import Tensor
 
 import autoattn
 from autoattn import cache, compile, functional, gpu, gradients, learning, masks, render, space
@@ -20,6 +23,7 @@ from autoattn.errors import CompileError
 from autoattn.gradients import Gate
 from autoattn.learning import Learned
 from autoattn.mask import Mask
+from autoattn.ops import backward
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.trial import Verdict
 
@@ -143,6 +147,52 @@ def test_hoppers_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None)
             continue
         verdict = Gate(one, CUDA).judge(kernel)
         assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
+WALKED: list[dict[str, Any]] = [
+    {"head_dim": 64},
+    {"mask": "causal", "head_dim": 64},
+    {"mask": "causal:top-left", "head_dim": 64, "heads_kv": 16, "seq_kv": 2900},  # keys that no query sees
+    {"mask": "window:40,9", "head_dim": 80, "head_dim_v": 56, "dtype": DType.FLOAT16},
+    {"mask": "window:7,-1", "head_dim": 32, "seq_q": 1900},
+    {"head_dim": 128, "seq_kv": 2050},
+    {"mask": "causal", "head_dim": 128, "seq_q": 2500},
+]
+
+
+@pytest.mark.parametrize("kind", WALKED, ids=str)
+def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kind: dict[str, Any]) -> None:
+    """By the gate's measure, and to the bit where programs add in turn: again and again, as a race would show."""
+    one, points = sized(**{"batch": 2, "heads_q": 16, "heads_kv": 8, **kind}), space.load(hopper_gradients.TEMPLATE)
+    if present().arch != 90:
+        pytest.skip("the template is for Hopper")
+    case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    tried = 0
+    for order, stages, block in itertools.product(("any", "ascending", "descending"), (1, 2), (64, 128)):
+        base = {**points.params_of(points.default(one, present())), "summing": "tma", "num_stages": 2}
+        base |= {"order": order, "score_grad_stages": stages, "BLOCK_M": block}
+        walked, alone = (points.variant({**base, "schedule": each}) for each in ("dynamic", "one_tile"))
+        if points.why_infeasible(walked, one, present()):
+            continue
+        kernels = [compile.load(render.render(one, each), CUDA) for each in (walked, alone)]
+        verdict = Gate(one, CUDA).judge(kernels[0])
+        assert verdict.ok, f"{walked}: {verdict.reason}"
+        found = [list(computed(kernel, one, case)) for kernel in (kernels[1], *[kernels[0]] * 20)]
+        for again in found[1:]:
+            for name, ours, theirs in zip("qkv", again, found[0], strict=True):
+                if order != "any" or name != "q":
+                    assert torch.equal(ours, theirs), f"{walked}: {name}"
+        tried += 1
+    assert tried >= 4
+
+
+def computed(kernel: compile.Kernel, one: Problem, case: gradients.Case) -> Iterator[Tensor]:
+    """The gradients of queries, keys and values that a launch writes where NaN stood."""
+    room = gradients.room_of(case)
+    for each in (room.query, room.key, room.value):
+        each.fill_(torch.nan)
+    backward.launch(kernel, one, case.operands, case.saved, room)
+    yield from (room.query, room.key, room.value)
 
 
 @pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])

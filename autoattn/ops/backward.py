@@ -153,6 +153,8 @@ def _grids(kernel: Kernel, problem: Problem, operands: Operands, gradients: Grad
     if gradients.bias is not None:
         sizes += gradients.bias.shape[:2]
     grids: dict[str, tuple[int]] = kernel.module.grids(*sizes)
+    for name, programs in getattr(kernel.module, "PERSISTENT", {}).items():
+        grids[name] = (min(*grids[name], programs * kernel.sm_count),)
     return grids
 
 
