@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,6 +252,15 @@ def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_count_tiles_behind
     assert not hasattr(alone, "PERSISTENT")
     turns = alone.turns(4, 32, 4096) if order == "ascending" else 0
     assert walked.turns(4, 32, 4096) == turns + 1
+
+
+def test_how_many_programs_stay_on_an_sm_is_part_of_a_kernels_name() -> None:
+    one = source(problem(head_dim=64), schedule="dynamic", order="any")
+    other = replace(
+        one, text=one.text.replace('PERSISTENT = {"backward_keys": 1}', 'PERSISTENT = {"backward_keys": 2}')
+    )
+    assert other.text != one.text
+    assert inspect(other, 90).code != inspect(one, 90).code
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gradient_kernels
+import hopper_gradients
 import pytest
 import torch
 
@@ -157,3 +158,17 @@ def test_rows_have_room_for_every_tile_of_queries() -> None:
     assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)
     sloped = gradient_kernels.problem(modifiers=Modifiers(alibi=True, learned_slopes=True))
     assert backward.empty_scratch(kernel_of(sloped), sloped, torch.empty(2, 4, 129, 16)).rows.shape == (3, 2, 4, 256)
+
+
+@pytest.mark.parametrize(("sms", "programs"), [(132, 132), (9, 9), (5000, 2048)])
+def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_no_more_than_tiles(sms: int, programs: int) -> None:
+    one = hopper_gradients.problem(batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096)
+    found = {}
+    for schedule in ("one_tile", "dynamic"):
+        source = hopper_gradients.source(one, schedule=schedule, order="any")
+        kernel = Kernel(source=source, module=load_module(source), compiled=None, device=CUDA, sm_count=sms)
+        operands = SimpleNamespace(query=torch.empty(4, 16, 4096, 0), key=torch.empty(4, 16, 4096, 0))
+        found[schedule] = backward._grids(kernel, one, operands, SimpleNamespace(bias=None))  # type: ignore[arg-type]
+    assert found["one_tile"].pop("backward_keys") == (4 * 16 * 32,)
+    assert found["dynamic"].pop("backward_keys") == (programs,)
+    assert found["dynamic"] == found["one_tile"]
