@@ -20,7 +20,8 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from autoattn import arguments
 from autoattn.ops.forward import ALIGNED
 
-MOST = 64  # kinds of calls, one of each pair of shapes and causal mask
+MOST = 64  # pairs of shapes
+OF_SHAPES = 4  # kinds of calls of one pair, which are asked one behind the other
 _tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
 _is = operator.is_
 _is_compiling = torch.compiler.is_compiling
@@ -29,7 +30,8 @@ _repeats = torch._C._get_deterministic_algorithms
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kind:
-    words: tuple[Any, ...]  # the arguments that are no tensors, as they came: 1, 1.0 and True are equal
+    words: tuple[Any, ...]  # the arguments that are no tensors
+    types: tuple[type, ...]
     is_alike: Callable[[Any, Any, Any], bool]
     exact: bool  # whether what follows must be the same too, or these alone: is autograd on, must gradients repeat
     wanted: tuple[bool, bool]
@@ -37,6 +39,10 @@ class _Kind:
     alignment: int
     numerics: str  # that the environment asks for
     known: Callable[..., Any]
+
+    def says(self, words: tuple[Any, ...]) -> bool:
+        """Whether the words are these, or others that are made for each call, as a scale is, and say the same."""
+        return words == self.words and all(map(_is, map(type, words), self.types))  # 1, 1.0 and True are equal
 
     def holds(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether all beside the arguments is as it was."""
@@ -47,7 +53,7 @@ class _Kind:
         )
 
 
-_kinds: dict[tuple[Any, Any, Any], _Kind] = {}
+_kinds: dict[tuple[Any, Any], tuple[_Kind, ...]] = {}
 
 
 def find(query: Any, key: Any, value: Any, words: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -55,26 +61,25 @@ def find(query: Any, key: Any, value: Any, words: tuple[Any, ...]) -> Callable[.
     if _is_compiling():
         return None
     try:
-        one = _kinds.get((query.shape, key.shape, words[0]))
-    except (AttributeError, TypeError, RuntimeError):  # no tensor, no word, no sizes: the ordinary way says so
-        return None
-    if (
-        one is not None
-        and all(map(_is, words, one.words))
-        and one.is_alike(query, key, value)
-        and (one.holds(query, key, value) if one.exact else one.wanted == _wanted())
-    ):
-        return one.known
+        for one in _kinds.get((query.shape, key.shape), ()):
+            if (
+                one.says(words)
+                and one.is_alike(query, key, value)
+                and (one.holds(query, key, value) if one.exact else one.wanted == _wanted())
+            ):
+                return one.known
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, or words that nobody can compare:
+        pass  # the ordinary way says so
     return None
 
 
 def keep(
     query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any], *, exact: bool
 ) -> None:
-    """Keeps the kind of a call that was just answered, in place of one of the same shapes or the oldest.
+    """Keeps the kind of a call that was just answered, in place of the oldest of its shapes, or of the oldest shapes.
 
     Args:
-        words: the same arguments, in the same order, in each call; the first is causal.
+        words: the same arguments, in the same order, in each call.
         known: what answers such calls, from the tensors.
         exact: whether it serves these alone; PyTorch's own attention sees by itself what is switched on.
     """
@@ -85,6 +90,7 @@ def keep(
     tensors = _tensor_guards(*three, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     kind = _Kind(
         words=words,
+        types=tuple(map(type, words)),
         is_alike=tensors.check,
         exact=exact,
         wanted=_wanted(),
@@ -94,9 +100,10 @@ def keep(
         known=known,
     )
     with _writing:
+        others = _kinds.pop((query.shape, key.shape), ())
         while len(_kinds) >= MOST:
             del _kinds[next(iter(_kinds))]  # the oldest
-        _kinds[query.shape, key.shape, words[0]] = kind
+        _kinds[query.shape, key.shape] = (kind, *others[: OF_SHAPES - 1])
 
 
 _writing = threading.Lock()

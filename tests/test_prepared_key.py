@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import samples
 import torch
@@ -202,6 +203,33 @@ def test_the_same_call_is_found_among_recent_ones() -> None:
         assert not found_among_recent(*three(), **asked)
     assert not found_among_recent(*three(dtype=torch.float32))
     assert not found_among_recent(*three(dtype=torch.float32)), "how its products are formed is no switch that is seen"
+
+
+def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
+    """A model may ask for the LSE in some layers, and attend by our module and our function in turn."""
+    recent.forget()
+    kinds: list[dict[str, Any]] = [{}, {"return_lse": True}, {"causal": "top-left"}, {"scale": 0.5}]
+    for known in (False, True, True):
+        for asked in kinds:
+            assert found_among_recent(*three(), **asked) is known, asked
+    assert not found_among_recent(*three(), scale=0.25), "the fifth"
+    assert not found_among_recent(*three()), "the oldest made room"
+
+
+def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_other_types_are_not() -> None:
+    recent.forget()
+    for known in (False, True, True):
+        assert found_among_recent(*three(), scale=float("0.5"), layout="".join(("b", "hsd"))) is known
+    assert not found_among_recent(*three(), scale=np.float64(0.5))
+    assert not found_among_recent(*three(), scale=0.5, causal=0)
+
+
+def test_words_that_cannot_be_compared_go_the_ordinary_way() -> None:
+    recent.forget()
+    assert not found_among_recent(*three(), scale=0.5)
+    for scale in (torch.ones(3), np.ones(3)):
+        with pytest.raises(AutoattnError, match="scale must be"):
+            functional.attention(*three(), scale=scale)  # type: ignore[arg-type]
 
 
 def test_each_argument_makes_another_key() -> None:
