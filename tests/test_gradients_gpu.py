@@ -160,19 +160,21 @@ WALKED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("order", ["any", "ascending", "descending"])
 @pytest.mark.parametrize("kind", WALKED, ids=str)
-def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kind: dict[str, Any]) -> None:
+def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kind: dict[str, Any], order: str) -> None:
     """By the gate's measure, and to the bit where programs add in turn: again and again, as a race would show."""
     one, points = sized(**{"batch": 2, "heads_q": 16, "heads_kv": 8, **kind}), space.load(hopper_gradients.TEMPLATE)
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
     case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
     tried = 0
-    for order, stages, block in itertools.product(("any", "ascending", "descending"), (1, 2), (64, 128)):
+    for stages, block in itertools.product((1, 2), (64, 128)):
         base = {**points.params_of(points.default(one, present())), "summing": "tma", "num_stages": 2}
         base |= {"order": order, "score_grad_stages": stages, "BLOCK_M": block}
         walked, alone = (points.variant({**base, "schedule": each}) for each in ("dynamic", "one_tile"))
-        if points.why_infeasible(walked, one, present()):
+        if (reason := points.why_infeasible(walked, one, present())) is not None:
+            assert "registers" in reason or "shared memory" in reason or "mirror image" in reason, reason
             continue
         kernels = [compile.load(render.render(one, each), CUDA) for each in (walked, alone)]
         verdict = Gate(one, CUDA).judge(kernels[0])
@@ -183,7 +185,7 @@ def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kin
                 if order != "any" or name != "q":
                     assert torch.equal(ours, theirs), f"{walked}: {name}"
         tried += 1
-    assert tried >= 4
+    assert tried >= 1 or (order == "descending" and "mask" not in kind), "without a mask it is ascending's mirror image"
 
 
 def computed(kernel: compile.Kernel, one: Problem, case: gradients.Case) -> Iterator[Tensor]:
