@@ -54,6 +54,7 @@ class _Kind:
 
 
 _kinds: dict[tuple[Any, Any], tuple[_Kind, ...]] = {}
+_writing = threading.Lock()
 
 
 def find(query: Any, key: Any, value: Any, words: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -104,9 +105,6 @@ def keep(
         while len(_kinds) >= MOST:
             del _kinds[next(iter(_kinds))]  # the oldest
         _kinds[query.shape, key.shape] = (kind, *others[: OF_SHAPES - 1])
-
-
-_writing = threading.Lock()
 
 
 def _wanted() -> tuple[bool, bool]:
