@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from noted_card import HALF, nothing_prepared, three  # noqa: F401 - fixtures
 from torch import Tensor
 
-from autoattn import answer, arguments, functional, gpu, learning, prepared, recent, render
+from autoattn import answer, arguments, determinism, functional, gpu, learning, prepared, recent, render
 from autoattn.errors import AutoattnError
 from autoattn.mask import Mask
 
@@ -205,6 +205,10 @@ def test_the_same_call_is_found_among_recent_ones() -> None:
     assert not found_among_recent(*three(dtype=torch.float32)), "how its products are formed is no switch that is seen"
 
 
+SCALES = [0.01 * number for number in range(1, recent.FIRST + 1)]  # of as many kinds as are asked first
+WORDS = False, 0.0, 0.0, None, "bhsd", False, False
+
+
 def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
     """A model may ask for the LSE in some layers, and attend by our module and our function in turn."""
     recent.forget()
@@ -212,16 +216,65 @@ def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
     for known in (False, True, True):
         for asked in kinds:
             assert found_among_recent(*three(), **asked) is known, asked
-    assert not found_among_recent(*three(), scale=0.25), "the fifth"
-    assert not found_among_recent(*three()), "the oldest made room"
+    for scale in SCALES:
+        assert not found_among_recent(*three(), scale=scale)
+    for asked in kinds:
+        assert not found_among_recent(*three(), **asked), "the oldest made room"
 
 
 def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_other_types_are_not() -> None:
     recent.forget()
     for known in (False, True, True):
         assert found_among_recent(*three(), scale=float("0.5"), layout="".join(("b", "hsd"))) is known
-    assert not found_among_recent(*three(), scale=np.float64(0.5))
-    assert not found_among_recent(*three(), scale=0.5, causal=0)
+    for known in (False, True):
+        assert found_among_recent(*three(), scale=float("0.5"), softcap=float("3")) is known
+    others = {"scale": np.float64(0.5)}, {"softcap": 3}, {"dropout": 0}, {"dropout": False}, {"causal": 0}
+    for other in others:
+        assert not found_among_recent(*three(), **{"scale": 0.5, "softcap": 3.0, **other}), other
+
+
+def test_kinds_that_are_asked_last_are_found_too_and_are_asked_first_from_then_on() -> None:
+    """Shapes that take turns by the hundred steps, as in training by lengths that grow."""
+    recent.forget()
+    lengths = range(1, recent.FIRST + 3)
+    for known in (False, True):
+        for seq in lengths:
+            assert found_among_recent(*three(seq=seq)) is known, seq
+            assert recent._first[0].is_alike(*three(seq=seq)), seq
+
+
+def test_what_is_forgotten_while_it_is_found_is_not_found_again() -> None:
+    recent.forget()
+    for seq in range(1, recent.FIRST + 3):
+        assert not found_among_recent(*three(seq=seq))
+    put_first = recent._put_first
+
+    def late(*given: Any) -> None:
+        recent.forget()
+        put_first(*given)
+
+    with mock.patch.object(recent, "_put_first", late):
+        assert found_among_recent(*three(seq=1))
+    assert not found_among_recent(*three(seq=1))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: bool) -> None:
+    """Also where PyTorch's attention is the answer, which sees all else by itself."""
+
+    def found(*, gradient: bool) -> bool:
+        tensors = [tensor.requires_grad_(gradient) for tensor in three()]
+        return recent.find(*tensors, WORDS) is not None
+
+    for gradient in (False, True):
+        recent.forget()
+        recent.keep(*(tensor.requires_grad_(gradient) for tensor in three()), WORDS, answer.run, exact=exact)
+        assert found(gradient=gradient)
+        assert not found(gradient=not gradient)
+        with determinism.switched_on(True):
+            assert not found(gradient=gradient)
+        with torch.no_grad():
+            assert not found(gradient=gradient)
 
 
 def test_words_that_cannot_be_compared_go_the_ordinary_way() -> None:
