@@ -161,8 +161,8 @@ def _prepare_both(
             explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
             both = Plan(explanation, forward_plan.kernel, gradients, asked)
             told = deterministic or gradient_traits.lse  # what PyTorch's attention does not do
-            reason = None if told else short.why(forward_plan.explanation, found)
-            return both if reason is None else Plan(dispatch.sdpa(reason, problem, explanation.steps), captured=both)
+            theirs = None if told else short.answer(explanation, found)
+            return both if theirs is None else Plan(theirs, captured=both)
     reason = f"an input needs a gradient, and {refused}"
     without = _without_kernel(reason, problem, gradient_traits.lse, found.steps, learned=learned)
     return _repeating(without) if deterministic else without
@@ -208,7 +208,7 @@ def _repeating(plan: Plan) -> Plan:
 
 
 def _by_pytorch(plan: Plan, problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's attention with the backend that was the fastest; with any, where that one does not take the tensors."""
+    """PyTorch's attention with the chosen backend; with any, where that one does not take the tensors."""
     route = plan.explanation.route
     if route == rivals.EAGER:
         return _eager(problem, operands, lse)
@@ -219,7 +219,7 @@ def _by_pytorch(plan: Plan, problem: Problem, operands: Operands, lse: bool) -> 
     except RuntimeError:
         if route == rivals.SDPA:
             raise
-        reason = f"{route} was the fastest, but does not take these tensors"
+        reason = f"{route} was chosen, but does not take these tensors"
         plan.explanation = dispatch.sdpa(reason, problem, plan.explanation.steps)
         return rivals.sdpa(problem, operands), None
 

@@ -123,7 +123,7 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
         known = _by_kernel(plan.kernel, call, made, answer)
     else:
         switched = plan.repeats and not _repeats()  # in both passes, which takes more than a call
-        known = None if switched else _by_pytorch(asked, call, plan.explanation.route)
+        known = None if switched else _by_pytorch(asked, tensors, call, plan.explanation.route)
     if known is None:
         return
     with _writing:
@@ -134,8 +134,9 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
 
 def remember(query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any]) -> None:
     """Keeps what answered a call where a look at its tensors finds it."""
-    eagerly = known.eagerly if isinstance(known, _Either) else known
-    recent.keep(query, key, value, words, eagerly, exact=not isinstance(known, (_PyTorch, _Either)))
+    eagerly, theirs = (known.eagerly, known.outside) if isinstance(known, _Either) else (known, known)
+    exact = not (isinstance(theirs, _PyTorch) and theirs.sees)
+    recent.keep(query, key, value, words, eagerly, exact=exact)
 
 
 def forget() -> None:
@@ -233,6 +234,7 @@ class _PyTorch:
     asked: Key
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     swapped: bool  # the caller's tensors are [batch, seq, heads, head_dim]
+    sees: bool  # by itself what is switched on, as F.scaled_dot_product_attention does and its operators do not
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         try:
@@ -249,12 +251,14 @@ class _PyTorch:
             return None
 
 
-def _by_pytorch(asked: Key, call: Call, route: str) -> _PyTorch | None:
+def _by_pytorch(asked: Key, tensors: tuple[Tensor, ...], call: Call, route: str) -> _PyTorch | None:
     if route not in (rivals.SDPA, *rivals.BACKENDS):
         return None
-    attend = rivals.bind(call.problem, call.operands.scale, route)
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    attend = rivals.bind(call.problem, call.operands.scale, route, learns=learns)
     swapped = call.problem.layout is Layout.BSHD
-    return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped)
+    sees = route == rivals.SDPA or not rivals.is_one_operator(call.problem)
+    return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped, sees=sees)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -280,7 +284,7 @@ def _by_either(asked: Key, tensors: tuple[Tensor, ...], call: Call, plan: Plan) 
     assert both is not None
     output = forward.empty_output(call.problem, call.operands.query)
     captured = _by_both(both, tensors, call, output, as_given(output, call.problem.layout))
-    outside = _by_pytorch(asked, call, plan.explanation.route)
+    outside = _by_pytorch(asked, tensors, call, plan.explanation.route)
     return None if captured is None or outside is None else _Either(outside=outside, captured=captured)
 
 

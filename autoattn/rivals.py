@@ -141,10 +141,18 @@ def differentiated(
     return found
 
 
-def bind(problem: Problem, scale: float, backend: str = SDPA) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """`sdpa` of a problem and scale for any query, key and value; None where these do not go to PyTorch as they are."""
+def bind(
+    problem: Problem, scale: float, backend: str = SDPA, *, learns: bool = True
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """`sdpa` of a problem and scale for any query, key and value; None where these do not go to PyTorch as they are.
+
+    Args:
+        learns: whether somebody may differentiate the output.
+    """
     if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
         return None
+    if backend in _OPERATORS and is_one_operator(problem):
+        return partial(_OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
     mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
     if backend == SDPA and _says(mask, problem.seq_q, problem.seq_kv):
         return partial(attend, is_causal=mask.causal, scale=scale)  # one call less, which short steps wait for
@@ -156,6 +164,48 @@ def bind(problem: Problem, scale: float, backend: str = SDPA) -> Callable[[Tenso
             return _plain(mask, attend, query, key, value, scale)
 
     return call
+
+
+def is_one_operator(problem: Problem) -> bool:
+    """Whether F.scaled_dot_product_attention hands a problem that a backend takes to one operator, as it is.
+
+    It repeats heads, pads odd head dims, and knows which backends align a causal mask in which way.
+    """
+    return (
+        problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
+        and problem.heads_q == problem.heads_kv
+        and problem.head_dim == problem.head_dim_v
+        and problem.head_dim % 8 == 0
+        and (not problem.mask.causal or problem.seq_q == problem.seq_kv)
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    found: tuple[Tensor, ...] = torch._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
+    return found[0]
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    found: tuple[Tensor, ...] = torch._scaled_dot_product_cudnn_attention(
+        query, key, value, None, learns, 0.0, causal, False, scale=scale
+    )
+    return found[0]
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    found: tuple[Tensor, ...] = torch._scaled_dot_product_efficient_attention(
+        query, key, value, None, learns, 0.0, causal, scale=scale
+    )
+    return found[0]
+
+
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "sdpa-flash": _flash,
+    "sdpa-cudnn": _cudnn,
+    "sdpa-efficient": _efficient,
+}
 
 
 class _only:  # noqa: N801 - a context, as torch.no_grad

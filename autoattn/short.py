@@ -1,11 +1,14 @@
 """Training calls so short that a step waits for the CPU, which PyTorch's attention needs less of than kernels of ours.
 
-A node of autograd in Python, and the launches behind it, take longer than PyTorch's own in C++. Where the GPU is done
-with both passes before the CPU has launched them, nobody gets what kernels save there. While a CUDA graph is captured
-the CPU's time is nobody's, so that kernels answer there.
+A node of autograd in Python, and the launches behind it, take longer than PyTorch's own in C++, and of PyTorch's
+backends cuDNN's, which it prefers, takes longest. Where the GPU is done with both passes before the CPU has launched
+them, nobody gets what the faster kernels save there. While a CUDA graph is captured the CPU's time is nobody's, so that
+kernels of ours answer there.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from autoattn import dispatch, rivals
 from autoattn.dispatch import Explanation
@@ -13,28 +16,39 @@ from autoattn.entry import KERNEL
 from autoattn.problem import Problem
 from autoattn.rivals import SDPA
 
-# What both passes of a call take the CPU, in microseconds, on the host of an H200
-# (benchmarks/results/2026-11-22_h200_overhead.md, at its end).
-HOST_US = {KERNEL: 175.0, SDPA: 147.0}
+# What both passes of a call take the CPU, in microseconds, on the host of an H200. SDPA's are those of cuDNN; how much
+# less the others take was seen in the steps of a model (benchmarks/results/2026-11-22_h200_overhead.md, at its end).
+HOST_US = {KERNEL: 175.0, SDPA: 147.0, "sdpa-flash": 118.0, "sdpa-efficient": 87.0}
+_NAMES = {
+    SDPA: "PyTorch's attention",
+    "sdpa-flash": "PyTorch's FlashAttention-2",
+    "sdpa-efficient": "PyTorch's memory-efficient attention",
+}
 
 
-def why(forward: Explanation, backward: Explanation) -> str | None:
-    """Why PyTorch's attention runs both passes of calls whose kernels were found; None where the kernels do.
+def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
+    """How PyTorch's attention runs both passes of a call whose kernels were found; None where the kernels do.
 
-    A pass takes as long as the measured problem that speaks for it, times what the pairs of its own are of those. Only
-    calls count that F.scaled_dot_product_attention says in full.
+    What a pass takes is the longer of the GPU's time and the CPU's. The GPU needs as long as for the measured problem
+    that speaks for it, times what the pairs of its own are of those. Only calls count that
+    F.scaled_dot_product_attention says in full.
     """
-    problem, passes = forward.problem, (forward, backward)
+    problem = forward.problem
     if problem is None or not _is_plain(problem):
         return None
-    times = [pair for one in passes if (pair := _times(one)) is not None]
-    kernels, theirs = (sum(pair[number] for pair in times) for number in (0, 1))
-    if len(times) < len(passes) or max(kernels, theirs) >= HOST_US[KERNEL]:
+    first, second = _times(forward), _times(backward)
+    routes = HOST_US if rivals.is_one_operator(problem) else (KERNEL, SDPA)
+    gpu_us = {route: first[route] + second[route] for route in routes if route in first and route in second}
+    if gpu_us.get(KERNEL, HOST_US[KERNEL]) >= HOST_US[KERNEL]:
         return None
-    return (
-        f"both passes of kernels take the GPU about {kernels:.0f} us and the CPU {HOST_US[KERNEL]:.0f}, so that a step "
-        f"waits for the CPU, which PyTorch's attention needs for {HOST_US[SDPA]:.0f}"
+    route = min(gpu_us, key=lambda one: max(gpu_us[one], HOST_US[one]))
+    if route == KERNEL:
+        return None
+    reason = (
+        f"both passes of kernels take the GPU about {gpu_us[KERNEL]:.0f} us and the CPU {HOST_US[KERNEL]:.0f}, so that "
+        f"a step waits for the CPU, which {_NAMES[route]} needs for {HOST_US[route]:.0f}"
     )
+    return replace(dispatch.sdpa(reason, problem, forward.steps), route=route)
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -43,14 +57,11 @@ def _is_plain(problem: Problem) -> bool:
     return aligned and rivals.why_not_sdpa(problem) is None and rivals.bind(problem, 1.0, SDPA) is not None
 
 
-def _times(found: Explanation) -> tuple[float, float] | None:
-    """Microseconds of the kernel and of the fastest of PyTorch's backends; None where they were not measured."""
+def _times(found: Explanation) -> dict[str, float]:
+    """Microseconds that the kernel and PyTorch's backends take the GPU; empty where they were not measured."""
     entry = found.entry
-    if found.problem is None or entry is None:
-        return None
-    rival = min((one.measurement.median_us for one in entry.rivals if one.name in dispatch.ROUTES), default=None)
-    measured = entry.problem.flops()
-    if rival is None or not measured:
-        return None
-    share = found.problem.flops() / measured
-    return entry.time_us * share, rival * share
+    if found.problem is None or entry is None or not entry.problem.flops():
+        return {}
+    share = found.problem.flops() / entry.problem.flops()
+    times = {one.name: one.measurement.median_us for one in entry.rivals}
+    return {route: share * time_us for route, time_us in {**times, KERNEL: entry.time_us}.items()}

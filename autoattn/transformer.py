@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoattn import functional
-from autoattn.dispatch import Explanation
+from autoattn.dispatch import Explanation, Level
 from autoattn.entry import KERNEL
 from autoattn.rivals import SDPA
 from autoattn.timetable import Mode, Whose
@@ -207,8 +207,8 @@ def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor, *, 
     told = functional.explain(query, key, value, causal=causal)
     if mode is Mode.EAGER or told.route == KERNEL:
         return _words(told, backend)
-    if _is_sdpa_when_traced(query, key, value):
-        return f"sdpa {backend}, traced"
+    if (traced := _traced(query, key, value)) is not None:
+        return f"sdpa {traced}, traced"
     with torch.no_grad():
         told = functional.explain(query, key, value, causal=causal)
     return f"{_words(told, backend)}; gradients by PyTorch"
@@ -217,11 +217,13 @@ def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor, *, 
 def _words(told: Explanation, backend: str) -> str:
     if told.route == KERNEL and told.variant is not None:
         return f"{told.variant.template}, {told.level.value}"
-    return f"{told.route} {backend}" if told.route == SDPA else f"{told.route}, {told.level.value}"
+    if told.route == SDPA:
+        return f"{told.route} {backend}"
+    return told.route.replace("-", " ") if told.level is Level.SDPA else f"{told.route}, {told.level.value}"
 
 
-def _is_sdpa_when_traced(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a compiled call is PyTorch's attention in the graph behind autograd, and no operator of ours."""
+def _traced(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """The backend of PyTorch's attention in the graph of a compiled call; None where an operator of ours is there."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -232,7 +234,7 @@ def _is_sdpa_when_traced(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return make_boxed_func(module.forward)
 
     torch.compile(ours, backend=aot_autograd(fw_compiler=note), dynamic=False)(query, key, value)
-    return not any(name.startswith("autoattn") for name in names)
+    return None if any(name.startswith("autoattn") for name in names) else _named(" ".join(names))
 
 
 def _backend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
@@ -243,14 +245,19 @@ def _backend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which of SDPA's operators runs; its plain formula has none of its own."""
+    """Notes which of SDPA's operators runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backend: str = "math"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = re.match(r"_scaled_dot_product_(?:fused_)?(\w+?)_attention", func.overloadpacket.__name__)
-        if found:
-            self.backend = str(found[1])
+        if (found := _named(func.overloadpacket.__name__)) != "math":
+            self.backend = found
         return func(*args, **(kwargs or {}))
+
+
+def _named(operators: str) -> str:
+    """The backend of PyTorch's attention whose operator is among these; its plain formula has none of its own."""
+    found = re.search(r"\b_scaled_dot_product_(?:fused_)?(\w+?)_attention", operators)
+    return str(found[1]) if found else "math"

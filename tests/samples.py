@@ -72,6 +72,15 @@ def measured(one: Problem | None = None, *, time_us: float = 400.0, **changes: A
     return CacheEntry(**{**facts, **changes})
 
 
+def beside(entry: CacheEntry, factors: dict[str, float]) -> CacheEntry:
+    """An entry whose rivals took so many times as long as its kernel."""
+    rivals = [
+        Rival(name=name, measurement=measurement(entry.problem, factor * entry.time_us))
+        for name, factor in factors.items()
+    ]
+    return replace(entry, rivals=tuple(rivals))
+
+
 def certified(one: Problem | None = None, *, time_us: float = 400.0, **changes: Any) -> CacheEntry:
     """A measured entry that also tells of its finals: the first candidate is as good, the second is slower."""
     entry = measured(one, time_us=time_us)

@@ -184,7 +184,7 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
     for _ in range(2):
         close(autoattn.attention(*tensors), expected(tensors, False))
     assert calls == ["sdpa-cudnn", "sdpa"], "the second call was prepared by the first"
-    assert autoattn.explain(*tensors).reason == "sdpa-cudnn was the fastest, but does not take these tensors"
+    assert autoattn.explain(*tensors).reason == "sdpa-cudnn was chosen, but does not take these tensors"
 
 
 def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

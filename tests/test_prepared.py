@@ -352,7 +352,7 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
     chosen = dispatch.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
     monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
     monkeypatch.setattr(answer.rivals, "sdpa", lambda problem, operands, backend="sdpa": backend)
-    monkeypatch.setattr(rivals, "bind", lambda problem, scale, backend: lambda *three: attend(backend))
+    monkeypatch.setattr(rivals, "bind", lambda problem, scale, backend, learns: lambda *three: attend(backend))
     refused: list[type[Exception]] = []
 
     def attend(backend: str) -> str:

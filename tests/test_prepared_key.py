@@ -263,12 +263,13 @@ def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: boo
     """Also where PyTorch's attention is the answer, which sees all else by itself."""
 
     def found(*, gradient: bool) -> bool:
-        tensors = [tensor.requires_grad_(gradient) for tensor in three()]
-        return recent.find(*tensors, WORDS) is not None
+        query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
+        return recent.find(query, key, value, WORDS) is not None
 
     for gradient in (False, True):
         recent.forget()
-        recent.keep(*(tensor.requires_grad_(gradient) for tensor in three()), WORDS, answer.run, exact=exact)
+        query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
+        recent.keep(query, key, value, WORDS, answer.run, exact=exact)
         assert found(gradient=gradient)
         assert not found(gradient=not gradient)
         with determinism.switched_on(True):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import gradient_kernels
@@ -17,9 +15,10 @@ from computed_card import (
     card,  # noqa: F401 - a fixture
 )
 from torch import Tensor
+from torch._inductor import config
 
 import autoattn
-from autoattn import cache, dispatch, functional, learning, prepared, short, space, transformer
+from autoattn import cache, dispatch, functional, learning, prepared, rivals, short, space, transformer
 from autoattn.dispatch import Explanation
 from autoattn.mask import Mask
 from autoattn.problem import Modifiers, Problem
@@ -28,32 +27,75 @@ from autoattn.timetable import Mode, Whose
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
 
 
-def found(one: Problem, time_us: float, measured: Problem | None = None) -> Explanation:
-    """A pass whose kernel took so long for a problem, SDPA's cuDNN 0.91 of it."""
-    entry = samples.measured(measured or one, time_us=time_us)
-    return replace(dispatch.sdpa("", one), entry=entry)
+FACTORS = {"sdpa": 0.9, "sdpa-flash": 1.4, "sdpa-efficient": 2.0}  # of the kernel's time
 
 
-def passes(one: Problem, forward: float, backward: float) -> tuple[Explanation, Explanation]:
-    return found(one, forward), found(learning.backward_of(one), backward)
-
-
-def test_where_the_gpu_ends_before_the_cpu_pytorch_answers() -> None:
-    one = samples.problem(**SHORT)
-    assert short.why(*passes(one, 20.0, 40.0)) == (
-        "both passes of kernels take the GPU about 60 us and the CPU 175, so that a step waits for the CPU, which "
-        "PyTorch's attention needs for 147"
+def found(
+    one: Problem, time_us: float, measured: Problem | None = None, factors: dict[str, float] = FACTORS
+) -> Explanation:
+    """A pass whose kernel took so long for a problem."""
+    return replace(
+        dispatch.sdpa("", one), entry=samples.beside(samples.measured(measured or one, time_us=time_us), factors)
     )
-    assert short.why(*passes(one, 80.0, 100.0)) is None  # then the CPU waits
-    slow = [replace(each, entry=replace(each.entry, rivals=each.entry.rivals[:1])) for each in passes(one, 50.0, 80.0)]  # type: ignore[union-attr,type-var]
-    assert short.why(*slow) is None  # FlashAttention-2 alone takes 185 us
+
+
+def passes(
+    one: Problem, forward: float, backward: float, factors: dict[str, float] = FACTORS
+) -> tuple[Explanation, Explanation]:
+    return found(one, forward, factors=factors), found(learning.backward_of(one), backward, factors=factors)
+
+
+def route(*passes: Explanation) -> str | None:
+    """Who answers in place of the kernels."""
+    told = short.answer(*passes)
+    return None if told is None else told.route
+
+
+@pytest.mark.parametrize(
+    ("kernel_us", "factors", "route_of_both"),
+    [
+        (40.0, FACTORS, "sdpa-efficient"),  # all are done before their launches are
+        (60.0, FACTORS, "sdpa-flash"),  # the GPU needs 84 us, and 120 by the memory-efficient one, and the CPU 118
+        (59.0, FACTORS, "sdpa-flash"),
+        (58.0, FACTORS, "sdpa-efficient"),  # 116
+        (104.0, FACTORS, "sdpa-flash"),  # 145.6 us, and SDPA 147
+        (106.0, FACTORS, "sdpa"),
+        (174.0, FACTORS, "sdpa"),  # 156.6
+        (175.0, FACTORS, None),  # the CPU waits for the GPU
+        (150.0, {**FACTORS, "sdpa": 1.2}, None),  # PyTorch's GPU time is longer than the CPU's of kernels
+        (60.0, {"sdpa": 0.9}, "sdpa"),
+        (60.0, {"sdpa-cudnn": 0.9}, None),  # is not what costs the CPU less
+        (60.0, {}, None),
+    ],
+)
+def test_who_needs_least_of_the_cpu_and_the_gpu_answers(
+    kernel_us: float, factors: dict[str, float], route_of_both: str | None
+) -> None:
+    one = samples.problem(**SHORT)
+    assert route(*passes(one, kernel_us / 3, kernel_us * 2 / 3, factors)) == route_of_both
+
+
+def test_the_reason_says_both_times() -> None:
+    told = short.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
+    assert told is not None
+    assert told.reason == (
+        "both passes of kernels take the GPU about 60 us and the CPU 175, so that a step waits for the CPU, which "
+        "PyTorch's FlashAttention-2 needs for 118"
+    )
+
+
+@pytest.mark.parametrize("changes", [{"heads_kv": 8}, {"head_dim_v": 32}, {"head_dim": 60, "head_dim_v": 60}])
+def test_what_pytorch_does_more_for_than_call_a_backend_goes_to_pytorch_itself(changes: dict[str, Any]) -> None:
+    assert route(*passes(samples.problem(**SHORT | changes), 20.0, 40.0)) == "sdpa"
 
 
 def test_a_neighbours_times_count_as_its_pairs_do() -> None:
     one = samples.problem(**SHORT)
     far = samples.problem(**SHORT | {"seq_q": 640, "seq_kv": 640})
     several = found(one, 2000.0, far), found(learning.backward_of(one), 4000.0, learning.backward_of(far))
-    assert "the GPU about 6" in (short.why(*several) or "")  # a hundredth of the pairs, and the diagonal's
+    told = short.answer(*several)
+    assert told is not None
+    assert "the GPU about 6" in told.reason  # a hundredth of the pairs, and the diagonal's
 
 
 @pytest.mark.parametrize(
@@ -66,15 +108,15 @@ def test_a_neighbours_times_count_as_its_pairs_do() -> None:
     ],
 )
 def test_calls_that_pytorch_does_not_say_in_full_take_kernels(changes: dict[str, Any]) -> None:
-    assert short.why(*passes(samples.problem(**SHORT | changes), 20.0, 40.0)) is None
+    assert route(*passes(samples.problem(**SHORT | changes), 20.0, 40.0)) is None
 
 
 def test_what_was_not_measured_beside_pytorch_takes_kernels() -> None:
     one = samples.problem(**SHORT)
     forward, backward = passes(one, 20.0, 40.0)
     alone = replace(backward, entry=replace(backward.entry, rivals=()))  # type: ignore[type-var]
-    assert short.why(forward, alone) is None
-    assert short.why(replace(forward, entry=None), backward) is None
+    assert route(forward, alone) is None
+    assert route(replace(forward, entry=None), backward) is None
 
 
 def three(layout: str = "bhsd") -> list[Tensor]:
@@ -83,7 +125,13 @@ def three(layout: str = "bhsd") -> list[Tensor]:
     return [torch.randn(shape, generator=generator).half().requires_grad_() for _ in range(3)]
 
 
-def enter(card: dict[str, Any], tensors: list[Tensor], time_us: float = 20.0, **given: Any) -> None:
+def enter(
+    card: dict[str, Any],
+    tensors: list[Tensor],
+    time_us: float = 20.0,
+    factors: dict[str, float] = FACTORS,
+    **given: Any,
+) -> None:
     """Entries for both passes of a causal call."""
     with torch.no_grad():
         one = autoattn.explain(*tensors, causal=True, **given).problem
@@ -93,7 +141,8 @@ def enter(card: dict[str, Any], tensors: list[Tensor], time_us: float = 20.0, **
         (one, space.load("triton/forward").default(one, samples.H200)),
         (asked, gradient_kernels.variant()),
     ):
-        cache.merge(card["cache"], samples.H200, each.op, [samples.tuned(each, variant, time_us=time_us)])
+        entry = samples.beside(samples.tuned(each, variant, time_us=time_us), factors)
+        cache.merge(card["cache"], samples.H200, each.op, [entry])
     functional.forget()
 
 
@@ -112,16 +161,60 @@ def stepped(function: Callable[..., Any], tensors: list[Tensor], **given: Any) -
     return output, *torch.autograd.grad(output.float().square().sum(), tensors)
 
 
+def on_the_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    """The operator of PyTorch's FlashAttention on the CPU."""
+    assert learns
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    )
+    return found[0]
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_a_short_training_call_is_pytorchs(card: dict[str, Any], attend: Callable[..., Any], layout: str) -> None:
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash"])
+def test_a_short_training_call_is_pytorchs(
+    card: dict[str, Any], attend: Callable[..., Any], backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[bool] = []
+    monkeypatch.setitem(
+        rivals._OPERATORS, "sdpa-flash", lambda *three, **said: called.append(True) or on_the_cpu(*three, **said)
+    )
     tensors = three(layout)
-    enter(card, tensors, layout=layout)
-    for _ in range(3):
+    enter(card, tensors, factors={"sdpa": 0.9, backend: 1.4}, layout=layout)
+    for _ in range(4):
         assert_right(stepped(attend, tensors, layout=layout), tensors, layout)
     assert (card["forward"], card["backward"]) == (0, 0)
     told = autoattn.explain(*tensors, causal=True, layout=layout)
-    assert told.route == "sdpa"
+    assert told.route == backend
     assert told.reason.startswith("both passes of kernels take the GPU about 40 us")
+    if attend is autoattn.attention:
+        assert len(called) == (3 if backend == "sdpa-flash" else 0), "from the second call on it is the operator alone"
+
+
+def test_an_operator_alone_knows_only_the_kind_of_calls_it_was_bound_for(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """autocast would make other tensors of these, which an operator of PyTorch's does not see."""
+    monkeypatch.setitem(rivals._OPERATORS, "sdpa-flash", on_the_cpu)
+    tensors = three()
+    enter(card, tensors, factors={"sdpa": 0.9, "sdpa-flash": 1.4})
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        for _ in range(3):
+            assert autoattn.attention(*tensors, causal=True).dtype is torch.float16  # type: ignore[union-attr]
+        with torch.autocast("cpu", dtype):
+            for _ in range(3):
+                assert autoattn.attention(*tensors, causal=True).dtype is dtype  # type: ignore[union-attr]
+
+
+def test_where_a_backend_does_not_take_the_tensors_pytorch_chooses(
+    card: dict[str, Any], attend: Callable[..., Any]
+) -> None:
+    """The CPU has no memory-efficient attention."""
+    tensors = three()
+    enter(card, tensors, factors={"sdpa": 0.9, "sdpa-efficient": 1.0})
+    for _ in range(3):
+        assert_right(stepped(attend, tensors), tensors)
+    assert (card["forward"], card["backward"]) == (0, 0)
 
 
 def test_a_longer_training_call_is_the_kernels(card: dict[str, Any], attend: Callable[..., Any]) -> None:
@@ -168,13 +261,13 @@ def test_kernels_answer_while_a_cuda_graph_is_captured(
     assert card["forward"] == 2
 
 
-def test_a_graph_for_cuda_graphs_keeps_the_kernels(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_for_cuda_graphs_keeps_the_kernels(card: dict[str, Any]) -> None:
     tensors = three()
     enter(card, tensors)
-    config = SimpleNamespace(triton=SimpleNamespace(cudagraphs=True))
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
     torch._dynamo.reset()
-    assert_right(stepped(torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True), tensors), tensors)
+    compiled = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
+    with config.patch({"triton.cudagraphs": True}):
+        assert_right(stepped(compiled, tensors), tensors)
     assert (card["forward"], card["backward"]) == (1, 1)
 
 
@@ -194,11 +287,17 @@ def test_what_pytorch_does_not_give_kernels_do(card: dict[str, Any], given: dict
     assert autoattn.explain(*tensors, causal=True, **given).route == "kernel"
 
 
-def test_of_a_models_compiled_row_it_is_told_that_pytorch_was_traced(card: dict[str, Any]) -> None:
+def test_of_a_models_eager_row_it_is_told_which_backend_ran(card: dict[str, Any]) -> None:
     tensors = three()
     enter(card, tensors)
+    assert transformer.ran(Whose.OURS, Mode.EAGER, *tensors) == "sdpa efficient"
+
+
+def test_of_a_models_compiled_row_it_is_told_that_pytorch_was_traced(card: dict[str, Any]) -> None:
+    tensors = three()
+    enter(card, tensors, factors={"sdpa": 0.9})
     torch.compiler.reset()
-    assert transformer.ran(Whose.OURS, Mode.COMPILED, *tensors).endswith("traced")
+    assert transformer.ran(Whose.OURS, Mode.COMPILED, *tensors) == "sdpa flash, traced"
     enter(card, tensors, 200.0)
     torch.compiler.reset()
     assert transformer.ran(Whose.OURS, Mode.COMPILED, *tensors).startswith("triton/forward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,27 @@ import samples
 import torch
 from functional_calls_gpu import launched, normal  # noqa: F401 - a fixture
 from torch import Tensor
+from torch._functorch import config as functorch
+from torch.nn.attention import sdpa_kernel
 
 import autoattn
-from autoattn import cache, functional, gpu, learning, space
+from autoattn import cache, functional, gpu, learning, rivals, space
 
 pytestmark = pytest.mark.gpu
 
 
+ROUTES = ("sdpa", "sdpa-flash", "sdpa-efficient")
+
+
+@pytest.fixture(params=ROUTES)
+def route(request: pytest.FixtureRequest) -> str:
+    """Who answers in place of the kernels."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Tensor]]:
+def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str) -> Iterator[list[Tensor]]:
     """Query, key and value of a causal call, whose passes are tuned as if each took the GPU 20 us."""
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
     functional.forget()
@@ -31,10 +44,16 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Tens
     assert one is not None
     for each, family in ((one, "triton/forward"), (learning.backward_of(one), "triton/backward")):
         variant = space.load(family).default(each, device)
-        cache.merge(tmp_path, device, each.op, [samples.tuned(each, variant, time_us=20.0)])
+        entry = samples.beside(samples.tuned(each, variant, time_us=20.0), {"sdpa": 0.9, route: 1.2})
+        cache.merge(tmp_path, device, each.op, [entry])
     functional.forget()
-    yield found
+    with functorch.patch(enable_autograd_cache=False):  # it would give the graph of the route before
+        yield found
     functional.forget()
+
+
+def leaves(count: int = 3) -> list[Tensor]:
+    return [normal(4, 12, 256, 64).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for _ in range(count)]
 
 
 def step(attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
@@ -42,21 +61,66 @@ def step(attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
     return [output, *torch.autograd.grad(output, tensors, torch.ones_like(output))]
 
 
-def expected(tensors: list[Tensor]) -> list[Tensor]:
-    return step(
-        lambda *given, causal: torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal), tensors
-    )
+def expected(tensors: list[Tensor], route: str = rivals.SDPA) -> list[Tensor]:
+    with contextlib.nullcontext() if route == rivals.SDPA else sdpa_kernel(rivals.BACKENDS[route]):
+        return step(
+            lambda *given, causal: torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal), tensors
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_short_step_runs_what_pytorch_runs(three: list[Tensor], launched: list[Any], compiled: bool) -> None:
+def test_a_short_step_runs_what_pytorch_runs(
+    three: list[Tensor], launched: list[Any], compiled: bool, route: str
+) -> None:
     attend = torch.compile(autoattn.attention, fullgraph=True) if compiled else autoattn.attention
-    step(attend, three)
+    for _ in range(3):
+        step(attend, three)
     launched.clear()
-    for ours, theirs in zip(step(attend, three), expected(three), strict=True):
+    for ours, theirs in zip(step(attend, three), expected(three, route), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
     assert not [one for one in launched if one.get()["name"].startswith(("forward", "backward"))]
-    assert autoattn.explain(*three, causal=True).route == "sdpa"
+    assert autoattn.explain(*three, causal=True).route == route
+    if route != rivals.SDPA:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as told:
+            step(attend, three)
+        name = f"aten::_scaled_dot_product_{route.removeprefix('sdpa-')}_attention"
+        assert name in {event.key for event in told.key_averages()}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", rivals.BACKENDS)
+def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: bool) -> None:
+    """The forward pass to the bit; backward passes add up in any order."""
+    tensors = leaves()
+    one = autoattn.explain(*tensors, causal=causal).problem
+    assert one is not None
+    bound = rivals.bind(one, 0.2, backend)
+    assert bound is not None
+
+    def named(*given: Tensor) -> Tensor:
+        with sdpa_kernel(rivals.BACKENDS[backend]):
+            return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal, scale=0.2)
+
+    (output, *grads), (expected_output, *expected_grads) = (
+        step(lambda *given, causal, attend=attend: attend(*given), tensors) for attend in (bound, named)
+    )
+    assert torch.equal(output, expected_output)
+    assert output.stride() == expected_output.stride()
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        alone = rivals.bind(one, 0.2, backend, learns=False)
+        assert alone is not None
+        assert torch.equal(alone(*tensors), expected_output)
+
+
+def test_an_operator_alone_sees_what_autocast_asks_for(three: list[Tensor]) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        for _ in range(3):
+            assert autoattn.attention(*three, causal=True).dtype is three[0].dtype  # type: ignore[union-attr]
+        with torch.autocast("cuda", dtype):
+            for _ in range(3):
+                assert autoattn.attention(*three, causal=True).dtype is dtype  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -152,7 +152,7 @@ def test_of_autoattn_s_rows_the_kernel_is_named_and_who_gives_gradients(
         return told(learns if torch.is_grad_enabled() else free, kernels.problem())
 
     monkeypatch.setattr(functional, "explain", explain)
-    monkeypatch.setattr(transformer, "_is_sdpa_when_traced", lambda *tensors: False)
+    monkeypatch.setattr(transformer, "_traced", lambda *tensors: None)
     assert transformer.ran(Whose.OURS, mode, *three()) == words
 
 
