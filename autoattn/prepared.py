@@ -134,9 +134,8 @@ def keep(asked: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan,
 
 def remember(query: Tensor, key: Tensor, value: Tensor, words: tuple[Any, ...], known: Callable[..., Any]) -> None:
     """Keeps what answered a call where a look at its tensors finds it."""
-    eagerly, theirs = (known.eagerly, known.outside) if isinstance(known, _Either) else (known, known)
-    exact = not (isinstance(theirs, _PyTorch) and theirs.sees)
-    recent.keep(query, key, value, words, eagerly, exact=exact)
+    known = known.outside if isinstance(known, _Either) else known
+    recent.keep(query, key, value, words, known, exact=not (isinstance(known, _PyTorch) and known.sees))
 
 
 def forget() -> None:
@@ -235,8 +234,11 @@ class _PyTorch:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     swapped: bool  # the caller's tensors are [batch, seq, heads, head_dim]
     sees: bool  # by itself what is switched on, as F.scaled_dot_product_attention does and its operators do not
+    yields: bool  # to kernels, while a CUDA graph is captured
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        if self.yields and torch.cuda.is_current_stream_capturing():
+            return None
         try:
             if self.swapped:
                 swapped = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -251,14 +253,16 @@ class _PyTorch:
             return None
 
 
-def _by_pytorch(asked: Key, tensors: tuple[Tensor, ...], call: Call, route: str) -> _PyTorch | None:
+def _by_pytorch(
+    asked: Key, tensors: tuple[Tensor, ...], call: Call, route: str, *, yields: bool = False
+) -> _PyTorch | None:
     if route not in (rivals.SDPA, *rivals.BACKENDS):
         return None
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     attend = rivals.bind(call.problem, call.operands.scale, route, learns=learns)
     swapped = call.problem.layout is Layout.BSHD
     sees = route == rivals.SDPA or not rivals.is_one_operator(call.problem)
-    return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped, sees=sees)
+    return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped, sees=sees, yields=yields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -273,10 +277,6 @@ class _Either:
         made: Answer | None = answer(query, key, value)
         return made
 
-    def eagerly(self, query: Tensor, key: Tensor, value: Tensor) -> Answer | None:
-        """The answer outside; None while a CUDA graph is captured."""
-        return None if torch.cuda.is_current_stream_capturing() else self.outside(query, key, value)
-
 
 def _by_either(asked: Key, tensors: tuple[Tensor, ...], call: Call, plan: Plan) -> _Either | None:
     assert plan.captured is not None
@@ -284,7 +284,7 @@ def _by_either(asked: Key, tensors: tuple[Tensor, ...], call: Call, plan: Plan) 
     assert both is not None
     output = forward.empty_output(call.problem, call.operands.query)
     captured = _by_both(both, tensors, call, output, as_given(output, call.problem.layout))
-    outside = _by_pytorch(asked, tensors, call, plan.explanation.route)
+    outside = _by_pytorch(asked, tensors, call, plan.explanation.route, yields=True)
     return None if captured is None or outside is None else _Either(outside=outside, captured=captured)
 
 

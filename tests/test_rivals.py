@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel
 
 from autoattn import inputs, reference, rivals
 from autoattn.operands import Operands
+from autoattn.problem import DType
 
 CPU = torch.device("cpu")
 
@@ -100,6 +101,37 @@ def test_a_bound_call_gives_the_bits_of_an_unbound_one(mask: str, seq_q: int, se
     call = rivals.bind(one, operands.scale)
     assert call is not None
     assert torch.equal(call(operands.query, operands.key, operands.value), rivals.sdpa(one, operands))
+
+
+@pytest.mark.parametrize(
+    ("facts", "one_operator"),
+    [
+        ({"mask": "causal"}, True),
+        ({"mask": "full", "seq_kv": 9}, True),
+        ({"mask": "causal:top-left", "seq_kv": 9}, False),  # backends align it in different ways
+        ({"mask": "causal", "seq_kv": 9}, False),
+        ({"dtype": DType.FLOAT32}, False),
+        ({"heads_kv": 2}, False),
+        ({"head_dim": 20, "head_dim_v": 20}, False),
+        ({"head_dim_v": 8}, False),
+    ],
+)
+def test_a_backend_is_called_by_its_operator_where_that_means_the_same(
+    facts: dict[str, Any], one_operator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = kernels.problem(**{"seq_q": 7, "seq_kv": 7, "heads_q": 4, "heads_kv": 4, "dtype": DType.FLOAT16, **facts})
+    called: list[dict[str, Any]] = []
+
+    def operator(*three: torch.Tensor, **said: Any) -> torch.Tensor:
+        called.append(said)
+        return three[0]
+
+    monkeypatch.setitem(rivals._OPERATORS, "sdpa-flash", operator)
+    call, operands = rivals.bind(one, 0.5, "sdpa-flash", learns=False), operands_of(one)
+    assert call is not None
+    with contextlib.suppress(RuntimeError):  # the CPU's FlashAttention takes not all of them
+        call(operands.query, operands.key, operands.value)
+    assert called == ([{"causal": one.mask.causal, "learns": False, "scale": 0.5}] if one_operator else [])
 
 
 def test_rivals_are_named_as_the_cache_knows_them() -> None:

@@ -206,6 +206,28 @@ def test_an_operator_alone_knows_only_the_kind_of_calls_it_was_bound_for(
                 assert autoattn.attention(*tensors, causal=True).dtype is dtype  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa-flash"])
+def test_torch_func_differentiates_a_short_call(
+    card: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rivals._OPERATORS, "sdpa-flash", on_the_cpu)
+    tensors = three()
+    enter(card, tensors, factors={"sdpa": 0.9, backend: 1.4})
+    given = [tensor.detach() for tensor in tensors]
+
+    def loss(attend: Callable[..., Any]) -> Callable[..., Tensor]:
+        return lambda *three: attend(*three, causal=True).float().square().sum()
+
+    def theirs(*three: Tensor, causal: bool) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*three, is_causal=causal)
+
+    for _ in range(3):
+        stepped(autoattn.attention, tensors)
+        ours = torch.func.grad(loss(autoattn.attention), (0, 1, 2))(*given)
+        for one, expected in zip(ours, torch.func.grad(loss(theirs), (0, 1, 2))(*given), strict=True):
+            torch.testing.assert_close(one, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_where_a_backend_does_not_take_the_tensors_pytorch_chooses(
     card: dict[str, Any], attend: Callable[..., Any]
 ) -> None:

@@ -14,6 +14,7 @@ from functional_calls_gpu import launched, normal  # noqa: F401 - a fixture
 from torch import Tensor
 from torch._functorch import config as functorch
 from torch.nn.attention import sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import autoattn
 from autoattn import cache, functional, gpu, learning, rivals, space
@@ -112,6 +113,23 @@ def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: 
         alone = rivals.bind(one, 0.2, backend, learns=False)
         assert alone is not None
         assert torch.equal(alone(*tensors), expected_output)
+
+
+def test_torch_func_differentiates_a_short_call(three: list[Tensor], route: str) -> None:
+    step(autoattn.attention, three)
+    step(autoattn.attention, three)
+    given = [tensor.detach() for tensor in three]
+    ours = torch.func.grad(lambda *three: autoattn.attention(*three, causal=True).sum(), (0, 1, 2))(*given)
+    for one, theirs in zip(ours, expected(three, route)[1:], strict=True):
+        torch.testing.assert_close(one, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_checkpoints_of_a_short_call_give_the_same_gradients(three: list[Tensor], route: str) -> None:
+    for _ in range(3):
+        output = checkpoint(lambda *three: autoattn.attention(*three, causal=True), *three, use_reentrant=False)
+        found = torch.autograd.grad(output, three, torch.ones_like(output))
+        for one, theirs in zip(found, expected(three, route)[1:], strict=True):
+            torch.testing.assert_close(one, theirs, rtol=1e-2, atol=1e-2)
 
 
 def test_an_operator_alone_sees_what_autocast_asks_for(three: list[Tensor]) -> None:
