@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.utils.flop_counter import register_flop_formula
 
-from autoattn import dispatch, gpu, learning, operands, operators, prepared, rivals, short
+from autoattn import answer, dispatch, gpu, learning, operands, operators, prepared, short
 from autoattn.errors import TensorError
 from autoattn.operators import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.paired import Pair
@@ -201,10 +201,7 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     theirs = short.answer(found[0], found[1])
     if theirs is None:
         return None
-    try:
-        output = rivals.sdpa(call.problem, call.operands, backend=theirs.route)
-    except RuntimeError:  # the backend does not take these tensors
-        output = rivals.sdpa(call.problem, call.operands)
+    output, _ = answer.run(call, answer.Plan(theirs), lse=False)
     return operators.as_given(output, query, given), operators.empty_lse(given)
 
 

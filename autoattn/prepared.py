@@ -261,7 +261,7 @@ def _by_pytorch(
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     attend = rivals.bind(call.problem, call.operands.scale, route, learns=learns)
     swapped = call.problem.layout is Layout.BSHD
-    sees = route == rivals.SDPA or not rivals.is_one_operator(call.problem)
+    sees = not rivals.is_one_operator(call.problem, route)
     return None if attend is None else _PyTorch(asked=asked, attend=attend, swapped=swapped, sees=sees, yields=yields)
 
 
@@ -273,9 +273,10 @@ class _Either:
     captured: Pair
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Answer | None:
-        answer = self.captured if torch.cuda.is_current_stream_capturing() else self.outside
-        made: Answer | None = answer(query, key, value)
-        return made
+        answer: Answer | None = self.outside(query, key, value)
+        if answer is None and torch.cuda.is_current_stream_capturing():
+            answer = self.captured(query, key, value)
+        return answer
 
 
 def _by_either(asked: Key, tensors: tuple[Tensor, ...], call: Call, plan: Plan) -> _Either | None:

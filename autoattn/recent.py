@@ -93,9 +93,10 @@ def find(query: Any, key: Any, value: Any, words: Words) -> Callable[..., Any] |
                 and one.answers(query, key, value)
             ):  # fmt: skip
                 return one.known
-        for one in _kinds.get((query.shape, key.shape), ()):
+        shapes = query.shape, key.shape
+        for one in _kinds.get(shapes, ()):
             if one.says(words) and one.answers(query, key, value):
-                _put_first(one, words)
+                _put_first(one, shapes, words)
                 return one.known
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, or words that nobody can compare:
         pass  # the ordinary way says so
@@ -132,14 +133,14 @@ def keep(query: Tensor, key: Tensor, value: Tensor, words: Words, known: Callabl
         while len(_kinds) >= MOST:
             del _kinds[next(iter(_kinds))]  # the oldest
         _kinds[shapes] = (kind, *others[: OF_SHAPES - 1])
-    _put_first(kind, words)
+    _put_first(kind, shapes, words)
 
 
-def _put_first(kind: _Kind, words: Words) -> None:
+def _put_first(kind: _Kind, shapes: tuple[Any, Any], words: Words) -> None:
     """Asks a kind before all others from now on, unless it was forgotten meanwhile."""
     global _first
     with _writing:
-        if any(kind in of_shapes for of_shapes in _kinds.values()):
+        if kind in _kinds.get(shapes, ()):
             _first = (replace(kind, words=words), *_first[: FIRST - 1])
 
 

@@ -151,7 +151,7 @@ def bind(
     """
     if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
         return None
-    if backend in _OPERATORS and is_one_operator(problem):
+    if is_one_operator(problem, backend):
         return partial(_OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
     mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
     if backend == SDPA and _says(mask, problem.seq_q, problem.seq_kv):
@@ -166,13 +166,15 @@ def bind(
     return call
 
 
-def is_one_operator(problem: Problem) -> bool:
-    """Whether F.scaled_dot_product_attention hands a problem that a backend takes to one operator, as it is.
+def is_one_operator(problem: Problem, backend: str) -> bool:
+    """Whether F.scaled_dot_product_attention hands a problem that a backend takes to its operator, as it is.
 
-    It repeats heads, pads odd head dims, and knows which backends align a causal mask in which way.
+    It repeats heads, pads odd head dims, and knows which backends align a causal mask in which way. SDPA itself
+    chooses a backend each time.
     """
     return (
-        problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
+        backend in _OPERATORS
+        and problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
         and problem.heads_q == problem.heads_kv
         and problem.head_dim == problem.head_dim_v
         and problem.head_dim % 8 == 0

@@ -37,9 +37,9 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
     if problem is None or not _is_plain(problem):
         return None
     first, second = _times(forward), _times(backward)
-    routes = HOST_US if rivals.is_one_operator(problem) else (KERNEL, SDPA)
+    routes = [route for route in HOST_US if route in (KERNEL, SDPA) or rivals.is_one_operator(problem, route)]
     gpu_us = {route: first[route] + second[route] for route in routes if route in first and route in second}
-    if gpu_us.get(KERNEL, HOST_US[KERNEL]) >= HOST_US[KERNEL]:
+    if not gpu_us or gpu_us[KERNEL] >= HOST_US[KERNEL]:
         return None
     route = min(gpu_us, key=lambda one: max(gpu_us[one], HOST_US[one]))
     if route == KERNEL:

@@ -234,30 +234,28 @@ def _traced(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return make_boxed_func(module.forward)
 
     torch.compile(ours, backend=aot_autograd(fw_compiler=note), dynamic=False)(query, key, value)
-    return None if any(name.startswith("autoattn") for name in names) else _named(" ".join(names))
+    return None if any(name.startswith("autoattn") for name in names) else _named(names)
 
 
 def _backend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
     with _Watch() as watch:
         sdpa(query, key, value, causal=causal)
-    name: str = watch.backend
-    return name
+    return _named(watch.names)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which of SDPA's operators runs."""
+    """Notes which operators run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backend: str = "math"
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (found := _named(func.overloadpacket.__name__)) != "math":
-            self.backend = found
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def _named(operators: str) -> str:
+def _named(operators: list[str]) -> str:
     """The backend of PyTorch's attention whose operator is among these; its plain formula has none of its own."""
-    found = re.search(r"\b_scaled_dot_product_(?:fused_)?(\w+?)_attention", operators)
+    found = re.search(r"\b_scaled_dot_product_(?:fused_)?(\w+?)_attention", " ".join(operators))
     return str(found[1]) if found else "math"

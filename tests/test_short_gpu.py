@@ -53,10 +53,6 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str) -> Iterat
     functional.forget()
 
 
-def leaves(count: int = 3) -> list[Tensor]:
-    return [normal(4, 12, 256, 64).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for _ in range(count)]
-
-
 def step(attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
     output = attend(*tensors, causal=True)
     return [output, *torch.autograd.grad(output, tensors, torch.ones_like(output))]
@@ -92,7 +88,7 @@ def test_a_short_step_runs_what_pytorch_runs(
 @pytest.mark.parametrize("backend", rivals.BACKENDS)
 def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: bool) -> None:
     """The forward pass to the bit; backward passes add up in any order."""
-    tensors = leaves()
+    tensors = [normal(4, 256, 12, 64).transpose(1, 2).requires_grad_() for _ in range(3)]
     one = autoattn.explain(*tensors, causal=causal).problem
     assert one is not None
     bound = rivals.bind(one, 0.2, backend)
