@@ -1,7 +1,8 @@
 """Launches of which all is known but the addresses: a compiled kernel, called with as little as a launch can take.
 
 What Triton's own way costs at each call is paid once here: TMA descriptors are encoded once for an address, and the C
-function beneath Triton's launcher is called by itself. Where the installed Triton has another launcher, its own serves.
+function beneath Triton's launcher is called by itself. The C function takes its arguments in one order in Triton 3.6 and
+in another since 3.7 (`_Direct`). Where the installed Triton has another launcher, its own serves.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 import triton
 from triton.runtime import driver
 
+from autoattn import triton_release
 from autoattn.compile import Descriptor, Kernel, described, make_current
 from autoattn.zeros import ROOMS, Rooms
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
-_KNOWN = "3.6."  # Triton whose C function is called below with its arguments in their order; others may have another
 _STREAM = 3  # its place among what a launch takes, behind the grid
 
 
@@ -31,8 +32,10 @@ class Bound:
 
     compiled: Any  # Triton's CompiledKernel
     launch: Callable[..., object]
-    given: list[object]  # what `launch` takes: grid, stream, settings, metadata, hooks, arguments; None where one moves
+    given: list[object]  # what `launch` takes: grid, stream, settings, hooks, arguments; None where one moves
+    hooks: int  # the place of the launch's metadata, behind which its two hooks stand
     begin: int  # the place of the first argument
+    listed: bool  # whether `launch` takes the arguments as one list
     index: int  # of the device
     pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
     maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
@@ -64,13 +67,15 @@ class Bound:
             if not addresses[number]:
                 room = rooms.room(self.index, stream, size)  # held until the launch is in the stream
                 given[place] = room.address
-        hooks = triton.knobs.runtime
+        begin, hooks = self.begin, triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # as _set, without calling it
-            begin = self.begin
             facts = self.compiled.launch_metadata(tuple(given[:_STREAM]), stream, *given[begin:])
-            given[begin - 3 : begin] = facts, _set(enter), _set(leave)
-        self.launch(*given)
+            given[self.hooks : self.hooks + 3] = facts, _set(enter), _set(leave)
+        if self.listed:
+            self.launch(*given[:begin], given[begin:])
+        else:
+            self.launch(*given)
 
 
 def _set(hook: Any) -> Any:
@@ -94,10 +99,12 @@ def bind(
     """
     boxes = any(isinstance(arguments.get(name), Descriptor) for name in kernel.parameters)
     direct, compiled = _Direct.of(kernel, boxes=boxes), kernel.compiled
-    settings: tuple[object, ...] = compiled.function, compiled.packed_metadata
+    settings, behind = (compiled.function, compiled.packed_metadata), ()
     if direct:
-        settings = compiled.function, direct.cooperative, direct.dependent, None, None, compiled.packed_metadata
-    flat: list[object] = [*grid, 1, 1, None, *settings, None, None, None]
+        settings, behind = direct.settings(compiled)
+    flat: list[object] = [*grid, 1, 1, None, *settings]
+    hooks = len(flat)
+    flat += [None, None, None, *behind]
     begin = len(flat)
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Maps]] = []
@@ -118,7 +125,9 @@ def bind(
         compiled=compiled,
         launch=direct.launch if direct else compiled.run,
         given=flat,
+        hooks=hooks,
         begin=begin,
+        listed=direct is not None and direct.listed is not None,
         index=kernel.device.index,
         pointers=tuple(pointers),
         maps=tuple(maps),
@@ -133,12 +142,18 @@ def bind(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Direct:
-    """What Triton 3.6 wraps: a C function that takes encoded descriptors, each with its shape and strides behind it."""
+    """The C function beneath Triton's launcher, which takes encoded descriptors, each with its shape and strides behind it.
+
+    Triton 3.6 compiles one for each signature: (grid, stream, function, cooperative, dependent, scratch, profile scratch,
+    metadata, launch metadata, hooks, *arguments). Since 3.7 there is one for all: (grid, stream, function, cooperative,
+    dependent, metadata, launch metadata, hooks, scratch, profile scratch, annotations, signature, list of arguments).
+    """
 
     launch: Callable[..., object]
     cooperative: bool
     dependent: bool
-    encode: Callable[[Descriptor, Any], list[Any]] | None  # (descriptor, facts) -> [encoded, *shape, *strides]
+    listed: tuple[object, object] | None  # annotations and signature, where arguments are one list; None in Triton 3.6
+    encode: Callable[..., list[Any]] | None  # (descriptor, facts, ...) -> [encoded, *shape, *strides]
     facts: list[Any]  # how each descriptor is to be encoded, by its place among them
 
     @classmethod
@@ -149,7 +164,8 @@ class _Direct:
             boxes: whether the kernel takes descriptors
         """
         launcher = kernel.compiled.run
-        if not triton.__version__.startswith(_KNOWN):
+        release = triton_release.release_of(triton.__version__)
+        if release not in triton_release.SUPPORTED:
             return None
         try:
             if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -158,27 +174,37 @@ class _Direct:
             if boxes:
                 inside = inspect.getclosurevars(launch)
                 launch, facts = inside.nonlocals["launcher"], inside.nonlocals["tensordesc_meta"]
-                encode = inside.globals["make_tensordesc_arg"]
+                encode = {**inside.globals, **inside.nonlocals}["make_tensordesc_arg"]
                 if None in facts:
                     return None
             return cls(
                 launch=launch,
                 cooperative=launcher.launch_cooperative_grid,
                 dependent=launcher.launch_pdl,
+                listed=None if release == "3.6" else (launcher.arg_annotations, launcher.kernel_signature),
                 encode=encode,
                 facts=list(facts),
             )
         except (AttributeError, KeyError, TypeError):
             return None
 
+    def settings(self, compiled: Any) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """What stands between the stream and the launch's metadata, and what between its hooks and the arguments."""
+        kernel = compiled.function, self.cooperative, self.dependent
+        if self.listed is None:
+            return (*kernel, None, None, compiled.packed_metadata), ()
+        return (*kernel, compiled.packed_metadata), (None, None, *self.listed)
+
     def encoder(self, place: int, device: torch.device) -> Callable[[Descriptor], Any]:
         """What encodes the descriptor at a place among them."""
         encode, facts = self.encode, self.facts[place]
         assert encode is not None
+        # Since 3.8 an encoder is also told what the launch takes before its arguments, and does not ask for it.
+        ignored = (None,) * (len(inspect.signature(encode).parameters) - 2)
 
         def encoded(descriptor: Descriptor) -> Any:
             make_current(device)
-            return encode(descriptor, facts)[0]
+            return encode(descriptor, facts, *ignored)[0]
 
         return encoded
 

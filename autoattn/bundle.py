@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from autoattn import __version__, cache, cachefile, raw, render
+from autoattn import __version__, cache, cachefile, raw
 from autoattn.cachefile import CacheFile
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
@@ -56,7 +56,7 @@ def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] 
         for entry in file.entries.values():
             if (reason := cache.why_held_back(entry)) is not None:
                 raise CacheError(f"an entry of a bundle must hold, but that of {entry.problem} is stale: {reason}")
-            held[_kernel_path(file, entry)] = render.render(entry.problem, entry.variant).text.encode()
+            held[_kernel_path(file, entry)] = cache.source_of(entry).text.encode()
             taken = known.get((file.device, entry.problem.key))
             if taken is not None and _same_finals(entry, taken):
                 held[_samples_path(file, entry)] = raw.encode(taken)

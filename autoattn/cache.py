@@ -16,14 +16,14 @@ from pathlib import Path
 
 import filelock
 
-from autoattn import cachefile, render, space
+from autoattn import cachefile, render, space, triton_release
 from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import CacheEntry, Mark
 from autoattn.errors import AutoattnError, CacheError
 from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
-from autoattn.variant import Variant
+from autoattn.variant import Source, Variant
 
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
 
@@ -232,7 +232,7 @@ def why_stale(entry: CacheEntry) -> str | None:
     if not space.load(entry.template).holds(entry.params):
         return f"it was tuned in another search space of {entry.template}; run autoattn tune again"
     try:
-        digest = _rendered(entry.problem, entry.variant)
+        digest = source_of(entry).digest
     except AutoattnError as error:  # tensors that it cannot read, an expression that is none
         return f"{entry.template} has no kernel for it by now: {error}"
     if digest != entry.source_digest:
@@ -247,9 +247,20 @@ def why_held_back(entry: CacheEntry) -> str | None:
     return why_stale(entry)
 
 
+def source_of(entry: CacheEntry) -> Source:
+    """The kernel of an entry, in the names of the release of Triton that it was tuned with.
+
+    A call runs the same template in the names of the release that is installed.
+
+    Raises:
+        AutoattnError: the template has no such kernel by now.
+    """
+    return _rendered(entry.problem, entry.variant, entry.triton_release or triton_release.installed_release())
+
+
 @lru_cache(maxsize=4096)
-def _rendered(problem: Problem, variant: Variant) -> str:
-    return render.render(problem, variant).digest
+def _rendered(problem: Problem, variant: Variant, release: str) -> Source:
+    return render.render(problem, variant, release=release)
 
 
 def _merged(path: Path, old: CacheFile | None, file: CacheFile, entries: Iterable[CacheEntry]) -> CacheFile:

@@ -252,6 +252,7 @@ class Descriptor:
     shape: tuple[int, ...]  # [batch, heads, seq, head_dim], or [batch, heads_kv, heads of one key, seq, head_dim]
     strides: tuple[int, ...]  # in elements; multiples of 16 bytes, but the last, which is 1
     padding: str = "zero"
+    round_f32_to_tf32: bool = False  # asked for since Triton 3.7
 
     @classmethod
     def of(cls, tensor: Tensor) -> Descriptor:

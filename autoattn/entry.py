@@ -197,6 +197,11 @@ class CacheEntry:
         return Variant.of(self.template, self.params)
 
     @property
+    def triton_release(self) -> str:
+        """The release of Triton that it was tuned with, as "3.9"; empty where that is not known."""
+        return ".".join(self.versions.get("triton", "").split(".")[:2])
+
+    @property
     def time_us(self) -> float:
         """Measured time of the winning kernel, else the predicted one, in microseconds."""
         if self.measurement is not None:

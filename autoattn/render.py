@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import jinja2
 
-from autoattn import expression, resources, space, tangent
+from autoattn import expression, resources, space, tangent, triton_release
 from autoattn.errors import CompileError, ProblemError
 from autoattn.expression import MASK_NAMES, SCORE_NAMES, Expression
 from autoattn.mask import Alignment, Mask, MaskKind
@@ -26,10 +26,15 @@ FIRST_MAX = "first_max"  # the one that keeps its first maximum, and computes a 
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
-def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> Source:
+def render(
+    problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None
+) -> Source:
     """Renders the kernel of `variant` for the kind of call that `problem` is.
 
     Batch, heads and lengths never reach the text, so problems that differ only in them share one source.
+
+    Args:
+        release: of Triton, as "3.9", whose names the text has; None is the one that is installed.
 
     Raises:
         CompileError: the tensors do not lie as the template's loads need them.
@@ -42,6 +47,7 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None) -> 
         _facts(problem, variant, traits),
         problem=_kind(problem),
         variant=variant,
+        gluon=triton_release.gluon_names(release or triton_release.installed_release()),
         **space.load(variant.template).params_of(variant),
     )
     return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)

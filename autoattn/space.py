@@ -7,12 +7,11 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from importlib import metadata
 from typing import Annotated
 
 import msgspec
 
-from autoattn import resources
+from autoattn import resources, triton_release
 from autoattn.arithmetic import Rule
 from autoattn.device import Device
 from autoattn.errors import SpaceError
@@ -106,11 +105,12 @@ class SearchSpace:
 
     def why_unavailable(self) -> str | None:
         """Why the Triton that is installed cannot compile the template; None when it can."""
-        if not self.triton or any(f"{installed_triton()}.".startswith(f"{release}.") for release in self.triton):
+        if not self.triton or triton_release.installed_release() in self.triton:
             return None
-        releases = " or ".join(self.triton)
+        releases = f"{', '.join(self.triton[:-1])} or {self.triton[-1]}" if len(self.triton) > 1 else self.triton[0]
         return (
-            f"{self.template} is written for Triton {releases}, whose language moves, and this is {installed_triton()}"
+            f"{self.template} is written for Triton {releases}, whose language moves, and this is "
+            f"{triton_release.installed()}"
         )
 
     def repeats(self, variant: Variant) -> bool:
@@ -291,15 +291,6 @@ def _mask_facts(mask: Mask) -> dict[str, Value | float]:
         "block_q": mask.block_q,
         "block_kv": mask.block_kv,
     }
-
-
-@lru_cache(maxsize=1)
-def installed_triton() -> str:
-    """The version of Triton; "none" where there is none."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def of(op: Op) -> tuple[SearchSpace, ...]:

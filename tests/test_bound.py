@@ -39,7 +39,7 @@ class Card:
         self.encoded: list[tuple[Any, ...]] = []
         self.current: list[int] = []  # threads in which a context was made current
         self.stream = 7
-        self.utils = SimpleNamespace(fill_tma_descriptor=self.encode)
+        self.utils = SimpleNamespace(fill_tma_descriptor=self.encode, fill_tma_descriptor_tiled=self.encode)
 
     def encode(self, *given: Any) -> tuple[Any, ...]:
         self.encoded.append(given)
@@ -79,6 +79,8 @@ def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
         "profile_scratch_size": 0,
         "launch_cooperative_grid": False,
         "launch_pdl": False,
+        "arg_annotations": "annotations",
+        "kernel_signature": "kernel signature",
     }
     compiled = SimpleNamespace(
         run=SimpleNamespace(**facts | launcher),
@@ -89,6 +91,19 @@ def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
     operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
     made = Kernel(source=None, module=module, compiled=compiled, device=torch.device("cuda", 0), sm_count=4)  # type: ignore[arg-type]
     return made, forward._arguments(made, one, operands, forward.empty_output(one, operands.query), None)
+
+
+def passed(hooks: tuple[object, object, object], arguments: list[Any]) -> tuple[Any, ...]:
+    """What the installed Triton's launcher passes on for GRID on the card's stream."""
+    kernel = "function", False, False
+    if triton.__version__.startswith("3.6."):
+        return (*GRID, 7, *kernel, None, None, "metadata", *hooks, *arguments)
+    return (*GRID, 7, *kernel, "metadata", *hooks, None, None, "annotations", "kernel signature", arguments)
+
+
+def arguments_of(launched: tuple[Any, ...]) -> list[Any]:
+    """The kernel's arguments among what was launched."""
+    return launched[-1] if isinstance(launched[-1], list) else list(launched[13:])
 
 
 def bind(card: Card, **launcher: Any) -> Bound:
@@ -105,8 +120,7 @@ def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> N
     }
     moved |= {name: address for name, address in zip(POINTERS, ADDRESSES, strict=True) if address}
     ordered = [(arguments | moved)[name] for name in made.module.SIGNATURE]
-    settings = ("function", False, False, None, None, "metadata", None, None, None)
-    made.compiled.run.launch(*GRID, 7, *settings, *ordered)
+    made.compiled.run.launch(*passed((None, None, None), ordered))
     bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     by_triton, by_us = card.launched
     assert by_us == by_triton
@@ -138,7 +152,7 @@ def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.Monk
     for step in range(20):
         for launch in launches:
             launch((16 * step, *ADDRESSES[1:]))
-            assert card.launched[-1][13][1] == 16 * step
+            assert arguments_of(card.launched[-1])[0][1] == 16 * step
             assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound._filled) <= 10
 
 
@@ -160,7 +174,7 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
 
 
 def test_another_triton_is_not_called_past_its_launcher(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    monkeypatch.setattr(triton, "__version__", "3.12.0")
     made, arguments = kernel(card)
     assert bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).launch is made.compiled.run
 
@@ -171,7 +185,7 @@ def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.Monk
     launch = bind(card)
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", enter)
     launch(ADDRESSES)
-    assert card.launched[0][10:13] == ("facts", enter, None)
+    assert card.launched[0] == passed(("facts", enter, None), arguments_of(card.launched[0]))
 
 
 # --- zeros ------------------------------------------------------------------------------------------------------------
@@ -181,7 +195,7 @@ def taken(card: Card, launch: Bound) -> int:
     """The address of the zeros that a launch takes by itself."""
     launch((*ADDRESSES[:5], 0, 0, 0))
     assert launch.zeros is not None
-    return card.launched[-1][launch.zeros[0]]
+    return arguments_of(card.launched[-1])[launch.zeros[0] - launch.begin]
 
 
 def test_launches_take_the_zeros_of_their_stream(card: Card) -> None:
@@ -197,5 +211,5 @@ def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:
     launch = bind(card)
     launch(ADDRESSES)
     assert launch.zeros is not None
-    assert card.launched[0][launch.zeros[0]] == 96
+    assert arguments_of(card.launched[0])[launch.zeros[0] - launch.begin] == 96
     assert ROOMS["scratch_ptr"]._found == {}

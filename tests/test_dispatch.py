@@ -12,7 +12,7 @@ import pytest
 import samples
 import triton
 
-from autoattn import cache, dispatch, render, resources, space
+from autoattn import cache, dispatch, render, resources, space, triton_release
 from autoattn.device import Device
 from autoattn.dispatch import Level
 from autoattn.entry import CacheEntry, Candidate
@@ -333,7 +333,7 @@ def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(
 
 
 def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "installed_triton", lambda: "3.9.0")
+    monkeypatch.setattr(triton_release, "installed", lambda: "3.12.0")
 
 
 def hoppers(**changes: Any) -> CacheEntry:

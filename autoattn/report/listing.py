@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from autoattn import render, space
+from autoattn import cache, space
 from autoattn.entry import CacheEntry, Candidate
 from autoattn.errors import AutoattnError
 from autoattn.importance import params_of
-from autoattn.problem import Problem
 from autoattn.report import figures
-from autoattn.variant import Value, Variant
+from autoattn.variant import Value, Variant, digest_of
 
 # Characters of kernels and differences in one report; beyond it a command stands in their place.
 ROOM = 1_300_000
@@ -55,10 +54,10 @@ class Shelf:
 
     def listing(self, entry: CacheEntry, anchor: str) -> Listing:
         """The winner's text for the card `anchor`."""
-        text, note = rendered(entry.problem, entry.variant)
+        text, note = rendered(entry, entry.variant)
         if not text:
             return Listing(note=note)
-        if (digest := render.render(entry.problem, entry.variant).digest) != entry.source_digest:
+        if (digest := digest_of(text)) != entry.source_digest:
             note = f"The template has changed since: this is {digest}, the entry rests on {entry.source_digest}."
         if text in self._shown:
             return Listing(same_as=self._shown[text], note=note)
@@ -75,7 +74,7 @@ class Shelf:
         if runner_up.template != entry.template:
             return Difference(note=f"The runner-up is of another template, {runner_up.template}.")
         (text, note), (other, why_not) = (
-            rendered(entry.problem, variant) for variant in (entry.variant, runner_up.variant)
+            rendered(entry, variant) for variant in (entry.variant, runner_up.variant)
         )
         if not text or not other:
             return Difference(note=note or why_not)
@@ -93,12 +92,12 @@ class Shelf:
         self.room -= len(text)
 
 
-def rendered(problem: Problem, variant: Variant) -> tuple[str, str]:
-    """The text of a variant, or in words why there is none."""
+def rendered(entry: CacheEntry, variant: Variant) -> tuple[str, str]:
+    """The text of an entry's winner or runner-up as it was tuned, or in words why there is none."""
     try:
         if not space.load(variant.template).holds(variant.as_dict()):
             return "", f"The kernel cannot be rendered: it was tuned in another search space of {variant.template}."
-        return render.render(problem, variant).text, ""
+        return cache.source_of(replace(entry, template=variant.template, params=variant.as_dict())).text, ""
     except (AutoattnError, OSError) as error:
         return "", f"The kernel cannot be rendered: {error}"
 
