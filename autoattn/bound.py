@@ -1,8 +1,8 @@
 """Launches of which all is known but the addresses: a compiled kernel, called with as little as a launch can take.
 
 What Triton's own way costs at each call is paid once here: TMA descriptors are encoded once for an address, and the C
-function beneath Triton's launcher is called by itself. The C function takes its arguments in one order in Triton 3.6 and
-in another since 3.7 (`_Direct`). Where the installed Triton has another launcher, its own serves.
+function beneath Triton's launcher is called by itself, with its arguments in the release's order (`_Direct`). Where the
+installed Triton has another launcher, its own serves.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ def bind(
     """
     boxes = any(isinstance(arguments.get(name), Descriptor) for name in kernel.parameters)
     direct, compiled = _Direct.of(kernel, boxes=boxes), kernel.compiled
-    settings, behind = (compiled.function, compiled.packed_metadata), ()
-    if direct:
-        settings, behind = direct.settings(compiled)
+    triton_takes = (compiled.function, compiled.packed_metadata), ()
+    settings, behind = direct.settings(compiled) if direct else triton_takes
     flat: list[object] = [*grid, 1, 1, None, *settings]
     hooks = len(flat)
     flat += [None, None, None, *behind]
@@ -142,11 +141,12 @@ def bind(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Direct:
-    """The C function beneath Triton's launcher, which takes encoded descriptors, each with its shape and strides behind it.
+    """The C function beneath Triton's launcher. It takes encoded descriptors, each followed by its shape and strides.
 
-    Triton 3.6 compiles one for each signature: (grid, stream, function, cooperative, dependent, scratch, profile scratch,
-    metadata, launch metadata, hooks, *arguments). Since 3.7 there is one for all: (grid, stream, function, cooperative,
-    dependent, metadata, launch metadata, hooks, scratch, profile scratch, annotations, signature, list of arguments).
+    Triton 3.6 compiles one for each signature. It takes: grid, stream, function, cooperative, dependent, scratch,
+    profile scratch, metadata, launch metadata, hooks, and each argument.
+    Since 3.7 there is one for all signatures. It takes: grid, stream, function, cooperative, dependent, metadata,
+    launch metadata, hooks, scratch, profile scratch, annotations, signature, and a list of the arguments.
     """
 
     launch: Callable[..., object]

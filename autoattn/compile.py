@@ -9,7 +9,6 @@ import importlib.util
 import io
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 from collections import Counter
@@ -25,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from autoattn import loops, resources, sass
+from autoattn import assembler, loops, resources, sass
 from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 from autoattn.variant import Source
@@ -82,8 +81,9 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
             triton.knobs.compilation.disable_line_info = True
             # Every Triton up to 3.9 fuses by default; 3.9 warns that the next one will not.
             options = {**options, "enable_fp_fusion": True}
-            with contextlib.redirect_stdout(io.StringIO()):  # where Triton prints whole kernels that ptxas refuses
-                return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)
+            silent = contextlib.redirect_stdout(io.StringIO())  # where Triton prints whole kernels that ptxas refuses
+            with silent, assembler.older_ptxas(arch) as added:
+                return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options={**options, **added})
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
         reason = " ".join(str(error).split())[:300]
         raise CompileError(
@@ -298,7 +298,7 @@ def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> Static
 
 def _inspected(source: Source, arch: int, ptx_arch: int | None, name: str) -> StaticReport:
     compiled = build(source, ptx_arch or arch, name)
-    cubin = compiled.asm["cubin"] if ptx_arch is None else _assembled(compiled.asm["ptx"], arch)
+    cubin = compiled.asm["cubin"] if ptx_arch is None else assembler.assemble(compiled.asm["ptx"], arch)
     report = sass.read(
         cubin,
         digest=source.digest,
@@ -341,20 +341,6 @@ def _together(reports: Sequence[StaticReport]) -> StaticReport:
         masked_loop=dict(sum((Counter(one.masked_loop) for one in walks), Counter())),
         **{name: max(getattr(report, name) for report in reports) for name in most},
     )
-
-
-def _assembled(ptx: str, arch: int) -> bytes:
-    """The cubin that Triton's ptxas makes of a PTX text."""
-    with tempfile.TemporaryDirectory() as folder:
-        text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        text.write_text(ptx, encoding="utf-8")
-        command = [triton.knobs.nvidia.ptxas.path, f"--gpu-name=sm_{arch}", str(text), "-o", str(cubin)]
-        try:
-            subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
-            raise CompileError(f"ptxas must make code for sm_{arch} of an older PTX, got {said}") from error
-        return cubin.read_bytes()
 
 
 def was_killed(error: CompileError) -> bool:

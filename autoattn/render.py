@@ -26,9 +26,7 @@ FIRST_MAX = "first_max"  # the one that keeps its first maximum, and computes a 
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
-def render(
-    problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None
-) -> Source:
+def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None) -> Source:
     """Renders the kernel of `variant` for the kind of call that `problem` is.
 
     Batch, heads and lengths never reach the text, so problems that differ only in them share one source.

@@ -21,14 +21,17 @@ class GluonNames:
     barrier: str = "gl.barrier"  # of all threads of a partition
     tma_load: str = "tma.async_load"  # global to shared memory
     tma_store: str = "tma.async_store"  # shared to global memory
+    reinterpret: str = "reinterpret"  # method of shared memory: the same bytes as another type, shape and layout
 
 
 # From the sources of the releases, triton/experimental/gluon/language; releases that are not named here have the
 # newest names. 3.8 still has the older names of the copies beside the newer ones.
 _COPIES = {"tma_load": "tma.async_copy_global_to_shared", "tma_store": "tma.async_copy_shared_to_global"}
+_PRIVATE = {"reinterpret": "_reinterpret"}
 _MOVED = {
-    "3.6": GluonNames(barrier="gl.thread_barrier", **_COPIES),
-    "3.7": GluonNames(**_COPIES),
+    "3.6": GluonNames(barrier="gl.thread_barrier", **_COPIES, **_PRIVATE),
+    "3.7": GluonNames(**_COPIES, **_PRIVATE),
+    "3.8": GluonNames(**_PRIVATE),
 }
 
 

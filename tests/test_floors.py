@@ -34,6 +34,7 @@ FLOORS = (
     },
     {
         "reference",
+        "assembler",
         "compile",
         "bound",
         "loops",
@@ -135,7 +136,7 @@ DOORS = {
     "flash_attn": {"peers"},
     "flash_attn_interface": {"peers"},
     "triton.compiler": {"compile"},
-    "triton.backends": {"compile"},
+    "triton.backends": {"compile", "assembler"},
     "typer": {"cli"},
     "rich": {"cli"},
 }

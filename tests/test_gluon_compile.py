@@ -305,6 +305,8 @@ def test_the_template_is_for_the_releases_of_triton_that_its_space_names(
     assert found.variant is not None
     assert found.variant.template == (TEMPLATE if serves else "triton/forward")
     said = [
-        step for step in found.steps if f"written for Triton 3.6, 3.7, 3.8 or 3.9, whose language moves, and this is {installed}" in step
+        step
+        for step in found.steps
+        if f"written for Triton 3.6, 3.7, 3.8 or 3.9, whose language moves, and this is {installed}" in step
     ]
     assert bool(said) is not serves

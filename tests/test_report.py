@@ -207,7 +207,8 @@ def test_a_fence_is_longer_than_any_in_the_source() -> None:
 
 def test_hostile_source_stays_inside_its_element(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = render.render(samples.problem(), samples.measured().variant)
-    monkeypatch.setattr(render, "render", lambda *_: replace(whole, text="</pre></details><img src=x>\n```\n# out"))
+    hostile = replace(whole, text="</pre></details><img src=x>\n```\n# out")
+    monkeypatch.setattr(cache, "source_of", lambda _: hostile)
     page = Page(report.html_text(sections_of(samples.measured())))
     assert "img" not in page.tags
     assert "````python\n</pre>" in report.markdown_text(sections_of(samples.measured()))

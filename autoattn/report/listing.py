@@ -73,9 +73,7 @@ class Shelf:
         runner_up = entry.candidates[0]
         if runner_up.template != entry.template:
             return Difference(note=f"The runner-up is of another template, {runner_up.template}.")
-        (text, note), (other, why_not) = (
-            rendered(entry, variant) for variant in (entry.variant, runner_up.variant)
-        )
+        (text, note), (other, why_not) = (rendered(entry, variant) for variant in (entry.variant, runner_up.variant))
         if not text or not other:
             return Difference(note=note or why_not)
         lines = tuple(_marked(other, text, runner_up))
