@@ -40,6 +40,7 @@ def test_list_counts_entries(autoattn: Run, user_cache: Path) -> None:
     assert samples.H200.fingerprint in out
     (held,) = json.loads(autoattn("cache", "list", "--json")[1])
     assert (held["measured"], held["predicted"], held["stale"]) == (1, 1, 0)
+    (user_cache / "none").mkdir()
     assert "no cache file" in autoattn("cache", "list", "--cache", user_cache / "none")[1]
 
 

@@ -108,7 +108,9 @@ def test_combining_takes_keeps_and_counts(folder: Path) -> None:
     (merged,) = cache.combine(folder, [file_of(new, alike, better, worse)])
     assert merged.taken == (new.problem, better.problem)
     assert merged.same == (alike.problem,)
-    assert merged.refused == {worse.problem: "a prediction never takes a measurement's place"}
+    assert list(merged.replaced.items()) == [(better.problem, "a measurement takes a prediction's place")]
+    assert list(merged.refused) == [worse.problem]
+    assert merged.refused[worse.problem].startswith("a prediction never takes a measurement's place")
     found = cache.read(merged.path).entries
     assert len(found) == 4
     assert found[worse.problem.key].evidence.value == "measured"
@@ -121,7 +123,7 @@ def test_a_stale_entry_never_takes_the_place_of_one_that_holds(folder: Path) -> 
     written(folder, held)
     (merged,) = cache.combine(folder, [file_of(stale)])
     assert (merged.taken, list(merged.refused)) == ((), [stale.problem])
-    (merged,) = cache.combine(folder, [file_of(dataclasses.replace(held, choice="kernel"))])
+    (merged,) = cache.combine(folder, [file_of(current(measured(time_us=390.0)))])
     assert merged.taken == (held.problem,)
 
 
