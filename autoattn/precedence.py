@@ -178,7 +178,10 @@ def merging(known: CacheEntry, entry: CacheEntry, *, why_not: WhyNot, any_time: 
         why_not: says why an entry is not used.
         any_time: the times do not decide: `entry` is taken where nothing else speaks against it.
     """
-    decision = _by_evidence(known, entry, why_not) or _by_mark(known, entry)
+    same = replace(known, mark=entry.mark) == entry
+    if same and known.mark is not None:  # else a merge of the bundle it came from would lift a verification's mark
+        return _kept("it is the same, and the one there is marked since")
+    decision = _by_evidence(known, entry, why_not) or _by_mark(known, entry, same)
     if decision is not None:
         return decision
     ours, theirs = known.search.objective, entry.search.objective
@@ -210,9 +213,9 @@ def _by_evidence(known: CacheEntry, entry: CacheEntry, why_not: WhyNot) -> Decis
     return _taken("a measurement takes a prediction's place") if now and not was else None
 
 
-def _by_mark(known: CacheEntry, entry: CacheEntry) -> Decision | None:
-    if replace(known, mark=entry.mark) == entry:  # one of them was verified since
-        return _taken("it is the same, marked since") if known.mark is None else _kept("the one there is marked since")
+def _by_mark(known: CacheEntry, entry: CacheEntry, same: bool) -> Decision | None:
+    if same:
+        return _taken("it is the same, marked since")
     if entry.mark is not None and known.mark is None:
         return _kept(f"it is marked: {entry.mark.finding.value}")
     if known.mark is not None and entry.mark is None:
