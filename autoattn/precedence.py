@@ -102,24 +102,24 @@ def overlay(
 
 def _overlay(files: list[tuple[Path, CacheFile]], why_not: WhyNot, card: Callable[[str], str | None]) -> Overlay:
     first = files[0][1]
-    places = [
-        Placed(folder=folder, fingerprint=file.fingerprint, entry=entry)
-        for folder, file in files
-        for entry in file.entries.values()
-    ]
-    cards = list(dict.fromkeys(place.fingerprint for place in places if place.measured)) or [first.fingerprint]
+    groups: dict[str, list[Placed]] = {}
+    for folder, file in files:
+        for key, entry in file.entries.items():
+            groups.setdefault(key, []).append(Placed(folder=folder, fingerprint=file.fingerprint, entry=entry))
+    places = [place for group in groups.values() for place in group]
+    order = dict.fromkeys(file.fingerprint for _, file in files)
+    measured_on = {place.fingerprint for place in places if place.measured}
+    cards = [fingerprint for fingerprint in order if fingerprint in measured_on] or [first.fingerprint]
     wanted = card(first.device) if len(cards) > 1 else None
     fingerprint = wanted if wanted in cards else cards[0]
-    groups: dict[str, list[Placed]] = {}
-    foreign: list[Placed] = []
-    for place in places:
-        ours = place.fingerprint == fingerprint or not place.measured
-        (groups.setdefault(place.entry.problem.key, []) if ours else foreign).append(place)
+    foreign = [place for place in places if place.measured and place.fingerprint != fingerprint]
+    if foreign:
+        groups = {key: [place for place in group if place not in foreign] for key, group in groups.items()}
     return Overlay(
         device=first.device,
         op=first.op,
         fingerprint=fingerprint,
-        ranked={key: tuple(_ranked(group, why_not)) for key, group in groups.items()},
+        ranked={key: tuple(_ranked(group, why_not)) for key, group in groups.items() if group},
         foreign=tuple(foreign),
     )
 
@@ -143,16 +143,16 @@ def _used_first(places: list[Placed], why_not: WhyNot) -> list[Placed]:
     used = (
         place
         for number, place in enumerate(places)
-        if not any(_is_marked_copy(place.entry, earlier.entry) for earlier in places[:number])
+        if not any(_is_known_from(place.entry, earlier.entry) for earlier in places[:number])
         and why_not(place.entry) is None
     )
     first = next(used, places[0])
     return [first, *(place for place in places if place is not first)]
 
 
-def _is_marked_copy(entry: CacheEntry, marked: CacheEntry) -> bool:
-    """Whether `marked` carries the mark of a verification for the kernel of `entry`."""
-    return marked.mark is not None and _same_kernel(entry, marked)
+def _is_known_from(entry: CacheEntry, earlier: CacheEntry) -> bool:
+    """Whether an entry is as little used as an earlier one: that has its kernel and carries a mark, or is its copy."""
+    return _same_kernel(entry, earlier) and (earlier.mark is not None or earlier.versions == entry.versions)
 
 
 def _same_kernel(entry: CacheEntry, other: CacheEntry) -> bool:
