@@ -76,13 +76,14 @@ def test_an_entry_that_no_call_uses_gives_way_even_to_a_prediction(unused: dict[
 
 
 def test_where_no_entry_is_used_evidence_and_folder_decide() -> None:
-    stale = {"source_digest": UNUSED}
+    stale: dict[str, Any] = {"source_digest": UNUSED}
     assert counting(measured(**stale), measured(**stale, time_us=1.0)) == "own"
     assert counting(predicted(**stale), measured(**stale)) == "shipped"
 
 
 def test_a_marked_copy_of_a_shipped_entry_shadows_it_and_no_other_kernel() -> None:
     assert counting(measured(mark=WRONG), measured()) == "own"
+    assert counting(measured(mark=WRONG), measured(versions={"triton": "9"})) == "own"
     assert counting(measured(mark=SLOWER), measured()) == "own"
     assert counting(measured(mark=WRONG, params={}), measured()) == "shipped"
     assert counting(measured(mark=WRONG, choice="kernel"), measured()) == "shipped", "it runs something else"
@@ -147,7 +148,7 @@ def other(time_us: float, **changes: Any) -> CacheEntry:
 
 
 def test_evidence_and_use_decide_before_times() -> None:
-    stale = {"source_digest": UNUSED}
+    stale: dict[str, Any] = {"source_digest": UNUSED}
     fast = predicted(time_us=1.0)
     assert decided(measured(), fast) == (False, "a prediction never takes a measurement's place")
     taken, reason = decided(measured(**stale), fast)
