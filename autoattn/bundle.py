@@ -144,14 +144,17 @@ def _held(path: Path) -> dict[str, bytes]:
         return {info.filename: archive.read(info) for info in infos}
 
 
-def samples_of(folder: Path, files: Iterable[CacheFile]) -> dict[tuple[str, str], Samples]:
-    """The raw samples that a cache folder has of the entries of its files, by device and the problem's key.
+def samples_of(files: Iterable[tuple[Path, CacheFile]]) -> dict[tuple[str, str], Samples]:
+    """The raw samples of the entries of cache files, by device and the problem's key.
+
+    Args:
+        files: cache files and the cache folder of each.
 
     Raises:
         CacheError: some of them are damaged or cannot be read.
     """
     found = {}
-    for file in files:
+    for folder, file in files:
         for key in file.entries:
             samples = raw.read(raw.path_of(folder, file.device, key))
             if samples is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import filelock
 
-from autoattn import cachefile, render, space, triton_release
+from autoattn import cachefile, precedence, render, space, triton_release
 from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import CacheEntry, Mark
@@ -35,6 +35,7 @@ class Merged:
     path: Path
     taken: tuple[Problem, ...] = ()
     same: tuple[Problem, ...] = ()  # were there, alike
+    replaced: dict[Problem, str] = field(default_factory=dict)  # those taken in another's place -> why
     refused: dict[Problem, str] = field(default_factory=dict)  # problem -> why the entry that was there stays
 
 
@@ -105,10 +106,14 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
     return path
 
 
-def combine(folder: Path, files: Iterable[CacheFile]) -> list[Merged]:
-    """Adds the entries of other cache files to those of a folder, in place of those of the same problem; others stay.
+def combine(folder: Path, files: Iterable[CacheFile], *, any_time: bool = False) -> list[Merged]:
+    """Adds the entries of other cache files to those of a folder; others stay.
 
-    A predicted entry never replaces a measured one, nor an entry that is held back one that holds.
+    Where both have an entry of one problem, `precedence.merging` decides. A predicted entry never replaces a measured
+    one, nor an entry that is held back one that holds.
+
+    Args:
+        any_time: times do not decide; the entries of `files` are taken where nothing else speaks against them.
 
     Raises:
         CacheError: one of the folder's files cannot be read or written, or both are measured, on different cards; what
@@ -118,12 +123,13 @@ def combine(folder: Path, files: Iterable[CacheFile]) -> list[Merged]:
     for file in files:
         path = path_in(folder, file)
         _merged(path, _found(path), file, file.entries.values())
-    return [_combined(path_in(folder, file), file) for file in files]
+    return [_combined(path_in(folder, file), file, any_time) for file in files]
 
 
-def _combined(path: Path, file: CacheFile) -> Merged:
+def _combined(path: Path, file: CacheFile, any_time: bool) -> Merged:
     taken: dict[str, CacheEntry] = {}
     same: list[Problem] = []
+    replaced: dict[Problem, str] = {}
     refused: dict[Problem, str] = {}
     with _locked(path):
         old = _now(path)
@@ -131,22 +137,22 @@ def _combined(path: Path, file: CacheFile) -> Merged:
             known = old.entries.get(key) if old is not None else None
             if known == entry:
                 same.append(entry.problem)
-            elif known is not None and (reason := _why_kept(known, entry)) is not None:
-                refused[entry.problem] = reason
-            else:
-                taken[key] = entry
+                continue
+            if known is not None:
+                decision = precedence.merging(known, entry, why_not=why_held_back, any_time=any_time)
+                (replaced if decision.taken else refused)[entry.problem] = decision.reason
+                if not decision.taken:
+                    continue
+            taken[key] = entry
         if taken:
             write(path, cachefile.encode(_merged(path, old, file, taken.values())))
-    return Merged(path=path, taken=tuple(entry.problem for entry in taken.values()), same=tuple(same), refused=refused)
-
-
-def _why_kept(known: CacheEntry, entry: CacheEntry) -> str | None:
-    """Why an entry stays where another comes; None where it gives way."""
-    if _measured(known) and not _measured(entry):
-        return "a prediction never takes a measurement's place"
-    if why_held_back(entry) is not None and why_held_back(known) is None:
-        return "an entry that is stale or marked never takes the place of one that holds"
-    return None
+    return Merged(
+        path=path,
+        taken=tuple(entry.problem for entry in taken.values()),
+        same=tuple(same),
+        replaced=replaced,
+        refused=refused,
+    )
 
 
 def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -11,14 +11,15 @@ from pathlib import Path
 import torch
 import triton
 
-from autoattn import cache, resources, space
+from autoattn import cache, inventory, precedence, space
+from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import SpaceError, UsageError
 from autoattn.mask import MaskKind
+from autoattn.precedence import Placed, WhyNot
 from autoattn.problem import Numerics, Op, Problem
 from autoattn.rivals import BACKENDS, SDPA
-from autoattn.trial import Evidence
 from autoattn.variant import Variant
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
@@ -65,13 +66,13 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     Reads the cache in `folder`, or the user's cache over the shipped one. Never tunes and never compiles.
 
     Raises:
-        CacheError: a cache file is damaged or newer.
+        CacheError: a cache file is damaged or newer, or `folder` is no folder.
     """
+    folders = inventory.folders(folder)
     if device is None:
         return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
     if device.arch < MIN_ARCH:
         return sdpa(f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem)
-    folders = (folder,) if folder is not None else (resources.user_cache(), resources.shipped_cache())
     return _Search(problem, device, folders).run()
 
 
@@ -83,10 +84,27 @@ def differentiates(device: Device | None) -> bool:
     """
     if device is None:
         return False
-    paths = [cache.path_of(one, device, Op.BACKWARD) for one in (resources.user_cache(), resources.shipped_cache())]
-    files = [cache.read(path) for path in paths if path.exists()]
-    entries = [entry for one in files if one.fingerprint == device.fingerprint for entry in one.entries.values()]
-    return any(entry.choice == KERNEL and entry.evidence is Evidence.MEASURED for entry in entries)
+    files = _files(inventory.folders(None), device, Op.BACKWARD)
+    places = [place for _, place in _counting(files, device, cache.why_held_back)]
+    return any(place.measured and place.entry.choice == KERNEL for place in places)
+
+
+def _files(folders: Sequence[Path], device: Device, op: Op) -> list[tuple[Path, CacheFile]]:
+    """The cache files of a device and an operation, with the folder of each."""
+    paths = [(folder, cache.path_of(folder, device, op)) for folder in folders]
+    return [(folder, cache.read(path)) for folder, path in paths if path.exists()]
+
+
+def _counting(files: list[tuple[Path, CacheFile]], device: Device, why_not: WhyNot) -> Iterator[tuple[str, Placed]]:
+    """The entries that count on a card, by the problem's key: of each kind of evidence the first in the overlay."""
+    for overlay in precedence.overlay(files, why_not=why_not, card=lambda _: device.fingerprint):
+        for key, places in overlay.ranked.items():
+            kinds: dict[bool, Placed] = {}
+            for place in places:
+                if not place.measured or place.fingerprint == device.fingerprint:
+                    kinds.setdefault(place.measured, place)
+            for place in kinds.values():
+                yield key, place
 
 
 def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
@@ -136,29 +154,21 @@ class _Search:
         self.steps: list[str] = []
         self.measured: dict[str, CacheEntry] = {}
         self.predicted: dict[str, CacheEntry] = {}
-        for folder in reversed(folders):
-            self._read(folder)
+        self._read(folders)
 
     def run(self) -> Explanation:
         """The first level that has an answer."""
         return self._exact() or self._neighbour() or self._predicted() or self._default()
 
-    def _read(self, folder: Path) -> None:
-        path = cache.path_of(folder, self.device, self.problem.op)
-        if not path.exists():
-            return
-        file = cache.read(path)
-        same_card = file.fingerprint == self.device.fingerprint
-        if not same_card:
-            self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
-        for key, entry in file.entries.items():
-            known = self.predicted if entry.evidence is Evidence.PREDICTED else self.measured
-            if entry.evidence is Evidence.MEASURED and not same_card:
-                continue
-            # The user's entries come last and shadow the shipped ones, unless they have gone stale.
-            # So do those that a verification marked, where they are of the same kernel.
-            if key not in known or self._why_not(entry) is None or _is_marked(known[key], entry):
-                known[key] = entry
+    def _read(self, folders: tuple[Path, ...]) -> None:
+        """Takes in the entries that count; an entry that cannot serve this problem gives way to one that can."""
+        files = _files(folders, self.device, self.problem.op)
+        for folder, file in files:
+            if file.fingerprint != self.device.fingerprint:
+                path = cache.path_of(folder, self.device, self.problem.op)
+                self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
+        for key, place in _counting(files, self.device, self._why_not):
+            (self.measured if place.measured else self.predicted)[key] = place.entry
 
     def _exact(self) -> Explanation | None:
         entries = [self.measured[key] for key in self.keys if key in self.measured]
@@ -321,12 +331,6 @@ class _Search:
             return space.load(entry.template).why_infeasible(entry.variant, problem, self.device)
         except UsageError as error:
             return str(error)
-
-
-def _is_marked(known: CacheEntry, entry: CacheEntry) -> bool:
-    """Whether `entry` is `known` with a mark."""
-    facts = [(one.source_digest, one.params, one.choice) for one in (known, entry)]
-    return entry.mark is not None and facts[0] == facts[1]
 
 
 def bucket(problem: Problem) -> tuple[int, ...]:

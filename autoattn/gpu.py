@@ -57,6 +57,17 @@ def resolve(text: str) -> tuple[Device, bool]:
     return (card, True) if card is not None and card.name == device.name else (device, False)
 
 
+def fingerprint_of(name: str) -> str | None:
+    """The fingerprint of the card that a device's name stands for: of the card in this machine, else of its profile.
+
+    None where nobody described such a device.
+    """
+    try:
+        return resolve(name)[0].fingerprint
+    except DeviceError:
+        return None
+
+
 def alike(device: Device) -> tuple[str, ...]:
     """What CUDA_VISIBLE_DEVICES calls each visible card that is such a device; times of other cards are no match."""
     count = torch.cuda.device_count()

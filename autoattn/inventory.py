@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
 import filelock
 
-from autoattn import cache, raw
+from autoattn import cache, precedence, raw, resources
 from autoattn.cachefile import CacheFile
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.errors import CacheError
+from autoattn.precedence import Overlay
 from autoattn.problem import Op, Problem
 from autoattn.trial import Evidence
 
@@ -34,6 +35,7 @@ class Holding:
     measured: int
     predicted: int
     stale: int  # of both, those that are marked as wrong among them
+    shadowed: int  # of all, those that give way to an entry of the same problem in another folder
     versions: tuple[str, ...]  # of what made the entries, each "autoattn 0.1.0, torch 2.13.0, triton 3.6.0"
     modified: str  # UTC, ISO 8601, to the second
 
@@ -71,8 +73,52 @@ class Unneeded:
         return sum(map(len, self.stale.values()))
 
 
-def holding(folder: Path, file: CacheFile) -> Holding:
+def folders(named: Path | None) -> tuple[Path, ...]:
+    """The cache folders that are read, first the one that goes before: `named`, else the user's own and the shipped.
+
+    Raises:
+        CacheError: `named` is no folder. The user's own need not be there yet.
+    """
+    if named is None:
+        return tuple(dict.fromkeys((resources.user_cache(), resources.shipped_cache())))
+    try:
+        there, folder = named.exists(), named.is_dir()
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        raise CacheError(f"the cache {named!s:.500} must be readable, but {error}; correct that") from None
+    if not folder:
+        came = "is a file" if there else "does not exist"
+        raise CacheError(f"the cache {named!s:.500} must be a folder that is there, but it {came}; correct the path")
+    return (named,)
+
+
+def read(named: Path | None) -> list[tuple[Path, CacheFile]]:
+    """Every cache file of the `folders`, with its folder.
+
+    Raises:
+        CacheError: `named` is no folder, or a folder or one of its files cannot be read.
+    """
+    return [(folder, file) for folder in folders(named) for file in cache.read_folder(folder)]
+
+
+def overlays(named: Path | None, card: Callable[[str], str | None], device: str | None = None) -> list[Overlay]:
+    """What the `folders` hold together (`precedence.overlay`), for each device and operation.
+
+    Args:
+        card: the fingerprint of the card that a device's name stands for here, None where nobody knows.
+        device: the name of the only device to read; all of them when None.
+
+    Raises:
+        CacheError: `named` is no folder, or a folder or one of its files cannot be read.
+    """
+    files = [(folder, file) for folder, file in read(named) if device in (None, file.device)]
+    return precedence.overlay(files, why_not=cache.why_held_back, card=card)
+
+
+def holding(folder: Path, file: CacheFile, shadowed: int = 0) -> Holding:
     """What a file of a cache folder holds.
+
+    Args:
+        shadowed: how many of its entries give way to one of another folder.
 
     Raises:
         OSError: the file has gone meanwhile.
@@ -88,6 +134,7 @@ def holding(folder: Path, file: CacheFile) -> Holding:
         measured=measured,
         predicted=len(entries) - measured,
         stale=sum(cache.why_held_back(entry) is not None for entry in entries),
+        shadowed=shadowed,
         versions=tuple(sorted({_versions(entry) for entry in entries})),
         modified=modified.strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

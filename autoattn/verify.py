@@ -17,6 +17,7 @@ from autoattn.entry import KERNEL, CacheEntry, Finding, Mark
 from autoattn.errors import UsageError
 from autoattn.jobs import Finished, Screened, finalist_name
 from autoattn.plan import PROFILES, Effort
+from autoattn.precedence import DAY
 from autoattn.problem import Problem
 from autoattn.rounds import Interval, Round
 from autoattn.trial import Evidence, Outcome
@@ -24,7 +25,6 @@ from autoattn.variant import Variant
 from autoattn.workers import Failure
 from autoattn.workshop import Steps, Workshop
 
-DAY = 0.03  # by which times of two days may differ
 HELD = (Finding.SAME, Finding.FASTER)
 _BEFORE = "before"  # the time of old, as a contestant of each round
 

@@ -182,7 +182,7 @@ def test_a_bundle_has_the_raw_samples_of_the_finals(tmp_path: Path) -> None:
     samples = taken(entry.source_digest)
     raw.write(raw.path_of(tmp_path, "h200", entry.problem.key), samples)
     path = tmp_path / "bundle.zip"
-    path.write_bytes(bundle.pack(files, bundle.samples_of(tmp_path, files)))
+    path.write_bytes(bundle.pack(files, bundle.samples_of([(tmp_path, file) for file in files])))
     assert bundle.unpack(path) == files
     name = f"h200/finals/{entry.problem.key}.json"
     with zipfile.ZipFile(path) as archive:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import samples
-from command_line import Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
-from autoattn import cache
+from autoattn import bundle, cache, resources
 from autoattn.cli.app import app
 from autoattn.cli.cache import COMMANDS
 from autoattn.problem import Op
@@ -40,6 +40,7 @@ def test_list_counts_entries(autoattn: Run, user_cache: Path) -> None:
     assert samples.H200.fingerprint in out
     (held,) = json.loads(autoattn("cache", "list", "--json")[1])
     assert (held["measured"], held["predicted"], held["stale"]) == (1, 1, 0)
+    (user_cache / "none").mkdir()
     assert "no cache file" in autoattn("cache", "list", "--cache", user_cache / "none")[1]
 
 
@@ -58,12 +59,14 @@ def test_diff_exits_with_1_when_caches_differ_and_0_when_not(autoattn: Run, user
 def test_merge_says_what_it_took_and_what_not(autoattn: Run, user_cache: Path, other: Path) -> None:
     entry = samples.current(samples.predicted())
     cache.merge(other.parent / "third", samples.H200, Op.FORWARD, [entry])
-    assert "2 taken, 0 there already, 0 not taken" in autoattn("cache", "merge", other, user_cache)[1]
+    out = autoattn("cache", "merge", other, user_cache)[1]
+    assert "2 taken, 0 there already, 0 not taken" in out
+    assert f"  replaced: {entry.problem}: it runs the same, and was measured with no older software: 273 us" in out
     assert "0 taken, 2 there already, 0 not taken" in autoattn("cache", "merge", other, user_cache)[1]
     code, out, _ = autoattn("cache", "merge", other.parent / "third" / "h200" / "forward.json", user_cache)
     assert code == 0
     assert "1 not taken" in out
-    assert "a prediction never takes a measurement's place" in out
+    assert f"  not taken: {entry.problem}: a prediction never takes a measurement's place" in out
 
 
 def test_a_bundle_carries_entries_from_one_cache_to_another(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:
@@ -75,6 +78,72 @@ def test_a_bundle_carries_entries_from_one_cache_to_another(autoattn: Run, user_
     assert autoattn("cache", "diff", user_cache, tmp_path / "new")[0] == 0
     for name in (samples.problem(), samples.problem().key):
         assert "1 entry" in autoattn("cache", "export", name, "--out", tmp_path / "one.zip")[1]
+
+
+@pytest.fixture
+def both(user_cache: Path) -> Path:
+    """Another card's entry in the user's cache, and a shipped cache that shares a problem with the user's."""
+    shipped = resources.shipped_cache()
+    cache.merge(user_cache, samples.A30, Op.FORWARD, [samples.current(samples.predicted())])
+    entries = [samples.measured(time_us=999.0), samples.measured(samples.problem(batch=7))]
+    cache.merge(shipped, samples.H200, Op.FORWARD, map(samples.current, entries))
+    return shipped
+
+
+def test_export_takes_the_entries_that_calls_take(autoattn: Run, both: Path, user_cache: Path, tmp_path: Path) -> None:
+    code, out, _ = autoattn("cache", "export", "all", "--device", "h200", "--out", tmp_path / "x.zip")
+    assert code == 0
+    assert f"3 entries: 2 of {user_cache}, 1 of {both}\n" in out
+    (file,) = bundle.unpack(tmp_path / "x.zip")
+    assert [entry.time_us for entry in file.entries.values() if entry.problem == samples.problem()] == [400.0]
+    assert "4 entries" in autoattn("cache", "export", "all", "--out", tmp_path / "y.zip")[1]
+    assert "2 entries" in autoattn("cache", "export", "all", "--cache", both, "--out", tmp_path / "z.zip")[1]
+
+
+def test_a_tuned_card_does_not_hide_the_shipped_entries_of_another(autoattn: Run, tmp_path: Path) -> None:
+    entry = samples.current(samples.measured())
+    cache.merge(resources.user_cache(), samples.A30, Op.FORWARD, [samples.current(samples.predicted())])
+    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [entry])
+    code, out, _ = autoattn("cache", "export", "all", "--device", "h200", "--out", tmp_path / "x.zip")
+    assert code == 0
+    assert "1 entry: 1 of" in out
+    autoattn("report", "--out", tmp_path / "out")
+    assert "NVIDIA H200" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_list_says_how_many_entries_are_shadowed(autoattn: Run, both: Path) -> None:
+    held = json.loads(autoattn("cache", "list", "--json")[1])
+    assert [(one["device"], one["shadowed"]) for one in held] == [("a30", 0), ("h200", 0), ("h200", 1)]
+    assert "Shadowed" in autoattn("cache", "list")[1]
+
+
+def test_diff_with_one_cache_compares_it_with_what_calls_take(autoattn: Run, both: Path, tmp_path: Path) -> None:
+    autoattn("cache", "export", "all", "--out", tmp_path / "all.zip")
+    assert autoattn("cache", "diff", tmp_path / "all.zip")[:2] == (0, "They hold the same.\n")
+    code, out, _ = autoattn("cache", "diff", both)
+    assert code == 1
+    assert "0.40x" in out
+
+
+READERS = (
+    ("show",), ("report",), ("verify", "--device", "h200"), ("explain", *ONE), ("explain", "--device", "h200", *ONE),
+    ("render", "--device", "h200", *ONE), ("cache", "list"), ("cache", "verify", "--device", "h200", "--mark"),
+    ("cache", "export", "all", "--out", "x.zip"), ("cache", "prune"), ("cache", "prune", "--dry-run"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", READERS, ids=" ".join)
+def test_a_cache_that_does_not_exist_is_an_error_wherever_one_is_read(
+    autoattn: Run, user_cache: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    code, out, error = autoattn(*words, "--cache", tmp_path / "cahce")
+    assert (code, out) == (1, "")
+    assert_one_sentence(error)
+    assert error == (
+        f"autoattn: the cache {tmp_path / 'cahce'} must be a folder that is there, but it does not exist; "
+        "correct the path\n"
+    )
+    assert not (tmp_path / "cahce").exists()
 
 
 def test_all_leaves_stale_entries_out_and_a_name_of_one_is_refused(autoattn: Run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from command_line import ONE, Run, autoattn, no_card, set_card, shapes, user_cac
 from autoattn import cache, dispatch, resources, space, verify
 from autoattn.cli.terminal import print_json
 from autoattn.device import Device
-from autoattn.entry import Finding
+from autoattn.entry import Finding, Mark
 from autoattn.problem import Op, Problem
 
 # Show
@@ -62,6 +62,33 @@ def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tm
     _, out, _ = autoattn("show", "--cache", tmp_path)
     assert "\x1b" not in out
     assert "[red]red[/red]\\nrow" in out
+
+
+def test_show_leaves_out_what_gives_way_and_says_so(autoattn: Run, user_cache: Path) -> None:
+    shipped = resources.shipped_cache()
+    entries = [samples.measured(time_us=999.0), samples.measured(samples.problem(batch=7), time_us=777.0)]
+    cache.merge(shipped, samples.H200, Op.FORWARD, map(samples.current, entries))
+    _, out, _ = autoattn("show", "--device", "h200", "--evidence", "measured")
+    assert "400.0" in out
+    assert "777.0" in out
+    assert "999.0" not in out
+    assert f"1 entry of {shipped} left out: another entry of the same problem goes before (docs/cache.md)\n" in out
+    files = json.loads(autoattn("show", "--json")[1])
+    assert [(file["cache"], len(file["entries"])) for file in files] == [(str(user_cache), 2), (str(shipped), 1)]
+    assert "left out" not in autoattn("show", "--cache", shipped)[1]
+
+
+def test_show_takes_the_entries_of_the_card_in_this_machine(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sister = replace(samples.H200, sm_count=128)
+    cache.merge(resources.shipped_cache(), sister, Op.FORWARD, [samples.current(samples.measured(time_us=999.0))])
+    for card, words in ((samples.H200, "999.0"), (sister, "400.0")):
+        set_card(monkeypatch, card)
+        _, out, _ = autoattn("show", "--evidence", "measured")
+        assert words not in out
+        assert "1 entry of " in out
+        assert f"left out: measured on another card, {sister.fingerprint if card is samples.H200 else ''}" in out
 
 
 # Explain
@@ -258,6 +285,32 @@ def test_a_shipped_entry_is_marked_in_the_users_own_cache(
     assert shipped.read_bytes() == before
     found = cache.read(cache.path_of(user_cache, samples.H200, Op.FORWARD)).entries[other.problem.key]
     assert found.mark is not None
+
+
+def test_verify_checks_the_shipped_entry_where_the_users_is_stale_or_predicted(
+    autoattn: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = (samples.measured(samples.problem(batch=batch), time_us=999.0) for batch in (1, 2, 3))
+    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, map(samples.current, (one, two, three)))
+    wrong = Mark(finding=Finding.WRONG, detail="off by 1.0", versions=NOW)
+    marked = samples.current(samples.measured(three.problem, params={**three.params, "num_stages": 1}, mark=wrong))
+    own = [samples.measured(one.problem), samples.current(samples.predicted(two.problem)), marked]
+    cache.merge(resources.user_cache(), samples.H200, Op.FORWARD, own)
+    seen: list[Any] = []
+    monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
+    autoattn("verify", "--device", "h200")
+    assert [entry.time_us for entry in seen] == [999.0, 999.0, 999.0, 400.0], "a mark may be lifted"
+
+
+def test_verify_leaves_out_what_another_card_measured(
+    autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
+    set_card(monkeypatch, replace(samples.H200, sm_count=128))
+    _, out, _ = autoattn("verify")
+    assert [entry.evidence.value for entry in seen] == ["predicted"]
+    assert f"1 left out: measured on {samples.H200.fingerprint}, not on this card\n" in out
 
 
 def test_verify_takes_the_users_entry_before_the_shipped_one(

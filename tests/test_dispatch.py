@@ -319,7 +319,7 @@ def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(tmp_path: Path) -> None:
-    default = explained(tmp_path / "empty")
+    default = explained(tmp_path)
     seeds = [seed for one in space.of(ASKED.op) for seed in one.seeds_for(ASKED, H200)]
     assert dispatch.variants(default, H200) == seeds
     assert seeds[0] == default.variant
@@ -439,7 +439,12 @@ def test_a_shipped_prediction_yields_to_the_users_measurement(folders: tuple[Pat
 def test_a_folder_that_was_named_is_the_only_one_that_is_read(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for folder in folders:
         written(folder, measured(ASKED))
+    (tmp_path / "empty").mkdir()
     assert explained(tmp_path / "empty").level is Level.DEFAULT
+    with pytest.raises(CacheError, match="must be a folder that is there, but it does not exist"):
+        explained(tmp_path / "emty")
+    with pytest.raises(CacheError, match="but it does not exist"):
+        explained(tmp_path / "emty", device=None)
 
 
 @pytest.mark.parametrize(

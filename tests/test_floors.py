@@ -30,7 +30,7 @@ FLOORS = (
     },
     {
         *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
-        *("expression", "tangent", "triton_release"),
+        *("expression", "precedence", "tangent", "triton_release"),
     },
     {
         "reference",

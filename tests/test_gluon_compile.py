@@ -295,13 +295,13 @@ def test_files_stand_alone_and_have_short_lines() -> None:
     ("installed", "serves"), [("3.6.0", True), ("3.9.1", True), ("3.60.0", False), ("3.12.0", False)]
 )
 def test_the_template_is_for_the_releases_of_triton_that_its_space_names(
-    installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+    installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(triton_release, "installed", lambda: installed)
     points, one = space.load(TEMPLATE), kernels.problem(head_dim=128, seq_q=4096, seq_kv=4096)
     assert bool(points.seeds_for(one, H200)) is serves
     assert (next(points.feasible(one, H200), None) is not None) is serves
-    found = dispatch.explain(one, H200, Path("nowhere"))
+    found = dispatch.explain(one, H200, tmp_path)
     assert found.variant is not None
     assert found.variant.template == (TEMPLATE if serves else "triton/forward")
     said = [

@@ -12,7 +12,7 @@ import pytest
 from cache_files import FORWARD, left_behind, refusal
 from samples import A30, H200, current, measured, predicted, problem
 
-from autoattn import cache, inventory
+from autoattn import cache, inventory, resources
 from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
@@ -108,7 +108,9 @@ def test_combining_takes_keeps_and_counts(folder: Path) -> None:
     (merged,) = cache.combine(folder, [file_of(new, alike, better, worse)])
     assert merged.taken == (new.problem, better.problem)
     assert merged.same == (alike.problem,)
-    assert merged.refused == {worse.problem: "a prediction never takes a measurement's place"}
+    assert list(merged.replaced.items()) == [(better.problem, "a measurement takes a prediction's place")]
+    assert list(merged.refused) == [worse.problem]
+    assert merged.refused[worse.problem].startswith("a prediction never takes a measurement's place")
     found = cache.read(merged.path).entries
     assert len(found) == 4
     assert found[worse.problem.key].evidence.value == "measured"
@@ -121,7 +123,7 @@ def test_a_stale_entry_never_takes_the_place_of_one_that_holds(folder: Path) -> 
     written(folder, held)
     (merged,) = cache.combine(folder, [file_of(stale)])
     assert (merged.taken, list(merged.refused)) == ((), [stale.problem])
-    (merged,) = cache.combine(folder, [file_of(dataclasses.replace(held, choice="kernel"))])
+    (merged,) = cache.combine(folder, [file_of(current(measured(time_us=390.0)))])
     assert merged.taken == (held.problem,)
 
 
@@ -206,3 +208,49 @@ def test_nothing_is_pruned_beside_a_damaged_file(folder: Path) -> None:
     other = cache.path_in(folder, written(folder, predicted(), device=A30))
     other.write_text("{")
     assert "is damaged" in refusal(lambda: inventory.unneeded(folder))
+
+
+# Folders
+
+
+def test_a_named_folder_is_read_alone_and_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "user_cache", lambda: tmp_path / "own")
+    monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "shipped")
+    assert inventory.folders(None) == (tmp_path / "own", tmp_path / "shipped")
+    assert inventory.read(None) == [], "the own cache need not be there yet"
+    assert inventory.folders(tmp_path) == (tmp_path,)
+    (tmp_path / "text").write_text("text")
+    for name, words in {"none": "it does not exist", "text": "it is a file", "nul\0": "it does not exist"}.items():
+        assert words in refusal(lambda name=name: inventory.folders(tmp_path / name))  # type: ignore[misc]
+
+
+def test_overlays_hold_the_entries_that_calls_take(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "user_cache", lambda: folder / "own")
+    monkeypatch.setattr(resources, "shipped_cache", lambda: folder / "shipped")
+    stale, held = measured(time_us=1.0), current(measured())
+    written(folder / "own", stale, current(predicted(problem(batch=2))))
+    written(folder / "shipped", held, current(measured(problem(batch=2))))
+    written(folder / "shipped", held, device=A30)
+    (overlay,) = inventory.overlays(None, lambda _: None, "h200")
+    assert {place.folder.name for place in overlay.counting.values()} == {"shipped"}
+    assert len(overlay.shadowed) == 2
+    assert [one.device for one in inventory.overlays(None, lambda _: None)] == ["a30", "h200"]
+    assert len(inventory.overlays(folder / "own", lambda _: None)[0].shadowed) == 0
+
+
+# Merging into a folder
+
+
+def test_a_merge_never_takes_a_slower_prediction(folder: Path) -> None:
+    fast, slow = current(predicted(time_us=500.0)), current(predicted(time_us=600.0))
+    path = cache.path_in(folder, written(folder, fast))
+    before = path.read_bytes()
+    (merged,) = cache.combine(folder, [file_of(slow)])
+    assert merged.refused == {slow.problem: "it is not predicted faster: 600 us, 500 us there"}
+    assert (merged.taken, merged.replaced, path.read_bytes()) == ((), {}, before)
+    (merged,) = cache.combine(folder, [file_of(slow)], any_time=True)
+    assert merged.replaced == {slow.problem: "--replace asks for it"}
+    (merged,) = cache.combine(folder, [file_of(fast)])
+    assert (merged.taken, merged.replaced) == (
+        (fast.problem,), {fast.problem: "it is predicted faster: 500 us, 600 us there"},
+    )  # fmt: skip

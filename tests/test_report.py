@@ -240,6 +240,8 @@ def test_sections_with_measurements_come_first(folder: Path) -> None:
 
 def test_an_empty_cache_is_one_sentence_and_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"needs cache entries, found none .*; run autoattn tune"):
+        report.build(tmp_path, tmp_path / "out")
+    with pytest.raises(CacheError, match="must be a folder that is there"):
         report.build(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

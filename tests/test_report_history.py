@@ -37,7 +37,8 @@ def folder(tmp_path: Path, entry: CacheEntry) -> Path:
 
 
 def sections(folder: Path) -> list[contents.Section]:
-    return contents.gather(cache.read_folder(folder), folder)
+    files = cache.read_folder(folder)
+    return contents.gather(files, {(file.device, key): folder for file in files for key in file.entries})
 
 
 def ranking(folder: Path) -> contents.Ranking:

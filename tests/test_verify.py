@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import samples
 
-from autoattn import cache, dispatch, plan, tune, verify
+from autoattn import cache, dispatch, plan, resources, tune, verify
 from autoattn.entry import KERNEL, CacheEntry, Finding, Mark, Rival
 from autoattn.errors import CacheError
 from autoattn.jobs import Finished, Screened, finalist_name
@@ -335,8 +335,8 @@ def test_a_call_runs_on_the_rival_that_was_found_faster(tmp_path: Path) -> None:
 
 def test_a_marked_copy_of_a_shipped_entry_shadows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
-    monkeypatch.setattr(dispatch.resources, "user_cache", lambda: user)
-    monkeypatch.setattr(dispatch.resources, "shipped_cache", lambda: shipped)
+    monkeypatch.setattr(resources, "user_cache", lambda: user)
+    monkeypatch.setattr(resources, "shipped_cache", lambda: shipped)
     written(shipped, ENTRY)
     written(user, replace(ENTRY, mark=WRONG))
     assert dispatch.explain(ENTRY.problem, samples.H200).level is dispatch.Level.DEFAULT

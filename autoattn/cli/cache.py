@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -31,19 +32,28 @@ def list_(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """List cache files: the card of each, how many entries are measured, predicted and stale, and what made them."""
+    """List cache files: the card of each, how many entries are measured, predicted and stale, and what made them.
+
+    Shadowed entries give way to one of the same problem in the other cache: a call never takes them.
+    """
     from autoattn import inventory
     from autoattn.cli import show, terminal
 
-    held = [inventory.holding(folder, file) for folder, file in show.read(None, cache)]
+    shadowed = Counter(
+        (place.folder, one.device, one.op) for one in show.overlays(None, cache) for place in one.shadowed
+    )
+    held = [
+        inventory.holding(folder, file, shadowed[folder, file.device, file.op])
+        for folder, file in inventory.read(cache)
+    ]
     if json:
         terminal.print_json([{**asdict(one), "path": str(one.path)} for one in held])
         return
     console = terminal.console()
-    columns = ("=Device", ">Measured", ">Predicted", ">Stale", "=Changed", "Card", "Made with", "File")
+    columns = ("=Device", ">Measured", ">Predicted", ">Stale", ">Shadowed", "=Changed", "Card", "Made with", "File")
     rows = [
-        (one.device, one.measured, one.predicted, one.stale, one.modified, one.fingerprint, "; ".join(one.versions),
-         one.path)
+        (one.device, one.measured, one.predicted, one.stale, one.shadowed, one.modified, one.fingerprint,
+         "; ".join(one.versions), one.path)
         for one in held
     ]  # fmt: skip
     if rows:
@@ -54,7 +64,9 @@ def list_(
 
 def diff(
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="A cache folder, one of its files, or a bundle.")],
-    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another.")],
+    second: Annotated[
+        Path | None, typer.Argument(metavar="SECOND", help="Another; your cache over the shipped one if left out.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Say in what two caches differ: for each problem what each of them runs, the ratio of times, and every other fact.
@@ -62,9 +74,10 @@ def diff(
     Exits with 1 when they differ. Times of two runs are compared as they stand: a few percent may be the day's.
     """
     from autoattn import bundle, inventory
-    from autoattn.cli import terminal
+    from autoattn.cli import show, terminal
 
-    found = inventory.differences(bundle.load(first), bundle.load(second))
+    others = bundle.load(second) if second is not None else [one.file for one in show.overlays(None, None)]
+    found = inventory.differences(bundle.load(first), others)
     if json:
         terminal.print_json([_document(one) for one in found])
     elif not found:
@@ -79,12 +92,19 @@ def diff(
 
 
 def merge(
-    source: Source, into: Annotated[Path, typer.Argument(metavar="INTO", help="The cache folder to add to.")]
+    source: Source,
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="The cache folder to add to; made if it is missing.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take FROM's entry also where its time is no better than INTO's.")
+    ] = False,
 ) -> None:
     """Add the entries of another cache, of one of its files, or of a bundle, to a cache folder.
 
-    They take the place of those of the same problem, but a prediction never that of a measurement, nor a stale entry
-    that of one that holds. Measurements of two cards that share a name are never mixed: the merge is refused.
+    Of two entries of one problem the better one stays: measured before predicted, one that calls use before one that
+    none uses, then the faster. Of two measurements within 3% that with newer software stays. Each entry of INTO that
+    stays, and each that is replaced, is printed with the reason.
+
+    Measurements of two cards that share a name are never mixed: the merge is refused.
     """
     from autoattn import bundle, cache
     from autoattn.cli import terminal
@@ -95,11 +115,12 @@ def merge(
     if not files:
         raise StateError(f"{source} must hold cache files, found none; name another folder, a file or a bundle")
     console = terminal.console()
-    for merged in cache.combine(into, files):
+    for merged in cache.combine(into, files, any_time=replace):
         counts = f"{len(merged.taken)} taken, {len(merged.same)} there already, {len(merged.refused)} not taken"
         console.print(terminal.printable(f"{merged.path}: {counts}"), soft_wrap=True)
-        for problem, reason in merged.refused.items():
-            console.print(terminal.printable(f"  not taken: {problem}: {reason}"), soft_wrap=True)
+        for verb, reasons in (("replaced", merged.replaced), ("not taken", merged.refused)):
+            for problem, reason in reasons.items():
+                console.print(terminal.printable(f"  {verb}: {problem}: {reason}"), soft_wrap=True)
 
 
 def export(
@@ -110,7 +131,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The zip to write.")],
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", metavar="DIR", help="Cache to take from; yours, or the shipped if yours is empty."),
+        typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out."),
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="Only this device; all if left out.")
@@ -118,22 +139,27 @@ def export(
 ) -> None:
     """Pack entries with their kernels, the commands that repeat them, and the SHA-256 of each file.
 
-    autoattn cache merge takes such a bundle after checking every digest. Stale entries have no kernel to pack: all
+    Of each problem the entry is packed that a call takes: an entry of your own cache stands in place of the shipped
+    one. autoattn cache merge takes such a bundle after checking every digest. Stale entries have no kernel to pack: all
     leaves them out, and a name of one is refused.
     """
-    from autoattn import bundle, resources
-    from autoattn.cache import read_folder
-    from autoattn.cli import terminal
+    from autoattn import bundle
+    from autoattn.cli import show, terminal
     from autoattn.report import files as writing
 
-    if cache is None:
-        cache = resources.user_cache() if read_folder(resources.user_cache()) else resources.shipped_cache()
-    found = _picked(cache, problems, device)
-    data = bundle.pack(found, bundle.samples_of(cache, found))
+    combined = show.overlays(device, cache)
+    found = _picked([one.file for one in combined], problems, cache)
+    data = bundle.pack(found, bundle.samples_of([pair for one in combined for pair in one.files]))
     writing.write(out, data)
-    count = sum(len(file.entries) for file in found)
+    packed = {(file.device, key) for file in found for key in file.entries}
+    folders = Counter(
+        place.folder for one in combined for key, place in one.counting.items() if (one.device, key) in packed
+    )
+    parts = ", ".join(f"{count} of {folder}" for folder, count in folders.items())
     console = terminal.console()
-    console.print(terminal.printable(f"{out}: {count} entr{'y' if count == 1 else 'ies'} of {cache}"), soft_wrap=True)
+    console.print(
+        terminal.printable(f"{out}: {len(packed)} entr{'y' if len(packed) == 1 else 'ies'}: {parts}"), soft_wrap=True
+    )
     console.print(f"SHA-256 {bundle.digest(data)}", soft_wrap=True)
 
 
@@ -148,10 +174,10 @@ def prune(
     A journal that was written to in the last hour stays, since a tuner may be at it. What an older one knows of a
     search that was interrupted is lost.
     """
-    from autoattn import inventory, resources
+    from autoattn import inventory
     from autoattn.cli import terminal
 
-    cache = cache if cache is not None else resources.user_cache()
+    cache = inventory.folders(cache)[0]
     found = inventory.unneeded(cache)
     gone = found if dry_run else inventory.prune(found)
     verb = "would go" if dry_run else "removed"
@@ -181,12 +207,10 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
-def _picked(folder: Path, wanted: list[str], device: str | None) -> list[CacheFile]:
-    """The files of a folder with the entries that are wanted; of all, those that hold."""
+def _picked(files: list[CacheFile], wanted: list[str], named: Path | None) -> list[CacheFile]:
+    """The files with the entries that are wanted; of all, those that hold. `named` is what --cache says."""
     from autoattn import bundle, cache
-    from autoattn.cli import show
 
-    files = [file for _, file in show.read(device, folder)]
     if wanted == [ALL]:
         return [
             bundle.only(file, [entry for entry in file.entries.values() if cache.why_held_back(entry) is None])
@@ -197,7 +221,8 @@ def _picked(folder: Path, wanted: list[str], device: str | None) -> list[CacheFi
     for name in wanted:
         if name not in known:
             raise UsageError(
-                f"PROBLEM must be all, or a problem of {folder} as autoattn show prints it, got {name!r:.200}; "
+                f"PROBLEM must be all, or a problem of {named or 'the cache'} as autoattn show prints it, got "
+                f"{name!r:.200}; "
                 "correct it, or name another --cache"
             )
     return [

@@ -58,7 +58,7 @@ def command(
 ) -> None:
     """Write the kernel of one problem as a Python file that needs only Triton.
 
-    It is the winner that the cache holds for the problem on the device, unless that is stale, else the default.
+    It is the winner that the cache holds for the problem on the device, unless no call uses that, else the default.
     """
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
@@ -113,12 +113,12 @@ def _default(problem: Problem, card: Device) -> Variant:
 
 
 def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:
-    from autoattn import cache, resources
+    from autoattn import cache, inventory
 
-    for place in [folder] if folder is not None else [resources.user_cache(), resources.shipped_cache()]:
-        entry = cache.lookup(place, card, problem.op).get(problem.key)
-        if entry is not None and cache.why_held_back(entry) is None:
-            return entry
+    for one in inventory.overlays(folder, lambda _: card.fingerprint, card.name):
+        place = one.counting.get(problem.key)
+        if place is not None and cache.why_held_back(place.entry) is None:
+            return place.entry
     return None
 
 

@@ -16,16 +16,13 @@ def command(
         typer.Option(
             "--cache",
             metavar="DIR",
-            help="Cache to report on; yours if left out, the shipped one if yours is empty.",
+            help="Only this cache; yours and the shipped if left out.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("report"),
 ) -> None:
     """Write a report of what was tuned: DIR/report.html (one file that needs no other) and DIR/report.md."""
-    from autoattn import report, resources
-    from autoattn.cache import read_folder
+    from autoattn import report
 
-    if cache is None:
-        cache = resources.user_cache() if read_folder(resources.user_cache()) else resources.shipped_cache()
     for path in report.build(cache, out):
         print(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,8 +11,11 @@ import typer
 from autoattn.cli import options
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autoattn.cachefile import CacheFile
     from autoattn.entry import CacheEntry
+    from autoattn.precedence import Overlay
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn show --device h200 --evidence measured[/]\n\n"
@@ -36,13 +40,16 @@ def command(
 
     A ratio is the rival's time over the kernel's: above 1 the kernel is faster. Behind it stands its 95% interval,
     where it is known. "As good" are finalists that cannot be told from the winner. Measured and predicted times are
-    never in one table.
+    never in one table. Of each problem the entry is shown that a call takes: an entry of your own cache stands in place
+    of the shipped one.
     """
     from autoattn.cli import terminal
 
+    combined = overlays(device, cache)
     found = [
         (folder, file, entries)
-        for folder, file in read(device, cache)
+        for one in combined
+        for folder, file in one.files
         if (entries := [entry for entry in _sorted(file) if evidence in (None, entry.evidence.value)])
     ]
     if json:
@@ -60,21 +67,37 @@ def command(
                 terminal.print_table(console, f"{file.device}, {kind} ({folder})", COLUMNS, rows)
     if not found:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
+    print_left_out(console, combined)
 
 
-def read(device: str | None, cache: Path | None) -> list[tuple[Path, CacheFile]]:
-    """Cache files and the folder of each: of `cache`, else the user's and then the shipped ones."""
-    from autoattn import gpu, resources
-    from autoattn.cache import read_folder
+def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
+    """What `cache` holds, else what the user's cache and the shipped one hold together, as a call combines them."""
+    from autoattn import gpu, inventory
 
     name = gpu.resolve(device)[0].name if device is not None else None
-    folders = [cache] if cache is not None else [resources.user_cache(), resources.shipped_cache()]
-    return [
-        (folder, file)
-        for folder in dict.fromkeys(folders)
-        for file in read_folder(folder)
-        if name in (None, file.device)
+    return inventory.overlays(cache, gpu.fingerprint_of, name)
+
+
+def print_left_out(console: Console, combined: list[Overlay]) -> None:
+    """Says for each cache folder how many of its entries give way to others, and how many are another card's."""
+    from autoattn.cli import terminal
+
+    shadowed = Counter(place.folder for one in combined for place in one.shadowed)
+    foreign = Counter((place.folder, place.fingerprint) for one in combined for place in one.foreign)
+    lines = [
+        f"{_counted(count)} of {folder} left out: another entry of the same problem goes before (docs/cache.md)"
+        for folder, count in shadowed.items()
     ]
+    lines += [
+        f"{_counted(count)} of {folder} left out: measured on another card, {fingerprint}"
+        for (folder, fingerprint), count in foreign.items()
+    ]
+    for line in lines:
+        console.print(terminal.printable(line), soft_wrap=True)
+
+
+def _counted(count: int) -> str:
+    return f"{count} entr{'y' if count == 1 else 'ies'}"
 
 
 def _sorted(file: CacheFile) -> list[CacheEntry]:

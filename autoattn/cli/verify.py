@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoattn.cli import options
+
+if TYPE_CHECKING:
+    from autoattn.precedence import Overlay, Placed
 
 EXAMPLES = "Examples:\n\n[bold]autoattn verify --device a30 --cache cache[/]\n\n[bold]autoattn cache verify --mark[/]"
 
@@ -38,21 +41,29 @@ def command(
     from autoattn.problem import Op
     from autoattn.verify import verify
 
-    card, _ = gpu.resolve(device)
-    # The user's entry shadows the shipped one of the same problem, as it does when a model runs.
-    entries = {}
-    for _, file in reversed(show.read(card.name, cache)):
-        entries.update(file.entries)
+    card, here = gpu.resolve(device)
+    combined = show.overlays(card.name, cache)
+    places = _verifiable(combined)
+    # No call here takes what another card measured, and times of two cards do not compare.
+    foreign = [place for place in places if here and place.measured and place.fingerprint != card.fingerprint]
+    entries = [place.entry for place in places if place not in foreign]
     if not entries:
+        others = f" but {len(foreign)} that another card measured" if foreign else ""
         raise StateError(
-            f"there must be cached kernels to verify, found none for {card.name}; run autoattn tune, or name a --cache"
+            f"there must be cached kernels to verify, found none for {card.name}{others}; run autoattn tune, or name a "
+            "--cache"
         )
-    checked = verify([entry for _, entry in sorted(entries.items())], card)
+    checked = verify(entries, card)
     rows = [(check.problem, check.finding.value, check.detail) for check in checked]
     console = terminal.console()
     failed = sum(not check.ok for check in checked)
     title = f"{card.name}, {len(rows)} kernels, {failed} failed"
     terminal.print_table(console, title, ("=Problem", "", "Detail"), rows)
+    show.print_left_out(console, combined)
+    if foreign:
+        console.print(
+            f"{len(foreign)} left out: measured on {foreign[0].fingerprint}, not on this card", soft_wrap=True
+        )
     if mark:
         folder = cache if cache is not None else resources.user_cache()
         for op in Op:
@@ -64,3 +75,14 @@ def command(
                 console.print(terminal.printable(words), soft_wrap=True)
     if not all(check.ok for check in checked):
         raise typer.Exit(1)
+
+
+def _verifiable(combined: list[Overlay]) -> list[Placed]:
+    """The entries that calls take, and those that give way because of a mark, which a verification may lift."""
+    return [
+        place
+        for one in combined
+        for _, places in sorted(one.ranked.items())
+        for number, place in enumerate(places)
+        if number == 0 or (place.entry.mark is not None and place.entry.mark.holds_back)
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from autoattn import cache
+from autoattn import gpu, inventory
 from autoattn.errors import StateError
 from autoattn.report import contents, figures, files, finals, listing
 
@@ -23,36 +23,40 @@ PROVES = (
 )
 
 
-def build(cache_folder: Path, out: Path) -> tuple[Path, ...]:
+def build(cache_folder: Path | None, out: Path) -> tuple[Path, ...]:
     """Writes `report.html` and `report.md` into `out`, which is made when it is missing.
+
+    Args:
+        cache_folder: the cache to report on; what calls take of the user's and the shipped one when None.
 
     Returns:
         The paths of the two files.
 
     Raises:
         StateError: the cache holds nothing to report.
-        CacheError: a cache file is damaged, newer or foreign.
+        CacheError: `cache_folder` is no folder, or a cache file is damaged, newer or foreign.
         OSError: `out` cannot be written.
     """
-    sections = contents.gather(cache.read_folder(cache_folder), cache_folder)
+    overlays = inventory.overlays(cache_folder, gpu.fingerprint_of)
+    homes = {(one.device, key): place.folder for one in overlays for key, place in one.counting.items()}
+    sections = contents.gather([one.file for one in overlays], homes)
     if not sections:
-        raise StateError(
-            f"a report needs cache entries, found none in {cache_folder}; run autoattn tune, or name a --cache"
-        )
+        where = ", ".join(map(str, inventory.folders(cache_folder)))
+        raise StateError(f"a report needs cache entries, found none in {where}; run autoattn tune, or name a --cache")
     texts = {"report.html": html_text(sections, cache_folder), "report.md": markdown_text(sections, cache_folder)}
     return files.write_all(out, texts)
 
 
-def html_text(sections: list[contents.Section], source: Path = Path("cache")) -> str:
+def html_text(sections: list[contents.Section], source: Path | None = Path("cache")) -> str:
     """The report as one HTML document without scripts, links to other hosts or files beside it.
 
     Args:
-        source: the cache, for the command that writes the report again.
+        source: the cache, for the command that writes the report again; None for the user's and the shipped one.
     """
     return environment(autoescape=True).get_template("report.html.j2").render(_facts(sections, source))
 
 
-def markdown_text(sections: list[contents.Section], source: Path = Path("cache")) -> str:
+def markdown_text(sections: list[contents.Section], source: Path | None = Path("cache")) -> str:
     """The same rows in Markdown."""
     return environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections, source))
 
@@ -75,8 +79,9 @@ def fenced(text: str, language: str = "") -> Verbatim:
     return Verbatim(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
 
-def _facts(sections: list[contents.Section], source: Path) -> dict[str, object]:
-    command = f"autoattn report --cache {shlex.quote(str(source))} --out report"
+def _facts(sections: list[contents.Section], source: Path | None) -> dict[str, object]:
+    named = f" --cache {shlex.quote(str(source))}" if source is not None else ""
+    command = f"autoattn report{named} --out report"
     return {"sections": sections, "command": command, "finals_head": finals.HEAD, "proves": PROVES}
 
 

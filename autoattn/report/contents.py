@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from autoattn.trial import Energy, Evidence, Measurement
 
 if TYPE_CHECKING:
     from autoattn.cachefile import CacheFile
+
+Homes = Mapping[tuple[str, str], Path]  # device and problem key -> the cache folder of the entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,21 +154,21 @@ class Section:
         return quality.known(self.facts.arch if self.facts is not None else 0)
 
 
-def gather(files: list[CacheFile], folder: Path | None = None) -> list[Section]:
+def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
     """Turns cache files into sections, one for each device and operation.
 
     Args:
-        folder: the cache, beside whose files the journals of the searches lie; None leaves them out.
+        homes: the cache folder of each entry, where the journals of the searches lie; None leaves them out.
     """
     sections = []
     shelf, detail = Shelf(), Detail.among(sum(len(file.entries) for file in files))
     for file in sorted(files, key=lambda file: file.device):
         for op in sorted({entry.problem.op.value for entry in file.entries.values()}):
-            sections.append(_section(file, op, folder, shelf, detail))
+            sections.append(_section(file, op, homes or {}, shelf, detail))
     return sorted(sections, key=lambda section: section.measured is None)  # what was measured comes first
 
 
-def _section(file: CacheFile, op: str, folder: Path | None, shelf: Shelf, detail: Detail) -> Section:
+def _section(file: CacheFile, op: str, homes: Homes, shelf: Shelf, detail: Detail) -> Section:
     device = charts.device_of(file.device)
     entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
     entries.sort(key=lambda entry: entry.problem.order)
@@ -173,7 +176,7 @@ def _section(file: CacheFile, op: str, folder: Path | None, shelf: Shelf, detail
     predicted = [entry for entry in entries if entry.evidence is not Evidence.MEASURED]
     # Measured first, so that the source stands beside a measurement where it can.
     rankings = [
-        _ranking([_card(entry, file.device, device, folder, shelf, detail) for entry in kind], device) if kind else None
+        _ranking([_card(entry, file.device, device, homes, shelf, detail) for entry in kind], device) if kind else None
         for kind in (measured, predicted)
     ]
     return Section(
@@ -225,11 +228,9 @@ def _anchor(*words: str) -> str:
     return "-".join("".join(sign if sign.isalnum() and sign.isascii() else "-" for sign in word) for word in words)
 
 
-def _card(
-    entry: CacheEntry, name: str, device: Device | None, folder: Path | None, shelf: Shelf, detail: Detail
-) -> Card:
+def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, shelf: Shelf, detail: Detail) -> Card:
     anchor = _anchor(name, entry.problem.key)
-    found = history.read(folder, name, entry)
+    found = history.read(homes.get((name, entry.problem.key)), name, entry)
     rival = figures.best_rival(entry)
     templates = sorted({trial.variant.template for trial in found.trials})
     drawn = ((name, charts.parallel(found, name, detail.lines // len(templates))) for name in templates)
