@@ -21,7 +21,6 @@ from autoattn import __version__, cache, cachefile, raw
 from autoattn.cachefile import CacheFile
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError
-from autoattn.problem import Op
 from autoattn.raw import Samples
 from autoattn.report import commands, figures
 from autoattn.variant import digest_of
@@ -52,7 +51,7 @@ def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] 
         raise CacheError("a bundle must hold an entry, got none; tune first, or name another --cache")
     held: dict[str, bytes] = {"README.md": _readme(files).encode()}
     for file in files:
-        held[f"{file.device}/{file.op.value}.json"] = cachefile.encode(file)
+        held[f"{file.device}/{file.name}"] = cachefile.encode(file)
         for entry in file.entries.values():
             if (reason := cache.why_held_back(entry)) is not None:
                 raise CacheError(f"an entry of a bundle must hold, but that of {entry.problem} is stale: {reason}")
@@ -171,10 +170,9 @@ def _same_finals(entry: CacheEntry, samples: Samples) -> bool:
 
 def _checked(path: Path, held: dict[str, bytes]) -> list[CacheFile]:
     files = []
-    stems = {f"{op.value}.json" for op in Op}
     for name, data in sorted(held.items()):
         place = PurePosixPath(name)
-        if len(place.parts) == 2 and place.name in stems:
+        if len(place.parts) == 2 and cachefile.is_name(place.name):
             # The device becomes a folder's name, so it must not lead out of the cache.
             if place.parts[0] in (".", "..") or "\\" in name or str(place) != name:
                 raise ValueError(f"{name!r:.100} is no place in a cache")

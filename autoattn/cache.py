@@ -39,14 +39,18 @@ class Merged:
     refused: dict[Problem, str] = field(default_factory=dict)  # problem -> why the entry that was there stays
 
 
-def path_of(folder: Path, device: Device, op: Op) -> Path:
-    """Where the entries of a device and an operation stand in a cache folder."""
-    return folder / device.name / f"{op.value}.json"
+def path_of(folder: Path, device: Device, op: Op, release: str | None = None) -> Path:
+    """Where the entries of a device and an operation stand in a cache folder.
+
+    Args:
+        release: of Triton, as "3.9"; None is the one that is installed.
+    """
+    return folder / device.name / cachefile.name_of(op, release or triton_release.installed_release())
 
 
 def path_in(folder: Path, file: CacheFile) -> Path:
     """Where a file stands in a cache folder."""
-    return folder / file.device / f"{file.op.value}.json"
+    return folder / file.device / file.name
 
 
 def read(path: Path) -> CacheFile:
@@ -62,23 +66,32 @@ def read(path: Path) -> CacheFile:
 
 
 def read_folder(folder: Path) -> list[CacheFile]:
-    """Every cache file in a folder, sorted by device and operation; none when the folder is missing.
+    """Every cache file in a folder, sorted by device, operation and release; none when the folder is missing.
 
     Raises:
         CacheError: the folder or one of its files cannot be read.
     """
-    names = [f"{op.value}.json" for op in Op]
     try:
         # A glob would take a file, and a folder that may not be read, for an empty one.
         devices = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
-        paths = [path for device in devices for path in sorted(device.iterdir()) if path.name in names]
+        paths = [path for device in devices for path in sorted(device.iterdir()) if cachefile.is_name(path.name)]
     except OSError as error:
         raise CacheError(f"the cache {folder} must be readable, but {_words(error)}; correct that") from None
     return [read(path) for path in paths]
 
 
+def files_of(folder: Path, device: Device, op: Op) -> list[CacheFile]:
+    """The cache files of a device and an operation in a folder: of the installed Triton, then of other supported ones.
+
+    Raises:
+        CacheError: a file is damaged, newer, foreign or unreadable.
+    """
+    files = (_found(path_of(folder, device, op, release)) for release in triton_release.nearest_first())
+    return [file for file in files if file is not None]
+
+
 def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
-    """The entries of a device in a folder; none when there is no file yet.
+    """The entries of a device in a folder that the installed Triton tuned; none when there is no file yet.
 
     Raises:
         CacheError: the file is damaged, newer, foreign or unreadable.
@@ -88,22 +101,33 @@ def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
 
 
 def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -> Path:
-    """Adds entries to a file, in place of those of the same problem; others stay.
+    """Adds entries that one release of Triton tuned to its file, in place of those of the same problem; others stay.
 
     A predicted entry never replaces a measured one.
 
     Raises:
-        CacheError: the existing file is not a cache file of this device, an entry could not be read back, or the folder
-            cannot be written. The file is left as it is.
+        CacheError: the existing file is not a cache file of this device, an entry could not be read back or is of
+            another release, or the folder cannot be written. The file is left as it is.
     """
-    path = path_of(folder, device, op)
-    file = CacheFile(schema=cachefile.SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
     entries = list(entries)
+    release = next((entry.triton_release for entry in entries), "") or triton_release.installed_release()
+    path, file = path_of(folder, device, op, release), _empty(device, op, release)
     with _locked(path):
         for entry in entries:
-            cachefile.check(entry.problem.key, entry)
+            cachefile.check(entry.problem.key, entry, release)
         write(path, cachefile.encode(_merged(path, _now(path), file, entries)))
     return path
+
+
+def _empty(device: Device, op: Op, release: str) -> CacheFile:
+    return CacheFile(
+        schema=cachefile.SCHEMA,
+        op=op,
+        device=device.name,
+        triton=release,
+        fingerprint=device.fingerprint,
+        entries={},
+    )
 
 
 def combine(folder: Path, files: Iterable[CacheFile], *, any_time: bool = False) -> list[Merged]:
@@ -174,7 +198,7 @@ def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
 
 
 def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
-    """Writes what a verification found into a folder's file, each entry's mark or none; returns what it changed.
+    """Writes what a verification found into a folder's files, each entry's mark or none; returns what it changed.
 
     An entry that became another one meanwhile stays as it is. One that stands in another folder alone is added, with
     its mark, and shadows that one.
@@ -182,8 +206,16 @@ def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry,
     Raises:
         CacheError: the file cannot be read or written, or is of another card. It is left as it is.
     """
-    path = path_of(folder, device, op)
-    file = CacheFile(schema=cachefile.SCHEMA, op=op, device=device.name, fingerprint=device.fingerprint, entries={})
+    by_release: dict[str, list[tuple[CacheEntry, Mark | None]]] = {}
+    for entry, its in found:
+        by_release.setdefault(entry.triton_release or triton_release.installed_release(), []).append((entry, its))
+    return [
+        entry for release, pairs in by_release.items() for entry in _marked(folder, _empty(device, op, release), pairs)
+    ]
+
+
+def _marked(folder: Path, file: CacheFile, found: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
+    path = path_in(folder, file)
     with _locked(path):
         old = _now(path)
         known = old.entries if old is not None else {}

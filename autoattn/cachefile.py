@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,32 @@ MAX_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFile:
-    """All entries of one device and operation."""
+    """All entries of one device, operation and release of Triton.
+
+    The compiler makes another kernel of the same text, so that a time holds for one release.
+    """
 
     schema: int
     op: Op
     device: str  # the short name, also the folder
+    triton: str  # the release, as "3.9"; empty for entries of several, which no file holds
     fingerprint: str  # of the card; a measured entry holds only where it agrees
     entries: dict[str, CacheEntry]  # problem key -> entry, sorted
+
+    @property
+    def name(self) -> str:
+        """The name of the file in the device's folder."""
+        return name_of(self.op, self.triton)
+
+
+def name_of(op: Op, release: str) -> str:
+    """The name of the cache file of an operation and a release of Triton."""
+    return f"{op.value}.triton-{release}.json"
+
+
+def is_name(name: str) -> bool:
+    """Whether a file's name is that of a cache file."""
+    return any(re.fullmatch(rf"{op.value}\.triton-[0-9]+\.[0-9]+\.json", name) for op in Op)
 
 
 def encode(file: CacheFile) -> bytes:
@@ -75,13 +95,13 @@ def decode(data: bytes, path: Path) -> CacheFile:
             raise CacheError(f"{path} must have schema {SCHEMA}, got {raw['schema']!r:.40}; use a matching autoattn")
         file = msgspec.json.decode(data, type=CacheFile)
         for key, entry in file.entries.items():
-            check(key, entry)
+            check(key, entry, file.triton)
     except (ValueError, RecursionError) as error:  # msgspec's, json's, Unicode's and our own are ValueErrors
         raise CacheError(f"the cache file {path} is damaged ({clipped(error)}); restore it or move it away") from None
-    if (file.device, file.op.value) != (path.parent.name, path.stem):
+    if (file.device, file.name) != (path.parent.name, path.name):
         raise CacheError(
             f"the cache file {path} must hold {path.stem} on {path.parent.name}, "
-            f"got {file.op.value} on {file.device!r:.60}; move it where it belongs"
+            f"got {file.name.removesuffix('.json')!r:.60} on {file.device!r:.60}; move it where it belongs"
         )
     return file
 
@@ -96,14 +116,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check(key: str, entry: CacheEntry) -> None:
-    """Raises ValueError (which SpaceError is) for an entry that no tuner can have written.
+def check(key: str, entry: CacheEntry, release: str) -> None:
+    """Raises ValueError (which SpaceError is) for an entry that no tuner can have written with a release of Triton.
 
     Parameters of another search space are let pass, so that one old entry does not close the file; `why_stale` finds
     them before anything is rendered.
     """
     if key != entry.problem.key:
         raise ValueError(f"the entry {key!r:.100} holds the problem {entry.problem.key}")
+    if entry.triton_release not in ("", release):
+        raise ValueError(f"{entry.problem.key} was tuned with Triton {entry.triton_release}, and not with {release}")
     mask = entry.problem.mask
     if replace(Mask.parse(str(mask)), density=mask.density, mod=mask.mod) != mask:
         raise ValueError(f"the mask of {entry.problem.key} has numbers that no mask of its kind has")

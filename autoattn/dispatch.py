@@ -91,8 +91,7 @@ def differentiates(device: Device | None) -> bool:
 
 def _files(folders: Sequence[Path], device: Device, op: Op) -> list[tuple[Path, CacheFile]]:
     """The cache files of a device and an operation, with the folder of each."""
-    paths = [(folder, cache.path_of(folder, device, op)) for folder in folders]
-    return [(folder, cache.read(path)) for folder, path in paths if path.exists()]
+    return [(folder, file) for folder in folders for file in cache.files_of(folder, device, op)]
 
 
 def _counting(files: list[tuple[Path, CacheFile]], device: Device, why_not: WhyNot) -> Iterator[tuple[str, Placed]]:
@@ -165,7 +164,7 @@ class _Search:
         files = _files(folders, self.device, self.problem.op)
         for folder, file in files:
             if file.fingerprint != self.device.fingerprint:
-                path = cache.path_of(folder, self.device, self.problem.op)
+                path = cache.path_in(folder, file)
                 self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
         for key, place in _counting(files, self.device, self._why_not):
             (self.measured if place.measured else self.predicted)[key] = place.entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -141,11 +142,15 @@ def holding(folder: Path, file: CacheFile, shadowed: int = 0) -> Holding:
 
 
 def differences(first: Iterable[CacheFile], second: Iterable[CacheFile]) -> list[Difference]:
-    """In what two caches differ, by device, operation and problem; none when they hold the same."""
-    left, right = ({(file.device, file.op): file for file in files} for files in (first, second))
+    """In what two caches differ, by device, operation and problem; none when they hold the same.
+
+    Files of one release of Triton are compared, then what is left of other releases.
+    """
     found = []
-    for device, op in sorted({*left, *right}, key=lambda place: (place[0], place[1].value)):
-        one, other = left.get((device, op)), right.get((device, op))
+    for one, other in _pairs(list(first), list(second)):
+        known_file = one or other
+        assert known_file is not None
+        device, op = known_file.device, known_file.op
         if one is not None and other is not None and one.fingerprint != other.fingerprint:
             words = (f"card {one.fingerprint} -> {other.fingerprint}",)
             found.append(Difference(device=device, op=op, problem=None, first=None, second=None, words=words))
@@ -161,6 +166,21 @@ def differences(first: Iterable[CacheFile], second: Iterable[CacheFile]) -> list
                     )
                 )
     return found
+
+
+def _pairs(first: list[CacheFile], second: list[CacheFile]) -> list[tuple[CacheFile | None, CacheFile | None]]:
+    """The files of two caches that speak of the same, by device and operation; None where one cache has none."""
+    places = sorted({(file.device, file.op.value) for file in (*first, *second)})
+    pairs: list[tuple[CacheFile | None, CacheFile | None]] = []
+    for place in places:
+        left, right = (
+            {file.triton: file for file in files if (file.device, file.op.value) == place} for files in (first, second)
+        )
+        both = sorted({*left} & {*right})
+        alone = [[file for release, file in sorted(files.items()) if release not in both] for files in (left, right)]
+        pairs += [(left[release], right[release]) for release in both]
+        pairs += list(itertools.zip_longest(alone[0], alone[1]))
+    return pairs
 
 
 def unneeded(folder: Path) -> Unneeded:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoattn import cachefile
+from autoattn import cachefile, triton_release
 from autoattn.cachefile import CacheFile
 from autoattn.entry import KERNEL, CacheEntry
 from autoattn.problem import Op
@@ -27,6 +27,7 @@ class Placed:
     """An entry and the cache folder that holds it."""
 
     folder: Path
+    release: str  # of Triton, of its file
     fingerprint: str  # of the card of its file
     entry: CacheEntry
 
@@ -58,20 +59,35 @@ class Overlay:
 
     @property
     def file(self) -> CacheFile:
-        """The entries that count, as one cache file."""
-        entries = {key: place.entry for key, place in sorted(self.counting.items())}
-        return CacheFile(
-            schema=cachefile.SCHEMA, op=self.op, device=self.device, fingerprint=self.fingerprint, entries=entries
-        )
+        """The entries that count, as one that no file holds where they are of several releases of Triton."""
+        releases = {place.release for place in self.counting.values()}
+        return self._holding(releases.pop() if len(releases) == 1 else "", self.counting)
 
     @property
     def files(self) -> list[tuple[Path, CacheFile]]:
-        """The entries that count, as a cache file for each folder that holds some of them."""
-        folders = dict.fromkeys(place.folder for place in self.counting.values())
-        return [(folder, replace(self.file, entries=self._of(folder))) for folder in folders]
+        """The entries that count, as a cache file for each folder and release of Triton that has some of them."""
+        sources: dict[tuple[Path, str], dict[str, Placed]] = {}
+        for key, place in self.counting.items():
+            sources.setdefault((place.folder, place.release), {})[key] = place
+        return [(folder, self._holding(release, places)) for (folder, release), places in sources.items()]
 
-    def _of(self, folder: Path) -> dict[str, CacheEntry]:
-        return {key: place.entry for key, place in sorted(self.counting.items()) if place.folder == folder}
+    @property
+    def by_release(self) -> list[CacheFile]:
+        """The entries that count, as a cache file for each release of Triton that has some of them."""
+        sources: dict[str, dict[str, Placed]] = {}
+        for key, place in self.counting.items():
+            sources.setdefault(place.release, {})[key] = place
+        return [self._holding(release, places) for release, places in sorted(sources.items())]
+
+    def _holding(self, release: str, places: dict[str, Placed]) -> CacheFile:
+        return CacheFile(
+            schema=cachefile.SCHEMA,
+            op=self.op,
+            device=self.device,
+            triton=release,
+            fingerprint=self.fingerprint,
+            entries={key: place.entry for key, place in sorted(places.items())},
+        )
 
 
 def overlay(
@@ -84,7 +100,8 @@ def overlay(
     2. An entry that is used goes before one that is not. An entry is not used either where an earlier folder holds the
        same kernel with a mark.
     3. A measured entry goes before a predicted one.
-    4. An earlier folder goes before a later one.
+    4. An entry of the installed release of Triton goes before one of another, and then one of a newer release.
+    5. An earlier folder goes before a later one.
 
     Args:
         files: cache files and the folder of each; the user's own folder comes first.
@@ -95,7 +112,8 @@ def overlay(
         One overlay for each device and operation, sorted.
     """
     groups: dict[tuple[str, str], list[tuple[Path, CacheFile]]] = {}
-    for folder, file in files:
+    releases = triton_release.nearest_first()
+    for folder, file in sorted(files, key=lambda item: _rank(releases, item[1].triton)):
         groups.setdefault((file.device, file.op.value), []).append((folder, file))
     return [_overlay(group, why_not, card) for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
@@ -105,7 +123,9 @@ def _overlay(files: list[tuple[Path, CacheFile]], why_not: WhyNot, card: Callabl
     groups: dict[str, list[Placed]] = {}
     for folder, file in files:
         for key, entry in file.entries.items():
-            groups.setdefault(key, []).append(Placed(folder=folder, fingerprint=file.fingerprint, entry=entry))
+            groups.setdefault(key, []).append(
+                Placed(folder=folder, release=file.triton, fingerprint=file.fingerprint, entry=entry)
+            )
     places = [place for group in groups.values() for place in group]
     order = dict.fromkeys(file.fingerprint for _, file in files)
     measured_on = {place.fingerprint for place in places if place.measured}
@@ -122,6 +142,11 @@ def _overlay(files: list[tuple[Path, CacheFile]], why_not: WhyNot, card: Callabl
         ranked={key: tuple(_ranked(group, why_not)) for key, group in groups.items() if group},
         foreign=tuple(foreign),
     )
+
+
+def _rank(releases: list[str], release: str) -> int:
+    """The place of a release among `releases`; behind them all where it is none of them."""
+    return releases.index(release) if release in releases else len(releases)
 
 
 def _ranked(places: list[Placed], why_not: WhyNot) -> list[Placed]:

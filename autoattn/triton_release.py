@@ -59,13 +59,6 @@ def installed_release() -> str:
     return release_of(installed())
 
 
-def distance(release: str, other: str) -> tuple[int, ...]:
-    """How far apart two releases are: larger for older steps of the version; all zeros where they are the same.
-
-    What is no number, as "none", is far from everything.
-    """
-    try:
-        pairs = zip(map(int, release.split(".")), map(int, other.split(".")), strict=True)
-    except ValueError:
-        return (0,) if release == other else (10_000,)
-    return tuple(abs(one - two) for one, two in pairs)
+def nearest_first() -> list[str]:
+    """The installed release, then the supported ones, newest first: the order in which their cache entries count."""
+    return list(dict.fromkeys((installed_release(), *reversed(SUPPORTED))))

@@ -150,7 +150,7 @@ class Run:
 
     def ended(self) -> bool:
         """Whether the cache has its entry."""
-        return any(self.folder.glob("cache/*/forward.json"))
+        return any(self.folder.glob("cache/*/forward.triton-*.json"))
 
     def ending(self) -> None:
         """Lets the search end undisturbed, and compares."""
@@ -162,7 +162,7 @@ class Run:
 
     def outcome(self) -> Outcome:
         """What is left behind."""
-        return Outcome(cache=next(self.folder.glob("cache/*/forward.json")).read_bytes(), trials=self.finished())
+        return Outcome(cache=next(self.folder.glob("cache/*/forward.triton-*.json")).read_bytes(), trials=self.finished())
 
 
 def descendants(process: int) -> dict[int, str]:

@@ -159,7 +159,7 @@ def texts(kind: Kind) -> list[tuple[str, str]]:
     for file in cache.read_folder(ROOT / "cache"):
         for start in range(0, len(file.entries), max(1, len(file.entries) // 8)):
             some = dict(list(file.entries.items())[start : start + ENTRIES])
-            made.append((f"{file.device}/{file.op.value}.json", cachefile.encode(replace(file, entries=some)).decode()))
+            made.append((f"{file.device}/{file.name}", cachefile.encode(replace(file, entries=some)).decode()))
     return made
 
 

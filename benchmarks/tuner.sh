@@ -65,7 +65,7 @@ trap finish EXIT
 # What an entry's caches say: the winner, its time and energy, and its rivals'.
 cat > "$here/told.py" <<'P'
 import json, pathlib, subprocess, sys
-for path in sorted(pathlib.Path(sys.argv[1]).glob("*/forward.json")):
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*/forward.triton-*.json")):
     for key, entry in json.loads(path.read_text())["entries"].items():
         times = entry.get("measurement") or {}
         print(key, entry["choice"], entry["template"], f"{times.get('median_us', float('nan')):.1f} us", f"trials {entry['search']['trials']}, objective {entry['search'].get('objective', 'time')}")

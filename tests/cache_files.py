@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from autoattn import cachefile, triton_release
 from autoattn.errors import CacheError
 from autoattn.problem import Op
 
 FORWARD = Op.FORWARD
+# The cache file of forward problems and the installed Triton.
+FORWARD_FILE = cachefile.name_of(FORWARD, triton_release.installed_release())
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -25,4 +28,4 @@ def refusal(act: Callable[[], object]) -> str:
 def left_behind(folder: Path) -> list[str]:
     """Every file in a folder but cache files and locks."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [str(path) for path in paths if path.suffix != ".lock" and path.name != "forward.json"]
+    return [str(path) for path in paths if path.suffix != ".lock" and path.name != FORWARD_FILE]

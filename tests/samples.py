@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autoattn import profiles, render, space
+from autoattn import profiles, render, space, triton_release
 from autoattn.entry import CacheEntry, Candidate, Finalist, Finals, Rival, SearchRecord, WorstCase
 from autoattn.mask import Mask
 from autoattn.problem import DType, Problem
@@ -200,5 +200,5 @@ def _common(one: Problem, time_us: float) -> dict[str, Any]:
             outcomes={"ok": 71, "infeasible": 20, "compile error": 5},
             spaces={"triton/forward": space.load("triton/forward").digest},
         ),
-        "versions": {"autoattn": "0.1.0", "torch": "2.13.0", "triton": "3.6.0"},
+        "versions": {"autoattn": "0.1.0", "torch": "2.13.0", "triton": triton_release.installed()},
     }

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cache_files import FORWARD, refusal
+from cache_files import FORWARD, FORWARD_FILE, refusal
 from samples import A30, H200, certified, current, measured, predicted, problem
 
 from autoattn import bundle, cache, cachefile, raw
@@ -72,14 +72,14 @@ def test_a_bundle_holds_kernels_and_the_commands_that_repeat_them(packed: Path, 
 
 def test_a_folder_a_file_and_a_bundle_load_alike(packed: Path, files: list[CacheFile], tmp_path: Path) -> None:
     assert bundle.load(tmp_path) == files
-    assert bundle.load(tmp_path / "h200" / "forward.json") == [files[1]]
+    assert bundle.load(tmp_path / "h200" / FORWARD_FILE) == [files[1]]
 
 
 def test_a_file_is_found_from_its_own_folder(
     files: list[CacheFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path / "h200")
-    assert bundle.load(Path("forward.json")) == [files[1]]
+    assert bundle.load(Path(FORWARD_FILE)) == [files[1]]
 
 
 def test_stale_entries_and_nothing_are_not_packed(files: list[CacheFile]) -> None:
@@ -111,7 +111,7 @@ def test_a_bundle_cut_off_anywhere_is_refused(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "manifest", "words"),
     [
-        ("h200/forward.json", b"{}", False, "is not what the manifest says"),
+        (f"h200/{FORWARD_FILE}", b"{}", False, "is not what the manifest says"),
         ("README.md", None, False, "not in both"),
         ("more.py", b"", False, "not in both"),
         ("manifest.json", None, False, "got another zip"),
@@ -119,9 +119,9 @@ def test_a_bundle_cut_off_anywhere_is_refused(packed: Path) -> None:
         ("manifest.json", b'{"bundle": 2, "files": {}}', False, "must have version 1, got 2; use a matching autoattn"),
         ("manifest.json", b'{"bundle": 1, "files": {}}', False, "not in both"),
         ("manifest.json", b"[" * 99999, False, "is damaged"),
-        ("h200/forward.json", b"{}", True, "must be an autoattn cache file"),
-        ("../forward.json", b"{}", True, "is no place in a cache"),
-        ("./forward.json", b"{}", True, ""),
+        (f"h200/{FORWARD_FILE}", b"{}", True, "must be an autoattn cache file"),
+        (f"../{FORWARD_FILE}", b"{}", True, "is no place in a cache"),
+        (f"./{FORWARD_FILE}", b"{}", True, ""),
     ],
 )  # fmt: skip
 def test_a_bundle_that_was_changed_is_refused(
@@ -142,7 +142,7 @@ def test_a_kernel_that_is_not_the_entrys_is_refused(packed: Path, files: list[Ca
 
 def test_a_device_that_leads_out_of_the_cache_is_refused(packed: Path, files: list[CacheFile]) -> None:
     data = cachefile.encode(dataclasses.replace(files[0], device=".."))
-    path = rewritten(packed, {"../forward.json": data}, manifest=True)
+    path = rewritten(packed, {f"../{FORWARD_FILE}": data}, manifest=True)
     assert "is no place in a cache" in refusal(lambda: bundle.unpack(path))
 
 

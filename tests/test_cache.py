@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cache_files import FORWARD, left_behind, refusal
+from cache_files import FORWARD, FORWARD_FILE, left_behind, refusal
 from samples import A30, H200, certified, measured, predicted, problem, worst
 
 from autoattn import cache, cachefile, resources
@@ -38,7 +38,7 @@ def test_what_was_merged_is_read_back(folder: Path) -> None:
     tidy[0] = dataclasses.replace(tidy[0], measurement=short)
     tidy[1] = dataclasses.replace(tidy[1], candidates=())
     path = cache.merge(folder, H200, FORWARD, tidy)
-    assert path == folder / "h200" / "forward.json" == cache.path_of(folder, H200, FORWARD)
+    assert path == folder / "h200" / FORWARD_FILE == cache.path_of(folder, H200, FORWARD)
     file = cache.read(path)
     assert (file.schema, file.op, file.device, file.fingerprint) == (1, FORWARD, "h200", H200.fingerprint)
     assert file.entries == cache.lookup(folder, H200, FORWARD) == {entry.problem.key: entry for entry in tidy}
@@ -108,7 +108,7 @@ def test_read_folder_takes_the_operations_files_alone(folder: Path) -> None:
     cache.merge(folder, H200, FORWARD, [predicted()])
     cache.merge(folder, A30, FORWARD, [predicted()])
     (folder / "h200" / "notes.json").write_text("not ours")
-    (folder / "forward.json").write_text("not ours")
+    (folder / FORWARD_FILE).write_text("not ours")
     assert [file.device for file in cache.read_folder(folder)] == ["a30", "h200"]
 
 
@@ -149,7 +149,7 @@ def test_the_worst_case_of_an_entry_is_read_back(folder: Path) -> None:
 
 def test_the_shipped_entries_read_as_they_always_did() -> None:
     for file in cache.read_folder(resources.shipped_cache()):
-        path = resources.shipped_cache() / file.device / f"{file.op.value}.json"
+        path = resources.shipped_cache() / file.device / file.name
         assert cachefile.encode(file) == path.read_bytes()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from cache_files import FORWARD_FILE
 from command_line import COMMANDS, ONE, ROOT, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
@@ -140,7 +141,7 @@ def test_a_bad_shapes_file_is_one_sentence_and_exit_code_2(autoattn: Run, shapes
 
 @pytest.mark.parametrize("command", ["show", "report", "verify --device h200", "render --device h200 {one}"])
 def test_a_damaged_cache_is_one_sentence_and_exit_code_1(autoattn: Run, tmp_path: Path, command: str) -> None:
-    path = tmp_path / "cache" / "h200" / "forward.json"
+    path = tmp_path / "cache" / "h200" / FORWARD_FILE
     path.parent.mkdir(parents=True)
     path.write_text('{"schema": 1, "entr')
     arguments = command.format(one=" ".join(ONE)).split()

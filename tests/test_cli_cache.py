@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import samples
+from cache_files import FORWARD_FILE
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
@@ -63,7 +64,7 @@ def test_merge_says_what_it_took_and_what_not(autoattn: Run, user_cache: Path, o
     assert "2 taken, 0 there already, 0 not taken" in out
     assert f"  replaced: {entry.problem}: it runs the same, and was measured with no older software: 273 us" in out
     assert "0 taken, 2 there already, 0 not taken" in autoattn("cache", "merge", other, user_cache)[1]
-    code, out, _ = autoattn("cache", "merge", other.parent / "third" / "h200" / "forward.json", user_cache)
+    code, out, _ = autoattn("cache", "merge", other.parent / "third" / "h200" / FORWARD_FILE, user_cache)
     assert code == 0
     assert "1 not taken" in out
     assert f"  not taken: {entry.problem}: a prediction never takes a measurement's place" in out

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import samples
+from cache_files import FORWARD_FILE
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes  # noqa: F401 - fixtures
 
 from autoattn import plan, resources, tune
@@ -34,7 +35,7 @@ def fake_tune(
             phase = "kept" if index < kept else "done"
             best = None if problem.key in (failed or {}) else 400.25
             listen(Progress(**facts, phase=phase, tried=96, best_us=best, best_tflops=best and 343.4, detail="why"))
-        path = options.cache / device.name / "forward.json"
+        path = options.cache / device.name / FORWARD_FILE
         return Summary(
             entries=entries, kept=kept, failed=failed or {}, interrupted=interrupted,
             outcomes={"ok": 71, "infeasible": 20}, kernels=64, seconds=12.5, path=path,
@@ -152,7 +153,7 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
     assert "predicted" in row
     assert "500.0" in row
     assert "bound by tensor" in row
-    assert f"Cache: {tmp_path / 'mine' / 'a30' / 'forward.json'}" in out
+    assert f"Cache: {tmp_path / 'mine' / 'a30' / FORWARD_FILE}" in out
     assert "91 trials (71 ok, 20 infeasible), 64 distinct kernels compiled" in out
 
 

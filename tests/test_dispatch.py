@@ -297,9 +297,27 @@ def test_a_neighbour_that_cannot_run_this_problem_is_skipped_and_said(tmp_path: 
 
 
 def test_an_entry_for_another_triton_serves_and_is_said(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, measured(ASKED, versions={"triton": "3.5.1"})))
+    other = another_release()
+    found = explained(written(tmp_path, measured(ASKED, versions={"triton": other})))
     assert found.level is Level.EXACT
-    assert found.steps == (f"{ASKED} was tuned with Triton 3.5.1, this is {triton.__version__}",)
+    assert found.steps == (f"{ASKED} was tuned with Triton {other}, this is {triton.__version__}",)
+
+
+def another_release() -> str:
+    """A version of Triton that is supported and not installed."""
+    return f"{next(one for one in triton_release.SUPPORTED if one != triton_release.installed_release())}.0"
+
+
+def test_an_entry_of_the_installed_triton_goes_before_one_of_another(tmp_path: Path) -> None:
+    of_another = measured(ASKED, versions={"triton": another_release()})
+    own, shipped = written(tmp_path / "own", of_another), written(tmp_path / "shipped", measured(ASKED))
+    for folders in ((own, shipped), (shipped, own)):
+        explanation = dispatch._Search(ASKED, H200, folders).run()
+        assert explanation.entry is not None
+        assert explanation.entry.versions == {"triton": triton.__version__}
+    alone = dispatch.explain(ASKED, H200, own).entry
+    assert alone is not None
+    assert alone.versions == of_another.versions
 
 
 def test_measurements_of_another_card_of_that_name_are_ignored_and_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from cache_files import FORWARD, left_behind, refusal
 from samples import A30, H200, current, measured, predicted, problem
 
-from autoattn import cache, inventory, resources
+from autoattn import cache, inventory, resources, triton_release
 from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
@@ -30,6 +30,7 @@ def file_of(*entries: CacheEntry, device: Device = H200) -> CacheFile:
         schema=1,
         op=FORWARD,
         device=device.name,
+        triton=triton_release.installed_release(),
         fingerprint=device.fingerprint,
         entries={entry.problem.key: entry for entry in entries},
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from samples import A30, H200, measured, predicted, problem
 
-from autoattn import precedence
+from autoattn import precedence, triton_release
 from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import CacheEntry, Finding, Mark
@@ -35,6 +35,7 @@ def file_of(entries: Iterable[CacheEntry], device: Device = H200) -> CacheFile:
         schema=1,
         op=Op.FORWARD,
         device=device.name,
+        triton=triton_release.installed_release(),
         fingerprint=device.fingerprint,
         entries={entry.problem.key: entry for entry in entries},
     )

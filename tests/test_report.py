@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import samples
+from cache_files import FORWARD_FILE
 
-from autoattn import cache, cachefile, profiles, quality, render, report
+from autoattn import cache, cachefile, profiles, quality, render, report, triton_release
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
 from autoattn.errors import CacheError, StateError
@@ -82,7 +83,14 @@ def markdown_rows(text: str) -> list[list[str]]:
 
 def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[contents.Section]:
     known = {entry.problem.key: entry for entry in entries}
-    file = cachefile.CacheFile(schema=1, op=Op.FORWARD, device=card.name, fingerprint=card.fingerprint, entries=known)
+    file = cachefile.CacheFile(
+        schema=1,
+        op=Op.FORWARD,
+        device=card.name,
+        triton=triton_release.installed_release(),
+        fingerprint=card.fingerprint,
+        entries=known,
+    )
     return contents.gather([file])
 
 
@@ -248,7 +256,7 @@ def test_an_empty_cache_is_one_sentence_and_writes_nothing(tmp_path: Path) -> No
 
 def test_a_damaged_cache_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "cache" / "h200").mkdir(parents=True)
-    (tmp_path / "cache" / "h200" / "forward.json").write_text("{")
+    (tmp_path / "cache" / "h200" / FORWARD_FILE).write_text("{")
     with pytest.raises(CacheError, match="damaged"):
         report.build(tmp_path / "cache", tmp_path / "out")
     assert not (tmp_path / "out").exists()

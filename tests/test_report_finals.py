@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import samples
 
-from autoattn import profiles, report
+from autoattn import profiles, report, triton_release
 from autoattn.cachefile import SCHEMA, CacheFile
 from autoattn.cli import show
 from autoattn.entry import CacheEntry
@@ -77,7 +77,10 @@ def test_the_peak_is_that_of_the_problems_type(changes: dict[str, object], rate:
 def sections(*entries: CacheEntry) -> list[contents.Section]:
     known = {entry.problem.key: entry for entry in entries}
     fingerprint = samples.H200.fingerprint
-    file = CacheFile(schema=SCHEMA, op=Op.FORWARD, device="h200", fingerprint=fingerprint, entries=known)
+    release = triton_release.installed_release()
+    file = CacheFile(
+        schema=SCHEMA, op=Op.FORWARD, device="h200", triton=release, fingerprint=fingerprint, entries=known
+    )
     return contents.gather([file])
 
 

@@ -10,7 +10,7 @@ import pytest
 import samples
 import searched
 
-from autoattn import cache, cachefile, importance, report, space, tune
+from autoattn import cache, cachefile, importance, report, space, triton_release, tune
 from autoattn.entry import CacheEntry, Rival
 from autoattn.plan import Options
 from autoattn.problem import Op
@@ -257,7 +257,12 @@ def test_older_entries_show_ratios_alone() -> None:
 
 def sections_of(entry: CacheEntry) -> list[contents.Section]:
     file = cachefile.CacheFile(
-        schema=1, op=Op.FORWARD, device="h200", fingerprint=H200.fingerprint, entries={entry.problem.key: entry}
+        schema=1,
+        op=Op.FORWARD,
+        device="h200",
+        triton=triton_release.installed_release(),
+        fingerprint=H200.fingerprint,
+        entries={entry.problem.key: entry},
     )
     return contents.gather([file])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import spoilt
-from cache_files import FORWARD
+from cache_files import FORWARD, FORWARD_FILE
 from samples import H200, current, measured, predicted, problem
 from spoilt import Kind
 
@@ -41,7 +41,7 @@ def text_of(kind: Kind, folder: Path) -> str:
 
 
 def placed(folder: Path, number: int, data: bytes) -> Path:
-    path = folder / str(number) / "h200" / "forward.json"
+    path = folder / str(number) / "h200" / FORWARD_FILE
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     return path
@@ -68,7 +68,7 @@ def test_a_whole_file_loads(kind: Kind, tmp_path: Path) -> None:
 def test_the_judge_sees_an_entry_under_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = json.loads(text_of(Kind.CACHE, tmp_path))
     tree["entries"] = {f"{key}-other": entry for key, entry in tree["entries"].items()}
-    monkeypatch.setattr(cachefile, "check", lambda key, entry: None)
+    monkeypatch.setattr(cachefile, "check", lambda key, entry, release: None)
     fate = spoilt.fate(Kind.CACHE, placed(tmp_path, 0, json.dumps(tree).encode()))
     assert "holds another problem" in fate.fault
 

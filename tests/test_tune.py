@@ -47,7 +47,8 @@ def test_an_entry_of_another_template_text_is_tuned_anew(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
-    monkeypatch.setattr("autoattn.cache._rendered", lambda problem, variant: "another")
+    source = cache.source_of
+    monkeypatch.setattr(cache, "source_of", lambda entry: replace(source(entry), text="another"))
     assert run(tmp_path).kept == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import samples
 from pretended_workshop import SMALL, Pretended, pretended, run  # noqa: F401 - a fixture
 
-from autoattn import cache, gpu, plan, space, storage, tune
+from autoattn import cache, gpu, plan, space, storage, triton_release, tune
 from autoattn.errors import CacheError, UsageError
 from autoattn.ledger import Ledger, studies
 from autoattn.problem import Op
@@ -42,7 +42,7 @@ def test_an_entry_that_anything_changed_for_is_tuned_anew(
     changes: dict[str, dict[str, Any]] = {
         "search space": {"search": replace(entry.search, spaces={"triton/forward": "0" * 16})},
         "source_digest": {"source_digest": "0" * 16},
-        "triton": {"versions": {"triton": "3.5.1"}},
+        "triton": {"versions": {"triton": f"{triton_release.installed_release()}.99"}},
     }
     cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **changes[stale])])
     summary = run(tmp_path)

@@ -40,10 +40,12 @@ def list_(
     from autoattn.cli import show, terminal
 
     shadowed = Counter(
-        (place.folder, one.device, one.op) for one in show.overlays(None, cache) for place in one.shadowed
+        (place.folder, one.device, one.op, place.release)
+        for one in show.overlays(None, cache)
+        for place in one.shadowed
     )
     held = [
-        inventory.holding(folder, file, shadowed[folder, file.device, file.op])
+        inventory.holding(folder, file, shadowed[folder, file.device, file.op, file.triton])
         for folder, file in inventory.read(cache)
     ]
     if json:
@@ -76,7 +78,11 @@ def diff(
     from autoattn import bundle, inventory
     from autoattn.cli import show, terminal
 
-    others = bundle.load(second) if second is not None else [one.file for one in show.overlays(None, None)]
+    others = (
+        bundle.load(second)
+        if second is not None
+        else [file for one in show.overlays(None, None) for file in one.by_release]
+    )
     found = inventory.differences(bundle.load(first), others)
     if json:
         terminal.print_json([_document(one) for one in found])
@@ -148,7 +154,7 @@ def export(
     from autoattn.report import files as writing
 
     combined = show.overlays(device, cache)
-    found = _picked([one.file for one in combined], problems, cache)
+    found = _picked([file for one in combined for file in one.by_release], problems, cache)
     data = bundle.pack(found, bundle.samples_of([pair for one in combined for pair in one.files]))
     writing.write(out, data)
     packed = {(file.device, key) for file in found for key in file.entries}
