@@ -27,6 +27,7 @@ from autoattn.winner import Searched
 from autoattn.workshop import Steps, Workshop
 
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
+MOST_ELSEWHERE = 6  # variants that were measured elsewhere, which a search tries
 
 
 def tune(
@@ -252,19 +253,23 @@ class _Run:
         ]
 
     def _measured_elsewhere(self) -> list[Variant]:
-        """Winners of the same problem, then of the same kind, measured on other cards; best evidence first."""
-        found: list[Variant] = []
+        """Winners of the same problem, then of the same kind, measured elsewhere: best evidence first.
+
+        Elsewhere is on other cards, with other releases of Triton, or by whoever made the shipped cache.
+        """
         entries = [
-            entry
-            for file in (*cache.read_folder(self.options.cache), *cache.read_folder(resources.shipped_cache()))
-            if file.device != self.device.name
+            (entry.problem.key != self.problem.key, file.device != self.device.name, entry.problem.key, place, entry)
+            for place, folder in enumerate((self.options.cache, resources.shipped_cache()))
+            for file in cache.read_folder(folder)
             for entry in file.entries.values()
             if entry.evidence is Evidence.MEASURED and self.problem.shares_kernels(entry.problem)
         ]
-        entries.sort(key=lambda entry: (entry.problem.key != self.problem.key, entry.problem.key))
-        for entry in entries[:3]:
-            found += [variant for variant in self._known_variants(entry)[:2] if variant not in found]
-        return found
+        variants: dict[Variant, None] = {}
+        for *_, entry in sorted(entries, key=lambda item: item[:-1]):
+            variants.update(dict.fromkeys(self._known_variants(entry)[:2]))
+            if len(variants) >= MOST_ELSEWHERE:
+                break
+        return list(variants)
 
     def _study_name(self, one: SearchSpace) -> str:
         """Everything that, when it changes, makes old trials worthless."""
