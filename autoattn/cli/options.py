@@ -161,7 +161,8 @@ def problem_of(
             "add what is missing, or give no part of a problem"
         )
     values: dict[str, Any] = {
-        "dtype": f"{dtype}:{precision}" if precision is not None else dtype,
+        "dtype": dtype,
+        **({"precision": precision} if precision is not None else {}),
         "batch": 1 if batch is None else batch,
         "heads": heads,
         "heads_kv": heads if heads_kv is None else heads_kv,
