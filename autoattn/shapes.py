@@ -235,7 +235,7 @@ def _lengths(key: str, value: object) -> tuple[int, int]:
 
 
 def _dtype(key: str, value: object) -> tuple[DType, Precision | None]:
-    """Reads "bf16" as bfloat16; "float32:tf32" as float32 with products formed in tf32; None: the text has no precision."""
+    """Reads "bf16" as bfloat16; "float32:tf32" as float32 with products formed in tf32; None: it has no precision."""
     name, colon, precision = value.partition(":") if isinstance(value, str) else ("", "", "")
     if name in _DTYPES and not colon:
         return _DTYPES[name], None

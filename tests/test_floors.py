@@ -97,6 +97,7 @@ FLOORS = (
         "operators",
         "differentiate",
         "traced",
+        "signatures",
     },
     {
         "verify",
@@ -124,7 +125,7 @@ PACKAGES = (
     {"jinja2", "yaml", "msgspec", "platformdirs", "filelock"},
     {"torch", "triton", "numpy", "pynvml", "flash_attn", "flash_attn_interface"},
     {"optuna"},
-    set(),
+    {"typing_extensions"},  # for type checkers alone
     {"typer", "rich"},
 )
 DOORS = {

@@ -74,7 +74,7 @@ def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> Non
     lengths = (offsets, offsets, 40, 40)
     tensors = [torch.randn(60, 2, 16, generator=generator).half().requires_grad_() for _ in range(3)]
     with torch.no_grad():
-        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem  # type: ignore[call-arg]
+        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem  # type: ignore[call-arg, arg-type]
     assert problem is not None
     enter(card, problem)
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_each_packed_sequence_may_learn_slopes_of_its_own(card: dict[str, Any], 
     tensors = [torch.randn(60, 2, 16, generator=generator).half() for _ in range(3)]
     slopes = torch.rand(2, 2, generator=generator).requires_grad_()
     given: dict[str, Any] = {"causal": True, "alibi_slopes": slopes.detach()}
-    problem = autoattn.explain_packed(*tensors, *lengths, **given).problem  # type: ignore[call-arg]
+    problem = autoattn.explain_packed(*tensors, *lengths, **given).problem  # type: ignore[call-arg, arg-type]
     assert problem is not None
     enter(card, problem, learned=Learned(slopes=True))
     torch._dynamo.reset()
