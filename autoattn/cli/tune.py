@@ -120,13 +120,15 @@ def command(
 def _tune(device: str, named: list[NamedProblem], settings: Options) -> None:
     """Says what is about to happen, tunes, and says what came of it."""
     from autoattn import gpu
-    from autoattn.cli import terminal
+    from autoattn.cli import memory, terminal
 
     card, measured = gpu.resolve(device)
     console = terminal.console()
     console.print(opening(card, measured, gpu.present()), soft_wrap=True)
     effort = settings.effort.value
     console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
+    if (shortage := memory.warning([one.problem for one in named], card)) is not None:
+        console.print(terminal.printable(shortage), soft_wrap=True)
     from autoattn import storage, tune
     from autoattn.cli.progress import Display
 
