@@ -1,8 +1,8 @@
 """The GPUs that autoattn knows without having them, each fact with its source.
 
 Peak rates are dense and accumulate in float32, as attention does, at `clock_mhz`. Where nobody published the clock
-that a matrix kernel keeps, the sustained clock is the peak's, and the sources say so. The GB of a datasheet's memory count
-as GiB: the driver reports a little less, so that what does not fit here fits on no such card.
+that a matrix kernel keeps, the sustained clock is the peak's, and the sources say so. The GB of a datasheet's memory
+count as GiB: the driver reports a little less, so that what does not fit here fits on no such card.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def test_problems_beyond_the_devices_memory_are_warned_of_and_tuned_all_the_same
     code, out, _ = autoattn("tune", "--device", "a30", *LONG)
     assert code == 0
     assert out.splitlines()[2] == (
-        "Warning: 1 problem does not fit into the 23.5 GiB of NVIDIA A30: bf16 B64 H64 16384x16384 D128 full needs 64.0 "
-        "GiB; make batch or lengths smaller"
+        "Warning: 1 problem does not fit into the 23.5 GiB of NVIDIA A30: bf16 B64 H64 16384x16384 D128 full needs "
+        "64.0 GiB; make batch or lengths smaller"
     )
     assert len(fake.called["problems"]) == 1  # type: ignore[attr-defined]
     assert "Warning" not in autoattn("tune", "--device", "h200", *LONG)[1]
@@ -99,13 +99,13 @@ def test_problems_beyond_the_devices_memory_are_warned_of_and_tuned_all_the_same
 
 
 def test_bench_warns_of_them_too(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes.write_text(shapes.read_text().replace("batch: 4", "batch: 4096"))
+    shapes.write_text(shapes.read_text().replace("batch: 4", "batch: 8192"))
     set_card(monkeypatch, samples.H200)
     monkeypatch.setattr(bench, "machine", lambda peers: {"card": "a card", "torch": "2.13"})
     monkeypatch.setattr(bench, "rows", lambda *facts: iter(()))
     code, out, _ = autoattn("bench", shapes, "--group", "train", "--out", tmp_path / "bench")
     assert code == 0
-    assert "Warning: 2 problems do not fit into the 141.0 GiB of NVIDIA H200: bf16 B4096 H32 1024x1024 D128 full" in out
+    assert "Warning: 2 problems do not fit into the 141.0 GiB of NVIDIA H200: bf16 B8192 H32 1024x1024 D128 full" in out
 
 
 def test_a_warning_names_three_problems_and_counts_the_others() -> None:
