@@ -112,6 +112,32 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
     assert [document["problem"]["seq_q"] for document in many] == [1024, 2048, 1024]
 
 
+def test_explain_tells_what_a_call_that_asks_for_the_lse_gets(autoattn: Run, user_cache: Path) -> None:
+    words = ("explain", "--device", "h200", *ONE)
+    entry = samples.tuned(samples.problem(), space.load("triton/forward").default(samples.problem(), samples.H200),
+                          choice="sdpa-cudnn")  # fmt: skip
+    cache.merge(user_cache, samples.H200, Op.FORWARD, [entry])
+    assert "  runs on  sdpa-cudnn\n" in autoattn(*words)[1]
+    _, out, _ = autoattn(*words, "--lse")
+    assert "  runs on  kernel\n" in out
+    assert "but it gives no LSE, so the kernel runs" in out
+    assert "  runs on  eager\n" in autoattn("explain", *ONE, "--lse")[1], "on the CPU, where PyTorch gives none"
+    code, _, error = autoattn(*words, "--lse", "--operation", "backward")
+    assert code == 2
+    assert "--lse is a choice for outputs, got backward bf16" in error
+
+
+def test_explain_tells_what_a_training_call_gets(autoattn: Run, shapes: Path, user_cache: Path) -> None:
+    _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training")
+    assert out.startswith("bf16 B4 H32/8 1024x4096 D128 causal:bottom-right\n  runs on  sdpa\n")
+    assert "because  an input needs a gradient, and no backward kernel was measured for it" in out
+    _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training", "--deterministic")
+    assert "deterministic: both passes run with torch.use_deterministic_algorithms(True)" in out
+    many = json.loads(autoattn("explain", "--device", "h200", "--shapes", shapes, "--training", "--json")[1])
+    assert [document["problem"]["op"] for document in many] == ["forward"] * 3
+    assert all("needs a gradient" in document["reason"] for document in many)
+
+
 # Render
 
 

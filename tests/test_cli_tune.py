@@ -105,7 +105,7 @@ def test_bench_warns_of_them_too(autoattn: Run, shapes: Path, tmp_path: Path, mo
     monkeypatch.setattr(bench, "rows", lambda *facts: iter(()))
     code, out, _ = autoattn("bench", shapes, "--group", "train", "--out", tmp_path / "bench")
     assert code == 0
-    assert "Warning: 2 problems do not fit into the 141.0 GiB of NVIDIA H200: bf16 B8192 H32 1024x1024 D128 full" in out
+    assert "Warning: 2 problems do not fit into the 141.0 GiB of NVIDIA H200: bf16 B8192 H32 1024" in out
 
 
 def test_a_warning_names_three_problems_and_counts_the_others() -> None:

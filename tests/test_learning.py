@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import samples
 import torch
 from computed_card import (
     assert_gradients,
@@ -20,10 +21,10 @@ from computed_card import (
 from torch import Tensor
 
 import autoattn
-from autoattn import differentiate, masks, prepared
+from autoattn import answer, differentiate, masks, prepared
 from autoattn.dispatch import Level
 from autoattn.errors import TensorError
-from autoattn.learning import Learned
+from autoattn.learning import Learned, backward_of
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -354,6 +355,33 @@ def test_where_a_rival_was_faster_pytorch_differentiates(card: dict[str, Any]) -
     tune(card, tensors, causal=True, choice="sdpa-cudnn")
     found = autoattn.explain(*tensors, causal=True)
     assert found.reason == "an input needs a gradient, and sdpa-cudnn was the fastest for the gradients"
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("choice", [None, "kernel", "sdpa-cudnn"])
+def test_a_problem_is_explained_as_the_call_is(
+    card: dict[str, Any], choice: str | None, deterministic: bool, lse: bool
+) -> None:
+    tensors = inputs()
+    if choice is not None:
+        tune(card, tensors, causal=True, choice=choice)
+    called = autoattn.explain(*tensors, causal=True, deterministic=deterministic, return_lse=lse)
+    with torch.no_grad():
+        inferred = autoattn.explain(*tensors, causal=True, return_lse=lse)
+    assert inferred.problem is not None
+    gradients = backward_of(inferred.problem, deterministic=deterministic)
+    assert answer.explain(gradients, samples.H200, lse=lse, training=True) == called
+    assert answer.explain(inferred.problem, samples.H200, lse=lse) == inferred
+
+
+def test_a_learned_bias_is_explained_as_the_call_is(card: dict[str, Any]) -> None:
+    tensors, bias = inputs(), torch.zeros(1, 1, 33, 50, dtype=torch.float16, requires_grad=True)
+    called = autoattn.explain(*tensors, bias=bias)
+    assert called.problem is not None
+    gradients = backward_of(called.problem, learned=Learned(bias=True))
+    assert answer.explain(gradients, samples.H200, training=True) == called
+    assert called.route == "eager"
 
 
 def test_no_grad_takes_the_kernel_alone(card: dict[str, Any]) -> None:
