@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import samples
-from command_line import ONE, Run, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
 
 from autoattn import cache, dispatch, resources, space, verify
 from autoattn.cli.terminal import print_json
@@ -35,6 +35,66 @@ def test_show_filters_by_evidence_and_device(autoattn: Run, user_cache: Path) ->
     code, out, _ = autoattn("show", "--device", "a30")
     assert code == 0
     assert "holds no such entry" in out
+
+
+def lengths(autoattn: Run, *words: str) -> list[int]:
+    """Keys of the problems that `show` lists, in its order."""
+    documents = json.loads(autoattn("show", "--json", *words)[1])
+    return [entry["problem"]["seq_kv"] for file in documents for entry in file["entries"]]
+
+
+@pytest.fixture
+def three(user_cache: Path) -> None:
+    """Three measured problems more, of 1, 2 and 3 Ki keys, and gradients of 1 Ki keys."""
+    for keys, time_us, choice in ((1024, 300.0, "kernel"), (2048, 100.0, "sdpa-cudnn"), (3072, 130.0, "kernel")):
+        problem = samples.problem(seq_kv=keys, batch=1)
+        entry = samples.measured(problem, time_us=time_us, choice=choice)
+        entry = samples.beside(entry, {"sdpa-cudnn": keys / 2048})
+        cache.merge(user_cache, samples.H200, Op.FORWARD, [entry])
+    gradients = samples.measured(samples.problem(seq_kv=1024, batch=1, op=Op.BACKWARD))
+    cache.merge(user_cache, samples.H200, Op.BACKWARD, [gradients])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), [1024, 2048, 3072]),
+        (("--sort", "problem", "--reverse"), [3072, 2048, 1024]),
+        (("--sort", "time"), [2048, 3072, 1024]),
+        (("--sort", "time", "--reverse"), [1024, 3072, 2048]),
+        (("--sort", "tflops"), [3072, 2048, 1024]),
+        (("--sort", "ratio"), [3072, 2048, 1024]),
+        (("--sort", "ratio", "--reverse"), [1024, 2048, 3072]),
+        (("--route", "sdpa-cudnn"), [2048]),
+        (("--route", "kernel"), [1024, 3072]),
+        (("--route", "triton/forward"), [1024, 3072]),
+        (("--only", "x1024 ", "--only", "x3072 "), [1024, 3072]),
+        (("--only", "x1024 ", "--sort", "time"), [1024]),
+        (("--only", "x9 "), []),
+    ],
+)
+def test_show_sorts_and_filters(autoattn: Run, three: None, words: tuple[str, ...], expected: list[int]) -> None:
+    ours = () if "--only" in words else ("--only", " B1 ")
+    assert lengths(autoattn, *ours, "--operation", "forward", *words) == expected
+
+
+def test_show_filters_by_operation(autoattn: Run, three: None) -> None:
+    assert lengths(autoattn, "--operation", "backward") == [1024]
+    assert lengths(autoattn, "--only", "backward ") == [1024]
+
+
+def test_entries_without_a_ratio_stand_last(autoattn: Run, user_cache: Path) -> None:
+    document = json.loads(autoattn("show", "--json", "--sort", "ratio")[1])[0]["entries"]
+    assert [entry["evidence"] for entry in document] == ["measured", "predicted"]
+    document = json.loads(autoattn("show", "--json", "--sort", "ratio", "--reverse")[1])[0]["entries"]
+    assert [entry["evidence"] for entry in document] == ["measured", "predicted"]
+
+
+def test_a_misspelt_route_is_one_sentence(autoattn: Run, user_cache: Path) -> None:
+    code, out, error = autoattn("show", "--route", "sdpa-cudn")
+    assert (code, out) == (2, "")
+    assert_one_sentence(error)
+    assert "--route must be of gluon/backward, gluon/forward, kernel, sdpa, sdpa-cudnn," in error
 
 
 def test_show_json_is_one_document(autoattn: Run, user_cache: Path) -> None:

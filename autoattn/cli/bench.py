@@ -33,10 +33,7 @@ def command(
         str, typer.Option("--peers", metavar="A,B,C", help="Whom to run beside ours: sdpa, or any of the default's.")
     ] = PEERS,
     group: options.Groups = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
-    ] = None,
+    only: options.Only = None,
     inputs: Annotated[
         Literal["random", "trained"],
         typer.Option("--inputs", help="Normal numbers, or numbers with a trained model's sinks and heavy tails."),

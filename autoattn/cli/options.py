@@ -32,6 +32,10 @@ Shapes = Annotated[
 Groups = Annotated[
     list[str] | None, typer.Option("--group", metavar="NAME", help="Only this group of the file; can be repeated.")
 ]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
+]
 DType = Annotated[
     str | None,
     typer.Option("--dtype", metavar="TYPE", help="float16, bfloat16, float32 or float8_e4m3.", rich_help_panel=ONE),

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn show --device h200 --evidence measured[/]\n\n"
-    "[bold]autoattn show --cache cache --json[/]"
+    "[bold]autoattn show --cache cache --json[/]\n\n"
+    "[bold]autoattn show --device h200 --only D128 --only bf16 --operation forward --sort ratio --reverse[/]"
 )
 COLUMNS = ("=Problem", ">us", ">TFLOP/s", "Evidence", "Runs on", "Best rival, or bound", "Tile")
 
@@ -30,6 +31,21 @@ def command(
     evidence: Annotated[
         Literal["measured", "predicted"] | None, typer.Option("--evidence", help="Only entries that rest on this.")
     ] = None,
+    only: options.Only = None,
+    operation: Annotated[
+        Literal["forward", "backward"] | None, typer.Option("--operation", help="Only entries of this operation.")
+    ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            "--route", metavar="NAME", help="Only what calls run on this: kernel, a template, or sdpa, sdpa-cudnn, ..."
+        ),
+    ] = None,
+    sort: Annotated[
+        Literal["problem", "time", "tflops", "ratio"],
+        typer.Option("--sort", help="By name; time: shortest first; tflops, ratio: highest first."),
+    ] = "problem",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
     json: options.Json = False,
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
@@ -39,12 +55,14 @@ def command(
     never in one table.
     """
     from autoattn.cli import terminal
+    from autoattn.cli.entry_filter import EntryFilter
 
-    found = [
-        (folder, file, entries)
-        for folder, file in read(device, cache)
-        if (entries := [entry for entry in _sorted(file) if evidence in (None, entry.evidence.value)])
-    ]
+    chosen = EntryFilter(
+        evidence=evidence, operation=operation, route=route, only=tuple(only or ()), sort=sort, reverse=reverse
+    )
+    files = read(device, cache)
+    chosen.check_route(entry for _, file in files for entry in file.entries.values())
+    found = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
     if json:
         terminal.print_json(
             [
@@ -75,10 +93,6 @@ def read(device: str | None, cache: Path | None) -> list[tuple[Path, CacheFile]]
         for file in read_folder(folder)
         if name in (None, file.device)
     ]
-
-
-def _sorted(file: CacheFile) -> list[CacheEntry]:
-    return sorted(file.entries.values(), key=lambda entry: entry.problem.order)
 
 
 def row(entry: CacheEntry) -> tuple[object, ...]:
