@@ -60,7 +60,6 @@ app = typer.Typer(
     epilog="First steps: [bold]autoattn tune --device auto --shapes shapes.yaml[/], then [bold]autoattn show[/]."
     "\n\nExit codes: 0 done, 1 something failed or the cache is not as needed, 2 a mistake on the command line or in a "
     "shapes file, 130 interrupted.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import completion, options
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def command(
             "--device",
             metavar="NAME",
             help="As if on this device; the GPU in this machine, or else its CPU, if left out.",
+            autocompletion=completion.devices,
         ),
     ] = None,
     cache: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from autoattn.cli import completion
 from autoattn.errors import ProblemError, ShapesError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ Choice = TypeVar("Choice", bound=Enum)
 ONE = "One problem"
 MODIFIERS = ("softcap", "alibi", "learned_slopes", "sinks", "dropout", "bias", "score_mod")
 
-Device = Annotated[str, typer.Option("--device", metavar="NAME", help="A device of `autoattn devices`, or auto.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="A device of `autoattn devices`, or auto.", autocompletion=completion.devices
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Shapes = Annotated[
     Path | None,
@@ -30,7 +36,13 @@ Shapes = Annotated[
     ),
 ]
 Groups = Annotated[
-    list[str] | None, typer.Option("--group", metavar="NAME", help="Only this group of the file; can be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--group",
+        metavar="NAME",
+        help="Only this group of the file; can be repeated.",
+        autocompletion=completion.groups,
+    ),
 ]
 Only = Annotated[
     list[str] | None,
@@ -38,7 +50,13 @@ Only = Annotated[
 ]
 DType = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="TYPE", help="float16, bfloat16, float32 or float8_e4m3.", rich_help_panel=ONE),
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="float16, bfloat16, float32 or float8_e4m3.",
+        rich_help_panel=ONE,
+        autocompletion=completion.dtypes,
+    ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Sequences; 1 if left out.", rich_help_panel=ONE)]
 Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", rich_help_panel=ONE)]
@@ -64,11 +82,18 @@ Mask = Annotated[
         help="full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT or blocks:ROWSxKEYS,DENSITY; full "
         "if left out.",
         rich_help_panel=ONE,
+        autocompletion=completion.masks,
     ),
 ]
 Layout = Annotated[
     str | None,
-    typer.Option("--layout", metavar="AXES", help="bhsd, bshd or packed; bhsd if left out.", rich_help_panel=ONE),
+    typer.Option(
+        "--layout",
+        metavar="AXES",
+        help="bhsd, bshd or packed; bhsd if left out.",
+        rich_help_panel=ONE,
+        autocompletion=completion.layouts,
+    ),
 ]
 Tokens = Annotated[
     str | None,
@@ -86,6 +111,7 @@ Precision = Annotated[
         metavar="KIND",
         help="How float32 products are formed: ieee, tf32 or tf32x3.",
         rich_help_panel=ONE,
+        autocompletion=completion.precisions,
     ),
 ]
 Numerics = Annotated[
@@ -95,6 +121,7 @@ Numerics = Annotated[
         metavar="KIND",
         help="any, or online for kernels whose time no growth of the scores changes; any if left out.",
         rich_help_panel=ONE,
+        autocompletion=completion.numerics,
     ),
 ]
 Operation = Annotated[
@@ -104,6 +131,7 @@ Operation = Annotated[
         metavar="KIND",
         help="forward, or backward for the gradients of such a call; forward if left out.",
         rich_help_panel=ONE,
+        autocompletion=completion.operations,
     ),
 ]
 Deterministic = Annotated[
@@ -122,6 +150,7 @@ Modifiers = Annotated[
         help="softcap, alibi, learned_slopes, sinks, dropout, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can "
         "be repeated.",
         rich_help_panel=ONE,
+        autocompletion=completion.words(*MODIFIERS),
     ),
 ]
 

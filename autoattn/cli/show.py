@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import completion, options
 
 if TYPE_CHECKING:
     from autoattn.cachefile import CacheFile
@@ -23,7 +23,13 @@ COLUMNS = ("=Problem", ">us", ">TFLOP/s", "Evidence", "Runs on", "Best rival, or
 
 def command(
     device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="Only this device, or auto; all if left out.")
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Only this device, or auto; all if left out.",
+            autocompletion=completion.devices,
+        ),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
