@@ -30,7 +30,7 @@ FLOORS = (
     },
     {
         *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
-        *("expression", "tangent"),
+        *("expression", "tangent", "shapes_text", "model_config"),
     },
     {
         "reference",
@@ -126,7 +126,7 @@ PACKAGES = (
     {"torch", "triton", "numpy", "pynvml", "flash_attn", "flash_attn_interface"},
     {"optuna"},
     {"typing_extensions"},  # for type checkers alone
-    {"typer", "rich"},
+    {"typer", "rich", "transformers", "huggingface_hub"},
 )
 DOORS = {
     "jinja2": {"render", "report"},
@@ -139,6 +139,8 @@ DOORS = {
     "triton.backends": {"compile"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "transformers": {"cli"},
+    "huggingface_hub": {"cli"},
 }
 
 

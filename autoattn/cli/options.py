@@ -48,6 +48,18 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="NAME", help="Problems of a Hugging Face model: a config.json, its folder, or a cached name."
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths", metavar="A,B", help="Tokens of --model's problems; 1024,4096,16384 as far as it reaches."
+    ),
+]
 DType = Annotated[
     str | None,
     typer.Option(
@@ -250,11 +262,19 @@ def problems_of(file: Path | None, groups: list[str] | None, problem: Problem | 
             raise UsageError(f"--group picks from a shapes file, got {groups[0]!r} without --shapes; leave it out")
         return [shapes.NamedProblem(problem=problem, groups=("one problem",))]
     assert file is not None
-    named = shapes.load(file)
+    return of_groups(shapes.load(file), groups, str(file))
+
+
+def of_groups(named: list[NamedProblem], groups: list[str] | None, source: str) -> list[NamedProblem]:
+    """The problems of some groups; of all when none is named.
+
+    Raises:
+        UsageError: the source has no such group.
+    """
     known = list(dict.fromkeys(group for one in named for group in one.groups))
     for group in groups or ():
         if group not in known:
-            raise UsageError(f"--group must be a group of {file}, got {group!r}; it has {', '.join(known)}")
+            raise UsageError(f"--group must be a group of {source}, got {group!r}; it has {', '.join(known)}")
     return [one for one in named if not groups or set(one.groups) & set(groups)]
 
 
