@@ -16,8 +16,8 @@ STARTER: dict[str, Any] = {
     "groups": {
         "prefill": {"description": "the output for a whole sequence", "problems": [{"seq": [1024, 4096]}]},
         "training": {
-            "description": "output and gradients of a whole sequence",
-            "problems": [{"batch": 4, "seq": 2048, "operation": ["forward", "backward"]}],
+            "description": "add backward to operation for gradients; only the card itself can tune them",
+            "problems": [{"batch": 4, "seq": 2048, "operation": ["forward"]}],
         },
         "decode": {
             "description": "one new token on cached keys",
@@ -50,7 +50,7 @@ Keys of a problem (required: dtype, batch, heads, seq, head_dim)
   causal: true or false, in place of mask
   layout: bhsd, bshd, or packed for sequences of several lengths without padding
   tokens: of all packed sequences together; also as tokens_q and tokens_kv
-  operation: forward, or backward for the gradients
+  operation: forward, or backward for the gradients, which only the card itself can tune
   deterministic: true for gradients that repeat to the bit
   numerics: any, or online for kernels whose time no growth of the scores changes
   softcap, alibi, sinks, dropout: true if the call has it
@@ -58,7 +58,7 @@ Keys of a problem (required: dtype, batch, heads, seq, head_dim)
   bias: keys, boolean, additive or learned
   score_mod: an expression that changes each score (docs/masks.md)"""
 
-_PLAIN = re.compile(r"[A-Za-z][\w:. -]*|[0-9]+x[0-9]+")  # a text that YAML reads as itself
+_PLAIN = re.compile(r"[A-Za-z][\w.;-]*(?:[ :][\w.;-]+)*|[1-9][0-9]*x[0-9]+")  # a text that YAML reads as itself
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 

@@ -55,35 +55,37 @@ def problems(config: dict[str, Any], group: str, **choices: Any) -> list[Problem
 
 
 BF16 = DType.BFLOAT16
+ENCODER = (None, 12, 12, (64, 64))
+LIKE_LLAMA = (BF16, 32, 8, (128, 128))
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (LLAMA, (BF16, 32, 8, (128, 128), ("causal",), (), 8192)),
-        (MISTRAL, (BF16, 32, 8, (128, 128), ("window:4095,0",), (), 32768)),
-        (MISTRAL | {"sliding_window": None}, (BF16, 32, 8, (128, 128), ("causal",), (), 32768)),
+        (LLAMA, (*LIKE_LLAMA, ("causal",), (), 8192)),
+        (MISTRAL, (*LIKE_LLAMA, ("window:4095,0",), (), 32768)),
+        (MISTRAL | {"sliding_window": None}, (*LIKE_LLAMA, ("causal",), (), 32768)),
         (GEMMA_2, (BF16, 16, 8, (256, 256), ("causal", "window:4095,0"), ("softcap",), 8192)),
         (GEMMA_3, (BF16, 8, 4, (256, 256), ("causal", "window:1023,0"), (), 131072)),
-        (QWEN_2, (BF16, 32, 8, (128, 128), ("causal",), (), 8192)),
-        (QWEN_2 | {"use_sliding_window": True}, (BF16, 32, 8, (128, 128), ("causal", "window:32767,0"), (), 8192)),
+        (QWEN_2, (*LIKE_LLAMA, ("causal",), (), 8192)),
+        (QWEN_2 | {"use_sliding_window": True}, (*LIKE_LLAMA, ("causal", "window:32767,0"), (), 8192)),
         (
             QWEN_2 | {"use_sliding_window": True, "max_window_layers": 32},
-            (BF16, 32, 8, (128, 128), ("causal",), (), 8192),
+            (*LIKE_LLAMA, ("causal",), (), 8192),
         ),
         (
             QWEN_2 | {"use_sliding_window": True, "max_window_layers": 0},
-            (BF16, 32, 8, (128, 128), ("window:32767,0",), (), 8192),
+            (*LIKE_LLAMA, ("window:32767,0",), (), 8192),
         ),
         (DEEPSEEK, (BF16, 128, 128, (192, 128), ("causal",), (), 8192)),
-        (BERT, (None, 12, 12, (64, 64), ("full",), (), 512)),
-        (BERT | {"is_decoder": True}, (None, 12, 12, (64, 64), ("causal",), (), 512)),
-        (BERT | {"model_type": "xlm-roberta", "max_position_embeddings": 514}, (None, 12, 12, (64, 64), ("full",), (), 512)),
-        (BERT | {"model_type": "modernbert", "local_attention": 128}, (None, 12, 12, (64, 64), ("full", "window:64,64"), (), 512)),
-        (GPT_2, (None, 12, 12, (64, 64), ("causal",), (), 1024)),
+        (BERT, (*ENCODER, ("full",), (), 512)),
+        (BERT | {"is_decoder": True}, (*ENCODER, ("causal",), (), 512)),
+        (BERT | {"model_type": "xlm-roberta", "max_position_embeddings": 514}, (*ENCODER, ("full",), (), 512)),
+        (BERT | {"model_type": "modernbert", "local_attention": 128}, (*ENCODER, ("full", "window:64,64"), (), 512)),
+        (GPT_2, (*ENCODER, ("causal",), (), 1024)),
         (GPT_OSS, (BF16, 64, 8, (64, 64), ("causal", "window:127,0"), ("sinks",), 8192)),
-        (LLAMA | {"use_bidirectional_attention": True}, (BF16, 32, 8, (128, 128), ("full",), (), 8192)),
-        (LLAMA | {"torch_dtype": "float32", "dtype": "float16"}, (DType.FLOAT16, 32, 8, (128, 128), ("causal",), (), 8192)),
+        (LLAMA | {"use_bidirectional_attention": True}, (*LIKE_LLAMA, ("full",), (), 8192)),
+        (LLAMA | {"dtype": "float16"}, (DType.FLOAT16, 32, 8, (128, 128), ("causal",), (), 8192)),
         ({**LLAMA, "multi_query": True, "alibi": True}, (BF16, 32, 1, (128, 128), ("causal",), ("alibi",), 8192)),
         (
             {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "max_seq_len": 2048, "attn_config": {"alibi": True}},
@@ -94,7 +96,7 @@ BF16 = DType.BFLOAT16
              "window_size": 256, "attention_types": [[["global", "local"], 12]]},
             (None, 16, 16, (128, 128), ("causal", "window:255,0"), (), 2048),
         ),
-        ({**LLAMA, "layer_types": ["linear_attention", "full_attention"]}, (BF16, 32, 8, (128, 128), ("causal",), (), 8192)),
+        ({**LLAMA, "layer_types": ["linear_attention", "full_attention"]}, (*LIKE_LLAMA, ("causal",), (), 8192)),
     ],
 )  # fmt: skip
 def test_a_config_is_read_as_its_attention(config: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -109,7 +111,7 @@ def test_a_config_is_read_as_its_attention(config: dict[str, Any], expected: tup
         ({**LLAMA, "is_encoder_decoder": True}, "is an encoder and a decoder"),
         ({}, "must say num_attention_heads, but does not"),
         ({"num_attention_heads": 8}, "must say hidden_size, but does not"),
-        ({**LLAMA, "num_attention_heads": 33}, "must be a multiple of the heads where there is no head_dim, got 4096 and"),
+        ({**LLAMA, "num_attention_heads": 33}, "where there is no head_dim, got 4096 and 33"),
         ({**LLAMA, "num_attention_heads": [8, 16]}, "num_attention_heads must be a whole number from 1 to"),
         ({**LLAMA, "num_attention_heads": True}, "num_attention_heads must be a whole number from 1 to"),
         ({**LLAMA, "torch_dtype": "int8"}, "dtype must be float16, bfloat16 or float32, got 'int8'"),

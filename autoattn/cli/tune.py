@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -101,17 +101,20 @@ def command(
     for name, least, given in limits:
         options.at_least(name, least, given)
     options.seed(seed)
-    problem = options.problem_of(
-        dtype=dtype if model is None else None, batch=batch if model is None else None, heads=heads, heads_kv=heads_kv,
-        seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim, head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens,
-        precision=precision, numerics=numerics, operation=operation, deterministic=deterministic, modifiers=modifier,
-    )  # fmt: skip
+    parts: dict[str, Any] = {
+        "heads": heads, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim,
+        "head_dim_v": head_dim_v, "mask": mask, "layout": layout, "tokens": tokens, "precision": precision,
+        "numerics": numerics, "operation": operation, "deterministic": deterministic, "modifiers": modifier or None,
+    }  # fmt: skip
     if model is not None:
-        named, notes = _of_model(model, shapes, group, problem, dtype=dtype, batch=batch, lengths=lengths)
+        if shapes is not None or any(value is not None and value is not False for value in parts.values()):
+            other = "--shapes" if shapes is not None else "the options of one problem"
+            raise UsageError(f"problems come from --model or from {other}, got both; give one")
+        named, notes = _of_model(model, device, group, dtype=dtype, batch=batch, lengths=lengths)
     elif lengths is not None:
         raise UsageError("--lengths is a choice for --model, got no --model; add it, or leave --lengths out")
     else:
-        named, notes = options.problems_of(shapes, group, problem), ()
+        named, notes = options.problems_of(shapes, group, options.problem_of(dtype=dtype, batch=batch, **parts)), ()
     from autoattn import resources
     from autoattn.plan import Effort, Objective, Options
 
@@ -130,22 +133,24 @@ def command(
 
 
 def _of_model(
-    model: str, shapes: Path | None, group: list[str] | None, problem: Problem | None, *, dtype: str | None,
-    batch: int | None, lengths: str | None,
-) -> tuple[list[NamedProblem], tuple[str, ...]]:  # fmt: skip
-    """The problems of a model's config, and what somebody should know of them.
+    model: str, device: str, group: list[str] | None, *, dtype: str | None, batch: int | None, lengths: str | None
+) -> tuple[list[NamedProblem], tuple[str, ...]]:
+    """The problems of a model's config that the device can be tuned for, and what somebody should know of them.
 
     Raises:
-        UsageError: a shapes file or a problem is named too.
         ShapesError: there is no such config, or problems cannot say its attention.
     """
+    from autoattn import gpu
     from autoattn.cli import model as models
 
-    if shapes is not None or problem is not None:
-        other = "--shapes" if shapes is not None else "one problem"
-        raise UsageError(f"problems come from --model or from {other}, got both; give one")
     document, notes = models.document(model, dtype=dtype, batch=batch, lengths=lengths)
-    return options.of_groups(models.problems(document, model), group, f"--model {model}"), notes
+    named = options.of_groups(models.problems(document, model), group, f"--model {model}")
+    if gpu.resolve(device)[1]:
+        return named, notes
+    forward = [one for one in named if one.problem.op.value == "forward"]
+    if len(forward) == len(named):
+        return named, notes
+    return forward, (*notes, f"{len(named) - len(forward)} problems of gradients are left out, which need the card")
 
 
 def _tune(device: str, named: list[NamedProblem], settings: Options, notes: tuple[str, ...]) -> None:
