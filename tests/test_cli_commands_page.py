@@ -35,5 +35,5 @@ def test_every_command_of_the_page_runs(
             continue  # ends the process: tests/test_completion.py runs it
         code, _, error = autoattn(*command)
         assert (code, error) == (0, ""), command
-    assert len(shapes.load(Path("llama.yaml"))) == 6 + 2
+    assert len(shapes.load(Path("llama.yaml"))) == 6
     assert {one.seq_q for one in fake.called["problems"]} == {2048, 8192}  # type: ignore[attr-defined]
