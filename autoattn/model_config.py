@@ -17,7 +17,7 @@ from typing import Any
 from autoattn.errors import ShapesError
 from autoattn.problem import MAX_SIZE, DType
 
-LENGTHS = (1024, 4096, 16384)  # tokens, as far as the model reaches
+LENGTHS = (1024, 4096, 16384)  # tokens; a model that reaches less far ends with its longest
 MAX_CONFIG_BYTES = 1024 * 1024
 BY_HAND = "write its problems in a shapes file, which autoattn init begins"
 
@@ -113,7 +113,7 @@ def document(
     Args:
         dtype: as in a shapes file; the config's when None, and bfloat16 where it has none.
         batch: sequences of each problem.
-        lengths: tokens; LENGTHS up to the model's longest when None.
+        lengths: tokens; LENGTHS, up to the model's longest, when None.
     """
     seq = list(lengths) if lengths is not None else _lengths(config)
     heads_kv = {"heads_kv": config.heads_kv} if config.heads_kv != config.heads else {}
@@ -154,7 +154,9 @@ def notes(config: ModelConfig, *, dtype: str | None = None, lengths: Sequence[in
 
 def _lengths(config: ModelConfig) -> list[int]:
     longest = config.max_length
-    return [length for length in LENGTHS if longest is None or length <= longest] or [longest or LENGTHS[0]]
+    if longest is None or longest >= LENGTHS[-1]:
+        return list(LENGTHS)
+    return [*(length for length in LENGTHS if length < longest), longest]
 
 
 class _Reader:

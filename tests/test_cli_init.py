@@ -84,7 +84,7 @@ def test_gradients_of_a_model_are_left_out_where_the_card_is_absent_and_that_is_
     autoattn: Run, tuned: Any, tmp_path: Path
 ) -> None:
     _, out, _ = autoattn("tune", "--device", "h200", "--model", config(tmp_path, LLAMA))
-    assert "Note: 2 problems of gradients are left out, which need the card.\n" in out
+    assert "Note: 3 problems of gradients are left out, which need the card.\n" in out
     assert {one.op for one in tuned.called["problems"]} == {Op.FORWARD}
     assert "left out" not in autoattn("tune", "--device", "h200", "--model", tmp_path, "--group", "decode")[1]
 
@@ -92,7 +92,7 @@ def test_gradients_of_a_model_are_left_out_where_the_card_is_absent_and_that_is_
 def test_groups_of_a_model_may_be_picked(autoattn: Run, tuned: Any, tmp_path: Path) -> None:
     path = config(tmp_path, LLAMA)
     autoattn("tune", "--device", "h200", "--model", tmp_path, "--group", "decode")
-    assert [one.seq_q for one in tuned.called["problems"]] == [1, 1]
+    assert [one.seq_q for one in tuned.called["problems"]] == [1, 1, 1]
     code, _, error = autoattn("tune", "--device", "h200", "--model", path, "--group", "serving")
     assert code == 2
     assert f"--group must be a group of --model {path}, got 'serving'; it has prefill, training, decode" in error
@@ -114,7 +114,7 @@ def test_what_was_assumed_is_said_and_written(autoattn: Run, tuned: Any, tmp_pat
     [
         (("tune", "--device", "h200", "--model", "{file}", "--shapes", "x"), "from --model or from --shapes, got both"),
         (("tune", "--device", "h200", "--model", "{file}", *ONE), "from the options of one problem, got both"),
-        (("tune", "--device", "h200", "--model", "{file}", "--heads", "0"), "from the options of one problem, got both"),
+        (("tune", "--device", "h200", "--model", "{file}", "--heads", "0"), "options of one problem, got both"),
         (("tune", "--device", "h200", "--lengths", "1024", *ONE), "--lengths is a choice for --model, got no --model"),
         (("tune", "--device", "h200", "--model", "{file}", "--lengths", "a"), "--lengths must be whole numbers from 1"),
         (("tune", "--device", "h200", "--model", "{file}", "--dtype", "int8"), "got 'int8'"),

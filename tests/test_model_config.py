@@ -134,11 +134,12 @@ def test_what_cannot_be_read_is_one_sentence(config: object, fault: str) -> None
 
 def test_a_language_model_is_prefilled_trained_and_decoded() -> None:
     prefill, training, decode = (problems(LLAMA, group) for group in ("prefill", "training", "decode"))
-    assert [(one.seq_q, one.seq_kv, one.op) for one in prefill] == [(1024, 1024, Op.FORWARD), (4096, 4096, Op.FORWARD)]
+    assert [(one.seq_q, one.seq_kv) for one in prefill] == [(1024, 1024), (4096, 4096), (8192, 8192)]
     assert [(one.seq_q, one.op) for one in training] == [
-        (1024, Op.FORWARD), (4096, Op.FORWARD), (1024, Op.BACKWARD), (4096, Op.BACKWARD),
-    ]  # fmt: skip
-    assert [(one.seq_q, one.seq_kv) for one in decode] == [(1, 1024), (1, 4096)]
+        *((length, Op.FORWARD) for length in (1024, 4096, 8192)),
+        *((length, Op.BACKWARD) for length in (1024, 4096, 8192)),
+    ]
+    assert [(one.seq_q, one.seq_kv) for one in decode] == [(1, 1024), (1, 4096), (1, 8192)]
     assert {(one.heads_q, one.heads_kv, one.head_dim, str(one.mask)) for one in prefill} == {
         (32, 8, 128, "causal:bottom-right")
     }
@@ -155,6 +156,14 @@ def test_lengths_batch_and_dtype_may_be_chosen() -> None:
     assert (problem.seq_q, problem.batch, problem.dtype) == (100_000, 3, DType.FLOAT32)
     lengths = [one.seq_q for one in problems({**LLAMA, "max_position_embeddings": None}, "prefill")]
     assert lengths == list(model_config.LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [(512, [512]), (1024, [1024]), (2048, [1024, 2048]), (16384, [1024, 4096, 16384]), (131072, [1024, 4096, 16384])],
+)
+def test_lengths_end_where_the_model_does(longest: int, lengths: list[int]) -> None:
+    assert [one.seq_q for one in problems({**LLAMA, "max_position_embeddings": longest}, "prefill")] == lengths
 
 
 def test_a_window_that_is_no_shorter_than_the_sequence_is_the_mask_it_comes_to() -> None:

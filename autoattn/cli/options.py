@@ -56,9 +56,7 @@ Model = Annotated[
 ]
 Lengths = Annotated[
     str | None,
-    typer.Option(
-        "--lengths", metavar="A,B", help="Tokens of --model's problems; 1024,4096,16384 as far as it reaches."
-    ),
+    typer.Option("--lengths", metavar="A,B", help="Tokens of --model's problems; 1024,4096,16384 up to its longest."),
 ]
 DType = Annotated[
     str | None,
