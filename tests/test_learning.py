@@ -21,10 +21,11 @@ from computed_card import (
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, differentiate, masks, prepared
+from autoattn import answer, cache, differentiate, functional, masks, prepared, space
 from autoattn.dispatch import Level
 from autoattn.errors import TensorError
 from autoattn.learning import Learned, backward_of
+from autoattn.problem import Op
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -360,12 +361,21 @@ def test_where_a_rival_was_faster_pytorch_differentiates(card: dict[str, Any]) -
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("choice", [None, "kernel", "sdpa-cudnn"])
+@pytest.mark.parametrize("output_choice", [None, "sdpa-cudnn"])
 def test_a_problem_is_explained_as_the_call_is(
-    card: dict[str, Any], choice: str | None, deterministic: bool, lse: bool
+    card: dict[str, Any], output_choice: str | None, choice: str | None, deterministic: bool, lse: bool
 ) -> None:
     tensors = inputs()
+    with torch.no_grad():
+        output = autoattn.explain(*tensors, causal=True).problem
+    assert output is not None
+    if output_choice is not None:
+        variant = space.load("triton/forward").default(output, samples.H200)
+        entry = samples.tuned(output, variant, choice=output_choice)
+        cache.merge(card["cache"], samples.H200, Op.FORWARD, [entry])
     if choice is not None:
-        tune(card, tensors, causal=True, choice=choice)
+        enter(card, output, choice=choice)
+    functional.forget()
     called = autoattn.explain(*tensors, causal=True, deterministic=deterministic, return_lse=lse)
     with torch.no_grad():
         inferred = autoattn.explain(*tensors, causal=True, return_lse=lse)
@@ -373,6 +383,7 @@ def test_a_problem_is_explained_as_the_call_is(
     gradients = backward_of(inferred.problem, deterministic=deterministic)
     assert answer.explain(gradients, samples.H200, lse=lse, training=True) == called
     assert answer.explain(inferred.problem, samples.H200, lse=lse) == inferred
+    assert (inferred.route == "kernel") is (lse or output_choice is None)
 
 
 def test_a_learned_bias_is_explained_as_the_call_is(card: dict[str, Any]) -> None:
