@@ -47,11 +47,13 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name == "masks":
-        return import_module("autoattn.masks")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found  # the next look-up does not come here
-    return found
+if not TYPE_CHECKING:  # a type checker takes the names from the imports above, and refuses any other
+
+    def __getattr__(name: str) -> object:
+        if name == "masks":
+            return import_module("autoattn.masks")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found: object = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = found  # the next look-up does not come here
+        return found

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from autoattn.errors import CompileError, TensorError
 from autoattn.learning import NONE_LEARNED, Learned
 from autoattn.operands import Operands
 from autoattn.ops import forward
-from autoattn.problem import DType, Problem
+from autoattn.problem import Bias, DType, Op, Problem
 from autoattn.reference import TORCH_DTYPE
 from autoattn.variant import Source, Traits
 
@@ -87,6 +88,42 @@ def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     return _without_kernel(reason, call.problem, lse, learned=Learned.of(call.operands))
 
 
+def explain(
+    problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool = False, training: bool = False
+) -> Explanation:
+    """What a call of a problem gets on a card, and why, by the rules of `plan`: nothing is compiled and there are no
+    tensors, so that a kernel that does not compile, or does not take a memory layout, is not seen.
+
+    Args:
+        problem: of the output, or of the gradients.
+        card: None is the CPU.
+        folder: the only cache to read; the user's over the shipped one when None.
+        lse: whether the call returns the LSE too.
+        training: whether inputs need gradients; both passes are then decided together, and `problem` may be either.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    if problem.op is Op.BACKWARD and not training:
+        return dispatch.explain(problem, card, folder)
+    output = replace(problem, op=Op.FORWARD, deterministic=False)
+    found = _followed(output, dispatch.explain(output, card, folder), card, lse=lse or training)
+    if not training:
+        return found
+    asked = problem if problem.op is Op.BACKWARD else learning.backward_of(problem)
+    learned = Learned(bias=asked.modifiers.bias is Bias.LEARNED, slopes=asked.modifiers.learned_slopes)
+    gradients = dispatch.explain(asked, card, folder)
+    refused = _why_not_both(found, gradients)
+    if card is None:
+        without = _without_kernel(found.reason, output, lse, learned=learned)
+    elif refused is not None:
+        without = _without_gradients(refused, output, lse, gradients, learned)
+    else:
+        found = _with_gradients(found, gradients)
+        return (None if asked.deterministic or lse else short.answer(found, gradients)) or found
+    return (_repeating(without) if asked.deterministic else without).explanation
+
+
 def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
     """Output [batch, heads_q, seq_q, head_dim_v] and, when wanted, LSE [batch, heads_q, seq_q] in natural logarithms.
 
@@ -124,7 +161,7 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     if torch.cuda.is_current_stream_capturing():
         raise _NotLoadedError  # an exception is not kept, so that the next call asks again
     card = gpu.present(index)
-    explanation = _decided(problem, traits, card)
+    explanation = _followed(problem, dispatch.explain(problem, card), card, lse=traits.lse)
     refused = ""
     for variant in dispatch.variants(explanation, card):
         try:
@@ -148,37 +185,53 @@ def _prepare_both(
     forward_plan = _prepare(problem, traits, index)
     asked = learning.backward_of(problem, deterministic=deterministic, learned=learned)
     found = dispatch.explain(asked, card)
-    refused = learning.why_not_by(found)
-    if refused is None and forward_plan.kernel is None:
-        refused = f"no kernel computes the output: {forward_plan.explanation.reason}"
+    refused = _why_not_both(forward_plan.explanation, found)
     if refused is None and found.variant is not None:
         try:
             gradients = _loaded(render.render(asked, found.variant, gradient_traits), index)
         except CompileError as error:
             refused = str(error)
         else:
-            step = f"gradients: {found.reason}"
-            explanation = replace(forward_plan.explanation, steps=(*forward_plan.explanation.steps, step))
+            explanation = _with_gradients(forward_plan.explanation, found)
             both = Plan(explanation, forward_plan.kernel, gradients, asked)
             told = deterministic or gradient_traits.lse  # what PyTorch's attention does not do
             theirs = None if told else short.answer(explanation, found)
             return both if theirs is None else Plan(theirs, captured=both)
-    reason = f"an input needs a gradient, and {refused}"
-    without = _without_kernel(reason, problem, gradient_traits.lse, found.steps, learned=learned)
+    without = _without_gradients(refused, problem, gradient_traits.lse, found, learned)
     return _repeating(without) if deterministic else without
 
 
-def _decided(problem: Problem, traits: Traits, card: Device | None) -> Explanation:
-    """What dispatch says, where PyTorch's attention can follow it."""
+def _followed(problem: Problem, found: Explanation, card: Device | None, *, lse: bool) -> Explanation:
+    """What dispatch found for an output, where PyTorch's attention can follow it."""
     if problem.dtype is DType.FLOAT8 and card is not None and card.arch < FLOAT8_ARCH:
         reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_{FLOAT8_ARCH} or newer"
-        return _without_kernel(reason, problem, traits.lse).explanation
-    found = dispatch.explain(problem, card)
-    if found.route == KERNEL or (not traits.lse and rivals.why_not_sdpa(problem) is None):
+        return _without_kernel(reason, problem, lse).explanation
+    if found.route == KERNEL or (not lse and rivals.why_not_sdpa(problem) is None):
         return found
     if found.variant is None:
-        return _without_kernel(found.reason, problem, traits.lse, found.steps).explanation
+        return _without_kernel(found.reason, problem, lse, found.steps).explanation
     return replace(found, route=KERNEL, reason=f"{found.reason}; but it gives no LSE, so the kernel runs")
+
+
+def _why_not_both(output: Explanation, gradients: Explanation) -> str | None:
+    """Why no kernels compute both passes; None when they do."""
+    refused = learning.why_not_by(gradients)
+    if refused is None and output.route != KERNEL:
+        return f"no kernel computes the output: {output.reason}"
+    return refused
+
+
+def _with_gradients(output: Explanation, gradients: Explanation) -> Explanation:
+    """The explanation of a call whose gradients are computed by a kernel too."""
+    return replace(output, steps=(*output.steps, f"gradients: {gradients.reason}"))
+
+
+def _without_gradients(
+    refused: str | None, problem: Problem, lse: bool, gradients: Explanation, learned: Learned
+) -> Plan:
+    """PyTorch answers a call whose gradients no kernel computes."""
+    reason = f"an input needs a gradient, and {refused}"
+    return _without_kernel(reason, problem, lse, gradients.steps, learned=learned)
 
 
 @cache

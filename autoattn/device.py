@@ -24,6 +24,7 @@ class Device:
     max_blocks_per_sm: int
     l2_bytes: int
     bandwidth: float  # bytes per second, peak
+    memory_bytes: int = 0  # device memory; 0 where it is unknown
     clock_mhz: int  # the clock that the peak rates are stated at
     sustained_clock_mhz: int  # what a matrix kernel keeps up under the power limit
     peak_flops: dict[str, float] = field(default_factory=dict)  # float16, bfloat16, tf32, float32 -> flop/s, dense

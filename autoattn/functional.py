@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +16,30 @@ from autoattn.errors import TensorError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Unpack
 
     from autoattn.captures import Traced
     from autoattn.mask import Mask
     from autoattn.masks import BlockSparse
+    from autoattn.signatures import Arguments, PackedArguments
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **given: Unpack[Arguments]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **given: Unpack[Arguments]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Unpack[Arguments]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -134,6 +154,27 @@ def attention(
     return found
 
 
+@overload
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, *, return_lse: Literal[False] = False, **given: Unpack[PackedArguments],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, *, return_lse: Literal[True], **given: Unpack[PackedArguments],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, *, return_lse: bool, **given: Unpack[PackedArguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -222,7 +263,9 @@ def packed_attention(
     return found
 
 
-def explain(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **given: Any) -> Explanation:
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **given: Unpack[Arguments]
+) -> Explanation:
     """What `attention` does with the same arguments, and why; it compiles the kernel to be sure, and runs nothing."""
     return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
 
@@ -237,7 +280,7 @@ def explain_packed(
     max_seqlen_kv: int,
     *,
     return_lse: bool = False,
-    **given: Any,
+    **given: Unpack[PackedArguments],
 ) -> Explanation:
     """What `packed_attention` does with the same arguments, and why."""
     lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
@@ -342,9 +385,9 @@ def flash_attn_varlen_func(
     return found if isinstance(found, Tensor) else (*found, None)
 
 
-def _seeded(given: dict[str, Any]) -> dict[str, Any]:
+def _seeded(given: Arguments | PackedArguments) -> dict[str, Any]:
     """To explain must not draw a seed, or the next call would draw another."""
-    return given if given.get("seed") is not None else {**given, "seed": 0}
+    return {**given, "seed": 0} if given.get("seed") is None else {**given}
 
 
 def _broadcast(

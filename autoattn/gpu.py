@@ -96,6 +96,7 @@ def _describe(index: int) -> Device:
             max_blocks_per_sm=16,
             l2_bytes=properties.L2_cache_size,
             bandwidth=0.0,
+            memory_bytes=properties.total_memory,
             clock_mhz=0,
             sustained_clock_mhz=0,
             sources={"all": "the CUDA driver"},
@@ -107,6 +108,7 @@ def _describe(index: int) -> Device:
         full_name=properties.name,
         sm_count=properties.multi_processor_count,
         l2_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
     )
 
 

@@ -80,6 +80,9 @@ class Attention(torch.nn.Module):
         assert isinstance(output, Tensor)
         return output
 
+    if TYPE_CHECKING:
+        __call__ = forward  # torch.nn.Module declares that a call returns Any
+
     def explain(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None, **given: Any) -> Explanation:
         """What `forward` does with the same arguments, and why."""
         return functional.explain(query, key, value, **given, **self._own(mask))

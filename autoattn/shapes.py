@@ -114,8 +114,6 @@ def _mapping(value: object, where: str, known: Iterable[str] | None = None) -> d
 
 
 def _instead(key: object, known: Iterable[str]) -> str:
-    if key == "precision":
-        return "write the precision behind the dtype, as dtype: float32:tf32"
     near = difflib.get_close_matches(str(key), sorted(known), n=1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
 
@@ -169,7 +167,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
     missing = [key for key in ("dtype", "batch", "heads", *_lengths_of(point), "head_dim") if key not in point]
     if missing:
         raise ShapesError(f"{where} must say {', '.join(missing)}, but does not; add it here or under defaults")
-    dtype, precision = point["dtype"]
+    dtype, precision = _dtype_and_precision(point, where)
     try:
         return Problem(
             dtype=dtype,
@@ -192,6 +190,25 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
+
+
+def _dtype_and_precision(point: Mapping[str, Any], where: str) -> tuple[DType, Precision]:
+    """The precision of float32 products stands behind the dtype, as float32:tf32, or in a key of its own."""
+    dtype, behind = point["dtype"]
+    precision = point.get("precision")
+    if precision is None:
+        return dtype, behind or Precision.IEEE
+    if behind is not None:
+        raise ShapesError(
+            f"{where}: precision must stand in one place, got dtype: {dtype.value}:{behind.value} and precision: "
+            f"{precision.value}; keep one of them"
+        )
+    if dtype is not DType.FLOAT32:
+        raise ShapesError(
+            f"{where}: precision is a choice for float32 alone, got precision: {precision.value} with {dtype.value}; "
+            "leave it out"
+        )
+    return dtype, precision
 
 
 def _lengths_of(point: Mapping[str, Any]) -> list[str]:
@@ -217,17 +234,21 @@ def _lengths(key: str, value: object) -> tuple[int, int]:
     return _size(key, value), _size(key, value)
 
 
-def _dtype(key: str, value: object) -> tuple[DType, Precision]:
-    """Reads "bf16" as bfloat16; "float32:tf32" as float32 with products formed in tf32; "float32" alone is ieee."""
+def _dtype(key: str, value: object) -> tuple[DType, Precision | None]:
+    """Reads "bf16" as bfloat16; "float32:tf32" as float32 with products formed in tf32; None: it has no precision."""
     name, colon, precision = value.partition(":") if isinstance(value, str) else ("", "", "")
     if name in _DTYPES and not colon:
-        return _DTYPES[name], Precision.IEEE
+        return _DTYPES[name], None
     if _DTYPES.get(name) is DType.FLOAT32 and precision in [one.value for one in Precision]:
         return DType.FLOAT32, Precision(precision)
     raise ProblemError(
         f"{key} must be float16, bfloat16, float8_e4m3, float32:ieee, float32:tf32 or float32:tf32x3 (also fp16, bf16, "
         f"fp8, fp32, and float32 for float32:ieee), got {_show(value)}; correct it"
     )
+
+
+def _precision(key: str, value: object) -> Precision:
+    return Precision(_choice(key, value, [precision.value for precision in Precision]))
 
 
 def _mask(key: str, value: object) -> Mask:
@@ -300,6 +321,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "tokens": _lengths,
     "tokens_q": _size,
     "tokens_kv": _size,
+    "precision": _precision,
     "numerics": _numerics,
     "operation": _operation,
     "deterministic": _deterministic,

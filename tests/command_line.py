@@ -15,7 +15,7 @@ from autoattn.mask import Mask
 from autoattn.problem import Op
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("tune", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache")
+COMMANDS = ("init", "tune", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache")
 ONE = ("--dtype", "bf16", "--batch", "4", "--heads", "32", "--heads-kv", "8", "--seq-q", "1024", "--seq-kv", "4096",
        "--head-dim", "128", "--mask", "causal")  # fmt: skip
 SHAPES = """

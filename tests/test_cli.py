@@ -93,7 +93,7 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
         (["explain", *ONE, "--head-dim", "257"], "head_dim must be at most 256, got 257"),
         (["explain", *ONE, "--mask", "diagonal"], "got 'diagonal'"),
         (["explain", *ONE, "--layout", "sbhd"], "got 'sbhd'"),
-        (["explain", *ONE, "--precision", "tf32"], "got 'bf16:tf32'"),
+        (["explain", *ONE, "--precision", "tf32"], "for float32 alone, got precision: tf32 with bfloat16; leave"),
         (["explain", *ONE, "--numerics", "fast"], "numerics must be any or online, got 'fast'; correct it"),
         (["tune", "--device", "a30", "--shapes", "{shapes}", "--numerics", "online"], "give no part of a problem"),
         (["explain", *ONE, "--device", "a99"], "got 'a99'"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import samples
-from command_line import ONE, Run, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
 
 from autoattn import cache, dispatch, resources, space, verify
 from autoattn.cli.terminal import print_json
@@ -35,6 +35,66 @@ def test_show_filters_by_evidence_and_device(autoattn: Run, user_cache: Path) ->
     code, out, _ = autoattn("show", "--device", "a30")
     assert code == 0
     assert "holds no such entry" in out
+
+
+def lengths(autoattn: Run, *words: str) -> list[int]:
+    """Keys of the problems that `show` lists, in its order."""
+    documents = json.loads(autoattn("show", "--json", *words)[1])
+    return [entry["problem"]["seq_kv"] for file in documents for entry in file["entries"]]
+
+
+@pytest.fixture
+def three(user_cache: Path) -> None:
+    """Three measured problems more, of 1, 2 and 3 Ki keys, and gradients of 1 Ki keys."""
+    for keys, time_us, choice in ((1024, 300.0, "kernel"), (2048, 100.0, "sdpa-cudnn"), (3072, 130.0, "kernel")):
+        problem = samples.problem(seq_kv=keys, batch=1)
+        entry = samples.measured(problem, time_us=time_us, choice=choice)
+        entry = samples.beside(entry, {"sdpa-cudnn": keys / 2048})
+        cache.merge(user_cache, samples.H200, Op.FORWARD, [entry])
+    gradients = samples.measured(samples.problem(seq_kv=1024, batch=1, op=Op.BACKWARD))
+    cache.merge(user_cache, samples.H200, Op.BACKWARD, [gradients])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), [1024, 2048, 3072]),
+        (("--sort", "problem", "--reverse"), [3072, 2048, 1024]),
+        (("--sort", "time"), [2048, 3072, 1024]),
+        (("--sort", "time", "--reverse"), [1024, 3072, 2048]),
+        (("--sort", "tflops"), [3072, 2048, 1024]),
+        (("--sort", "ratio"), [3072, 2048, 1024]),
+        (("--sort", "ratio", "--reverse"), [1024, 2048, 3072]),
+        (("--route", "sdpa-cudnn"), [2048]),
+        (("--route", "kernel"), [1024, 3072]),
+        (("--route", "triton/forward"), [1024, 3072]),
+        (("--only", "x1024 ", "--only", "x3072 "), [1024, 3072]),
+        (("--only", "x1024 ", "--sort", "time"), [1024]),
+        (("--only", "x9 "), []),
+    ],
+)
+def test_show_sorts_and_filters(autoattn: Run, three: None, words: tuple[str, ...], expected: list[int]) -> None:
+    ours = () if "--only" in words else ("--only", " B1 ")
+    assert lengths(autoattn, *ours, "--operation", "forward", *words) == expected
+
+
+def test_show_filters_by_operation(autoattn: Run, three: None) -> None:
+    assert lengths(autoattn, "--operation", "backward") == [1024]
+    assert lengths(autoattn, "--only", "backward ") == [1024]
+
+
+def test_entries_without_a_ratio_stand_last(autoattn: Run, user_cache: Path) -> None:
+    document = json.loads(autoattn("show", "--json", "--sort", "ratio")[1])[0]["entries"]
+    assert [entry["evidence"] for entry in document] == ["measured", "predicted"]
+    document = json.loads(autoattn("show", "--json", "--sort", "ratio", "--reverse")[1])[0]["entries"]
+    assert [entry["evidence"] for entry in document] == ["measured", "predicted"]
+
+
+def test_a_misspelt_route_is_one_sentence(autoattn: Run, user_cache: Path) -> None:
+    code, out, error = autoattn("show", "--route", "sdpa-cudn")
+    assert (code, out) == (2, "")
+    assert_one_sentence(error)
+    assert "--route must be of gluon/backward, gluon/forward, kernel, sdpa, sdpa-cudnn," in error
 
 
 def test_show_json_is_one_document(autoattn: Run, user_cache: Path) -> None:
@@ -137,6 +197,32 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
     assert len(one["steps"]) == 2
     many = json.loads(autoattn("explain", "--json", "--shapes", shapes)[1])
     assert [document["problem"]["seq_q"] for document in many] == [1024, 2048, 1024]
+
+
+def test_explain_tells_what_a_call_that_asks_for_the_lse_gets(autoattn: Run, user_cache: Path) -> None:
+    words = ("explain", "--device", "h200", *ONE)
+    entry = samples.tuned(samples.problem(), space.load("triton/forward").default(samples.problem(), samples.H200),
+                          choice="sdpa-cudnn")  # fmt: skip
+    cache.merge(user_cache, samples.H200, Op.FORWARD, [entry])
+    assert "  runs on  sdpa-cudnn\n" in autoattn(*words)[1]
+    _, out, _ = autoattn(*words, "--lse")
+    assert "  runs on  kernel\n" in out
+    assert "but it gives no LSE, so the kernel runs" in out
+    assert "  runs on  eager\n" in autoattn("explain", *ONE, "--lse")[1], "on the CPU, where PyTorch gives none"
+    code, _, error = autoattn(*words, "--lse", "--operation", "backward")
+    assert code == 2
+    assert "--lse is a choice for outputs, got backward bf16" in error
+
+
+def test_explain_tells_what_a_training_call_gets(autoattn: Run, shapes: Path, user_cache: Path) -> None:
+    _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training")
+    assert out.startswith("bf16 B4 H32/8 1024x4096 D128 causal:bottom-right\n  runs on  sdpa\n")
+    assert "because  an input needs a gradient, and no backward kernel was measured for it" in out
+    _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training", "--deterministic")
+    assert "deterministic: both passes run with torch.use_deterministic_algorithms(True)" in out
+    many = json.loads(autoattn("explain", "--device", "h200", "--shapes", shapes, "--training", "--json")[1])
+    assert [document["problem"]["op"] for document in many] == ["forward"] * 3
+    assert all("needs a gradient" in document["reason"] for document in many)
 
 
 # Render

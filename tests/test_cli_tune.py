@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import samples
 from cache_files import FORWARD_FILE
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes  # noqa: F401 - fixtures
 
-from autoattn import plan, resources, tune
+from autoattn import bench, plan, resources, tune
+from autoattn.cli import memory
 from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.device import Device
 from autoattn.errors import CacheError
@@ -75,6 +77,46 @@ def test_on_the_card_itself_it_measures(
     assert out.splitlines()[0] == "Measuring on NVIDIA H200, the card in this machine"
     assert fake.called["measured"] is True  # type: ignore[attr-defined]
     assert "predicted" not in out
+
+
+LONG = ("--dtype", "bf16", "--batch", "64", "--heads", "64", "--seq-q", "16384", "--head-dim", "128")
+
+
+def test_problems_beyond_the_devices_memory_are_warned_of_and_tuned_all_the_same(
+    autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = fake_tune({})
+    monkeypatch.setattr(tune, "tune", fake)
+    code, out, _ = autoattn("tune", "--device", "a30", *LONG)
+    assert code == 0
+    assert out.splitlines()[2] == (
+        "Warning: 1 problem does not fit into the 23.5 GiB of NVIDIA A30: bf16 B64 H64 16384x16384 D128 full needs "
+        "64.0 GiB; make batch or lengths smaller"
+    )
+    assert len(fake.called["problems"]) == 1  # type: ignore[attr-defined]
+    assert "Warning" not in autoattn("tune", "--device", "h200", *LONG)[1]
+    assert "needs 128.2 GiB" in autoattn("tune", "--device", "h100", *LONG, "--operation", "backward")[1]
+    assert "Warning" not in autoattn("tune", "--device", "a30", "--shapes", shapes)[1]
+
+
+def test_bench_warns_of_them_too(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes.write_text(shapes.read_text().replace("batch: 4", "batch: 8192"))
+    set_card(monkeypatch, samples.H200)
+    monkeypatch.setattr(bench, "machine", lambda peers: {"card": "a card", "torch": "2.13"})
+    monkeypatch.setattr(bench, "rows", lambda *facts: iter(()))
+    code, out, _ = autoattn("bench", shapes, "--group", "train", "--out", tmp_path / "bench")
+    assert code == 0
+    assert "Warning: 2 problems do not fit into the 141.0 GiB of NVIDIA H200: bf16 B8192 H32 1024" in out
+
+
+def test_a_warning_names_three_problems_and_counts_the_others() -> None:
+    problems = [samples.problem(batch=batch, seq_q=65536, seq_kv=65536) for batch in (64, 128, 256, 512, 1)]
+    text = memory.warning(problems, samples.A30)
+    assert text is not None
+    assert text.startswith("Warning: 4 problems do not fit into the 23.5 GiB of NVIDIA A30: bf16 B64 H32/8 65536x65536")
+    assert text.count("needs") == 3
+    assert text.endswith(", 1 more; make batch or lengths smaller")
+    assert memory.warning(problems, replace(samples.A30, memory_bytes=0)) is None, "unknown"
 
 
 def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

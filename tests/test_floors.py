@@ -30,7 +30,7 @@ FLOORS = (
     },
     {
         *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
-        *("expression", "precedence", "tangent", "triton_release"),
+        *("expression", "precedence", "tangent", "triton_release", "shapes_text", "model_config"),
     },
     {
         "reference",
@@ -98,6 +98,7 @@ FLOORS = (
         "operators",
         "differentiate",
         "traced",
+        "signatures",
     },
     {
         "verify",
@@ -125,8 +126,8 @@ PACKAGES = (
     {"jinja2", "yaml", "msgspec", "platformdirs", "filelock"},
     {"torch", "triton", "numpy", "pynvml", "flash_attn", "flash_attn_interface"},
     {"optuna"},
-    set(),
-    {"typer", "rich"},
+    {"typing_extensions"},  # for type checkers alone
+    {"typer", "rich", "transformers", "huggingface_hub"},
 )
 DOORS = {
     "jinja2": {"render", "report"},
@@ -139,6 +140,8 @@ DOORS = {
     "triton.backends": {"compile", "assembler"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "transformers": {"cli"},
+    "huggingface_hub": {"cli"},
 }
 
 

@@ -16,6 +16,7 @@ from autoattn.rounds import Pulse
 
 FACTS: dict[str, Any] = {
     "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "L2_cache_size": samples.H200.l2_bytes,
+    "total_memory": samples.H200.memory_bytes,
     "shared_memory_per_multiprocessor": 233472, "shared_memory_per_block_optin": 232448,
     "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "uuid": "1234",
 }  # fmt: skip
@@ -92,10 +93,10 @@ def test_a_known_card_is_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_driver_says_of_a_slice_wins_over_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    plug_in(monkeypatch, multi_processor_count=16, L2_cache_size=2**23)
+    plug_in(monkeypatch, multi_processor_count=16, L2_cache_size=2**23, total_memory=2**34)
     card = gpu.present()
     assert card is not None
-    assert (card.name, card.sm_count, card.l2_bytes) == ("h200", 16, 2**23)
+    assert (card.name, card.sm_count, card.l2_bytes, card.memory_bytes) == ("h200", 16, 2**23, 2**34)
     assert card.fingerprint != samples.H200.fingerprint
 
 
@@ -105,6 +106,7 @@ def test_a_card_that_nobody_described_is_what_the_driver_says_of_it(monkeypatch:
     assert card is not None
     assert (card.name, card.full_name, card.arch) == ("nvidia-mystery-9000", "NVIDIA Mystery 9000", 120)
     assert (card.sm_count, card.shared_bytes_per_block, card.peak_flops) == (132, 232448, {})
+    assert card.memory_bytes == samples.H200.memory_bytes
 
 
 def test_the_card_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import samples
 import torch
 from computed_card import (
     assert_gradients,
@@ -20,10 +21,11 @@ from computed_card import (
 from torch import Tensor
 
 import autoattn
-from autoattn import differentiate, masks, prepared
+from autoattn import answer, cache, differentiate, functional, masks, prepared, space
 from autoattn.dispatch import Level
 from autoattn.errors import TensorError
-from autoattn.learning import Learned
+from autoattn.learning import Learned, backward_of
+from autoattn.problem import Op
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -74,7 +76,7 @@ def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> Non
     lengths = (offsets, offsets, 40, 40)
     tensors = [torch.randn(60, 2, 16, generator=generator).half().requires_grad_() for _ in range(3)]
     with torch.no_grad():
-        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem  # type: ignore[call-arg]
+        problem = autoattn.explain_packed(*tensors, *lengths, causal=True).problem  # type: ignore[call-arg, arg-type]
     assert problem is not None
     enter(card, problem)
     for _ in range(2):
@@ -145,7 +147,7 @@ def test_each_packed_sequence_may_learn_slopes_of_its_own(card: dict[str, Any], 
     tensors = [torch.randn(60, 2, 16, generator=generator).half() for _ in range(3)]
     slopes = torch.rand(2, 2, generator=generator).requires_grad_()
     given: dict[str, Any] = {"causal": True, "alibi_slopes": slopes.detach()}
-    problem = autoattn.explain_packed(*tensors, *lengths, **given).problem  # type: ignore[call-arg]
+    problem = autoattn.explain_packed(*tensors, *lengths, **given).problem  # type: ignore[call-arg, arg-type]
     assert problem is not None
     enter(card, problem, learned=Learned(slopes=True))
     torch._dynamo.reset()
@@ -354,6 +356,43 @@ def test_where_a_rival_was_faster_pytorch_differentiates(card: dict[str, Any]) -
     tune(card, tensors, causal=True, choice="sdpa-cudnn")
     found = autoattn.explain(*tensors, causal=True)
     assert found.reason == "an input needs a gradient, and sdpa-cudnn was the fastest for the gradients"
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("choice", [None, "kernel", "sdpa-cudnn"])
+@pytest.mark.parametrize("output_choice", [None, "sdpa-cudnn"])
+def test_a_problem_is_explained_as_the_call_is(
+    card: dict[str, Any], output_choice: str | None, choice: str | None, deterministic: bool, lse: bool
+) -> None:
+    tensors = inputs()
+    with torch.no_grad():
+        output = autoattn.explain(*tensors, causal=True).problem
+    assert output is not None
+    if output_choice is not None:
+        variant = space.load("triton/forward").default(output, samples.H200)
+        entry = samples.tuned(output, variant, choice=output_choice)
+        cache.merge(card["cache"], samples.H200, Op.FORWARD, [entry])
+    if choice is not None:
+        enter(card, output, choice=choice)
+    functional.forget()
+    called = autoattn.explain(*tensors, causal=True, deterministic=deterministic, return_lse=lse)
+    with torch.no_grad():
+        inferred = autoattn.explain(*tensors, causal=True, return_lse=lse)
+    assert inferred.problem is not None
+    gradients = backward_of(inferred.problem, deterministic=deterministic)
+    assert answer.explain(gradients, samples.H200, lse=lse, training=True) == called
+    assert answer.explain(inferred.problem, samples.H200, lse=lse) == inferred
+    assert (inferred.route == "kernel") is (lse or output_choice is None)
+
+
+def test_a_learned_bias_is_explained_as_the_call_is(card: dict[str, Any]) -> None:
+    tensors, bias = inputs(), torch.zeros(1, 1, 33, 50, dtype=torch.float16, requires_grad=True)
+    called = autoattn.explain(*tensors, bias=bias)
+    assert called.problem is not None
+    gradients = backward_of(called.problem, learned=Learned(bias=True))
+    assert answer.explain(gradients, samples.H200, training=True) == called
+    assert called.route == "eager"
 
 
 def test_no_grad_takes_the_kernel_alone(card: dict[str, Any]) -> None:

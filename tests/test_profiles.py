@@ -41,6 +41,7 @@ def test_facts_are_possible(device: Device) -> None:
     assert device.max_threads_per_sm % 32 == 0
     assert 0 < device.sustained_clock_mhz <= device.clock_mhz < 3000
     assert 1e11 < device.bandwidth < 1e13
+    assert 16 * 2**30 < device.memory_bytes < 256 * 2**30
     assert set(device.peak_flops) == {"float16", "bfloat16", "tf32", "float32"}
 
 
@@ -63,6 +64,7 @@ def test_a30_is_as_seed_000_reports_it() -> None:
     a30 = profiles.named("a30")
     assert (a30.full_name, a30.arch, a30.sm_count, a30.clock_mhz) == ("NVIDIA A30", 80, 56, 1440)
     assert (a30.shared_bytes_per_sm, a30.l2_bytes, a30.bandwidth) == (164 * 1024, 24576 * 1024, 933e9)
+    assert a30.memory_bytes == 24060 * 2**20
     assert (a30.max_blocks_per_sm, a30.max_threads_per_sm, a30.registers_per_sm) == (32, 2048, 65536)
 
 

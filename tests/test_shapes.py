@@ -72,6 +72,19 @@ def test_dtype_carries_the_precision(text: str, dtype: DType, precision: Precisi
     assert (the_problem(dtype=text).dtype, the_problem(dtype=text).precision) == (dtype, precision)
 
 
+@pytest.mark.parametrize("precision", list(Precision))
+def test_precision_is_the_key_of_what_stands_behind_the_dtype(precision: Precision) -> None:
+    assert the_problem(dtype="fp32", precision=precision.value) == the_problem(dtype=f"fp32:{precision.value}")
+
+
+def test_a_list_of_precisions_is_a_grid_and_a_default_precision_serves_float32() -> None:
+    named = problems_of({**ONE, "dtype": "fp32", "precision": ["ieee", "tf32", "tf32x3"]})
+    assert [problem.precision for problem in named] == list(Precision)
+    (problem,) = problems_of({**ONE, "dtype": "float32"}, defaults={"precision": "tf32"})
+    assert problem.precision is Precision.TF32
+    assert "got precision: tf32 with bfloat16" in refusal(file_of(ONE, defaults={"precision": "tf32"}))
+
+
 def test_lengths_have_three_spellings() -> None:
     assert the_problem(seq="64x256") == the_problem(seq=None, seq_q=64, seq_kv=256)
     assert the_problem(seq="64x64") == the_problem(seq=64)
@@ -205,7 +218,14 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
         ({"head_dim": 257}, "head_dim must be at most 256, got 257"),
         ({"head_dims": 64}, "unknown key 'head_dims'; did you mean head_dim?"),
         ({"zzz": 64}, "unknown key 'zzz'; known are alibi, batch, bias, causal,"),
-        ({"precision": "tf32"}, "unknown key 'precision'; write the precision behind the dtype"),
+        ({"precision": "tf32"}, "precision is a choice for float32 alone, got precision: tf32 with bfloat16; leave it"),
+        ({"precision": "ieee"}, "precision is a choice for float32 alone, got precision: ieee with bfloat16; leave it"),
+        ({"dtype": "fp32", "precision": "fp16"}, "precision must be ieee, tf32 or tf32x3, got 'fp16'; correct it"),
+        ({"dtype": "fp32", "precision": True}, "precision must be ieee, tf32 or tf32x3, got True; correct it"),
+        (
+            {"dtype": "fp32:tf32", "precision": "ieee"},
+            "precision must stand in one place, got dtype: float32:tf32 and precision: ieee; keep one of them",
+        ),
     ],
 )
 def test_a_wrong_problem_is_refused_at_its_place(changes: dict[str, object], fault: str) -> None:
@@ -355,7 +375,7 @@ def test_published_tables_are_not_read() -> None:
 
 @pytest.mark.parametrize("key", ["batch", "seq", "mask", "causal", "dtype", "layout", "x" * 100_000])
 def test_long_values_are_cut_in_messages(key: str) -> None:
-    assert len(refusal(file_of({**ONE, key: "x" * 100_000}))) < 350
+    assert len(refusal(file_of({**ONE, key: "x" * 100_000}))) < 370
     assert len(refusal({"version": 1, "groups": {"g" * 100_000: None}})) < 350
 
 

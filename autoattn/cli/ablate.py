@@ -29,10 +29,7 @@ def command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("ablations"),
     device: options.Device = "auto",
     group: options.Groups = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
-    ] = None,
+    only: options.Only = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Of each problem: a sample of every kernel a round.")] = 15,
     seed: Annotated[int, typer.Option("--seed", help="Of the order within rounds.")] = 0,
 ) -> None:

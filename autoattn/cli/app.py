@@ -24,6 +24,7 @@ from autoattn.cli import (
     cache,
     devices,
     explain,
+    init,
     render,
     report,
     show,
@@ -60,7 +61,6 @@ app = typer.Typer(
     epilog="First steps: [bold]autoattn tune --device auto --shapes shapes.yaml[/], then [bold]autoattn show[/]."
     "\n\nExit codes: 0 done, 1 something failed or the cache is not as needed, 2 a mistake on the command line or in a "
     "shapes file, 130 interrupted.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -74,7 +74,7 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
     commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
 
 
-for module in (tune, show, explain, render, verify, report, bench, bench_model, bench_seed_001, ablate, devices):
+for module in (init, tune, show, explain, render, verify, report, bench, bench_model, bench_seed_001, ablate, devices):
     # The first underline stands for a space, another one for a dash.
     name = module.__name__.rpartition(".")[2].replace("_", " ", 1).replace("_", "-")
     add(app, name, module.command, module.EXAMPLES)

@@ -33,10 +33,7 @@ def command(
         str, typer.Option("--peers", metavar="A,B,C", help="Whom to run beside ours: sdpa, or any of the default's.")
     ] = PEERS,
     group: options.Groups = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
-    ] = None,
+    only: options.Only = None,
     inputs: Annotated[
         Literal["random", "trained"],
         typer.Option("--inputs", help="Normal numbers, or numbers with a trained model's sinks and heavy tails."),
@@ -62,8 +59,9 @@ def command(
     options.at_least("--rounds", 1, rounds)
     options.seed(seed)
     problems = picked(shapes, group, only)
-    from autoattn import bench
+    from autoattn import bench, gpu
     from autoattn import peers as others
+    from autoattn.cli import memory
     from autoattn.comparison import Inputs, Options, Ours, Run
 
     chosen = others.named(peers)
@@ -76,7 +74,8 @@ def command(
         missing={peer.name: why for peer in chosen if (why := peer.why_missing()) is not None},
         planned=len(problems),
     )
-    _go(run, bench.rows(problems, chosen, settings), out)
+    card = gpu.present()
+    _go(run, bench.rows(problems, chosen, settings), out, memory.warning(problems, card) if card is not None else None)
 
 
 def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> list[Problem]:
@@ -109,7 +108,7 @@ def _spelled(
     return shlex.join([*words, "--out", str(out)])
 
 
-def _go(run: Run, found: Iterator[Row], out: Path) -> None:
+def _go(run: Run, found: Iterator[Row], out: Path, warning: str | None) -> None:
     from autoattn.report import comparison
 
     def standing() -> list[str]:
@@ -127,6 +126,7 @@ def _go(run: Run, found: Iterator[Row], out: Path) -> None:
         head=[
             f"{run.machine['card']}: {problems}",
             *(f"{name} is missing: {why}" for name, why in run.missing.items()),
+            *([warning] if warning is not None else []),
         ],
         keep=run.rows.append,
         lines=lambda row: [line(run, row)],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoattn.cli import options, verify
+from autoattn.cli import completion, options, verify
 from autoattn.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -132,7 +132,11 @@ def merge(
 def export(
     problems: Annotated[
         list[str],
-        typer.Argument(metavar="PROBLEM...", help="Names as autoattn show prints them, or keys of a file; or all."),
+        typer.Argument(
+            metavar="PROBLEM...",
+            help="Names as autoattn show prints them, or keys of a file; or all.",
+            autocompletion=completion.problem_keys,
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The zip to write.")],
     cache: Annotated[
@@ -140,7 +144,13 @@ def export(
         typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="Only this device; all if left out.")
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Only this device; all if left out.",
+            autocompletion=completion.devices,
+        ),
     ] = None,
 ) -> None:
     """Pack entries with their kernels, the commands that repeat them, and the SHA-256 of each file.

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import completion, options
+from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
     from autoattn.dispatch import Explanation
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn explain --device a30 --dtype bf16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1000 "
-    "--head-dim 128 --mask causal[/]\n\n[bold]autoattn explain --device h200 --shapes shapes.yaml --json[/]"
+    "--head-dim 128 --mask causal[/]\n\n[bold]autoattn explain --device h200 --shapes shapes.yaml --training --json[/]"
 )
 
 
@@ -25,6 +26,7 @@ def command(
             "--device",
             metavar="NAME",
             help="As if on this device; the GPU in this machine, or else its CPU, if left out.",
+            autocompletion=completion.devices,
         ),
     ] = None,
     cache: Annotated[
@@ -32,6 +34,11 @@ def command(
     ] = None,
     shapes: options.Shapes = None,
     group: options.Groups = None,
+    lse: Annotated[bool, typer.Option("--lse", help="Of a call that asks for the LSE (return_lse=True).")] = False,
+    training: Annotated[
+        bool,
+        typer.Option("--training", help="Of a call whose inputs need gradients: both passes are decided together."),
+    ] = False,
     json: options.Json = False,
     dtype: options.DType = None,
     batch: options.Batch = None,
@@ -50,24 +57,36 @@ def command(
     deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
 ) -> None:
-    """Say which kernel a call would run on, how near to a tuned problem that is, and why nothing nearer was taken."""
+    """Say which kernel a call would run on, how near to a tuned problem that is, and why nothing nearer was taken.
+
+    With --operation backward, the answer is that of the gradients alone; with --training, that of the whole call.
+    """
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        operation=operation, deterministic=deterministic, modifiers=modifier,
+        operation=_operation(operation, training, given=dtype is not None), deterministic=deterministic,
+        modifiers=modifier,
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)
-    from autoattn import dispatch, gpu
+    for one in named:
+        if lse and not training and one.problem.op.value == "backward":
+            raise UsageError(f"--lse is a choice for outputs, got {one.problem}; leave it out, or add --training")
+    from autoattn import answer, gpu
     from autoattn.cli import terminal
 
     card = gpu.resolve(device)[0] if device is not None else gpu.present()
-    answers = [dispatch.explain(one.problem, card, cache) for one in named]
+    answers = [answer.explain(one.problem, card, cache, lse=lse, training=training) for one in named]
     if json:
         documents = [_document(answer) for answer in answers]
         terminal.print_json(documents[0] if problem is not None else documents)
         return
-    for answer in answers:
-        _print(answer)
+    for each in answers:
+        _print(each)
+
+
+def _operation(operation: str | None, training: bool, *, given: bool) -> str | None:
+    """The operation of the one problem: of a training call, the gradients, which say what is learned and repeats."""
+    return "backward" if training and given and operation is None else operation
 
 
 def _document(answer: Explanation) -> dict[str, Any]:

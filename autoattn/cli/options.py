@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from autoattn.cli import completion
 from autoattn.errors import ProblemError, ShapesError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ Choice = TypeVar("Choice", bound=Enum)
 ONE = "One problem"
 MODIFIERS = ("softcap", "alibi", "learned_slopes", "sinks", "dropout", "bias", "score_mod")
 
-Device = Annotated[str, typer.Option("--device", metavar="NAME", help="A device of `autoattn devices`, or auto.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="A device of `autoattn devices`, or auto.", autocompletion=completion.devices
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Shapes = Annotated[
     Path | None,
@@ -30,11 +36,37 @@ Shapes = Annotated[
     ),
 ]
 Groups = Annotated[
-    list[str] | None, typer.Option("--group", metavar="NAME", help="Only this group of the file; can be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--group",
+        metavar="NAME",
+        help="Only this group of the file; can be repeated.",
+        autocompletion=completion.groups,
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="TEXT", help="Only problems whose printed name holds this; can be repeated."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="NAME", help="Problems of a Hugging Face model: a config.json, its folder, or a cached name."
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option("--lengths", metavar="A,B", help="Tokens of --model's problems; 1024,4096,16384 up to its longest."),
 ]
 DType = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="TYPE", help="float16, bfloat16, float32 or float8_e4m3.", rich_help_panel=ONE),
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="float16, bfloat16, float32 or float8_e4m3.",
+        rich_help_panel=ONE,
+        autocompletion=completion.dtypes,
+    ),
 ]
 Batch = Annotated[int | None, typer.Option("--batch", help="Sequences; 1 if left out.", rich_help_panel=ONE)]
 Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", rich_help_panel=ONE)]
@@ -60,11 +92,18 @@ Mask = Annotated[
         help="full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT or blocks:ROWSxKEYS,DENSITY; full "
         "if left out.",
         rich_help_panel=ONE,
+        autocompletion=completion.masks,
     ),
 ]
 Layout = Annotated[
     str | None,
-    typer.Option("--layout", metavar="AXES", help="bhsd, bshd or packed; bhsd if left out.", rich_help_panel=ONE),
+    typer.Option(
+        "--layout",
+        metavar="AXES",
+        help="bhsd, bshd or packed; bhsd if left out.",
+        rich_help_panel=ONE,
+        autocompletion=completion.layouts,
+    ),
 ]
 Tokens = Annotated[
     str | None,
@@ -82,6 +121,7 @@ Precision = Annotated[
         metavar="KIND",
         help="How float32 products are formed: ieee, tf32 or tf32x3.",
         rich_help_panel=ONE,
+        autocompletion=completion.precisions,
     ),
 ]
 Numerics = Annotated[
@@ -91,6 +131,7 @@ Numerics = Annotated[
         metavar="KIND",
         help="any, or online for kernels whose time no growth of the scores changes; any if left out.",
         rich_help_panel=ONE,
+        autocompletion=completion.numerics,
     ),
 ]
 Operation = Annotated[
@@ -100,6 +141,7 @@ Operation = Annotated[
         metavar="KIND",
         help="forward, or backward for the gradients of such a call; forward if left out.",
         rich_help_panel=ONE,
+        autocompletion=completion.operations,
     ),
 ]
 Deterministic = Annotated[
@@ -118,6 +160,7 @@ Modifiers = Annotated[
         help="softcap, alibi, learned_slopes, sinks, dropout, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can "
         "be repeated.",
         rich_help_panel=ONE,
+        autocompletion=completion.words(*MODIFIERS),
     ),
 ]
 
@@ -161,7 +204,8 @@ def problem_of(
             "add what is missing, or give no part of a problem"
         )
     values: dict[str, Any] = {
-        "dtype": f"{dtype}:{precision}" if precision is not None else dtype,
+        "dtype": dtype,
+        **({"precision": precision} if precision is not None else {}),
         "batch": 1 if batch is None else batch,
         "heads": heads,
         "heads_kv": heads if heads_kv is None else heads_kv,
@@ -216,11 +260,19 @@ def problems_of(file: Path | None, groups: list[str] | None, problem: Problem | 
             raise UsageError(f"--group picks from a shapes file, got {groups[0]!r} without --shapes; leave it out")
         return [shapes.NamedProblem(problem=problem, groups=("one problem",))]
     assert file is not None
-    named = shapes.load(file)
+    return of_groups(shapes.load(file), groups, str(file))
+
+
+def of_groups(named: list[NamedProblem], groups: list[str] | None, source: str) -> list[NamedProblem]:
+    """The problems of some groups; of all when none is named.
+
+    Raises:
+        UsageError: the source has no such group.
+    """
     known = list(dict.fromkeys(group for one in named for group in one.groups))
     for group in groups or ():
         if group not in known:
-            raise UsageError(f"--group must be a group of {file}, got {group!r}; it has {', '.join(known)}")
+            raise UsageError(f"--group must be a group of {source}, got {group!r}; it has {', '.join(known)}")
     return [one for one in named if not groups or set(one.groups) & set(groups)]
 
 

@@ -8,25 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autoattn.cli import options
+from autoattn.cli import completion, options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoattn.cachefile import CacheFile
     from autoattn.entry import CacheEntry
     from autoattn.precedence import Overlay
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn show --device h200 --evidence measured[/]\n\n"
-    "[bold]autoattn show --cache cache --json[/]"
+    "[bold]autoattn show --cache cache --json[/]\n\n"
+    "[bold]autoattn show --device h200 --only D128 --only bf16 --operation forward --sort ratio --reverse[/]"
 )
 COLUMNS = ("=Problem", ">us", ">TFLOP/s", "Evidence", "Runs on", "Best rival, or bound", "Tile")
 
 
 def command(
     device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="Only this device, or auto; all if left out.")
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Only this device, or auto; all if left out.",
+            autocompletion=completion.devices,
+        ),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Only this cache; yours and the shipped if left out.")
@@ -34,6 +40,21 @@ def command(
     evidence: Annotated[
         Literal["measured", "predicted"] | None, typer.Option("--evidence", help="Only entries that rest on this.")
     ] = None,
+    only: options.Only = None,
+    operation: Annotated[
+        Literal["forward", "backward"] | None, typer.Option("--operation", help="Only entries of this operation.")
+    ] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            "--route", metavar="NAME", help="Only what calls run on this: kernel, a template, or sdpa, sdpa-cudnn, ..."
+        ),
+    ] = None,
+    sort: Annotated[
+        Literal["problem", "time", "tflops", "ratio"],
+        typer.Option("--sort", help="By name; time: shortest first; tflops, ratio: highest first."),
+    ] = "problem",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
     json: options.Json = False,
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
@@ -44,14 +65,15 @@ def command(
     of the shipped one.
     """
     from autoattn.cli import terminal
+    from autoattn.cli.entry_filter import EntryFilter
 
+    chosen = EntryFilter(
+        evidence=evidence, operation=operation, route=route, only=tuple(only or ()), sort=sort, reverse=reverse
+    )
     combined = overlays(device, cache)
-    found = [
-        (folder, file, entries)
-        for one in combined
-        for folder, file in one.files
-        if (entries := [entry for entry in _sorted(file) if evidence in (None, entry.evidence.value)])
-    ]
+    files = [pair for one in combined for pair in one.files]
+    chosen.check_route(entry for _, file in files for entry in file.entries.values())
+    found = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
     if json:
         terminal.print_json(
             [
@@ -98,10 +120,6 @@ def print_left_out(console: Console, combined: list[Overlay]) -> None:
 
 def _counted(count: int) -> str:
     return f"{count} entr{'y' if count == 1 else 'ies'}"
-
-
-def _sorted(file: CacheFile) -> list[CacheEntry]:
-    return sorted(file.entries.values(), key=lambda entry: entry.problem.order)
 
 
 def row(entry: CacheEntry) -> tuple[object, ...]:

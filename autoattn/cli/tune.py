@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from autoattn.cli import INTERRUPTED, options
+from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
     "[bold]autoattn tune --device auto --shapes shapes.yaml --group prefill --effort quick --cache cache[/]\n\n"
+    "[bold]autoattn tune --device auto --model config.json --lengths 2048,8192 --group prefill[/]\n\n"
     "[bold]autoattn tune --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 --mask causal[/]"
 )
 
@@ -28,6 +30,8 @@ def command(
     device: options.Device,
     shapes: options.Shapes = None,
     group: options.Groups = None,
+    model: options.Model = None,
+    lengths: options.Lengths = None,
     effort: Annotated[
         Literal["quick", "standard", "max"], typer.Option("--effort", help="How long to search.")
     ] = "standard",
@@ -85,6 +89,9 @@ def command(
     --objective energy asks for the fewest joules per call, error for the smallest root mean square error against
     float64; both need the card, and the winner of the problem takes the place of one found for another objective.
 
+    --model makes the problems of a model's prefill, training and decoding from its config; --dtype and --batch then
+    stand for all of them, and autoattn init --model writes them as a file to edit.
+
     Ctrl-C stops at any time; the same command goes on from there. On another host with the same --storage it joins in.
     """
     limits = (
@@ -94,12 +101,20 @@ def command(
     for name, least, given in limits:
         options.at_least(name, least, given)
     options.seed(seed)
-    problem = options.problem_of(
-        dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
-        head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        operation=operation, deterministic=deterministic, modifiers=modifier,
-    )  # fmt: skip
-    named = options.problems_of(shapes, group, problem)
+    parts: dict[str, Any] = {
+        "heads": heads, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim,
+        "head_dim_v": head_dim_v, "mask": mask, "layout": layout, "tokens": tokens, "precision": precision,
+        "numerics": numerics, "operation": operation, "deterministic": deterministic, "modifiers": modifier or None,
+    }  # fmt: skip
+    if model is not None:
+        if shapes is not None or any(value is not None and value is not False for value in parts.values()):
+            other = "--shapes" if shapes is not None else "the options of one problem"
+            raise UsageError(f"problems come from --model or from {other}, got both; give one")
+        named, notes = _of_model(model, device, group, dtype=dtype, batch=batch, lengths=lengths)
+    elif lengths is not None:
+        raise UsageError("--lengths is a choice for --model, got no --model; add it, or leave --lengths out")
+    else:
+        named, notes = options.problems_of(shapes, group, options.problem_of(dtype=dtype, batch=batch, **parts)), ()
     from autoattn import resources
     from autoattn.plan import Effort, Objective, Options
 
@@ -114,19 +129,44 @@ def command(
         workers=workers,
         storage=storage,
     )
-    _tune(device, named, settings)
+    _tune(device, named, settings, notes)
 
 
-def _tune(device: str, named: list[NamedProblem], settings: Options) -> None:
+def _of_model(
+    model: str, device: str, group: list[str] | None, *, dtype: str | None, batch: int | None, lengths: str | None
+) -> tuple[list[NamedProblem], tuple[str, ...]]:
+    """The problems of a model's config that the device can be tuned for, and what somebody should know of them.
+
+    Raises:
+        ShapesError: there is no such config, or problems cannot say its attention.
+    """
+    from autoattn import gpu
+    from autoattn.cli import model as models
+
+    document, notes = models.document(model, dtype=dtype, batch=batch, lengths=lengths)
+    named = options.of_groups(models.problems(document, model), group, f"--model {model}")
+    if gpu.resolve(device)[1]:
+        return named, notes
+    forward = [one for one in named if one.problem.op.value == "forward"]
+    if len(forward) == len(named):
+        return named, notes
+    return forward, (*notes, f"{len(named) - len(forward)} problems of gradients are left out, which need the card")
+
+
+def _tune(device: str, named: list[NamedProblem], settings: Options, notes: tuple[str, ...]) -> None:
     """Says what is about to happen, tunes, and says what came of it."""
     from autoattn import gpu
-    from autoattn.cli import terminal
+    from autoattn.cli import memory, terminal
 
     card, measured = gpu.resolve(device)
     console = terminal.console()
     console.print(opening(card, measured, gpu.present()), soft_wrap=True)
     effort = settings.effort.value
     console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
+    for note in notes:
+        console.print(terminal.printable(f"Note: {note}."), soft_wrap=True)
+    if (shortage := memory.warning([one.problem for one in named], card)) is not None:
+        console.print(terminal.printable(shortage), soft_wrap=True)
     from autoattn import storage, tune
     from autoattn.cli.progress import Display
 
