@@ -178,6 +178,9 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
     if device.type == "cpu":
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
+        from autoattn import interpreter  # which imports numpy; compilers need none
+
+        interpreter.repair()
         kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
         return replace(kernel, parts=tuple(replace(kernel, name=name) for name in parts_of(module)))
     import torch

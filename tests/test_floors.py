@@ -35,6 +35,7 @@ FLOORS = (
     {
         "reference",
         "compile",
+        "interpreter",
         "bound",
         "loops",
         "sass",
@@ -136,6 +137,7 @@ DOORS = {
     "flash_attn_interface": {"peers"},
     "triton.compiler": {"compile"},
     "triton.backends": {"compile"},
+    "triton.runtime.interpreter": {"interpreter"},
     "typer": {"cli"},
     "rich": {"cli"},
 }
