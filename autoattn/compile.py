@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
 import io
-import os
+import linecache
 import signal
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from autoattn import loops, resources, sass
+from autoattn import loops, sass
 from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 from autoattn.variant import Source
@@ -44,13 +43,17 @@ BEFORE = "_before"  # behind the name of a kernel: the one that is launched befo
 
 @lru_cache(maxsize=4096)
 def load_module(source: Source) -> ModuleType:
-    """Imports a rendered kernel; Triton reads a kernel's text from its file, so the file is kept."""
-    path = _kept_file(source)
-    spec = importlib.util.spec_from_file_location(f"autoattn_rendered_{source.digest}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """Imports a rendered kernel from its text; no file is written.
+
+    Triton reads a kernel's text through `inspect`, which asks `linecache`; tracebacks show its lines for the same reason.
+    """
+    name = f"autoattn_rendered_{source.digest}"
+    path = f"{name}.py"
+    # An entry without a time is one that linecache never looks for on the disk.
+    linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
+    module = ModuleType(name)
+    module.__file__ = path
+    exec(compile(source.text, path, "exec"), module.__dict__)
     return module
 
 
@@ -371,15 +374,3 @@ def _check_spills(compiled: Any, spilled_bytes: int) -> None:
             f"kernels with warpgroup products must spill at most {MAX_SPILLED} bytes a thread to be trusted, got "
             f"{spilled_bytes}; choose smaller tiles or more warps"
         )
-
-
-def _kept_file(source: Source) -> Path:
-    folder = resources.user_cache() / "rendered"
-    path = folder / f"{source.digest}.py"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(source.text)
-        os.replace(temporary, path)  # atomic: another process may be writing the same text
-    return path

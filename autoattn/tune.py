@@ -14,7 +14,7 @@ from autoattn import cache, contest, gpu, render, resources, storage, winner
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
-from autoattn.errors import UsageError
+from autoattn.errors import HostError, UsageError
 from autoattn.ledger import Ledger
 from autoattn.plan import Effort, Listener, Objective, Options, Progress, Summary
 from autoattn.problem import Op, Problem
@@ -34,7 +34,8 @@ def tune(
 ) -> Summary:
     """Tunes each problem and merges its entry into the cache as soon as it is there.
 
-    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped.
+    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped. So does a machine
+    that lacks what every variant needs, as a folder that can be written: `Summary.stopped` says what.
 
     Raises:
         CacheError: the cache or a journal cannot be read or written.
@@ -49,8 +50,7 @@ def tune(
         )
     begin = time.monotonic()
     ops = {problem.op for problem in problems}
-    paths = [cache.path_of(options.cache, device, op) for op in sorted(ops or {Op.FORWARD})]
-    interrupted = False
+    interrupted, stopped = False, None
     known = {key: entry for op in ops for key, entry in _known(options.cache, device, measured, op).items()}
     cards = _cards(device, measured, options)
     shared = storage.server(options.storage) if options.storage is not None else None
@@ -60,7 +60,11 @@ def tune(
             every.run()
         except KeyboardInterrupt:
             interrupted = True
+        except HostError as error:
+            stopped = error
         outcomes = {outcome.value: count for outcome, count in sorted(shop.outcomes.items())}
+        rehearsals = {outcome.value: count for outcome, count in sorted(shop.rehearsals.items())}
+        reasons = dict(shop.reasons.most_common())
         kernels = shop.kernels
         compiling, looking = shop.busy_seconds
     return Summary(
@@ -69,11 +73,14 @@ def tune(
         failed=every.failed,
         interrupted=interrupted,
         outcomes=outcomes,
+        rehearsals=rehearsals,
+        reasons=reasons,
+        stopped=stopped,
         kernels=kernels,
         compiling_seconds=compiling,
         card_seconds=looking,
         seconds=time.monotonic() - begin,
-        path=paths[0] if len(paths) == 1 else paths[0].parent,
+        written=tuple(sorted({cache.path_of(options.cache, device, entry.problem.op) for entry in every.entries.values()})),
     )
 
 
