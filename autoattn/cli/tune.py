@@ -161,12 +161,15 @@ def close(console: Console, named: list[NamedProblem], summary: Summary) -> None
     """Prints why nothing was tuned, if so, a table for each group, what the run came to, and where the winners are."""
     from autoattn.cli.progress import duration
 
-    if not summary.entries and (summary.failed or summary.stopped is not None):
+    if not summary.entries and summary.failed:
         console.print(f"Nothing was tuned: {commonest_reason(summary)}", soft_wrap=True)
     for group in dict.fromkeys(group for one in named for group in one.groups):
-        _table(console, group, [one.problem for one in named if group in one.groups], summary)
+        if summary.entries or summary.failed:
+            _table(console, group, [one.problem for one in named if group in one.groups], summary)
     tuned = len(summary.entries) - summary.kept
     parts = [f"{tuned:,} tuned", f"{summary.kept:,} already up to date", f"{len(summary.failed):,} failed"]
+    left = len({one.problem.key for one in named} - summary.entries.keys() - summary.failed.keys())
+    parts += [f"{left:,} not reached"] * bool(left)
     console.print(f"{count(len(named), 'problem')}: {', '.join(parts)}; {duration(summary.seconds)}", soft_wrap=True)
     console.print(
         f"{counted(summary.outcomes, 'trial')}, {count(summary.kernels, 'distinct kernel')} compiled", soft_wrap=True
@@ -186,9 +189,7 @@ def counted(outcomes: dict[str, int], noun: str) -> str:
 
 
 def commonest_reason(summary: Summary) -> str:
-    """Why nothing was tuned, in words: what ended the run, else what most variants failed of, else most problems."""
-    if summary.stopped is not None:
-        return str(summary.stopped)
+    """Why nothing was tuned, in words: what most variants failed of, or where none did, most problems."""
     if summary.reasons:
         reason, number = max(summary.reasons.items(), key=lambda each: each[1])
         return f"{reason} ({number:,} of {sum(summary.reasons.values()):,} variants that failed)"
