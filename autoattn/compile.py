@@ -45,7 +45,7 @@ BEFORE = "_before"  # behind the name of a kernel: the one that is launched befo
 def load_module(source: Source) -> ModuleType:
     """Imports a rendered kernel from its text; no file is written.
 
-    Triton reads a kernel's text through `inspect`, which asks `linecache`; tracebacks show its lines for the same reason.
+    Triton reads a kernel's text through `inspect`, which asks `linecache`; so do tracebacks.
     """
     name = f"autoattn_rendered_{source.digest}"
     path = f"{name}.py"

@@ -1,7 +1,7 @@
 """What the disassembler said of machine code, kept for other processes: starting it takes as long as some compiles.
 
-One JSON file per disassembler in Triton's cache, beside what it is about. It only saves time: a file that cannot be read
-is as good as none.
+One JSON file per disassembler in Triton's cache, beside what it is about. It only saves time: a file that cannot be
+read is as good as none.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def tune(
 ) -> Summary:
     """Tunes each problem and merges its entry into the cache as soon as it is there.
 
-    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped. So does a machine
-    that lacks what every variant needs, as a folder that can be written: `Summary.stopped` says what.
+    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped. So does a
+    machine that lacks what every variant needs, as a folder that can be written: `Summary.stopped` says what.
 
     Raises:
         CacheError: the cache or a journal cannot be read or written.
@@ -80,7 +80,9 @@ def tune(
         compiling_seconds=compiling,
         card_seconds=looking,
         seconds=time.monotonic() - begin,
-        written=tuple(sorted({cache.path_of(options.cache, device, entry.problem.op) for entry in every.entries.values()})),
+        written=tuple(
+            sorted({cache.path_of(options.cache, device, entry.problem.op) for entry in every.entries.values()})
+        ),
     )
 
 

@@ -30,7 +30,7 @@ FLOORS = (
     },
     {
         *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
-        *("expression", "tangent"),
+        *("expression", "tangent", "environment"),
     },
     {
         "reference",

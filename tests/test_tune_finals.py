@@ -182,7 +182,9 @@ def test_a_prediction_without_right_numbers_is_none(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        pretended, "rehearse", lambda self, problem, *variants: [replace(GOOD, ok=False, reason="by 1") for _ in variants]
+        pretended,
+        "rehearse",
+        lambda self, problem, *variants: [replace(GOOD, ok=False, reason="by 1") for _ in variants],
     )
     assert run(tmp_path).failed == {
         SMALL.key: "none of 6 variants passed Triton's interpreter; 6 ended with wrong result: by 1"
