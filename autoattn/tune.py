@@ -21,7 +21,7 @@ from autoattn.problem import Op, Problem
 from autoattn.space import SearchSpace
 from autoattn.storage import Storage
 from autoattn.study import Study
-from autoattn.trial import Evidence, Trial
+from autoattn.trial import Evidence, Outcome, Trial
 from autoattn.variant import Variant
 from autoattn.winner import Searched
 from autoattn.workshop import Steps, Workshop
@@ -313,7 +313,7 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
     if measured and entry.evidence is Evidence.PREDICTED:
         return False
     efforts = [effort.value for effort in Effort]
-    if entry.search.objective != options.objective.value:
+    if entry.search.objective != options.objective.value or _left_unknown(entry):
         return False
     enough = entry.search.effort in efforts[efforts.index(options.effort.value) :]
     if options.trials is not None:
@@ -325,6 +325,12 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
         and entry.search.spaces == contest.digests(contest.spaces(entry.problem, device, measured))
         and entry.versions.get("triton") == triton.__version__
     )
+
+
+def _left_unknown(entry: CacheEntry) -> bool:
+    """Whether variants were left out for no fault of theirs, which may be mended by now."""
+    blameless = {outcome.value for outcome in Outcome if outcome.of_environment} | {Outcome.INTERPRETER_CRASH.value}
+    return not blameless.isdisjoint(entry.search.outcomes)
 
 
 def _progress(

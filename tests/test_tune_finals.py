@@ -178,6 +178,25 @@ def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
     assert not [one for one in entry.candidates if Variant.of(entry.template, one.params) in wrong]
 
 
+def test_an_entry_says_what_the_interpreter_made_of_variants_and_is_searched_anew_where_it_crashed(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash, wrong = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="no"), replace(GOOD, ok=False, reason="by 1")
+
+    def rehearse(self: Pretended, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+        return [crash, wrong, *(GOOD for _ in variants[2:])]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pretended, "rehearse", rehearse)
+        first = run(tmp_path).entries[SMALL.key]
+    assert first.search.outcomes == {"interpreter crash": 1, "ok": 4, "wrong result": 1}
+    again = run(tmp_path)
+    assert again.kept == 0
+    assert again.entries[SMALL.key].search.outcomes == {"ok": 6}
+    assert (len(first.candidates), len(again.entries[SMALL.key].candidates)) == (3, 5)
+    assert run(tmp_path).kept == 1
+
+
 def test_a_prediction_without_right_numbers_is_none(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
