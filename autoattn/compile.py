@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
 import io
-import os
+import linecache
 import signal
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
-from autoattn import assembler, loops, resources, sass
+from autoattn import assembler, loops, sass
 from autoattn.errors import CompileError
 from autoattn.trial import StaticReport
 from autoattn.variant import Source
@@ -43,13 +40,17 @@ BEFORE = "_before"  # behind the name of a kernel: the one that is launched befo
 
 @lru_cache(maxsize=4096)
 def load_module(source: Source) -> ModuleType:
-    """Imports a rendered kernel; Triton reads a kernel's text from its file, so the file is kept."""
-    path = _kept_file(source)
-    spec = importlib.util.spec_from_file_location(f"autoattn_rendered_{source.digest}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """Imports a rendered kernel from its text; no file is written.
+
+    Triton reads a kernel's text through `inspect`, which asks `linecache`; so do tracebacks.
+    """
+    name = f"autoattn_rendered_{source.digest}"
+    path = f"{name}.py"
+    # An entry without a time is one that linecache never looks for on the disk.
+    linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
+    module = ModuleType(name)
+    module.__file__ = path
+    exec(compile(source.text, path, "exec"), module.__dict__)
     return module
 
 
@@ -178,6 +179,9 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
     if device.type == "cpu":
         if hasattr(module, "DESCRIPTORS"):
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
+        from autoattn import interpreter  # which imports numpy; compilers need none
+
+        interpreter.repair()
         kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
         return replace(kernel, parts=tuple(replace(kernel, name=name) for name in parts_of(module)))
     import torch
@@ -355,15 +359,3 @@ def _check_spills(compiled: Any, spilled_bytes: int) -> None:
             f"kernels with warpgroup products must spill at most {MAX_SPILLED} bytes a thread to be trusted, got "
             f"{spilled_bytes}; choose smaller tiles or more warps"
         )
-
-
-def _kept_file(source: Source) -> Path:
-    folder = resources.user_cache() / "rendered"
-    path = folder / f"{source.digest}.py"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(source.text)
-        os.replace(temporary, path)  # atomic: another process may be writing the same text
-    return path

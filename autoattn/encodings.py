@@ -1,6 +1,7 @@
 """What the disassembler said of machine code, kept for other processes: starting it takes as long as some compiles.
 
-One JSON file per disassembler in the cache folder. It only saves time: a file that cannot be read is as good as none.
+One JSON file per disassembler in Triton's cache, beside what it is about. It only saves time: a file that cannot be
+read is as good as none.
 """
 
 from __future__ import annotations
@@ -68,4 +69,4 @@ def _name_of(tool: str) -> str:
 
 
 def _path(tool: str) -> Path:
-    return resources.user_cache() / "encodings" / f"{_name_of(tool)}.json"
+    return resources.triton_cache() / "autoattn" / f"{_name_of(tool)}.json"

@@ -120,6 +120,7 @@ class Finding(str, Enum):
     STALE = "stale"  # it speaks of a kernel that there is no more
     BROKEN = "does not run"
     WRONG = "wrong"
+    UNCHECKED = "not checked"  # Triton's interpreter could not run it, which says nothing of the kernel on the card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class Mark:
     versions: dict[str, str] = field(default_factory=dict)  # with which it was found
 
     def __post_init__(self) -> None:
-        if self.finding in (Finding.SAME, Finding.FASTER, Finding.STALE):
+        if self.finding in (Finding.SAME, Finding.FASTER, Finding.STALE, Finding.UNCHECKED):
             raise ValueError(f"an entry that is {self.finding.value} needs no mark")
 
     @property

@@ -10,6 +10,7 @@ AutoattnError
 └── StateError      the world is not as needed; the command line exits with 1
     ├── CacheError      a cache file that is damaged, newer, foreign or cannot be written
     ├── StorageError    a server of trials that cannot be reached, read or written
+    ├── HostError       what the machine lacks: a folder to write, room on a disk, a program
     └── CompileError    a kernel that the compiler refuses
 
 Each message is one sentence that names the contract, what came, and the way out.
@@ -58,6 +59,10 @@ class CacheError(StateError):
 
 class StorageError(StateError):
     """A server of trials that cannot be reached, read or written."""
+
+
+class HostError(StateError):
+    """What the machine lacks: a folder that can be written, room on a disk, a program, a worker that starts."""
 
 
 class CompileError(StateError):

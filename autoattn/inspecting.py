@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autoattn import compile
+from autoattn import compile, environment
 from autoattn.errors import CompileError
 from autoattn.trial import Outcome, StaticReport
 from autoattn.variant import Source
@@ -46,7 +46,10 @@ class Inspect:
                         raise
                 return compile.inspect(self.source, self.arch)
         except CompileError as error:
-            return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
+            if compile.was_killed(error):
+                fault = environment.killed("the compiler")
+                return Failure(outcome=fault.outcome, detail=fault.sentence)
+            return Failure.of(error, Outcome.COMPILE_ERROR, str(error))
 
 
 @contextlib.contextmanager

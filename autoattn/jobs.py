@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoattn import compile, gradients, inputs, rounds, validate
+from autoattn import compile, gradients, inputs, interpreter, rounds, validate
 from autoattn.entry import Rival, WorstCase
 from autoattn.errors import CompileError
 from autoattn.inputs import Scores
@@ -39,10 +39,13 @@ class Rehearse:
     source: Source
 
     def run(self, memory: Memory) -> Verdict | Failure:
-        """The verdict over tiny cases."""
+        """The verdict over tiny cases, or that the interpreter could not run the kernel."""
         device, gates = torch.device("cpu"), _gates(self.problem)
         gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: gates.Gate(self.problem, device, tiny=True))
-        verdict: Verdict = gate.judge(compile.load(self.source, device))
+        try:
+            verdict: Verdict = gate.judge(compile.load(self.source, device))
+        except interpreter.InterpreterError as error:
+            return Failure.of(error, Outcome.INTERPRETER_CRASH, interpreter.words(error))
         return verdict
 
 
@@ -257,7 +260,7 @@ def _failures() -> Iterator[list[Failure]]:
     try:
         yield failed
     except CompileError as error:
-        failed.append(Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error)))
+        failed.append(Failure.of(error, Outcome.COMPILE_ERROR, str(error)))
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         failed.append(

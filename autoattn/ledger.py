@@ -19,10 +19,10 @@ from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autoattn import storage
+from autoattn import environment, storage
 from autoattn.space import SearchSpace
 from autoattn.storage import Storage
-from autoattn.trial import Trial
+from autoattn.trial import Outcome, Trial
 from autoattn.variant import Variant
 
 BEAT_SECONDS = 10.0  # between two signs of life for other machines
@@ -97,13 +97,28 @@ class Ledger:
         return True
 
     def finish(self, trial: Trial, value: float) -> None:
-        """Writes what became of a variant; `value` is what samplers are told."""
+        """Writes what became of a variant; `value` is what samplers are told.
+
+        Raises:
+            ValueError: the machine failed rather than the variant.
+        """
+        if trial.outcome.of_environment:
+            raise ValueError(f"a trial that ended with {trial.outcome.value} says nothing of its variant; give it up")
         outcome = {_TRIAL: msgspec.to_builtins(trial)}
         try:
             claim = self._mine.pop(trial.variant, None)
             if claim is None or not self._close(claim, outcome, value):
                 self._settled.add(self._kept.create_new_trial(self._id, self._frozen(trial.variant, outcome, value)))
         except Exception as error:  # a full disk, another writer's damage, a server that went away
+            raise self._refusal(error) from None
+
+    def give_up(self, variant: Variant) -> None:
+        """Ends the claim of a variant of which nothing was learned."""
+        if variant not in self._mine:
+            return
+        try:
+            self._withdraw(variant)
+        except Exception as error:
             raise self._refusal(error) from None
 
     def leave(self) -> None:
@@ -150,9 +165,11 @@ class Ledger:
                 continue
             if _TRIAL in frozen.user_attrs or frozen.state is TrialState.COMPLETE:
                 trial = _trial(frozen, self._space)
+                self._settled.add(number)
+                if _says_nothing(trial):
+                    continue
                 self._news.finished.append(trial)
                 self._done.add(trial.variant)
-                self._settled.add(number)
             elif frozen.state is not TrialState.RUNNING:
                 self._settled.add(number)
             elif self._dead(frozen.user_attrs[_OWNER]):
@@ -237,6 +254,12 @@ def _trial(frozen: FrozenTrial, space: SearchSpace | None = None) -> Trial:
     if space is not None:
         space.check(trial.variant.as_dict())
     return trial
+
+
+def _says_nothing(trial: Trial) -> bool:
+    """Whether a trial failed of the machine; autoattn 0.1 wrote such failures as if the variant were to blame."""
+    blamed = trial.outcome in (Outcome.LAUNCH_ERROR, Outcome.COMPILE_ERROR)
+    return trial.outcome.of_environment or (blamed and environment.tells_of_environment(trial.detail))
 
 
 def studies(kept: Storage) -> dict[str, list[Trial]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autoattn import resources
 from autoattn.entry import CacheEntry
+from autoattn.errors import HostError
 from autoattn.problem import Problem
 
 
@@ -116,9 +117,12 @@ class Summary:
     failed: dict[str, str]  # problem key -> why there is no entry
     interrupted: bool
     outcomes: dict[str, int]  # trials of this run
+    rehearsals: dict[str, int] = field(default_factory=dict)  # variants that Triton's interpreter ran, without the card
+    reasons: dict[str, int] = field(default_factory=dict)  # why variants failed, in words, the commonest first
+    stopped: HostError | None = None  # what the machine lacks, which ended the run before all problems were reached
     kernels: int  # distinct kernels compiled and read
     seconds: float
-    path: Path  # of the cache file; of its folder where problems have several operations
+    written: tuple[Path, ...] = ()  # cache files that hold these entries
     compiling_seconds: float = 0.0  # of all compiler processes together
     card_seconds: float = 0.0  # of all GPUs together
 

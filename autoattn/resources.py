@@ -64,6 +64,16 @@ def user_cache() -> Path:
     return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("autoattn", appauthor=False)
 
 
+def triton_cache() -> Path:
+    """Where Triton keeps what it compiles: $TRITON_CACHE_DIR, else .triton/cache in $TRITON_HOME or the home folder.
+
+    The same answer as `triton.knobs.cache.dir`, without importing Triton.
+    """
+    if chosen := os.environ.get("TRITON_CACHE_DIR", ""):
+        return Path(chosen)
+    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~/")) / ".triton" / "cache"
+
+
 def _checked(name: str) -> str:
     if _TEMPLATE_NAME.fullmatch(name):
         return name

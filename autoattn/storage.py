@@ -251,8 +251,9 @@ def _refused(journal: Path, error: Exception) -> CacheError:
     if isinstance(error, filelock.Timeout):
         return CacheError(f"the study's journal {journal} must be free, but another process holds it; wait for it")
     if isinstance(error, OSError):
+        said = error.strerror or words
         return CacheError(
-            f"the study's journal {journal} must be writable, but {words}; correct that or use --cache DIR"
+            f"the study's journal {journal} must be writable, but {said}; correct that or use --cache DIR"
         )
     kind = type(error).__name__
     return CacheError(f"the study's journal {journal} is damaged ({kind}: {words}); remove it to start anew")

@@ -127,14 +127,21 @@ class Study:
                 return None
 
     def record(self, trial: Trial) -> None:
-        """Takes what became of a proposed variant, for the sampler and for the ledger."""
+        """Takes what became of a proposed variant, for the sampler and for the ledger.
+
+        What the machine is to blame for is not written: another run, or another process, tries the variant anew.
+        """
         asked = self._pending.pop(trial.variant, None)
         if asked is not None:
             self._live.tell(asked, _value(trial))
             self.trials[trial.variant] = trial
         else:
             self._remember(trial)
-        if self._ledger is not None:
+        if self._ledger is None:
+            return
+        if trial.outcome.of_environment:
+            self._ledger.give_up(trial.variant)
+        else:
             self._ledger.finish(trial, _value(trial))
 
     def hear(self) -> None:

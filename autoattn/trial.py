@@ -19,6 +19,34 @@ class Outcome(str, Enum):
     WRONG_RESULT = "wrong result"
     TIMEOUT = "timeout"
     CRASH = "crash"  # the worker process died
+    INTERPRETER_CRASH = "interpreter crash"  # Triton's interpreter raised: nobody knows whether the numbers are right
+    # What follows says nothing of a variant: it is never journalled, and the next run tries the variant anew.
+    READ_ONLY = "read-only"  # a folder that must be written cannot be
+    DISK_FULL = "disk full"
+    MISSING_PROGRAM = "missing program"  # ptxas, nvdisasm
+    OUT_OF_MEMORY = "out of memory"  # the host's, not the GPU's
+    HOST_ERROR = "host error"  # the system refused something else
+
+    @property
+    def of_environment(self) -> bool:
+        """Whether the machine failed rather than the variant."""
+        return self in _OF_ENVIRONMENT
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether no other variant would fare better; where memory was short, a smaller one may."""
+        return self.of_environment and self is not Outcome.OUT_OF_MEMORY
+
+
+_OF_ENVIRONMENT = frozenset(
+    {
+        Outcome.READ_ONLY,
+        Outcome.DISK_FULL,
+        Outcome.MISSING_PROGRAM,
+        Outcome.OUT_OF_MEMORY,
+        Outcome.HOST_ERROR,
+    }
+)
 
 
 class Evidence(str, Enum):

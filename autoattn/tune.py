@@ -14,14 +14,14 @@ from autoattn import cache, contest, gpu, render, resources, storage, winner
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import CacheEntry
-from autoattn.errors import UsageError
+from autoattn.errors import HostError, UsageError
 from autoattn.ledger import Ledger
 from autoattn.plan import Effort, Listener, Objective, Options, Progress, Summary
 from autoattn.problem import Op, Problem
 from autoattn.space import SearchSpace
 from autoattn.storage import Storage
 from autoattn.study import Study
-from autoattn.trial import Evidence, Trial
+from autoattn.trial import Evidence, Outcome, Trial
 from autoattn.variant import Variant
 from autoattn.winner import Searched
 from autoattn.workshop import Steps, Workshop
@@ -35,7 +35,8 @@ def tune(
 ) -> Summary:
     """Tunes each problem and merges its entry into the cache as soon as it is there.
 
-    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped.
+    Ctrl-C ends the run cleanly: what was finished is kept, and the same call goes on where it stopped. So does a
+    machine that lacks what every variant needs, as a folder that can be written: `Summary.stopped` says what.
 
     Raises:
         CacheError: the cache or a journal cannot be read or written.
@@ -50,8 +51,7 @@ def tune(
         )
     begin = time.monotonic()
     ops = {problem.op for problem in problems}
-    paths = [cache.path_of(options.cache, device, op) for op in sorted(ops or {Op.FORWARD})]
-    interrupted = False
+    interrupted, stopped = False, None
     known = {key: entry for op in ops for key, entry in _known(options.cache, device, measured, op).items()}
     cards = _cards(device, measured, options)
     shared = storage.server(options.storage) if options.storage is not None else None
@@ -61,7 +61,11 @@ def tune(
             every.run()
         except KeyboardInterrupt:
             interrupted = True
+        except HostError as error:
+            stopped = error
         outcomes = {outcome.value: count for outcome, count in sorted(shop.outcomes.items())}
+        rehearsals = {outcome.value: count for outcome, count in sorted(shop.rehearsals.items())}
+        reasons = dict(shop.reasons.most_common())
         kernels = shop.kernels
         compiling, looking = shop.busy_seconds
     return Summary(
@@ -70,11 +74,16 @@ def tune(
         failed=every.failed,
         interrupted=interrupted,
         outcomes=outcomes,
+        rehearsals=rehearsals,
+        reasons=reasons,
+        stopped=stopped,
         kernels=kernels,
         compiling_seconds=compiling,
         card_seconds=looking,
         seconds=time.monotonic() - begin,
-        path=paths[0] if len(paths) == 1 else paths[0].parent,
+        written=tuple(
+            sorted({cache.path_of(options.cache, device, entry.problem.op) for entry in every.entries.values()})
+        ),
     )
 
 
@@ -309,7 +318,7 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
     if measured and entry.evidence is Evidence.PREDICTED:
         return False
     efforts = [effort.value for effort in Effort]
-    if entry.search.objective != options.objective.value:
+    if entry.search.objective != options.objective.value or _left_unknown(entry):
         return False
     enough = entry.search.effort in efforts[efforts.index(options.effort.value) :]
     if options.trials is not None:
@@ -321,6 +330,12 @@ def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Opti
         and entry.search.spaces == contest.digests(contest.spaces(entry.problem, device, measured))
         and entry.versions.get("triton") == triton.__version__
     )
+
+
+def _left_unknown(entry: CacheEntry) -> bool:
+    """Whether variants were left out for no fault of theirs, which may be mended by now."""
+    blameless = {outcome.value for outcome in Outcome if outcome.of_environment} | {Outcome.INTERPRETER_CRASH.value}
+    return not blameless.isdisjoint(entry.search.outcomes)
 
 
 def _progress(

@@ -53,9 +53,9 @@ class Verification:
     def mark(self) -> Mark | None:
         """What the entry is to be marked with: nothing where it holds, which only the card can say.
 
-        That an entry is stale each call sees by itself.
+        That an entry is stale each call sees by itself, and what was not checked is as it was.
         """
-        if self.finding is Finding.STALE or (self.ok and "driver" not in self.versions):
+        if self.finding in (Finding.STALE, Finding.UNCHECKED) or (self.ok and "driver" not in self.versions):
             return self.entry.mark
         if self.ok:
             return None
@@ -63,7 +63,11 @@ class Verification:
 
 
 def verify(entries: Iterable[CacheEntry], device: Device) -> list[Verification]:
-    """Checks that each entry is up to date, then the kernel's numbers and, on the card, its time."""
+    """Checks that each entry is up to date, then the kernel's numbers and, on the card, its time.
+
+    Raises:
+        HostError: the machine lacks what every check needs, as a folder that can be written; nothing is marked.
+    """
     card = gpu.present()
     measured = card is not None and card.fingerprint == device.fingerprint
     entries = list(entries)
@@ -103,7 +107,7 @@ class _Verifier:
             )
         )
         if isinstance(result, Failure):
-            return self._found(entry, Finding.BROKEN, f"{result.outcome.value} at full size: {result.detail}")
+            return self._found(entry, _finding_of(result), f"{result.outcome.value} at full size: {result.detail}")
         if not result.verdicts[0].ok:
             return self._found(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
         if entry.variant.as_dict().get("softmax") == render.FIRST_MAX:
@@ -150,6 +154,8 @@ class _Verifier:
 
 
 def _finding_of(failure: Failure) -> Finding:
+    if failure.outcome is Outcome.INTERPRETER_CRASH or failure.outcome.of_environment:
+        return Finding.UNCHECKED
     return Finding.WRONG if failure.outcome is Outcome.WRONG_RESULT else Finding.BROKEN
 
 

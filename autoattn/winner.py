@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from autoattn.space import SearchSpace
 from autoattn.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.variant import Variant
 from autoattn.workers import Failure
-from autoattn.workshop import Steps, Workshop
+from autoattn.workshop import Steps, Workshop, outcome_of, reason_of
 
 CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
@@ -47,11 +48,16 @@ class Searched:
 
     def why_none(self) -> str:
         """In words, why no trial works."""
-        outcomes = Counter((trial.outcome.value, trial.detail) for trial in self.study.trials.values())
-        if not outcomes:
+        if not self.study.trials:
             return "the search was given no time or no trials; allow more with --trials or --timeout"
-        (outcome, detail), count = outcomes.most_common(1)[0]
-        return f"none of {len(self.study.trials)} variants worked; {count} ended with {outcome}: {detail}"
+        failed = Counter(f"{trial.outcome.value}: {trial.detail}" for trial in self.study.trials.values())
+        return f"none of {len(self.study.trials)} variants worked; {_most_common(failed)}"
+
+
+def _most_common(failed: Counter[str]) -> str:
+    """The reason that ended the most variants, in words."""
+    ((reason, count),) = failed.most_common(1)
+    return f"{count} ended with {reason}"
 
 
 def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
@@ -65,17 +71,22 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
         return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
 
     ranked: list[Trial] = []
+    failed: dict[Variant, tuple[Outcome, str]] = {}  # in the interpreter
     coming = sorted(search.working, key=rank)
     while coming and len(ranked) <= CANDIDATES:
         wanted = 1 + CANDIDATES - len(ranked)
         some, coming = coming[:wanted], coming[wanted:]
         verdicts = search.shop.rehearse(search.problem, *(trial.variant for trial in some))
-        pairs = zip(some, verdicts, strict=True)
-        ranked += [trial for trial, verdict in pairs if isinstance(verdict, Verdict) and verdict.ok]
+        for trial, verdict in zip(some, verdicts, strict=True):
+            if outcome_of(verdict) is Outcome.OK:
+                ranked.append(trial)
+            else:
+                failed[trial.variant] = outcome_of(verdict), reason_of(verdict)
     if not ranked:
-        return "no variant gave right numbers in the interpreter"
+        reasons = Counter(f"{outcome.value}: {reason}" for outcome, reason in failed.values())
+        return f"none of {len(failed)} variants passed Triton's interpreter; {_most_common(reasons)}"
     others = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
-    return _entry(search, ranked[0], others)
+    return _entry(search, ranked[0], others, rejected={variant: outcome for variant, (outcome, _) in failed.items()})
 
 
 def measured(search: Searched, default: Variant, previous: Variant | None) -> Steps[CacheEntry | str]:
@@ -133,9 +144,15 @@ def _entry(
     candidates: Sequence[tuple[Trial, float]],
     decision: finals.Decision | None = None,
     worst: WorstCase | None = None,
+    rejected: Mapping[Variant, Outcome] = MappingProxyType({}),
 ) -> CacheEntry:
-    """The entry of the winner; measured where the finals decided, and else predicted."""
-    outcomes = Counter(trial.outcome.value for trial in search.study.trials.values())
+    """The entry of the winner; measured where the finals decided, and else predicted.
+
+    Args:
+        rejected: what became in the interpreter of variants that compiled and failed there.
+    """
+    trials = search.study.trials
+    outcomes = Counter(rejected.get(variant, trial.outcome).value for variant, trial in trials.items())
     return CacheEntry(
         problem=search.problem,
         evidence=Evidence.MEASURED if decision is not None else Evidence.PREDICTED,

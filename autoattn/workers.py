@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
+from autoattn import environment
+from autoattn.errors import HostError
 from autoattn.trial import Outcome
 
 START_SECONDS = 120.0  # importing torch and triton on a busy machine
@@ -55,6 +57,14 @@ class Failure:
     outcome: Outcome
     detail: str
 
+    @classmethod
+    def of(cls, error: BaseException, otherwise: Outcome, detail: str = "") -> Failure:
+        """Of an exception: the environment's where it tells of it, else the outcome given, with its words or others."""
+        fault = environment.fault_of(error)
+        if fault is not None:
+            return cls(outcome=fault.outcome, detail=fault.sentence)
+        return cls(outcome=otherwise, detail=detail or _described(error))
+
 
 class _Task(NamedTuple):
     ticket: int
@@ -76,6 +86,7 @@ class _Worker:
     since: float = 0.0  # when it was given the task
     deadline: float = 0.0
     jobs: int = 0
+    memory_kills: int = 0  # of any process of the machine, when the worker was given the task
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -164,6 +175,7 @@ class Pool:
             worker = started.get(place) or self._start(place)
             worker.task, worker.begun, worker.since = task, False, time.monotonic()
             worker.deadline = worker.since + task.seconds + (0.0 if worker.jobs else START_SECONDS)
+            worker.memory_kills = environment.processes_killed_for_memory()
             with contextlib.suppress(OSError):  # it died, which _receive sees
                 worker.connection.send_bytes(task.job)
 
@@ -176,7 +188,7 @@ class Pool:
         try:
             kind, content = pickle.loads(message)
         except Exception as error:  # a class that only the child can import, or one that does not unpickle
-            kind, content = _BROKEN, _described(error)
+            kind, content = _BROKEN, (Outcome.LAUNCH_ERROR, _described(error))
         if kind == _BEGUN:
             worker.begun, worker.since = True, time.monotonic()  # starting was no work
             worker.deadline = worker.since + worker.task.seconds
@@ -185,7 +197,7 @@ class Pool:
         ticket, worker.task = worker.task.ticket, None
         worker.jobs += 1
         if kind == _BROKEN:
-            content = Failure(outcome=Outcome.LAUNCH_ERROR, detail=content)
+            content = Failure(outcome=content[0], detail=content[1])
         if kind == _BROKEN or worker.jobs >= RECYCLE_AFTER:
             self._retire(worker)
         return [(ticket, content)]
@@ -202,32 +214,27 @@ class Pool:
         if idle:
             self._queue.appendleft(task)
             return []
-        if not worker.begun:
-            how += " before its first job; AUTOATTN_DEBUG=1 shows what it says"
-        return [(task.ticket, Failure(outcome=Outcome.CRASH, detail=how))]
+        return [(task.ticket, _failure_of_dead(worker, how))]
 
     def _start(self, place: int) -> _Worker:
         ours, theirs = socket.socketpair()
         watched, lifeline = os.pipe()
         apart = self.apart[place] if place < len(self.apart) else {}
         # A session of its own: killing its group ends a compiler that it started, and Ctrl-C reaches only the parent.
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "autoattn.workers",
-                str(theirs.fileno()),
-                str(watched),
-                self.preload,
-                str(self.niceness),
-            ],
-            pass_fds=[theirs.fileno(), watched],
-            env={**os.environ, **self.environment, **apart},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=None if os.environ.get("AUTOATTN_DEBUG") else subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        numbers = [str(theirs.fileno()), str(watched)]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "autoattn.workers", *numbers, self.preload, str(self.niceness)],
+                pass_fds=[theirs.fileno(), watched],
+                env={**os.environ, **self.environment, **apart},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None if os.environ.get("AUTOATTN_DEBUG") else subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            said = error.strerror or error
+            raise HostError(f"a worker process must start, but {said}; free memory or processes") from error
         theirs.close()
         os.close(watched)
         worker = _Worker(process=process, connection=Connection(ours.detach()), lifeline=lifeline, place=place)
@@ -281,7 +288,19 @@ def _death(worker: _Worker) -> str:
     return f"the process died ({how})"
 
 
-def _described(error: Exception) -> str:
+def _failure_of_dead(worker: _Worker, how: str) -> Failure:
+    """What became of the job of a worker that died: the job's crash, unless the machine is to blame."""
+    if not worker.begun:  # it never saw the job
+        detail = f"a worker process must start, but {how} before its first job; AUTOATTN_DEBUG=1 shows what it says"
+        return Failure(outcome=Outcome.HOST_ERROR, detail=detail)
+    killed = worker.process.returncode == -signal.SIGKILL
+    if killed and environment.processes_killed_for_memory() > worker.memory_kills:
+        fault = environment.killed("a worker")
+        return Failure(outcome=fault.outcome, detail=fault.sentence)
+    return Failure(outcome=Outcome.CRASH, detail=how)
+
+
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -302,7 +321,8 @@ def serve(connection: Connection, lifeline: int, preload: str, niceness: int) ->
         try:
             message = pickle.dumps((_RESULT, pickle.loads(job).run(memory)))
         except Exception as error:
-            connection.send_bytes(pickle.dumps((_BROKEN, _described(error))))
+            failure = Failure.of(error, Outcome.LAUNCH_ERROR)  # a class of __main__ here: the parent has another
+            connection.send_bytes(pickle.dumps((_BROKEN, (failure.outcome, failure.detail))))
             return
         connection.send_bytes(message)
 

@@ -13,6 +13,7 @@ from autoattn import model, occupancy, render
 from autoattn.contest import Contest
 from autoattn.device import Device
 from autoattn.entry import WorstCase
+from autoattn.errors import HostError
 from autoattn.inspecting import ALLOCATOR, Inspect
 from autoattn.jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.mask import Mask
@@ -80,7 +81,9 @@ class Workshop:
         self._finals_seconds = 0.0
         self._passed: dict[tuple[Problem, str], Verdict] = {}  # by kind of problem and machine code
         self._verdicts: dict[str, Verdict] = {}  # of the interpreter, by the digest of a structure
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[Outcome] = Counter()  # of trials
+        self.rehearsals: Counter[Outcome] = Counter()  # of variants that the interpreter was asked about
+        self.reasons: Counter[str] = Counter()  # why variants failed, in words
 
     @property
     def kernels(self) -> int:
@@ -126,8 +129,13 @@ class Workshop:
         return self._finals_seconds + sum(now - begun for begun in self._finals_begun.values())
 
     def wait(self) -> None:
-        """Waits until some worker is done with something."""
+        """Waits until some worker is done with something.
+
+        Raises:
+            HostError: the machine lacks what every variant needs.
+        """
         for pool, ticket, result in next_results(self._compilers, self._bench):
+            _stop_if_hopeless(result)
             if pool is self._compilers:
                 self._reports[self._tickets.pop(ticket)] = result
             elif ticket in self._looks:
@@ -176,7 +184,7 @@ class Workshop:
                 yield
                 continue
             pending.popleft()
-            self.outcomes[trial.outcome] += 1
+            self._count(self.outcomes, trial.outcome, trial.detail)
             if trial.time_us is not None and (best_us is None or trial.time_us < best_us):
                 best_us = trial.time_us
             study.record(trial)
@@ -200,7 +208,11 @@ class Workshop:
         return [slot.variant for slot in slots if isinstance(self._reports[slot.source.digest], StaticReport)]
 
     def rehearse(self, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
-        """Checks the structures of variants in interpreters, each structure once."""
+        """Checks the structures of variants in interpreters, each structure once; counts what became of the variants.
+
+        Raises:
+            HostError: the machine lacks what every variant needs.
+        """
         structures = [self._structure(problem, variant) for variant in variants]
         new = {
             source.digest: Rehearse(problem=kind, source=source)
@@ -208,15 +220,30 @@ class Workshop:
             if source.digest not in self._verdicts
         }
         found = dict(zip(new, self._bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
+        for result in found.values():
+            _stop_if_hopeless(result)
         self._verdicts |= {digest: one for digest, one in found.items() if isinstance(one, Verdict)}
-        return [found.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
+        results = [found.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
+        for result in results:
+            self._count(self.rehearsals, outcome_of(result), reason_of(result))
+        return results
+
+    def _count(self, counts: Counter[Outcome], outcome: Outcome, detail: str) -> None:
+        counts[outcome] += 1
+        if outcome is not Outcome.OK:
+            self.reasons[f"{outcome.value}: {detail}"] += 1
 
     def check(self, problem: Problem, variant: Variant) -> Screened | Verdict | Failure:
-        """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter."""
+        """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter.
+
+        Raises:
+            HostError: the machine lacks what every variant needs.
+        """
         if not self.measured:
             return self.rehearse(problem, variant)[0]
         job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
         result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+        _stop_if_hopeless(result)
         return result
 
     def final(
@@ -355,6 +382,24 @@ class Workshop:
         numbers |= {"SPLITS": 2} if "SPLITS" in variant.as_dict() else {}
         params = variant.as_dict() | small | numbers | {"barrier": "none", "products": render.AS_ASKED}
         return kind, render.render(kind, Variant.of(variant.template, params))
+
+
+def outcome_of(result: Verdict | Failure) -> Outcome:
+    """What a rehearsal came to."""
+    if isinstance(result, Failure):
+        return result.outcome
+    return Outcome.OK if result.ok else Outcome.WRONG_RESULT
+
+
+def reason_of(result: Verdict | Failure) -> str:
+    """Why a rehearsal failed, in words; empty where it did not."""
+    return result.detail if isinstance(result, Failure) else result.reason
+
+
+def _stop_if_hopeless(result: object) -> None:
+    """Raises where a job failed of what would fail every other one, too."""
+    if isinstance(result, Failure) and result.outcome.ends_run:
+        raise HostError(f"{result.outcome.value}: {result.detail}")
 
 
 def _code(slot: _Slot, report: StaticReport) -> str:

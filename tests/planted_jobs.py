@@ -82,6 +82,17 @@ class Raise:
         raise PlantedError(self.words)
 
 
+@dataclass(frozen=True)
+class Refused:
+    """Fails as the system does."""
+
+    number: int  # of errno
+    path: str | None = None
+
+    def run(self, memory: dict[Any, Any]) -> None:
+        raise OSError(self.number, os.strerror(self.number), self.path)
+
+
 class PlantedError(Exception):
     """What Raise raises."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ class Pretended:
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
         self.measured = measured
         self.outcomes: dict[Outcome, int] = {}
+        self.rehearsals: Counter[Outcome] = Counter()
+        self.reasons: Counter[str] = Counter()
         self.kernels = self.begun = 0
         self.busy_seconds, self.finals_seconds = (0.0, 0.0), 0.0
         self.idle = True

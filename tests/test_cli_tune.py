@@ -17,7 +17,7 @@ from autoattn import bench, plan, resources, tune
 from autoattn.cli import memory
 from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.device import Device
-from autoattn.errors import CacheError
+from autoattn.errors import CacheError, HostError
 from autoattn.plan import Progress, Summary
 from autoattn.problem import Problem
 
@@ -25,7 +25,12 @@ from autoattn.problem import Problem
 
 
 def fake_tune(
-    entries: dict[str, Any], *, failed: dict[str, str] | None = None, interrupted: bool = False, kept: int = 0
+    entries: dict[str, Any],
+    *,
+    failed: dict[str, str] | None = None,
+    interrupted: bool = False,
+    kept: int = 0,
+    **facts_of_summary: Any,
 ) -> Callable[..., Summary]:
     def tuned(
         problems: list[Problem], device: Device, *, measured: bool, options: plan.Options, listen: Callable[..., None]
@@ -40,7 +45,8 @@ def fake_tune(
         path = options.cache / device.name / FORWARD_FILE
         return Summary(
             entries=entries, kept=kept, failed=failed or {}, interrupted=interrupted,
-            outcomes={"ok": 71, "infeasible": 20}, kernels=64, seconds=12.5, path=path,
+            outcomes={"ok": 71, "infeasible": 20}, kernels=64, seconds=12.5, written=(path,) if entries else (),
+            **facts_of_summary,
         )  # fmt: skip
 
     return tuned
@@ -205,6 +211,46 @@ def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkey
     assert code == 1
     assert re.search(r"causal:bottom-right +failed +no variant fits", out)
     assert "no kernel (why)" in out
+
+
+def test_a_run_that_tuned_nothing_says_the_commonest_reason_first_and_names_no_cache(
+    autoattn: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {"timeout: no answer within 60 s": 2, "interpreter crash: TypeError: no": 40}
+    failed = {samples.problem().key: "none of 42 variants worked"}
+    monkeypatch.setattr(tune, "tune", fake_tune({}, failed=failed, reasons=reasons))
+    code, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    assert code == 1
+    rest = out[out.index("Nothing was tuned") :]
+    assert rest.startswith("Nothing was tuned: interpreter crash: TypeError: no (40 of 42 variants that failed)\n")
+    assert "Cache:" not in out
+
+
+def test_where_no_variant_failed_the_problems_say_why(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
+    _, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    assert "Nothing was tuned: no variant fits (1 of 1 problems)\n" in out
+
+
+def test_rehearsals_are_counted_beside_trials(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = samples.problem()
+    counts = {"ok": 3, "interpreter crash": 2, "wrong result": 1}
+    monkeypatch.setattr(tune, "tune", fake_tune({one.key: samples.predicted(one)}, rehearsals=counts))
+    _, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    assert "\n6 rehearsals (3 ok, 2 interpreter crash, 1 wrong result) in Triton's interpreter\n" in out
+    assert "Nothing was tuned" not in out
+
+
+def test_a_machine_that_lacks_something_is_one_sentence_and_exit_code_1(
+    autoattn: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = HostError("disk full: there must be room on the disk of /x, but there is none; free some")
+    monkeypatch.setattr(tune, "tune", fake_tune({}, stopped=stopped))
+    code, out, error = autoattn("tune", "--device", "a30", *ONE)
+    assert code == 1
+    assert error == f"autoattn: {stopped}\n"
+    assert "1 problem: 0 tuned, 0 already up to date, 0 failed, 1 not reached" in out
+    assert "Cache:" not in out
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_exits_with_130(

@@ -19,9 +19,12 @@ RIGHT = Verdict(ok=True, checks=3, max_error=1e-3, rms_error=1e-4, allowed=2e-3)
 WRONG = dataclasses.replace(RIGHT, ok=False, reason="error 1 where 0.002 is allowed")
 
 
-def test_outcomes_are_seven_words() -> None:
-    assert [outcome.value for outcome in Outcome] == [
-        "ok", "infeasible", "compile error", "launch error", "wrong result", "timeout", "crash",
+def test_outcomes_of_a_variant_and_of_the_machine_are_words_of_their_own() -> None:
+    assert [outcome.value for outcome in Outcome if not outcome.of_environment] == [
+        "ok", "infeasible", "compile error", "launch error", "wrong result", "timeout", "crash", "interpreter crash",
+    ]  # fmt: skip
+    assert [outcome.value for outcome in Outcome if outcome.of_environment] == [
+        "read-only", "disk full", "missing program", "out of memory", "host error",
     ]  # fmt: skip
 
 

@@ -30,12 +30,13 @@ FLOORS = (
     },
     {
         *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
-        *("expression", "precedence", "tangent", "triton_release", "shapes_text", "model_config"),
+        *("expression", "precedence", "tangent", "triton_release", "shapes_text", "model_config", "environment"),
     },
     {
         "reference",
         "assembler",
         "compile",
+        "interpreter",
         "bound",
         "loops",
         "sass",
@@ -138,6 +139,7 @@ DOORS = {
     "flash_attn_interface": {"peers"},
     "triton.compiler": {"compile"},
     "triton.backends": {"compile", "assembler"},
+    "triton.runtime.interpreter": {"interpreter"},
     "typer": {"cli"},
     "rich": {"cli"},
     "transformers": {"cli"},

@@ -13,9 +13,9 @@ from interpreted import Run, run
 
 from autoattn.jobs import Rehearse
 from autoattn.problem import DType, Layout, Problem
-from autoattn.trial import Verdict
+from autoattn.trial import Outcome, Verdict
 from autoattn.variant import Source, Traits
-from autoattn.workers import Pool
+from autoattn.workers import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 
@@ -243,6 +243,17 @@ def test_a_rehearsal_refuses_first_max_without_its_redo_pass(child: Pool) -> Non
     assert isinstance(verdict, Verdict)
     assert not verdict.ok
     assert "steep" in verdict.reason
+
+
+def test_a_kernel_that_the_interpreter_cannot_run_is_no_wrong_kernel(child: Pool) -> None:
+    right = kernels.source(kernels.problem())
+    program = "tl.program_id(0)"
+    assert program in right.text
+    broken = replace(right, text=right.text.replace(program, f"tl.sqrt({program})", 1))
+    result = child.result(Rehearse(problem=kernels.problem(), source=broken), interpreted.SECONDS)
+    assert isinstance(result, Failure)
+    assert result.outcome is Outcome.INTERPRETER_CRASH
+    assert result.detail.startswith("ValueError: "), "the innermost exception, without the interpreter's wrappers"
 
 
 def test_a_rehearsal_refuses_a_mask_that_is_wrong_by_one(child: Pool) -> None:

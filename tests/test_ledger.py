@@ -24,7 +24,7 @@ from test_study import failed, trial, variant
 
 from autoattn import ledger, storage
 from autoattn.errors import AutoattnError
-from autoattn.ledger import Ledger
+from autoattn.ledger import Ledger, News
 from autoattn.storage import Storage
 from autoattn.study import BAD, Study
 from autoattn.trial import Outcome, Trial
@@ -213,7 +213,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[4:]
 import test_ledger
-from autoattn.ledger import Ledger
+from autoattn.ledger import Ledger, News
 one = Ledger(sys.argv[2], test_ledger.kept(sys.argv[1]), test_ledger.SPACE)
 assert one.claim(test_ledger.OTHER)
 one.finish(test_ledger.trial(test_ledger.OTHER), 1.0)
@@ -344,13 +344,47 @@ def test_what_has_an_outcome_is_finished_also_when_its_process_died_before_it_sa
 
 def test_every_outcome_and_report_comes_back_as_it_was(open_ledger: Open) -> None:
     first = open_ledger()
-    pairs = zip(SPACE.feasible(problem(), A30), Outcome, strict=False)
+    of_variants = [outcome for outcome in Outcome if not outcome.of_environment]
+    pairs = zip(SPACE.feasible(problem(), A30), of_variants, strict=False)
     trials = [Trial(variant=one, outcome=outcome, detail=f'{outcome.value} é\n"') for one, outcome in pairs]
     trials.append(Trial(variant=variant(6, 4), outcome=Outcome.OK, digest="d" * 16, prediction=prediction(1 / 3)))
     for one in trials:
         assert first.claim(one.variant)
         first.finish(one, 1.0)
     assert open_ledger().news().finished == trials
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome.of_environment])
+def test_what_the_machine_is_to_blame_for_is_never_written(tmp_path: Path, outcome: Outcome) -> None:
+    first = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
+    assert first.claim(ONE)
+    with pytest.raises(ValueError, match="says nothing of its variant"):
+        first.finish(replace(trial(ONE), outcome=outcome, detail="no"), 1.0)
+    first.give_up(ONE)
+    second = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
+    assert second.news() == News(finished=[], freed=[])
+    assert second.claim(ONE), "whoever comes next tries it"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "detail", "blamed"),
+    [
+        (Outcome.LAUNCH_ERROR, "PermissionError: [Errno 13] Permission denied: '/root/.cache'", False),
+        (Outcome.COMPILE_ERROR, "Triton 3.6.0 cannot compile this: [Errno 28] No space left on device", False),
+        (Outcome.COMPILE_ERROR, "Triton 3.6.0 cannot compile this: ptxas said no", True),
+        (Outcome.WRONG_RESULT, "error 1 where 0.1 is allowed", True),
+    ],
+)
+def test_failures_of_the_machine_that_an_older_version_wrote_are_tried_anew(
+    tmp_path: Path, outcome: Outcome, detail: str, blamed: bool
+) -> None:
+    first = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
+    assert first.claim(ONE)
+    written = replace(trial(ONE), outcome=outcome, detail=detail)
+    first.finish(written, 1.0)
+    second = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
+    assert second.news().finished == [written] * blamed
+    assert second.claim(ONE) is not blamed
 
 
 # A journal's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import interpreted
@@ -82,8 +83,43 @@ def test_a_wrong_kernel_is_never_cached(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "nothing shipped")
     summary = tuned(tmp_path, fault)
     assert summary.entries == {}
-    assert summary.failed == {CAUSAL.key: "no variant gave right numbers in the interpreter"}
+    (reason,) = summary.failed.values()
+    assert reason.startswith("none of 2 variants passed Triton's interpreter; 2 ended with wrong result: ")
+    assert (summary.outcomes, summary.rehearsals, summary.written) == ({"ok": 2}, {"wrong result": 2}, ())
     assert cache.lookup(tmp_path, samples.A30, Op.FORWARD) == {}
+
+
+@pytest.mark.slow
+def test_a_kernel_that_the_interpreter_cannot_run_is_never_cached_and_not_called_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "nothing shipped")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(planted_site(tmp_path)), os.environ.get("PYTHONPATH", "")]))
+    summary = tuned(tmp_path / "cache", FAULTS["sees one key too many at the diagonal"])
+    assert summary.entries == {}
+    assert summary.rehearsals == {"interpreter crash": 2}
+    assert summary.reasons == {"interpreter crash: TypeError: planted": 2}
+    assert summary.failed == {
+        CAUSAL.key: "none of 2 variants passed Triton's interpreter; 2 ended with interpreter crash: TypeError: planted"
+    }
+
+
+def planted_site(folder: Path) -> Path:
+    """A folder for PYTHONPATH, with which every process that interprets kernels fails at their first load."""
+    place = folder / "site"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(SITE)
+    return place
+
+
+SITE = """
+import os
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+    def load(*arguments, **named):
+        raise TypeError("planted")
+    interpreter.InterpreterBuilder.create_masked_load = load
+"""
 
 
 @pytest.mark.slow

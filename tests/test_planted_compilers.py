@@ -30,7 +30,8 @@ echo $$ > {note}.tmp && mv {note}.tmp {note}
 FAULTS = {
     "hangs": ("exec sleep 600", Outcome.TIMEOUT, "no answer within 5 s"),
     "dies of a signal": ("kill -SEGV $$", Outcome.COMPILE_ERROR, "-11"),
-    "is killed twice": ("kill -KILL $$", Outcome.COMPILE_ERROR, "-9"),
+    "is killed twice": ("kill -KILL $$", Outcome.OUT_OF_MEMORY, "the compiler was killed (SIGKILL) each time"),
+    "has no room": ("echo 'ptxas fatal: No space left on device' >&2; exit 1", Outcome.DISK_FULL, "must be room"),
     "refuses": ("echo 'ptxas fatal: no' >&2; exit 1", Outcome.COMPILE_ERROR, ""),
     "kills its workers": ("kill -KILL $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGKILL)"),
     "aborts its worker": ("kill -ABRT $PPID; exec sleep 600", Outcome.CRASH, "the process died (SIGABRT)"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,19 @@ def test_a_wheel_serves_what_it_carries(package: Path) -> None:
     assert resources.root() == package / "_data"
     assert resources.template_path("triton/forward") == package / "_data/templates/triton/forward.py.j2"
     assert resources.space_path("triton/forward") == package / "_data/search_spaces/triton/forward.yaml"
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"TRITON_HOME": "/somewhere"}, {"TRITON_CACHE_DIR": "/there"}, {"HOME": "/home/of/x"}]
+)
+def test_tritons_cache_is_where_triton_says(environment: dict[str, str]) -> None:
+    script = (
+        "import triton; from autoattn import resources; print(triton.knobs.cache.dir); print(resources.triton_cache())"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    done = subprocess.run([sys.executable, "-c", script], env={**kept, **environment}, capture_output=True, text=True)
+    theirs, ours = done.stdout.splitlines()
+    assert Path(theirs) == Path(ours)
 
 
 def test_templates_are_found_by_looking(package: Path) -> None:

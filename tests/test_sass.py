@@ -222,6 +222,12 @@ def test_a_kernel_of_known_encodings_does_not_start_the_disassembler(compiled, m
     assert read(kernel, 80) == before
 
 
+@pytest.fixture(autouse=True)
+def encodings_of_this_test(monkeypatch, tmp_path):
+    """Other tests share Triton's cache, where encodings are kept."""
+    monkeypatch.setattr(encodings, "_path", lambda tool: tmp_path / "encodings" / "tool.json")
+
+
 def forget(monkeypatch):
     """As if another process began now, with the same cache folder."""
     for name in ("_base", "_detail"):
@@ -236,6 +242,12 @@ def test_what_one_process_learned_spares_the_next_one_the_disassembler(compiled,
     forget(monkeypatch)
     monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 90) == before
+
+
+def test_encodings_are_kept_in_tritons_cache(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert encodings._path(sass.disassembler()).parent == tmp_path / "autoattn"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'[[["x"], "FFMA"]]', b"[[[1], 2]]", b"[1]"])

@@ -25,7 +25,7 @@ def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_pat
     assert entry.report is not None
     assert entry.report.registers > 0
     assert summary.kernels == 3
-    assert cache.read(summary.path).entries[SMALL.key].params == entry.params
+    assert cache.read(summary.written[0]).entries[SMALL.key].params == entry.params
     again = run(tmp_path, trials=3)
     assert (again.kept, again.kernels) == (1, 0)
 
@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_what_was_finished(pretended: type[Pretended], tmp_path: Pa
     pretended.interrupts = frozenset({other.key})
     summary = run(tmp_path, SMALL, other)
     assert summary.interrupted
-    assert list(cache.read(summary.path).entries) == [SMALL.key]
+    assert list(cache.read(summary.written[0]).entries) == [SMALL.key]
 
 
 def test_the_fastest_finalist_wins_and_the_kernel_is_the_choice(pretended: type[Pretended], tmp_path: Path) -> None:

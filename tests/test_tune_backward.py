@@ -43,7 +43,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Both]:
 def test_each_operation_has_a_file_of_its_own(pretended: type[Both], tmp_path: Path) -> None:
     summary = run(tmp_path, SMALL, BACKWARD, measured=True)
     assert not summary.failed
-    assert summary.path == tmp_path / samples.H200.name
+    folder = tmp_path / samples.H200.name
+    assert summary.written == (folder / "backward.json", folder / "forward.json")
     for problem in (SMALL, BACKWARD):
         path = cache.path_of(tmp_path, samples.H200, problem.op)
         assert list(cache.read(path).entries) == [problem.key]

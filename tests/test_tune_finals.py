@@ -79,7 +79,8 @@ def test_finals_without_a_right_finalist_leave_no_entry(
     monkeypatch.setattr(pretended, "finished", finished)
     summary = run(tmp_path, measured=True)
     assert summary.failed == {SMALL.key: "no finalist was right at full size: error 1 where 0.1 is allowed"}
-    assert not summary.path.exists()
+    assert summary.written == ()
+    assert not list(tmp_path.rglob("forward.json"))
 
 
 def test_finals_that_are_lost_leave_no_entry_and_the_next_problem_goes_on(
@@ -118,7 +119,7 @@ def test_a_winner_that_keeps_its_first_maximum_has_its_worst_case_told(
     assert pretended.outgrown == [(entry.variant, 3)], "the winner alone, once"
     assert entry.worst is not None
     assert (entry.worst.slowdown, entry.worst.redone, entry.worst.tiles) == (2.5, 63, 64)
-    assert cache.read(summary.path).entries[FIRST_MAX.key].worst == entry.worst
+    assert cache.read(summary.written[0]).entries[FIRST_MAX.key].worst == entry.worst
 
 
 def test_another_winner_has_no_worst_case(
@@ -140,7 +141,8 @@ def test_a_winner_that_is_wrong_in_its_worst_case_leaves_no_entry(
     assert summary.failed == {
         FIRST_MAX.key: "the winner's worst case ended with a wrong result: two runs on the same inputs differ"
     }
-    assert not summary.path.exists()
+    assert summary.written == ()
+    assert not list(tmp_path.rglob("forward.json"))
 
 
 def test_the_verdict_of_an_entry_covers_the_gate_and_the_full_size(
@@ -176,13 +178,36 @@ def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
     assert not [one for one in entry.candidates if Variant.of(entry.template, one.params) in wrong]
 
 
+def test_an_entry_says_what_the_interpreter_made_of_variants_and_is_searched_anew_where_it_crashed(
+    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash, wrong = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="no"), replace(GOOD, ok=False, reason="by 1")
+
+    def rehearse(self: Pretended, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+        return [crash, wrong, *(GOOD for _ in variants[2:])]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pretended, "rehearse", rehearse)
+        first = run(tmp_path).entries[SMALL.key]
+    assert first.search.outcomes == {"interpreter crash": 1, "ok": 4, "wrong result": 1}
+    again = run(tmp_path)
+    assert again.kept == 0
+    assert again.entries[SMALL.key].search.outcomes == {"ok": 6}
+    assert (len(first.candidates), len(again.entries[SMALL.key].candidates)) == (3, 5)
+    assert run(tmp_path).kept == 1
+
+
 def test_a_prediction_without_right_numbers_is_none(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        pretended, "rehearse", lambda self, problem, *variants: [replace(GOOD, ok=False) for _ in variants]
+        pretended,
+        "rehearse",
+        lambda self, problem, *variants: [replace(GOOD, ok=False, reason="by 1") for _ in variants],
     )
-    assert run(tmp_path).failed == {SMALL.key: "no variant gave right numbers in the interpreter"}
+    assert run(tmp_path).failed == {
+        SMALL.key: "none of 6 variants passed Triton's interpreter; 6 ended with wrong result: by 1"
+    }
 
 
 def test_an_entry_keeps_five_runners_up_in_order(pretended: type[Pretended], tmp_path: Path) -> None:

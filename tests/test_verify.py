@@ -139,6 +139,10 @@ def test_too_few_rounds_claim_nothing_of_the_time() -> None:
 # --- an entry's way ---------------------------------------------------------------------------------------------------
 
 
+CRASHED = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="TypeError: only 0-dimensional arrays")
+NO_MEMORY = Failure(outcome=Outcome.OUT_OF_MEMORY, detail="none")
+
+
 @dataclass
 class Shop:
     """A workshop that answers as it is told."""
@@ -216,6 +220,9 @@ def test_the_runners_up_that_there_still_are_meet_the_winner() -> None:
         (Shop(finished=contest([400.0], verdicts=(BAD,))), Finding.WRONG, "at full size: error 1"),
         (Shop(finished=Failure(outcome=Outcome.TIMEOUT, detail="no answer")), Finding.BROKEN, "timeout at full size"),
         (Shop(checked=BAD), Finding.WRONG, "error 1"),
+        (Shop(checked=CRASHED), Finding.UNCHECKED, "interpreter crash: TypeError"),
+        (Shop(checked=NO_MEMORY), Finding.UNCHECKED, "out of memory: none"),
+        (Shop(finished=NO_MEMORY), Finding.UNCHECKED, "out of memory at full size: none"),
         (Shop(checked=GOOD), Finding.SAME, "13 checks of its structure in the interpreter"),
     ],
 )
@@ -236,6 +243,17 @@ def test_a_kernel_that_keeps_its_first_maximum_is_checked_where_that_is_outgrown
     found = verified(keeps, shop)
     assert (found.finding, "in its worst case" in found.detail) == (finding, True), found
     assert verified(ENTRY, shop).ok, "others have no such case"
+
+
+@pytest.mark.parametrize("failure", [CRASHED, NO_MEMORY], ids=["interpreter", "memory"])
+def test_what_was_not_checked_keeps_its_mark_and_gets_none(failure: Failure) -> None:
+    found = verified(ENTRY, Shop(checked=failure))
+    assert not found.ok
+    assert found.mark is None
+    old = Mark(finding=Finding.WRONG, detail="error 1")
+    assert verified(replace(ENTRY, mark=old), Shop(checked=failure)).mark == old
+    with pytest.raises(ValueError, match="needs no mark"):
+        Mark(finding=Finding.UNCHECKED, detail="x")
 
 
 def test_a_stale_entry_is_not_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from planted_jobs import (
     Nothing,
     Parent,
     Raise,
+    Refused,
     Sleep,
     Tally,
     Unpicklable,
@@ -203,7 +205,10 @@ FAILURES = {
     "unpicklable result": (Unpicklable(), Outcome.LAUNCH_ERROR, "pickle"),
     "unreadable result": (Betray(), Outcome.LAUNCH_ERROR, "PlantedError: no way back"),
     "unreadable job": (Deaf(os.getpid()), Outcome.LAUNCH_ERROR, "PlantedError: only at home"),
-    "out of memory": (Greedy(), Outcome.LAUNCH_ERROR, "MemoryError"),
+    "out of memory": (Greedy(), Outcome.OUT_OF_MEMORY, "there must be memory for a compile"),
+    "full disk": (Refused(errno.ENOSPC), Outcome.DISK_FULL, "there must be room on the disk of Triton's cache"),
+    "read-only place": (Refused(errno.EROFS, "/etc/x"), Outcome.READ_ONLY, "/etc/x must be writable, but Read-only"),
+    "too many files": (Refused(errno.EMFILE), Outcome.HOST_ERROR, "but Too many open files"),
     "abort": (Exit("abort"), Outcome.CRASH, "the process died (SIGABRT)"),
     "kill": (Exit("kill"), Outcome.CRASH, "the process died (SIGKILL)"),
     "segfault": (Exit("segfault"), Outcome.CRASH, "the process died (SIGSEGV)"),
@@ -312,16 +317,17 @@ def test_a_job_that_a_dying_worker_never_began_is_begun_by_another(pool: Pool) -
 def test_a_large_job_for_a_worker_that_cannot_start_is_no_endless_loop(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.preload = "no_such_module"
-    assert pool.result(Echo(b"x" * 2**24), LONG).outcome is Outcome.CRASH
+    assert pool.result(Echo(b"x" * 2**24), LONG).outcome is Outcome.HOST_ERROR
 
 
 def test_a_worker_that_cannot_start_says_how_to_learn_why(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.preload = "no_such_module"
     failure = pool.result(Echo(), LONG)
-    assert failure.outcome is Outcome.CRASH
+    assert failure.outcome is Outcome.HOST_ERROR
     assert failure.detail == (
-        "the process died (exit code 1) before its first job; AUTOATTN_DEBUG=1 shows what it says"
+        "a worker process must start, but the process died (exit code 1) before its first job; AUTOATTN_DEBUG=1 shows "
+        "what it says"
     )
 
 

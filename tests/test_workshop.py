@@ -25,6 +25,7 @@ from pretended_pool import (
 )
 
 from autoattn import render, space, storage, workshop
+from autoattn.errors import HostError
 from autoattn.jobs import Final, Prepare, Screen, Screened, kind_of
 from autoattn.ledger import Ledger
 from autoattn.problem import DType, Layout, Numerics, Op, Precision
@@ -178,6 +179,51 @@ def test_a_kernel_that_fails_on_the_card_is_a_trial_and_the_search_goes_on(bench
     assert benched(shop)[-2].verdict is None, "what failed is judged again"
 
 
+# --- failures of the machine ------------------------------------------------------------------------------------------
+
+HOPELESS = [outcome for outcome in Outcome if outcome.ends_run]
+
+
+@pytest.mark.parametrize("outcome", HOPELESS)
+def test_what_every_variant_lacks_ends_the_search_and_is_no_trial(bench: Bench, outcome: Outcome) -> None:
+    bench.inspect = lambda job: Failure(outcome=outcome, detail="x must be, but is not; mend it")
+    shop, study = Workshop(samples.A30, measured=False, jobs=1), Studied(variants(3))
+    with pytest.raises(HostError, match=f"^{outcome.value}: x must be, but is not; mend it$"):
+        searched(shop, study)
+    assert study.trials == {}
+    assert shop.outcomes == {}
+
+
+def test_the_card_and_the_interpreter_end_it_too(bench: Bench) -> None:
+    full = Failure(outcome=Outcome.DISK_FULL, detail="no room")
+    bench.screen, bench.rehearse = lambda job: full, lambda job: full
+    shop = Workshop(samples.A30, measured=True, jobs=1)
+    with pytest.raises(HostError, match="no room"):
+        searched(shop, Studied(variants(1)))
+    with pytest.raises(HostError, match="no room"):
+        shop.check(LARGE, variants(1)[0])
+    with pytest.raises(HostError, match="no room"):
+        Workshop(samples.A30, measured=False, jobs=1).rehearse(LARGE, variants(1)[0])
+
+
+def test_short_memory_costs_one_variant_which_is_counted_and_not_journalled(bench: Bench, tmp_path: Path) -> None:
+    few = Failure(outcome=Outcome.OUT_OF_MEMORY, detail="too little")
+    shop = Workshop(samples.A30, measured=False, jobs=1)
+    bench.inspect = lambda job: few if job is asked(shop)[1] else report_of(job)
+    one = space.load("triton/forward")
+
+    def study() -> Study:
+        ledger = Ledger("one", storage.journal(tmp_path / "one.journal"), one)
+        return Study(ledger, one, LARGE, samples.A30, seed=0, budget=4)
+
+    first = study()
+    searched(shop, first, more=lambda: first.taken < 4)
+    assert shop.outcomes == {Outcome.OK: 3, Outcome.OUT_OF_MEMORY: 1}
+    assert shop.reasons == {"out of memory: too little": 1}
+    first.close()
+    assert len(study().trials) == 3, "the next run tries that variant anew"
+
+
 # --- rehearsals -------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +242,20 @@ def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> Non
         for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
             assert shop.rehearse(one, variant) == [GOOD]
     assert len(benched(shop)) == 1
+
+
+def test_what_became_of_rehearsals_is_counted_with_the_reason(bench: Bench) -> None:
+    answers = {
+        "online": GOOD,
+        "lazy": replace(GOOD, ok=False, reason="by 1"),
+        "first_max": Failure(outcome=Outcome.INTERPRETER_CRASH, detail="TypeError: no"),
+    }
+    bench.rehearse = lambda job: answers[str(job.source.variant["softmax"])]
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    shop.rehearse(LARGE, *(kernels.variant(softmax=softmax) for softmax in ("online", "lazy", "first_max", "lazy")))
+    assert shop.rehearsals == {Outcome.OK: 1, Outcome.WRONG_RESULT: 2, Outcome.INTERPRETER_CRASH: 1}
+    assert shop.reasons == {"wrong result: by 1": 2, "interpreter crash: TypeError: no": 1}
+    assert shop.outcomes == {}, "a trial is what was compiled"
 
 
 def test_structures_are_rehearsed_together_and_answered_in_order(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -177,6 +178,8 @@ def _tune(device: str, named: list[NamedProblem], settings: Options, notes: tupl
     close(console, named, summary)
     if summary.interrupted:
         raise typer.Exit(INTERRUPTED)
+    if summary.stopped is not None:
+        raise summary.stopped
     if summary.failed:
         raise typer.Exit(1)
 
@@ -195,23 +198,43 @@ def count(number: int, noun: str) -> str:
 
 
 def close(console: Console, named: list[NamedProblem], summary: Summary) -> None:
-    """Prints a table for each group, what the run came to, and where the winners are."""
+    """Prints why nothing was tuned, if so, a table for each group, what the run came to, and where the winners are."""
     from autoattn.cli.progress import duration
 
+    if not summary.entries and summary.failed:
+        console.print(f"Nothing was tuned: {commonest_reason(summary)}", soft_wrap=True)
     for group in dict.fromkeys(group for one in named for group in one.groups):
-        _table(console, group, [one.problem for one in named if group in one.groups], summary)
+        if summary.entries or summary.failed:
+            _table(console, group, [one.problem for one in named if group in one.groups], summary)
     tuned = len(summary.entries) - summary.kept
     parts = [f"{tuned:,} tuned", f"{summary.kept:,} already up to date", f"{len(summary.failed):,} failed"]
-    outcomes = ", ".join(f"{number:,} {outcome}" for outcome, number in summary.outcomes.items())
+    left = len({one.problem.key for one in named} - summary.entries.keys() - summary.failed.keys())
+    parts += [f"{left:,} not reached"] * bool(left)
     console.print(f"{count(len(named), 'problem')}: {', '.join(parts)}; {duration(summary.seconds)}", soft_wrap=True)
     console.print(
-        f"{count(sum(summary.outcomes.values()), 'trial')}{f' ({outcomes})' if outcomes else ''}, "
-        f"{count(summary.kernels, 'distinct kernel')} compiled",
-        soft_wrap=True,
+        f"{counted(summary.outcomes, 'trial')}, {count(summary.kernels, 'distinct kernel')} compiled", soft_wrap=True
     )
-    console.print(f"Cache: {summary.path}", soft_wrap=True)
+    if summary.rehearsals:
+        console.print(f"{counted(summary.rehearsals, 'rehearsal')} in Triton's interpreter", soft_wrap=True)
+    for path in summary.written:
+        console.print(f"Cache: {path}", soft_wrap=True)
     if summary.interrupted:
         console.print("Interrupted: what was finished is kept; run the same command again to go on.", soft_wrap=True)
+
+
+def counted(outcomes: dict[str, int], noun: str) -> str:
+    """44 trials (2 infeasible, 42 ok)."""
+    each = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
+    return f"{count(sum(outcomes.values()), noun)}{f' ({each})' if each else ''}"
+
+
+def commonest_reason(summary: Summary) -> str:
+    """Why nothing was tuned, in words: what most variants failed of, or where none did, most problems."""
+    if summary.reasons:
+        reason, number = max(summary.reasons.items(), key=lambda each: each[1])
+        return f"{reason} ({number:,} of {sum(summary.reasons.values()):,} variants that failed)"
+    (reason, number), *_ = Counter(summary.failed.values()).most_common(1)
+    return f"{reason} ({number:,} of {len(summary.failed):,} problems)"
 
 
 def _table(console: Console, group: str, problems: list[Problem], summary: Summary) -> None:

@@ -28,8 +28,8 @@ def command(
 
     On the GPU when it is in this machine: the numbers once more, and the time in rounds with the runners-up and
     PyTorch's backends. Else by digests and Triton's interpreter. Each entry is the same, faster or slower by a share
-    with its interval, no longer the fastest, stale, wrong, or does not run. Exits with 1 unless all are the same or
-    faster.
+    with its interval, no longer the fastest, stale, wrong, not checked, or does not run. Exits with 1 unless all are
+    the same or faster.
 
     A call never runs on an entry that is marked as wrong or as one that does not run; of other marks autoattn explain
     tells, and autoattn tune searches marked problems again.

@@ -1,0 +1,154 @@
+"""Triton's interpreter: repairs known faults of its releases, and says in words what an exception of it was.
+
+The only module that touches `triton.runtime.interpreter`. A repair names the releases that have the fault. It is
+applied only where a probe shows the fault, so another release, or another NumPy, is left as it is; and only in
+processes where Triton interprets kernels (TRITON_INTERPRET=1). No kernel's text changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+__all__ = ["REPAIRS", "InterpreterError", "Repair", "interprets", "repair", "words"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """One fault of Triton's interpreter and what mends it."""
+
+    name: str
+    releases: str  # that have the fault, as far as is known
+    reason: str  # what goes wrong, and where
+    is_needed: Callable[[], bool]  # a probe without side effects
+    apply: Callable[[], None]
+
+
+def interprets() -> bool:
+    """Whether this process was started with TRITON_INTERPRET=1."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def repair() -> tuple[str, ...]:
+    """Applies the repairs that this release needs, once in a process; returns their names, none outside of one.
+
+    Call it before the first launch of an interpreted kernel.
+    """
+    if not interprets():
+        return ()
+    needed = [each for each in REPAIRS if each.is_needed()]
+    for each in needed:
+        each.apply()
+    return tuple(each.name for each in needed)
+
+
+def words(error: BaseException) -> str:
+    """The exception below the interpreter's own wrappers, on one line: `TypeError: only 0-dimensional ...`."""
+    while isinstance(error, InterpreterError) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# --- a value of one element as an index -------------------------------------------------------------------------------
+
+
+def _index_fails() -> bool:
+    from triton.runtime import interpreter
+
+    class Probe:
+        pass
+
+    interpreter._patch_lang_tensor(Probe, interpreter._LangPatchScope())
+    probe: Any = Probe()
+    probe.handle = interpreter.TensorHandle(np.array([1], dtype=np.int32), tl.int32)
+    try:
+        return int(probe.__index__()) != 1
+    except TypeError:
+        return True
+
+
+def _mend_index() -> None:
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+# --- the type of a comparison -----------------------------------------------------------------------------------------
+
+
+def _comparison_spoils_masks() -> bool:
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    one = builder.get_int32(1)
+    mask = builder.create_splat(tl.block_type(tl.int1, [1]), builder.create_icmpEQ(one, one))
+    return mask.data.dtype != np.bool_ and _store_refuses(mask.data)
+
+
+def _store_refuses(mask: Any) -> bool:
+    """Whether the interpreter's native part takes no mask of this NumPy type; nothing is written."""
+    from triton.runtime import interpreter
+
+    memory = np.zeros(1, dtype=np.int32)
+    address = np.array([memory.ctypes.data], dtype=np.uint64)
+    try:
+        interpreter._interpreter.store(address, memory.copy(), np.zeros_like(mask))
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
+def _mend_comparisons() -> None:
+    from triton.runtime import interpreter
+
+    for name in dir(interpreter.InterpreterBuilder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(interpreter.InterpreterBuilder, name, _of_truths(getattr(interpreter.InterpreterBuilder, name)))
+
+
+def _of_truths(compare: Callable[..., Any]) -> Callable[..., Any]:
+    from triton.runtime.interpreter import TensorHandle
+
+    def compared(self: Any, lhs: Any, rhs: Any) -> Any:
+        return TensorHandle(compare(self, lhs, rhs).data, tl.int1)
+
+    return compared
+
+
+REPAIRS = (
+    Repair(
+        name="index",
+        releases="Triton 3.6 with NumPy 2.4 or newer",
+        reason=(
+            "bounds of loops are values of one element, of which __index__ makes an int by int(array); NumPy 2.4 takes "
+            "only arrays without axes there (deprecated since 1.25). Triton 3.7 squeezes the array first"
+        ),
+        is_needed=_index_fails,
+        apply=_mend_index,
+    ),
+    Repair(
+        name="comparison",
+        releases="Triton 3.9.0",
+        reason=(
+            "what a comparison gives carries the type of its operands, so a scalar one that is spread over a block "
+            "becomes int32, and so does a mask that it is a part of. Up to Triton 3.8 the native store made booleans "
+            "of such a mask; that of 3.9 takes none (mask has unsupported dtype)"
+        ),
+        is_needed=_comparison_spoils_masks,
+        apply=_mend_comparisons,
+    ),
+)
