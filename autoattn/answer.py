@@ -11,7 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from autoattn import compile, determinism, dispatch, gpu, learning, prepared, redone, render, rivals, short
+from autoattn import (
+    availability,
+    compile,
+    determinism,
+    dispatch,
+    gpu,
+    learning,
+    prepared,
+    redone,
+    render,
+    rivals,
+    short,
+)
 from autoattn.arguments import Call
 from autoattn.device import Device
 from autoattn.dispatch import Explanation
@@ -162,12 +174,15 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
         raise _NotLoadedError  # an exception is not kept, so that the next call asks again
     card = gpu.present(index)
     explanation = _followed(problem, dispatch.explain(problem, card), card, lse=traits.lse)
+    _warn_where_unavailable(explanation)
     refused = ""
     for variant in dispatch.variants(explanation, card):
         try:
             kernel = _loaded(render.render(problem, variant, traits), index)
         except CompileError as error:
             refused = str(error)
+            if explanation.entry is not None and render.why_not(variant, problem, traits) is None:
+                availability.warn_once(f"the kernel tuned for {explanation.entry.problem} is refused, {refused}")
             explanation = dispatch.without(explanation, variant, refused)
         else:
             return Plan(dispatch.by(explanation, variant), kernel)
@@ -185,6 +200,7 @@ def _prepare_both(
     forward_plan = _prepare(problem, traits, index)
     asked = learning.backward_of(problem, deterministic=deterministic, learned=learned)
     found = dispatch.explain(asked, card)
+    _warn_where_unavailable(found)
     refused = _why_not_both(forward_plan.explanation, found)
     if refused is None and found.variant is not None:
         try:
@@ -199,6 +215,12 @@ def _prepare_both(
             return both if theirs is None else Plan(theirs, captured=both)
     without = _without_gradients(refused, problem, gradient_traits.lse, found, learned)
     return _repeating(without) if deterministic else without
+
+
+def _warn_where_unavailable(explanation: Explanation) -> None:
+    """Tells the user, once, of tuned kernels that the installed Triton cannot compile."""
+    if explanation.unavailable:
+        availability.warn_once(explanation.unavailable)
 
 
 def _followed(problem: Problem, found: Explanation, card: Device | None, *, lse: bool) -> Explanation:

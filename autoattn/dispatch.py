@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import triton
 
-from autoattn import cache, inventory, precedence, space
+from autoattn import availability, cache, inventory, precedence, space
 from autoattn.cachefile import CacheFile
 from autoattn.device import Device
 from autoattn.entry import KERNEL, CacheEntry
@@ -50,6 +50,7 @@ class Explanation:
     steps: tuple[str, ...] = ()  # what was tried before, one sentence each
     entry: CacheEntry | None = None
     variant: Variant | None = None
+    unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
 
     def __str__(self) -> str:
         return f"{self.route} ({self.level.value}): {self.reason}"
@@ -151,13 +152,15 @@ class _Search:
         asked = (problem, replace(problem, numerics=Numerics.ANY))
         self.keys = dict.fromkeys(one.key for one in (*asked, *(replace(one, deterministic=False) for one in asked)))
         self.steps: list[str] = []
+        self.unavailable = ""
         self.measured: dict[str, CacheEntry] = {}
         self.predicted: dict[str, CacheEntry] = {}
         self._read(folders)
 
     def run(self) -> Explanation:
         """The first level that has an answer."""
-        return self._exact() or self._neighbour() or self._predicted() or self._default()
+        explanation = self._exact() or self._neighbour() or self._predicted() or self._default()
+        return replace(explanation, unavailable=self.unavailable)
 
     def _read(self, folders: tuple[Path, ...]) -> None:
         """Takes in the entries that count; an entry that cannot serve this problem gives way to one that can."""
@@ -184,12 +187,18 @@ class _Search:
             and self.problem.shares_kernels(entry.problem)
             and (far := distance(entry.problem, self.problem)) <= FARTHEST
         ]
+        excluded: Explanation | None = None
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
         for _, far, _, entry in sorted(related, key=lambda item: item[:3]):
             level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
-            found = self._use(entry, level, f"{entry.problem} is {far:.1f} octaves away and was measured on this card")
+            reason = f"{entry.problem} is {far:.1f} octaves away and was measured on this card"
+            found = self._use(entry, level, reason)
             if found is not None:
                 return found
+            if excluded is None and (why := self._why_excluded(entry)) is not None:
+                excluded = self._instead(entry, level, f"{reason}, but {why}")
+        if excluded is not None:  # what was measured beside it, before a default that nobody measured
+            return excluded
         self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
         return None
 
@@ -235,8 +244,10 @@ class _Search:
         why_not = worthless or infeasible or self._why_unrepeated(entry)
         if why_not is not None:
             self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
+            self.unavailable = self.unavailable or availability.why_unavailable(entry) or ""
             words = "its kernel cannot run here" if infeasible else why_not
-            return self._instead(entry, f"{reason}, but {words}") if level is Level.EXACT and not worthless else None
+            served = level is Level.EXACT and (not worthless or self._why_excluded(entry) is not None)
+            return self._instead(entry, level, f"{reason}, but {words}") if served else None
         tuned_with = entry.versions.get("triton")
         if tuned_with != triton.__version__:
             self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
@@ -272,7 +283,15 @@ class _Search:
             variant=entry.variant,
         )
 
-    def _instead(self, entry: CacheEntry, reason: str) -> Explanation | None:
+    def _why_excluded(self, entry: CacheEntry) -> str | None:
+        """Why an entry's kernel must not run here though its times hold; a default may be the same one, or slower."""
+        if entry.mark is not None and entry.mark.holds_back:
+            return "its kernel is marked"
+        if cache.why_stale(entry) is not None or availability.why_unavailable(entry) is None:
+            return None
+        return "its kernel cannot run here"
+
+    def _instead(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
         """The fastest of what was measured beside a choice that cannot serve here: kernels and rivals."""
         seeds = (seed for one in space.of(self.problem.op) for seed in one.seeds_for(self.problem, self.device))
         seed = next(seeds, None)  # for calls that ask for more than a rival gives
@@ -294,7 +313,7 @@ class _Search:
         return Explanation(
             problem=self.problem,
             route=route,
-            level=Level.EXACT,
+            level=level,
             reason=f"{reason}; {words} was the fastest beside it",
             steps=tuple(self.steps),
             entry=entry,

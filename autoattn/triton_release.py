@@ -11,6 +11,8 @@ from functools import lru_cache
 from importlib import metadata
 
 SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
+# The PyTorch whose wheels require a release, from their metadata; 2.12 requires 3.7.0.
+TORCH = {"3.6": "2.11", "3.7": "2.13", "3.8": "2.14", "3.9": "2.15"}
 NONE = "none"  # the version where Triton is not installed
 
 

@@ -30,7 +30,16 @@ FLOORS = (
     },
     {
         *("resources", "shapes", "space", "render", "cache", "cachefile", "inventory", "recording", "raw", "encodings"),
-        *("expression", "precedence", "tangent", "triton_release", "shapes_text", "model_config", "environment"),
+        *(
+            "availability",
+            "expression",
+            "precedence",
+            "tangent",
+            "triton_release",
+            "shapes_text",
+            "model_config",
+            "environment",
+        ),
     },
     {
         "reference",

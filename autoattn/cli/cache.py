@@ -39,11 +39,8 @@ def list_(
     from autoattn import inventory
     from autoattn.cli import show, terminal
 
-    shadowed = Counter(
-        (place.folder, one.device, one.op, place.release)
-        for one in show.overlays(None, cache)
-        for place in one.shadowed
-    )
+    combined = show.overlays(None, cache)
+    shadowed = Counter((place.folder, one.device, one.op, place.release) for one in combined for place in one.shadowed)
     held = [
         inventory.holding(folder, file, shadowed[folder, file.device, file.op, file.triton])
         for folder, file in inventory.read(cache)
@@ -62,6 +59,7 @@ def list_(
         terminal.print_table(console, f"{len(rows)} cache file{'' if len(rows) == 1 else 's'}", columns, rows)
     else:
         console.print("There is no cache file; run autoattn tune, or name another --cache.")
+    show.print_availability(console, (place.entry for one in combined for place in one.counting.values()))
 
 
 def diff(

@@ -90,7 +90,7 @@ def _operation(operation: str | None, training: bool, *, given: bool) -> str | N
 
 
 def _document(answer: Explanation) -> dict[str, Any]:
-    names = ("problem", "route", "level", "reason", "steps", "variant", "entry")
+    names = ("problem", "route", "level", "reason", "unavailable", "steps", "variant", "entry")
     return {name: getattr(answer, name) for name in names}
 
 
@@ -101,6 +101,8 @@ def _print(answer: Explanation) -> None:
     print(f"  runs on  {figures.printable(answer.route)}")
     print(f"  level    {answer.level.value}")
     print(f"  because  {figures.printable(answer.reason)}")
+    if answer.unavailable:
+        print(f"  tuned    {figures.printable(f'a kernel that cannot run here: {answer.unavailable}')}")
     if answer.variant is not None:
         print(f"  variant  {figures.printable(answer.variant.template)}: {figures.printable(answer.variant)}")
     if answer.entry is not None and answer.entry.finals is not None and answer.entry.problem == answer.problem:

@@ -11,6 +11,8 @@ import typer
 from autoattn.cli import completion, options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
 
     from autoattn.entry import CacheEntry
@@ -90,6 +92,7 @@ def command(
     if not found:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
     print_left_out(console, combined)
+    print_availability(console, (entry for _, _, entries in found for entry in entries))
 
 
 def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
@@ -116,6 +119,15 @@ def print_left_out(console: Console, combined: list[Overlay]) -> None:
     ]
     for line in lines:
         console.print(terminal.printable(line), soft_wrap=True)
+
+
+def print_availability(console: Console, entries: Iterable[CacheEntry]) -> None:
+    """Says which of these entries' kernels the installed Triton cannot run, and which another release tuned."""
+    from autoattn import availability
+    from autoattn.cli import terminal
+
+    for sentence in availability.sentences(entries):
+        console.print(terminal.printable(sentence), soft_wrap=True)
 
 
 def _counted(count: int) -> str:
