@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -77,8 +77,7 @@ class Attention(torch.nn.Module):
             dropout=self.dropout if self.training else 0.0, scale=self.scale, layout=self.layout,
             precision=self.precision, numerics=self.numerics, deterministic=self.deterministic,
         )  # fmt: skip
-        assert isinstance(output, Tensor)
-        return output
+        return cast(Tensor, output)  # torch.fx's is none
 
     def explain(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None, **given: Any) -> Explanation:
         """What `forward` does with the same arguments, and why."""

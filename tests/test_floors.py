@@ -83,6 +83,7 @@ FLOORS = (
         "learning",
         "paired",
         "arguments",
+        "sdpa_arguments",
         "modifying",
         "packing",
         "prepared",
