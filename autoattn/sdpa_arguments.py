@@ -38,25 +38,33 @@ def why_pytorch(
 
     Reads types, dtypes and shapes alone. What is neither PyTorch's nor right is left to the checks of `attention`.
     """
-    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+    three = {"query": query, "key": key, "value": value}
+    tensors = three if attn_mask is None else {**three, "attn_mask": attn_mask}
     if is_traced_by_jit():
         return "torch.jit.trace records PyTorch's operators alone"
     for name, tensor in tensors.items():
         if (reason := _why_of_its_kind(tensor)) is not None:
             return f"{name} is {reason}"
-    if not all(isinstance(tensor, Tensor) and tensor.dim() >= 2 for tensor in tensors.values()):
+    if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
-    if attn_mask is not None and is_causal is True:
+    if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool) or min(one.dim() for one in three.values()) < 2:
+        return None
+    if key.shape[-2] != value.shape[-2] or len({tensor.device for tensor in tensors.values()}) > 1:
+        return None  # PyTorch may read past the end of a tensor, so that `check` must refuse it
+    if attn_mask is not None and is_causal:
         return "attn_mask comes together with is_causal, which some backends of some versions of PyTorch take"
-    if len(tensors) < 3 or not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool):
-        return None
-    if reason := arguments.why_no_kernel(query, value):
+    if attn_mask is not None and attn_mask.dim() < 2:
+        return "attn_mask has fewer than two axes, which some backends take"
+    plain = attn_mask is None and dropout_p == 0.0 and not torch.compiler.is_compiling()
+    # What is plain goes there through `attention`, which knows scales for which PyTorch's masks fail, and repeats calls.
+    if not plain and (reason := arguments.why_no_kernel(query, value)):
         return reason
     if isinstance(dropout_p, int | float) and dropout_p == 1.0:
         return "dropout_p is 1, which leaves no weight"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.shape[-1] == 0 or 0 in tensor.shape[:-2]:
+    for name, tensor in three.items():
+        # A traced length may be a symbol that nobody can compare.
+        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if torch.compiler.is_compiling() else tensor.shape
+        if 0 in sizes:
             return f"{name} has an axis without elements, got shape {tuple(tensor.shape)}"
     return None
 
@@ -74,19 +82,17 @@ def _why_of_its_kind(tensor: Any) -> str | None:
 
 
 def check(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, enable_gqa: Any) -> None:
-    """Refuses what `attention` would take, or the backends of PyTorch's would read past their ends for.
+    """Refuses what `attention` would take, and what makes PyTorch's fused backends read memory that is no tensor's.
+
+    (With torch 2.13 and 2.15 on the CPU, a value with more tokens than the key corrupts the heap.)
 
     Raises:
-        TensorError: PyTorch's own attention reads memory that is not the tensors'.
-        SdpaTypeError, SdpaIndexError: it refuses the call.
+        SdpaTypeError: a flag is no boolean.
+        SdpaError: value has other tokens than key, or a tensor is on another device.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise SdpaTypeError(f"{name} must be True or False, got {flag!r:.60}; correct it")
-    if isinstance(attn_mask, Tensor) and attn_mask.dim() < 2:
-        raise SdpaIndexError(
-            f"attn_mask must have at least the two axes [seq_q, seq_kv], got shape {tuple(attn_mask.shape)}; add axes"
-        )
     tensors = [tensor for tensor in (query, key, value, attn_mask) if isinstance(tensor, Tensor)]
     if any(tensor.device != tensors[0].device for tensor in tensors):
         devices = ", ".join(str(tensor.device) for tensor in tensors)
@@ -137,6 +143,9 @@ def broadcast(
         return query, key, value, mask, None
     try:
         outer = torch.broadcast_shapes(*(tensor.shape[:heads] for tensor in (query, key, value)))
+        if mask is not None:  # it must fit the scores, which know nothing of the values
+            scores = (*torch.broadcast_shapes(query.shape[:heads], key.shape[:heads]), *query.shape[heads:-1])
+            mask.expand(*scores, key.shape[-2])
         query, key, value = (tensor.expand(*outer, *tensor.shape[heads:]) for tensor in (query, key, value))
         outer = query.shape[:-2]
         if mask is not None and (mask.dim() > 4 or query.dim() > 4):
