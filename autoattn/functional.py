@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -130,10 +131,12 @@ def _not_answered_before(
         return sdpa_arguments.record(attention, (query, key, value), {**given, "return_lse": return_lse})
     if asked is None and sdpa_arguments.are_nested(query, key, value):
         return sdpa_arguments.nested(query, key, value, {**given, "return_lse": return_lse})()
-    if (asked is None and operators.is_watched(query, key, value)) or sdpa_arguments.is_traced_by_jit():
+    by_jit = sdpa_arguments.is_traced_by_jit()
+    if by_jit or (asked is None and operators.is_watched(query, key, value)):
         from autoattn import traced  # which imports this module, and is for those who trace
 
-        return traced.attention(query, key, value, return_lse=return_lse, **given)
+        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
+            return traced.attention(query, key, value, return_lse=return_lse, **given)
     call = arguments.read(query, key, value, **given)
     plan = answer.plan(call, lse=return_lse)
     made = answer.run(call, plan, lse=return_lse)
@@ -208,15 +211,20 @@ def packed_attention(
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (found := known(*tensors)) is not None:
             return found
-    if (asked is None and operators.is_watched(*tensors)) or sdpa_arguments.is_traced_by_jit():
+    by_jit, by_fx = sdpa_arguments.is_traced_by_jit(), asked is None and sdpa_arguments.is_recorded_by_fx(*tensors)
+    if by_jit or by_fx or (asked is None and operators.is_watched(*tensors)):
+        given: dict[str, Any] = {
+            "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "score_mod": score_mod, "dropout": dropout, "seed": seed, "scale": scale, "precision": precision,
+            "numerics": numerics, "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
+            "value_scale": value_scale, "return_lse": return_lse,
+        }  # fmt: skip
+        if by_fx:
+            return sdpa_arguments.record(packed_attention, (*tensors, max_seqlen_q, max_seqlen_kv), given)
         from autoattn import traced
 
-        return traced.packed_attention(
-            *tensors, max_seqlen_q, max_seqlen_kv, causal=causal, window=window, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-            precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
-            key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
-        )  # fmt: skip
+        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
+            return traced.packed_attention(*tensors, max_seqlen_q, max_seqlen_kv, **given)
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
@@ -237,7 +245,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = Fal
         usual = {"causal": False, "dropout": 0.0, "scale": None, "layout": "bhsd"}
         sdpa_arguments.nested(query, key, value, {**usual, **given, "return_lse": return_lse})
         return dispatch.sdpa(sdpa_arguments.NESTED)
-    return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
+    with sdpa_arguments.outside_of_jit():
+        return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
 
 
 def explain_packed(
@@ -298,7 +307,7 @@ def scaled_dot_product_attention(
                 return output
     given: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
-        return sdpa_arguments.pytorchs(query, key, value, attn_mask, **given)
+        return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
     if torch.compiler.is_compiling():
         return _sdpa_by_attention(query, key, value, attn_mask, **given)
     arguments.numerics_of(None)  # a mistake of the environment is none of the call's
@@ -308,7 +317,7 @@ def scaled_dot_product_attention(
         raise
     except UsageError as mistake:  # PyTorch says whether it is one
         try:
-            return sdpa_arguments.pytorchs(query, key, value, attn_mask, **given)
+            return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
         except Exception as by_pytorch:
             raise sdpa_arguments.refused(mistake, by_pytorch) from by_pytorch
 
@@ -377,7 +386,7 @@ def flash_attn_func(
         q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
         scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return found if isinstance(found, Tensor) else (*found, None)
+    return (found[0], found[1], None) if return_attn_probs else cast(Tensor, found)
 
 
 def flash_attn_varlen_func(
@@ -412,7 +421,7 @@ def flash_attn_varlen_func(
         softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
         deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return found if isinstance(found, Tensor) else (*found, None)
+    return (found[0], found[1], None) if return_attn_probs else cast(Tensor, found)
 
 
 def _seeded(given: dict[str, Any]) -> dict[str, Any]:

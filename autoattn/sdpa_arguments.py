@@ -6,7 +6,9 @@ None of this runs for a call that was answered before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from autoattn import arguments
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.problem import Layout
 
-pytorchs: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+_USUAL = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 _TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not load their modules
 _PLAIN = (Tensor, torch.nn.Parameter)
 _BY_CLASS: dict[type[Exception], type[TensorError]] = {
@@ -29,6 +31,35 @@ _BY_CLASS: dict[type[Exception], type[TensorError]] = {
 def is_traced_by_jit() -> bool:
     """Whether torch.jit.trace records what runs."""
     return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
+@contextmanager
+def outside_of_jit() -> Iterator[None]:
+    """What runs in the block is not recorded by torch.jit.trace; sizes are plain numbers there."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
+
+
+@contextmanager
+def recorded_by_jit() -> Iterator[None]:
+    """No warnings of torch.jit.trace about checks, which the operator repeats whenever it runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        yield
+
+
+def by_pytorch(*tensors: Any, **given: Any) -> Tensor:
+    """F.scaled_dot_product_attention of query, key, value and attn_mask, without the arguments that are the defaults."""
+    said = {name: argument for name, argument in given.items() if argument is not _USUAL[name]}
+    three, attn_mask = tensors[:3], tensors[3]
+    output: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
+    )
+    return output
 
 
 def why_pytorch(
@@ -47,10 +78,21 @@ def why_pytorch(
             return f"{name} is {reason}"
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
-    if not isinstance(is_causal, bool) or not isinstance(enable_gqa, bool) or min(one.dim() for one in three.values()) < 2:
+    if (
+        not isinstance(is_causal, bool)
+        or not isinstance(enable_gqa, bool)
+        or min(one.dim() for one in three.values()) < 2
+    ):
         return None
-    if key.shape[-2] != value.shape[-2] or len({tensor.device for tensor in tensors.values()}) > 1:
-        return None  # PyTorch may read past the end of a tensor, so that `check` must refuse it
+    if any(tensor.device != query.device for tensor in tensors.values()):
+        return None  # PyTorch does not always look, so that `check` must refuse it
+    for name, tensor in three.items():
+        # A traced length may be a symbol that nobody can compare.
+        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if torch.compiler.is_compiling() else tensor.shape
+        if 0 in sizes:
+            return f"{name} has an axis without elements, got shape {tuple(tensor.shape)}"
+    if key.shape[-2] != value.shape[-2]:
+        return None  # PyTorch may read past the end of the value: likewise
     if attn_mask is not None and is_causal:
         return "attn_mask comes together with is_causal, which some backends of some versions of PyTorch take"
     if attn_mask is not None and attn_mask.dim() < 2:
@@ -61,11 +103,6 @@ def why_pytorch(
         return reason
     if isinstance(dropout_p, int | float) and dropout_p == 1.0:
         return "dropout_p is 1, which leaves no weight"
-    for name, tensor in three.items():
-        # A traced length may be a symbol that nobody can compare.
-        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if torch.compiler.is_compiling() else tensor.shape
-        if 0 in sizes:
-            return f"{name} has an axis without elements, got shape {tuple(tensor.shape)}"
     return None
 
 
@@ -174,11 +211,15 @@ def is_recorded_by_fx(*tensors: Any) -> bool:
     return any(isinstance(tensor, torch.fx.Proxy) for tensor in tensors)
 
 
-def record(function: Callable[..., Any], tensors: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """A node of torch.fx's graph that calls a function of ours when the graph runs."""
+def record(function: Callable[..., Any], placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """A node of torch.fx's graph that calls a function of ours when the graph runs.
+
+    Args:
+        placed: the arguments that have no names in the call.
+    """
     usual = {name: one.default for name, one in inspect.signature(function).parameters.items()}
     said = {name: argument for name, argument in given.items() if argument is not usual[name]}
-    return torch.overrides.handle_torch_function(function, tensors, *tensors, **said)
+    return torch.overrides.handle_torch_function(function, placed, *placed, **said)
 
 
 def are_nested(*tensors: Any) -> bool:
@@ -221,7 +262,7 @@ def nested(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> 
         words["enable_gqa"] = True
 
     def call() -> Tensor:
-        output = pytorchs(query, key, value, **words)
+        output = by_pytorch(query, key, value, None, **words)
         return output.transpose(1, 2) if swapped else output
 
     return call
