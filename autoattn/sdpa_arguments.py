@@ -53,8 +53,8 @@ def recorded_by_jit() -> Iterator[None]:
 
 
 def by_pytorch(*tensors: Any, **given: Any) -> Tensor:
-    """F.scaled_dot_product_attention of query, key, value and attn_mask, without the arguments that are the defaults."""
-    said = {name: argument for name, argument in given.items() if argument is not _USUAL[name]}
+    """F.scaled_dot_product_attention of query, key, value and attn_mask, without arguments that are the defaults."""
+    said = _without_defaults(given, _USUAL)
     three, attn_mask = tensors[:3], tensors[3]
     output: Tensor = torch.nn.functional.scaled_dot_product_attention(
         *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
@@ -78,11 +78,8 @@ def why_pytorch(
             return f"{name} is {reason}"
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
-    if (
-        not isinstance(is_causal, bool)
-        or not isinstance(enable_gqa, bool)
-        or min(one.dim() for one in three.values()) < 2
-    ):
+    flags = isinstance(is_causal, bool) and isinstance(enable_gqa, bool)
+    if not flags or any(tensor.dim() < 2 for tensor in three.values()):
         return None
     if any(tensor.device != query.device for tensor in tensors.values()):
         return None  # PyTorch does not always look, so that `check` must refuse it
@@ -98,7 +95,7 @@ def why_pytorch(
     if attn_mask is not None and attn_mask.dim() < 2:
         return "attn_mask has fewer than two axes, which some backends take"
     plain = attn_mask is None and dropout_p == 0.0 and not torch.compiler.is_compiling()
-    # What is plain goes there through `attention`, which knows scales for which PyTorch's masks fail, and repeats calls.
+    # What is plain goes there through `attention`, which knows the scales for which PyTorch's masks fail.
     if not plain and (reason := arguments.why_no_kernel(query, value)):
         return reason
     if isinstance(dropout_p, int | float) and dropout_p == 1.0:
@@ -218,8 +215,16 @@ def record(function: Callable[..., Any], placed: tuple[Any, ...], given: dict[st
         placed: the arguments that have no names in the call.
     """
     usual = {name: one.default for name, one in inspect.signature(function).parameters.items()}
-    said = {name: argument for name, argument in given.items() if argument is not usual[name]}
-    return torch.overrides.handle_torch_function(function, placed, *placed, **said)
+    return torch.overrides.handle_torch_function(function, placed, *placed, **_without_defaults(given, usual))
+
+
+def _without_defaults(given: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are not the defaults, which are None, numbers and words."""
+    return {
+        name: argument
+        for name, argument in given.items()
+        if type(argument) is not type(usual[name]) or argument != usual[name]
+    }
 
 
 def are_nested(*tensors: Any) -> bool:

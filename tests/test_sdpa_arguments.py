@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,9 +149,10 @@ def test_explain_says_why_pytorch_answers(name: str) -> None:
 
 def test_a_mask_together_with_is_causal_is_pytorchs_to_take_or_refuse() -> None:
     """torch 2.13 takes both with the fused backend of the CPU alone, torch 2.15 never."""
-    for shape in ((2, 4, 5, 8), (4, 5, 8)):
+    both = {"attn_mask": SEEN, "is_causal": True}
+    for query, key, value in (three(2, 4, 5, 8), three(4, 5, 8)):
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-            call = SdpaCall(*three(*shape), given={"attn_mask": SEEN, "is_causal": True}, wrong="")
+            call = SdpaCall(query=query, key=key, value=value, given=both, wrong="")
             with sdpa_kernel(backend):
                 compare(call)
     assert autoattn.explain_sdpa(Q, K, V, SEEN, is_causal=True).reason.startswith("attn_mask comes together with")
@@ -171,7 +173,7 @@ def test_nested_tensors_are_answered_by_pytorch(layout: torch.layout) -> None:
     output = autoattn.attention(swapped, swapped, swapped, layout="bshd")
     for mine, other in zip(output.unbind(), theirs(query, query, query).unbind(), strict=True):
         close(mine, other.transpose(0, 1))
-    with pytest.raises(TensorError, match="which has no softcap, got 2.0; leave it out or call packed_attention"):
+    with pytest.raises(TensorError, match=r"which has no softcap, got 2\.0; leave it out or call packed_attention"):
         autoattn.attention(query, query, query, softcap=2.0)
     with pytest.raises(
         TensorError, match="aligns a causal mask top-left, got causal=True and sequences that may differ"
@@ -233,10 +235,11 @@ def test_meta_and_fake_tensors_get_the_shape_and_dtype_of_the_answer() -> None:
 def test_vmap_and_derivatives_of_torch_func_are_pytorchs() -> None:
     tensors = three(3, 2, 4, 5, 8, dtype=torch.float64)
     for given in ({"is_causal": True}, {"attn_mask": SEEN}):
-        close(torch.vmap(lambda *one: ours(*one, **given))(*tensors), theirs(*tensors, **given))
+        mapped, wanted = (partial(door, **given) for door in (ours, theirs))
+        close(torch.vmap(mapped)(*tensors), wanted(*tensors))
         mine, other = (
-            torch.func.grad(lambda query, door=door: door(query, *tensors[1:], **given).square().sum())(tensors[0])
-            for door in (ours, theirs)
+            torch.func.grad(lambda query, door=door: door(query, *tensors[1:]).square().sum())(tensors[0])
+            for door in (mapped, wanted)
         )
         close(mine, other)
 
@@ -263,8 +266,8 @@ def test_symbolic_trace_records_our_other_functions_as_they_are() -> None:
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [autoattn.attention]
     close(traced(Q, K, V), module(Q, K, V))
     offsets, tokens = torch.tensor([0, 2, 5], dtype=torch.int32), three(5, 2, 8)
-    traced = torch.fx.symbolic_trace(lambda *given: autoattn.packed_attention(*given, 3, 3, causal=True), {"x": 0})
-    close(traced(*tokens, offsets, offsets), autoattn.packed_attention(*tokens, offsets, offsets, 3, 3, causal=True))
+    traced = torch.fx.symbolic_trace(lambda q, k, v, c: autoattn.packed_attention(q, k, v, c, c, 3, 3, causal=True))
+    close(traced(*tokens, offsets), autoattn.packed_attention(*tokens, offsets, offsets, 3, 3, causal=True))
     traced = torch.fx.symbolic_trace(lambda q, k, v: functional.flash_attn_func(q, k, v, causal=True))
     close(traced(Q, K, V), functional.flash_attn_func(Q, K, V, causal=True))  # type: ignore[arg-type]
 
