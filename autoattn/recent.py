@@ -83,7 +83,7 @@ def find(query: Any, key: Any, value: Any, words: Words) -> Callable[..., Any] |
         return None
     causal, softcap, dropout, scale, layout, return_lse, deterministic = words
     try:
-        if query.is_nested or key.is_nested or value.is_nested:  # the guards of torch 2.13 end the process over them
+        if query.is_nested or key.is_nested or value.is_nested:  # the guards end the process over them
             return None
         for one in _first:
             a, b, c, d, e, f, g = one.words
