@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 TRITON ?= 3.6.0
-NEWEST_TRITON ?= 3.9.*
+# What the wheel is installed with for test-wheel, and where; nothing pins what pip would bring.
+WHEEL_PINS ?=
+WHEEL_VENV ?= .venv-wheel
 TORCH_CPU ?= 2.13.0+cpu
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 JOBS ?= auto
@@ -14,12 +16,11 @@ REPORT ?= report
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TRITON)
-NEWEST := $(VENV)/newest-triton
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
-.PHONY: help tune test test-exhaustive test-gpu lint format report newest-triton clean
+.PHONY: help tune test test-exhaustive test-gpu lint format report test-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,11 +50,20 @@ format: $(READY) ## Put the code into the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-newest-triton: $(READY) $(NEWEST)/.ready-$(NEWEST_TRITON) ## Compile every template with the newest Triton
-	PYTHONPATH=$(abspath $(NEWEST)) $(PYTEST) -m "not gpu" $(PARALLEL) tests/test_templates_compile.py
+# Away from the checkout, so that the tests meet the wheel's package and files. PyPI's torch brings gigabytes of CUDA.
+test-wheel: ## Install the wheel with WHEEL_PINS into a fresh WHEEL_VENV and run the tests there
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "autoattn needs Python 3.10 or newer, got $$($(PYTHON) --version); run make PYTHON=python3.11" >&2; exit 2; }
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
+	$(WHEEL_VENV)/bin/python -m pip install --quiet "$$(ls $(WHEEL_VENV)/dist/*.whl)[dev]" $(WHEEL_PINS)
+	$(WHEEL_VENV)/bin/python -m pip list --format freeze | grep -E "^(torch|triton|numpy|autoattn)=="
+	cd $(WHEEL_VENV) && bin/pytest --rootdir "$(CURDIR)" -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider \
+		-m "not gpu and not exhaustive" $(PARALLEL) "$(CURDIR)/tests"
 
 clean: ## Remove the virtual environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(WHEEL_VENV)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -72,8 +82,3 @@ else
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 endif
 	touch $@
-
-$(NEWEST)/.ready-$(NEWEST_TRITON): | $(VENV)/bin/python
-	rm -rf $(NEWEST)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) "triton==$(NEWEST_TRITON)"
-	touch "$@"

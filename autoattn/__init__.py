@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from autoattn.dilated import dilated_attention
     from autoattn.dispatch import Explanation
     from autoattn.errors import AutoattnError
-    from autoattn.functional import attention, explain, explain_packed, packed_attention
+    from autoattn.functional import attention, explain, explain_packed, explain_sdpa, packed_attention
     from autoattn.mask import Mask
     from autoattn.module import Attention
     from autoattn.multihead import MultiheadAttention
@@ -28,6 +28,7 @@ __all__ = [
     "dilated_attention",
     "explain",
     "explain_packed",
+    "explain_sdpa",
     "masks",
     "packed_attention",
 ]
@@ -43,6 +44,7 @@ _HOMES = {
     "dilated_attention": "autoattn.dilated",
     "explain": "autoattn.functional",
     "explain_packed": "autoattn.functional",
+    "explain_sdpa": "autoattn.functional",
     "packed_attention": "autoattn.functional",
 }
 

@@ -30,10 +30,9 @@ from autoattn.dispatch import Explanation
 from autoattn.entry import KERNEL
 from autoattn.errors import CompileError, TensorError
 from autoattn.learning import NONE_LEARNED, Learned
-from autoattn.operands import Operands
+from autoattn.operands import Operands, empty_as
 from autoattn.ops import forward
 from autoattn.problem import Bias, DType, Op, Problem
-from autoattn.reference import TORCH_DTYPE
 from autoattn.variant import Source, Traits
 
 MAX_SCALE = 1e38  # times log2(e) it is still a float32
@@ -79,11 +78,11 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
     if learned is None:
         learned = Learned.of(operands)
-    refusal = _why_no_kernel(problem, operands)
+    refusal = call.no_kernel or _why_no_kernel(problem, operands)
     if refusal is None and learns and (why_not := learning.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
-        without = _without_kernel(refusal, problem, lse, learned=learned)
+        without = _of_call(call, _without_kernel(refusal, problem, lse, learned=learned))
         return _repeating(without) if learns and call.deterministic else without
     try:
         if learns:
@@ -97,7 +96,12 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
 
 def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     """PyTorch answers a call, whatever was tuned."""
-    return _without_kernel(reason, call.problem, lse, learned=Learned.of(call.operands))
+    return _of_call(call, _without_kernel(reason, call.problem, lse, learned=Learned.of(call.operands)))
+
+
+def _of_call(call: Call, plan: Plan) -> Plan:
+    """The plan; without the problem where that is not the caller's."""
+    return replace(plan, explanation=replace(plan.explanation, problem=None)) if call.no_kernel else plan
 
 
 def explain(
@@ -304,8 +308,8 @@ def _eager(problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Ten
     query = operands.query
     kind = query.device.type
     if kind == "meta":
-        output = forward.empty_output(problem, query)
-        return output, query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
+        output = empty_as(query, operands.value.shape[3], forward.output_dtype(query.dtype))
+        return output, query.new_empty(query.shape[:3], dtype=forward.lse_dtype(query.dtype)) if lse else None
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         raise TensorError(
             f"a CUDA graph can hold this call only with its kernel, got {problem}, which is not loaded or has none; "
@@ -318,18 +322,19 @@ def _eager(problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Ten
 
 def _nothing(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     """The answer where no query meets a key: 0, with gradients of 0, which is what products over no keys are."""
-    problem, operands = call.problem, call.operands
+    operands = call.operands
     batch, heads, seq_q, head_dim = operands.query.shape
-    dtype = TORCH_DTYPE[problem.dtype.output]
+    heads_kv = operands.key.shape[1]
+    dtype = forward.output_dtype(operands.query.dtype)
     query, key, value = (
         tensor.to(dtype) for tensor in (operands.query, operands.key[:, :, :0], operands.value[:, :, :0])
     )
-    groups = query.reshape(batch, problem.heads_kv, problem.group_size, seq_q, head_dim)
+    groups = query.reshape(batch, heads_kv, heads // heads_kv if heads_kv else 1, seq_q, head_dim)
     weights = groups @ key[:, :, None].transpose(3, 4)
-    output = (weights @ value[:, :, None]).reshape(batch, heads, seq_q, problem.head_dim_v)
+    output = (weights @ value[:, :, None]).reshape(batch, heads, seq_q, value.shape[3])
     if not lse:
         return output, None
-    sums = query.new_full((batch, heads, seq_q), -math.inf, dtype=torch.float32)
+    sums = query.new_full((batch, heads, seq_q), -math.inf, dtype=forward.lse_dtype(query.dtype))
     if operands.sinks is not None:
         end = seq_q if operands.cu_seqlens_q is None else operands.cu_seqlens_q[-1]
         inside = torch.arange(seq_q, device=query.device) < end

@@ -15,8 +15,8 @@ from torch import Tensor
 from autoattn import modifying, packing, seeing
 from autoattn.errors import TensorError
 from autoattn.operands import Operands, as_they_lie
-from autoattn.ops.forward import DTYPE
-from autoattn.problem import DType, Layout, Numerics, Precision, Problem
+from autoattn.ops.forward import DTYPE, output_dtype
+from autoattn.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, DType, Layout, Numerics, Precision, Problem
 
 if TYPE_CHECKING:
     from autoattn.captures import Traced
@@ -44,7 +44,8 @@ class Call:
 
     problem: Problem  # sizes of 0 stand as 1
     operands: Operands
-    empty: bool = False  # there is no query, or no key, so there is nothing to compute
+    no_kernel: str = ""  # why no kernel knows such tensors: the problem then has a dtype and head dims that one knows
+    empty: bool = False  # there is no query, no head or no key, so there is nothing to compute
     deterministic: bool = False  # its gradients, if it has any, must repeat to the bit
 
 
@@ -86,12 +87,12 @@ def read(
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batch, _, seq_q, _ = query.shape
     seq_kv = key.shape[2]
-    seen = seeing.read(mask, causal, window, bias, query, seq_kv, DTYPE[query.dtype].output)
+    seen = seeing.read(mask, causal, window, bias, query, seq_kv, output_dtype(query.dtype))
     changed = modifying.read(
         query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind
     )
     float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
-    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers, "numerics": _numerics(numerics)}
+    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers, "numerics": numerics_of(numerics)}
     tensors = {"bias": seen.bias, "narrow_bias": seen.narrow_bias, "table": seen.table, "mask_captures": seen.captures}
     tensors |= changed.operands
     return _call(
@@ -153,7 +154,7 @@ def read_packed(
         "layout": Layout.PACKED,
         "mask": seeing.band(causal, window),
         "modifiers": changed.modifiers,
-        "numerics": _numerics(numerics),
+        "numerics": numerics_of(numerics),
         **tokens,
     }
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **changed.operands}
@@ -204,14 +205,14 @@ def _call(
     query, key, value = tensors
     batch, seq_q, seq_kv = sizes
     problem = _problem(
-        dtype=DTYPE[query.dtype],
+        dtype=DTYPE.get(query.dtype, DType.FLOAT32),
         batch=batch or 1,
-        heads_q=query.shape[1],
-        heads_kv=key.shape[1],
+        heads_q=query.shape[1] or 1,
+        heads_kv=key.shape[1] or 1,
         seq_q=seq_q or 1,
         seq_kv=seq_kv or 1,
-        head_dim=query.shape[3],
-        head_dim_v=value.shape[3],
+        head_dim=min(query.shape[3], MAX_HEAD_DIM),
+        head_dim_v=min(value.shape[3], MAX_HEAD_DIM_V),
         precision=precision,
         **facts,
     )
@@ -220,12 +221,27 @@ def _call(
         query=query,
         key=key,
         value=value,
-        scale=problem.head_dim**-0.5 if scale is None else scale,
+        scale=query.shape[3] ** -0.5 if scale is None else scale,
         **others,
-        **_float8_scales(query, batch, problem, float8),
+        **_float8_scales(query, (batch, key.shape[1]), float8),
     )
-    empty = batch == 0 or seq_q == 0 or seq_kv == 0
-    return Call(problem=problem, operands=as_they_lie(operands), empty=empty, deterministic=deterministic)
+    return Call(
+        problem=problem,
+        operands=as_they_lie(operands),
+        no_kernel=why_no_kernel(query, value),
+        empty=batch == 0 or seq_q == 0 or seq_kv == 0 or query.shape[1] == 0,
+        deterministic=deterministic,
+    )
+
+
+def why_no_kernel(query: Tensor, value: Tensor) -> str:
+    """Why no kernel knows the dtype or the head dims of a call; empty where one may."""
+    if query.dtype is torch.float64:
+        return "the tensors are float64, and the kernels take float16, bfloat16, float32 and float8_e4m3fn"
+    for name, size, most in (("query", query.shape[-1], MAX_HEAD_DIM), ("value", value.shape[-1], MAX_HEAD_DIM_V)):
+        if size > most:
+            return f"the head dim of {name} is {size}, and the kernels take at most {most}"
+    return ""
 
 
 def _problem(**facts: Any) -> Problem:
@@ -264,9 +280,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
             raise TensorError(f"{name} must be dense, got layout {tensor.layout}; call its to_dense()")
         if tensor.dim() != len(names):
             raise TensorError(f"{name} must be {axes}, got shape {tuple(tensor.shape)}; add or merge axes")
-        if tensor.dtype not in DTYPE:
+        if tensor.dtype not in DTYPE and tensor.dtype is not torch.float64:
             raise TensorError(
-                f"{name} must be float16, bfloat16, float32 or float8_e4m3fn, got {tensor.dtype}; cast it with .to()"
+                f"{name} must be float16, bfloat16, float32, float64 or float8_e4m3fn, got {tensor.dtype}; cast it "
+                "with .to()"
             )
         if tensor.dtype != query.dtype:
             raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
@@ -288,10 +305,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
             f"head_dim must be at least 1, got {query.shape[-1]} of query, {value.shape[-1]} of value; check the axes"
         )
     heads = names.index("heads")
-    if key.shape[heads] == 0 or query.shape[heads] == 0 or query.shape[heads] % key.shape[heads]:
+    heads_q, heads_kv = query.shape[heads], key.shape[heads]
+    if (heads_q == 0) != (heads_kv == 0) or (heads_kv and heads_q % heads_kv):
         raise TensorError(
-            f"query heads must be a multiple of key heads, got {query.shape[heads]} and {key.shape[heads]}; "
-            "check the layout or repeat the key heads"
+            f"query heads must be a multiple of key heads, got {heads_q} and {heads_kv}; check the layout or repeat "
+            "the key heads"
         )
 
 
@@ -348,7 +366,7 @@ def asked_numerics() -> str:
     return found if isinstance(found, str) else os.fsdecode(found) if found else ""
 
 
-def _numerics(numerics: str | None) -> Numerics:
+def numerics_of(numerics: str | None) -> Numerics:
     """Which ways of keeping the maximum may answer."""
     name, none, way_out = "numerics", ", online or None", "correct it"
     if numerics is None:
@@ -371,14 +389,14 @@ def deterministic_of(given: Any) -> bool:
     return given or torch.are_deterministic_algorithms_enabled()
 
 
-def _float8_scales(query: Tensor, batch: int, problem: Problem, given: dict[str, Any]) -> dict[str, Tensor]:
-    """The operands that float8 tensors have beside the others."""
-    shape = (batch, problem.heads_kv)
+def _float8_scales(query: Tensor, shape: tuple[int, int], given: dict[str, Any]) -> dict[str, Tensor]:
+    """The operands that float8 tensors have beside the others, each [batch, heads_kv]."""
+    float8 = DTYPE.get(query.dtype) is DType.FLOAT8
     found = {}
     for name, tensor in given.items():
         if tensor is None:
             continue
-        if problem.dtype is not DType.FLOAT8:
+        if not float8:
             raise TensorError(f"{name} belongs to float8_e4m3fn tensors, got {query.dtype}; multiply by it instead")
         modifying.check_tensor(name, tensor, query.device)
         if tensor.dtype is not torch.float32 or tensor.shape != shape:
@@ -387,7 +405,7 @@ def _float8_scales(query: Tensor, batch: int, problem: Problem, given: dict[str,
                 f"{tuple(tensor.shape)}; expand or cast it"
             )
         found[name] = tensor.contiguous()
-    if problem.dtype is DType.FLOAT8 and len(found) < len(given):
+    if float8 and len(found) < len(given):
         ones = torch.ones(shape, device=query.device)
         found = {name: found.get(name, ones) for name in given}
     return found

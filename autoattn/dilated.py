@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autoattn import functional
 from autoattn.errors import TensorError
+from autoattn.ops.forward import lse_dtype
 
 
 def dilated_attention(
@@ -68,7 +69,7 @@ def _pattern(
     query, key, value = tensors
     shape = (*query.shape[:3], value.shape[3])
     output = query.new_zeros(shape)
-    lse = torch.full((*shape[:3], 1), -math.inf, dtype=torch.float32, device=query.device)
+    lse = torch.full((*shape[:3], 1), -math.inf, dtype=lse_dtype(query.dtype), device=query.device)
     group = query.shape[2] // key.shape[2]
     for begin, segments, size in _spans(query.shape[1], length):
         for offset in range(min(rate, key.shape[2], size)):

@@ -7,6 +7,9 @@ AutoattnError
 │   ├── ShapesError     a shapes file that cannot be read as problems
 │   ├── SpaceError      a search space file that cannot be read
 │   └── TensorError     tensors that do not make one attention call
+│       ├── SdpaError       F.scaled_dot_product_attention refuses the call too, with a RuntimeError
+│       ├── SdpaTypeError   the same with a TypeError
+│       └── SdpaIndexError  the same with an IndexError
 └── StateError      the world is not as needed; the command line exits with 1
     ├── CacheError      a cache file that is damaged, newer, foreign or cannot be written
     ├── StorageError    a server of trials that cannot be reached, read or written
@@ -47,6 +50,18 @@ class SpaceError(UsageError):
 
 class TensorError(UsageError):
     """Tensors that do not make one attention call."""
+
+
+class SdpaError(TensorError, RuntimeError):
+    """A call that F.scaled_dot_product_attention refuses too, with a RuntimeError, which this is as well."""
+
+
+class SdpaTypeError(TensorError, TypeError):
+    """A call that F.scaled_dot_product_attention refuses too, with a TypeError, which this is as well."""
+
+
+class SdpaIndexError(TensorError, IndexError):
+    """A call that F.scaled_dot_product_attention refuses too, with an IndexError, which this is as well."""
 
 
 class StateError(AutoattnError, RuntimeError):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from autoattn import answer, arguments, operators, prepared, recent
+from autoattn import answer, arguments, dispatch, operators, prepared, recent, sdpa_arguments
 from autoattn import differentiate as differentiate  # registers the backward pass of the operator
 from autoattn.answer import forget as forget
 from autoattn.dispatch import Explanation
-from autoattn.errors import TensorError
+from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from autoattn.mask import Mask
     from autoattn.masks import BlockSparse
     from autoattn.signatures import Arguments, PackedArguments
+
+SDPA_MISTAKES = (SdpaError, SdpaTypeError, SdpaIndexError)
 
 
 @overload
@@ -131,24 +134,32 @@ def attention(
         if seldom is None:
             prepared.remember(query, key, value, words, known)
         return found
-    if asked is None and operators.is_watched(query, key, value):
-        from autoattn import traced  # which imports this module, and is for those who trace
-
-        return traced.attention(
-            query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-            layout=layout, precision=precision, numerics=numerics, deterministic=deterministic,
-            query_scale=query_scale, key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
-        )  # fmt: skip
-    call = arguments.read(
-        query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
+    return _not_answered_before(
+        asked, query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
         layout=layout, precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
-        key_scale=key_scale, value_scale=value_scale,
+        key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
     )  # fmt: skip
+
+
+def _not_answered_before(
+    asked: prepared.Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` with all of its arguments, read, planned and run; prepares for the next such call."""
+    if asked is None and sdpa_arguments.is_recorded_by_fx(query, key, value):
+        return sdpa_arguments.record(attention, (query, key, value), {**given, "return_lse": return_lse})
+    if asked is None and sdpa_arguments.are_nested(query, key, value):
+        return sdpa_arguments.nested(query, key, value, {**given, "return_lse": return_lse})()
+    by_jit = sdpa_arguments.is_traced_by_jit()
+    if by_jit or (asked is None and operators.is_watched(query, key, value)):
+        from autoattn import traced  # which imports this module, and is for those who trace
+
+        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
+            return traced.attention(query, key, value, return_lse=return_lse, **given)
+    call = arguments.read(query, key, value, **given)
     plan = answer.plan(call, lse=return_lse)
     made = answer.run(call, plan, lse=return_lse)
-    output, lse = made[0].transpose(1, 2) if layout == "bshd" else made[0], made[1]
+    output, lse = made[0].transpose(1, 2) if given["layout"] == "bshd" else made[0], made[1]
     found = output if lse is None else (output, lse)
     prepared.keep(asked, (query, key, value), call, plan, made, found)
     return found
@@ -240,15 +251,20 @@ def packed_attention(
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (found := known(*tensors)) is not None:
             return found
-    if asked is None and operators.is_watched(*tensors):
+    by_jit, by_fx = sdpa_arguments.is_traced_by_jit(), asked is None and sdpa_arguments.is_recorded_by_fx(*tensors)
+    if by_jit or by_fx or (asked is None and operators.is_watched(*tensors)):
+        given: dict[str, Any] = {
+            "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+            "score_mod": score_mod, "dropout": dropout, "seed": seed, "scale": scale, "precision": precision,
+            "numerics": numerics, "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
+            "value_scale": value_scale, "return_lse": return_lse,
+        }  # fmt: skip
+        if by_fx:
+            return sdpa_arguments.record(packed_attention, (*tensors, max_seqlen_q, max_seqlen_kv), given)
         from autoattn import traced
 
-        return traced.packed_attention(
-            *tensors, max_seqlen_q, max_seqlen_kv, causal=causal, window=window, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-            precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
-            key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
-        )  # fmt: skip
+        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
+            return traced.packed_attention(*tensors, max_seqlen_q, max_seqlen_kv, **given)
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
@@ -267,7 +283,12 @@ def explain(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **given: Unpack[Arguments]
 ) -> Explanation:
     """What `attention` does with the same arguments, and why; it compiles the kernel to be sure, and runs nothing."""
-    return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
+    if sdpa_arguments.are_nested(query, key, value):
+        usual = {"causal": False, "dropout": 0.0, "scale": None, "layout": "bhsd"}
+        sdpa_arguments.nested(query, key, value, {**usual, **given, "return_lse": return_lse})
+        return dispatch.sdpa(sdpa_arguments.NESTED)
+    with sdpa_arguments.outside_of_jit():
+        return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
 
 
 def explain_packed(
@@ -301,7 +322,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention's arguments and meaning.
 
-    Causal is aligned top-left, dropout acts whenever it is above 0, and a query that sees no key gives 0.
+    Causal is aligned top-left, dropout acts whenever it is above 0, and a query that sees no key gives 0. What
+    `attention` does not take goes to PyTorch's function as it is; `explain_sdpa` says why.
 
     Args:
         query: [..., heads_q, seq_q, head_dim]; the axes in front of the last two are broadcast, and may be missing
@@ -309,12 +331,71 @@ def scaled_dot_product_attention(
         attn_mask: broadcastable to [..., heads_q, seq_q, seq_kv]; bool (True attends), float32 or the query's dtype
 
     Raises:
-        TensorError: the arguments do not make one attention call.
-        ProblemError: a size is not supported.
+        SdpaError, SdpaTypeError, SdpaIndexError: the arguments do not make one attention call. They are a RuntimeError,
+            TypeError or IndexError too, as PyTorch's error for such a call is.
+        RuntimeError: PyTorch refuses a call that it was given as it is.
     """
-    if attn_mask is not None and is_causal:
-        raise TensorError("attn_mask and is_causal must not come together, got both; put the triangle into attn_mask")
-    query, key, value, attn_mask, outer = _broadcast(query, key, value, attn_mask, enable_gqa)
+    causal = "top-left" if is_causal is True else False if is_causal is False else None
+    if attn_mask is None:
+        words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # of `attention`
+        if (known := recent.find(query, key, value, words)) is None:
+            known = prepared.find(prepared.key(query, key, value, (), words, None))
+            if known is not None:
+                prepared.remember(query, key, value, words, known)
+        # What was answered before is a call of `attention`, whose key heads may be fewer whatever is said.
+        if known is not None and (enable_gqa is True or (enable_gqa is False and query.shape[1] == key.shape[1])):
+            output = known(query, key, value)
+            if output is not None:
+                return output
+    given: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
+        return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
+    if torch.compiler.is_compiling():
+        return _sdpa_by_attention(query, key, value, attn_mask, **given)
+    arguments.numerics_of(None)  # a mistake of the environment is none of the call's
+    try:
+        return _sdpa_by_attention(query, key, value, attn_mask, **given)
+    except SDPA_MISTAKES:
+        raise
+    except UsageError as mistake:  # PyTorch says whether it is one
+        try:
+            return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
+        except Exception as by_pytorch:
+            raise sdpa_arguments.refused(mistake, by_pytorch) from by_pytorch
+
+
+def explain_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Explanation:
+    """What `scaled_dot_product_attention` does with the same arguments, and why."""
+    reason = sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if reason is not None:
+        return dispatch.sdpa(reason)
+    sdpa_arguments.check(query, key, value, attn_mask, is_causal, enable_gqa)
+    arguments.numerics_of(None)
+    try:
+        query, key, value, attn_mask, _ = sdpa_arguments.broadcast(query, key, value, attn_mask, enable_gqa)
+        causal = "top-left" if is_causal else False
+        return explain(query, key, value, mask=attn_mask, causal=causal, dropout=dropout_p, scale=scale)
+    except UsageError as mistake:
+        return dispatch.sdpa(f"PyTorch says whether it takes the call, which attention refuses: {mistake}")
+
+
+def _sdpa_by_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """A call that is new, by `attention`."""
+    sdpa_arguments.check(query, key, value, attn_mask, is_causal, enable_gqa)
+    query, key, value, attn_mask, outer = sdpa_arguments.broadcast(query, key, value, attn_mask, enable_gqa)
     output = attention(
         query, key, value, mask=attn_mask, causal="top-left" if is_causal else False, dropout=dropout_p, scale=scale
     )
@@ -347,7 +428,7 @@ def flash_attn_func(
         q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
         scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return found if isinstance(found, Tensor) else (*found, None)
+    return (found[0], found[1], None) if return_attn_probs else cast(Tensor, found)
 
 
 def flash_attn_varlen_func(
@@ -382,52 +463,9 @@ def flash_attn_varlen_func(
         softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
         deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return found if isinstance(found, Tensor) else (*found, None)
+    return (found[0], found[1], None) if return_attn_probs else cast(Tensor, found)
 
 
 def _seeded(given: Arguments | PackedArguments) -> dict[str, Any]:
     """To explain must not draw a seed, or the next call would draw another."""
     return {**given, "seed": 0} if given.get("seed") is None else {**given}
-
-
-def _broadcast(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
-    """Query, key, value and mask as [batch, heads, ...], and what stands in front of the output's last two axes.
-
-    The last is None where the output has them already.
-    """
-    heads = -3 if enable_gqa else -2  # where the axes end that are broadcast
-    if mask is None and type(query) is type(key) is type(value) is Tensor and query.dim() == 4:  # as most calls are
-        outer = query.shape[:heads]
-        if outer == key.shape[:heads] == value.shape[:heads]:
-            return query, key, value, None, None
-    tensors = (("query", query), ("key", key), ("value", value), *((("attn_mask", mask),) if mask is not None else ()))
-    for name, tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
-        if tensor.dim() < 2 and name != "attn_mask":
-            raise TensorError(f"{name} must be [..., seq, head_dim], got shape {tuple(tensor.shape)}; add axes")
-    outer = query.shape[:heads]
-    if query.dim() == 4 and outer == key.shape[:heads] == value.shape[:heads] and (mask is None or mask.dim() <= 4):
-        return query, key, value, mask, None
-    try:
-        outer = torch.broadcast_shapes(*(tensor.shape[:heads] for tensor in (query, key, value)))
-        query, key, value = (tensor.expand(*outer, *tensor.shape[heads:]) for tensor in (query, key, value))
-        outer = query.shape[:-2]
-        if mask is not None and (mask.dim() > 4 or query.dim() > 4):
-            mask = mask.expand(*outer, query.shape[-2], key.shape[-2])
-    except RuntimeError:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors)
-        raise TensorError(
-            f"the axes in front of the last two must broadcast, got {shapes}; set enable_gqa if key heads are fewer"
-        ) from None
-    query, key, value = (_four_axes(tensor) for tensor in (query, key, value))
-    return query, key, value, _four_axes(mask) if mask is not None and mask.dim() > 4 else mask, tuple(outer)
-
-
-def _four_axes(tensor: Tensor) -> Tensor:
-    """[batch, heads, seq, last]: missing axes are 1, and several in front of the heads become one."""
-    while tensor.dim() < 4:
-        tensor = tensor[None]
-    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)

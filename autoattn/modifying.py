@@ -12,6 +12,7 @@ from torch import Tensor
 from autoattn import captures
 from autoattn.errors import TensorError
 from autoattn.expression import SCORE_NAMES
+from autoattn.ops.forward import lse_dtype
 from autoattn.problem import Bias, Modifiers
 
 MAX_SEED = 2**63 - 1  # seeds travel to the GPU as int64
@@ -65,9 +66,9 @@ def read(
         sizes = {"b": batch, "h": heads, "q_idx": seq_q, "kv_idx": seq_kv}
         text, found["score_captures"] = _score_mod(score_mod, sizes, query.device)
     if alibi_slopes is not None:
-        found["slopes"] = _slopes(alibi_slopes, batch, heads, query.device)
+        found["slopes"] = _slopes(alibi_slopes, batch, heads, query)
     if sinks is not None:
-        found["sinks"] = _sinks(sinks, heads, query.device)
+        found["sinks"] = _sinks(sinks, heads, query)
     if found["dropout"] > 0.0:
         found["seed"] = _seed(seed, query.device)
     modifiers = Modifiers(
@@ -118,9 +119,10 @@ def _number(name: str, given: Any, below: float, words: str) -> float:
     return float(given)
 
 
-def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> Tensor:
-    check_tensor("alibi_slopes", slopes, device)
-    if slopes.dtype is not torch.float32 or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+def _slopes(slopes: Any, batch: int, heads: int, query: Tensor) -> Tensor:
+    check_tensor("alibi_slopes", slopes, query.device)
+    dtypes = torch.float32, lse_dtype(query.dtype)
+    if slopes.dtype not in dtypes or tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise TensorError(
             f"alibi_slopes must be float32 [heads_q] or [batch, heads_q] = ({batch}, {heads}), got {slopes.dtype} of "
             f"shape {tuple(slopes.shape)}; cast or expand them"
@@ -128,14 +130,14 @@ def _slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> Tensor
     return slopes.expand(batch, heads)
 
 
-def _sinks(sinks: Any, heads: int, device: torch.device) -> Tensor:
-    check_tensor("sinks", sinks, device)
+def _sinks(sinks: Any, heads: int, query: Tensor) -> Tensor:
+    check_tensor("sinks", sinks, query.device)
     if not sinks.is_floating_point() or tuple(sinks.shape) != (heads,):
         raise TensorError(
             f"sinks must be floating [heads_q] = ({heads},), got {sinks.dtype} of shape {tuple(sinks.shape)}; "
             "give one number for each query head"
         )
-    return sinks.float().contiguous()
+    return sinks.to(lse_dtype(query.dtype)).contiguous()
 
 
 def _score_mod(score_mod: Any, sizes: Mapping[str, int], device: torch.device) -> tuple[str, tuple[Tensor, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -77,8 +77,7 @@ class Attention(torch.nn.Module):
             dropout=self.dropout if self.training else 0.0, scale=self.scale, layout=self.layout,
             precision=self.precision, numerics=self.numerics, deterministic=self.deterministic,
         )  # fmt: skip
-        assert isinstance(output, Tensor)
-        return output
+        return cast(Tensor, output)  # torch.fx's is none
 
     if TYPE_CHECKING:
         __call__ = forward  # torch.nn.Module declares that a call returns Any

@@ -23,10 +23,9 @@ from autoattn.captures import Traced
 from autoattn.learning import Learned
 from autoattn.mask import Mask
 from autoattn.operands import BlockTable
-from autoattn.ops.forward import DTYPE
+from autoattn.ops.forward import lse_dtype, output_dtype
 from autoattn.paired import Pair
 from autoattn.problem import Layout
-from autoattn.reference import TORCH_DTYPE
 
 VMAP = "Vmap"  # PyTorch's name of the one transform that takes no derivative
 PACKED = Layout.PACKED.value
@@ -128,8 +127,8 @@ def _both(found: prepared.Answer, tensors: Sequence[Any], words: dict[str, Any])
     if not isinstance(found, Tensor):
         return found
     if words.get("keep_lse"):
-        return found, found.new_full(_lse_shape(named(tensors, words)), math.nan, dtype=torch.float32)
-    return found, found.new_empty_strided((0,), (1,), dtype=torch.float32)
+        return found, found.new_full(_lse_shape(named(tensors, words)), math.nan, dtype=lse_dtype(found.dtype))
+    return found, found.new_empty_strided((0,), (1,), dtype=lse_dtype(found.dtype))
 
 
 def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared.Answer:
@@ -198,14 +197,15 @@ def empty_as(like: Tensor, head_dim: int, given: dict[str, Any], dtype: torch.dt
 def _shapes(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     given = named(tensors, words)
     query, value = given["query"], given["value"]
-    output = empty_as(query, value.shape[-1], given, TORCH_DTYPE[DTYPE[query.dtype].output])
+    output = empty_as(query, value.shape[-1], given, output_dtype(query.dtype))
     return output, empty_lse(given)
 
 
 def empty_lse(given: dict[str, Any]) -> Tensor:
     """A new LSE; without elements where nobody wants one."""
     wanted = given["return_lse"] or given["keep_lse"]
-    found: Tensor = given["query"].new_empty(_lse_shape(given) if wanted else [0], dtype=torch.float32)
+    query: Tensor = given["query"]
+    found: Tensor = query.new_empty(_lse_shape(given) if wanted else [0], dtype=lse_dtype(query.dtype))
     return found
 
 

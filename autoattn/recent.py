@@ -25,7 +25,7 @@ OF_SHAPES = 4  # kinds of calls of one pair, which are asked one behind the othe
 FIRST = 8  # kinds that are asked before all others: the layers of a model are of few
 _tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
 _is = operator.is_
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 _differentiates = torch.is_grad_enabled
 _repeats = torch._C._get_deterministic_algorithms
 Words: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
@@ -83,6 +83,8 @@ def find(query: Any, key: Any, value: Any, words: Words) -> Callable[..., Any] |
         return None
     causal, softcap, dropout, scale, layout, return_lse, deterministic = words
     try:
+        if query.is_nested or key.is_nested or value.is_nested:  # the guards end the process over them
+            return None
         for one in _first:
             a, b, c, d, e, f, g = one.words
             if (
@@ -90,7 +92,10 @@ def find(query: Any, key: Any, value: Any, words: Words) -> Callable[..., Any] |
                 and (softcap is b or (softcap == b and type(softcap) is type(b)))
                 and (dropout is c or (dropout == c and type(dropout) is type(c)))
                 and (scale is d or (scale == d and type(scale) is type(d)))
-                and one.answers(query, key, value)
+                and one.is_alike(query, key, value)  # and what `answers` asks, without a call
+                and one.differentiates is _differentiates()
+                and one.repeats is _repeats()
+                and (not one.exact or one.holds(query, key, value))
             ):  # fmt: skip
                 return one.known
         shapes = query.shape, key.shape

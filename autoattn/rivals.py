@@ -58,9 +58,10 @@ def sdpa(problem: Problem, operands: Operands, *, backend: str = SDPA) -> Tensor
 
 
 def eager(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """Output and LSE by the reference's formulas, in float32 or, for float64 inputs, in float64."""
-    dtype = torch.float64 if operands.query.dtype is torch.float64 else torch.float32
-    output, lse = reference.attention(problem, operands, dtype=dtype)
+    """Output and LSE by the reference's formulas, in float32 or, for float64 inputs, in float64 throughout."""
+    if operands.query.dtype is torch.float64:
+        return reference.attention(problem, operands, dtype=torch.float64)
+    output, lse = reference.attention(problem, operands, dtype=torch.float32)
     return output.to(reference.TORCH_DTYPE[problem.dtype.output]), lse.float()
 
 

@@ -13,8 +13,7 @@ from autoattn.errors import TensorError
 from autoattn.mask import Alignment, Mask, MaskKind
 from autoattn.modifying import check_tensor
 from autoattn.operands import BlockTable
-from autoattn.problem import Bias, DType
-from autoattn.reference import TORCH_DTYPE
+from autoattn.problem import Bias
 
 if TYPE_CHECKING:
     from autoattn.masks import BlockSparse
@@ -42,7 +41,7 @@ class Seen:
 _PLAIN = {mask: Seen(mask=mask) for mask in (_FULL, *_CAUSAL.values())}
 
 
-def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: int, output: DType) -> Seen:
+def read(mask: Any, causal: Any, window: Any, bias: Any, query: Tensor, seq_kv: int, output: torch.dtype) -> Seen:
     """What the arguments `mask`, `causal`, `window` and `bias` of a call say together.
 
     Args:
@@ -141,7 +140,7 @@ def _block_sparse(mask: Any, query: Tensor, seq_kv: int) -> BlockSparse:
     return mask
 
 
-def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: DType) -> tuple[Bias, Tensor, Tensor | None]:
+def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: torch.dtype) -> tuple[Bias, Tensor, Tensor | None]:
     """A bias's kind, and the bias as [batch, heads_q, seq_q, seq_kv], or [batch, heads_q, 1, seq_kv] for keys alone.
 
     The last is one that is added, with four axes but not expanded.
@@ -159,9 +158,8 @@ def _bias(name: str, bias: Any, query: Tensor, seq_kv: int, output: DType) -> tu
     if bias.dtype is torch.bool:
         keys = whole.stride(2) == 0 or shape[2] == 1
         return (Bias.KEYS, whole[:, :, :1], None) if keys else (Bias.BOOLEAN, whole, None)
-    if bias.dtype not in (torch.float32, TORCH_DTYPE[output]):
+    if bias.dtype not in (torch.float32, output):
         raise TensorError(
-            f"{name} must be bool (True attends), float32 or {TORCH_DTYPE[output]} (added to the scores), got "
-            f"{bias.dtype}; cast it"
+            f"{name} must be bool (True attends), float32 or {output} (added to the scores), got {bias.dtype}; cast it"
         )
     return Bias.ADDITIVE, whole, bias[(None,) * (4 - bias.dim())]

@@ -135,7 +135,7 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
         and given["precision"] != Precision.TF32X3.value
         and len([name for name in _SELDOM if given[name] is not None]) == 0
     )
-    return plain and not _differentiates(query.device.index)
+    return plain and (arguments.why_no_kernel(query, value) != "" or not _differentiates(query.device.index))
 
 
 def _is_asked_alone(given: dict[str, Any]) -> bool:

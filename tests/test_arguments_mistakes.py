@@ -29,9 +29,9 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], str]] = {
         (GOOD, GOOD, zeros(6, 5, 8)),
         "value must be [batch, heads, seq, head_dim], got shape (6, 5, 8); add or merge axes",
     ),
-    "float64": (
-        (GOOD.double(), GOOD.double(), GOOD.double()),
-        "query must be float16, bfloat16, float32 or float8_e4m3fn, got torch.float64; cast it with .to()",
+    "complex numbers": (
+        (GOOD.cfloat(), GOOD.cfloat(), GOOD.cfloat()),
+        "query must be float16, bfloat16, float32, float64 or float8_e4m3fn, got torch.complex64; cast it with .to()",
     ),
     "two dtypes": (
         (GOOD, GOOD, GOOD.bfloat16()),
@@ -87,11 +87,14 @@ def test_a_sentence_names_the_axes_of_the_callers_layout() -> None:
         read_packed(tensors=(zeros(10, 6, 8), zeros(12, 3, 9), zeros(12, 3, 9)))
 
 
-def test_a_head_dim_that_no_kernel_takes_is_refused() -> None:
-    with pytest.raises(ProblemError, match="head_dim must be at most 256, got 257"):
-        arguments.read(*[zeros(1, 1, 2, 257)] * 3)
-    with pytest.raises(ProblemError, match="head_dim_v must be at most 512, got 513"):
-        arguments.read(zeros(1, 1, 2, 8), zeros(1, 1, 2, 8), zeros(1, 1, 2, 513))
+def test_what_no_kernel_takes_is_said_and_keeps_its_own_scale() -> None:
+    wide, small, values = zeros(1, 1, 2, 257), zeros(1, 1, 2, 8), zeros(1, 1, 2, 513)
+    call = arguments.read(wide, wide, wide)
+    assert call.no_kernel == "the head dim of query is 257, and the kernels take at most 256"
+    assert call.operands.scale == 257**-0.5
+    assert arguments.read(small, small, values).no_kernel.startswith("the head dim of value is 513")
+    assert arguments.read(*[small.double()] * 3).no_kernel.startswith("the tensors are float64, and the kernels take")
+    assert arguments.read(*[zeros(1, 1, 2, 256)] * 3).no_kernel == ""
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {

@@ -125,3 +125,11 @@ def test_on_a_gpu_it_agrees_with_the_dense_formula(causal: bool) -> None:
     output = dilated_attention(query, key, value, segment_lengths=[128, 512], dilation_rates=[1, 4], causal=causal)
     expected = dense((query, key, value), [128, 512], [1, 4], causal)
     torch.testing.assert_close(output.double(), expected, rtol=1e-2, atol=5e-3)
+
+
+def test_gradcheck_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 5, 2, 3, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+    assert torch.autograd.gradcheck(
+        lambda *three: dilated_attention(*three, segment_lengths=[2, 4], dilation_rates=[1, 2]), tensors
+    )

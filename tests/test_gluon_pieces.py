@@ -10,7 +10,7 @@ import pytest
 from gluon_kernels import H200, TEMPLATE, problem
 from rarely import rarely
 
-from autoattn import compile, render, space
+from autoattn import compile, render, space, triton_release
 from autoattn.compile import inspect, load_module
 from autoattn.problem import DType, Layout
 from autoattn.variant import Source, Traits, Value
@@ -94,7 +94,8 @@ def test_barriers_expect_the_bytes_of_all_boxes_that_are_asked_for(
         assert body is not None
         expected = re.search(r"mbarrier\.expect\(\w+\.index\(slot\), (.*)\)\n", body[0])
         assert expected is not None
-        box = rf"async_copy_global_to_shared\({stem}(\[\d\])?, .*?{ring}(\[\d\])?\.index"
+        load = re.escape(triton_release.gluon_names(triton_release.installed_release()).tma_load)
+        box = rf"{load}\({stem}(\[\d\])?, .*?{ring}(\[\d\])?\.index"
         asked = re.findall(box, body[0], re.DOTALL)
         assert [place for place, _ in asked] == [room for _, room in asked]
         assert len(set(asked)) == len(boxes(source, stem))

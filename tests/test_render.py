@@ -14,14 +14,15 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import hopper_gradients
 import kernels
 import pytest
 
-from autoattn import render, resources
+from autoattn import render, resources, triton_release
 from autoattn.errors import UsageError
 from autoattn.mask import Mask
 from autoattn.problem import Bias, DType, Layout, Modifiers, Precision
@@ -317,10 +318,12 @@ GOLDEN_SOURCES = {
         kernels.problem(dtype=DType.FLOAT8, head_dim=128),
         Variant.of("gluon/forward", GLUON | {"softmax": "lazy", "overlap": 0}),
         Traits(alignment=16, lse=True),
+        release="3.6",
     ),
     "gluon_bf16_d80_two_tiles": render.render(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=80),
         Variant.of("gluon/forward", GLUON | {"BLOCK_N": 96, "HEAD_SPLIT": 1}),
+        release="3.6",
     ),
 }  # fmt: skip
 
@@ -333,6 +336,23 @@ def test_a_golden_file_is_what_the_template_gives(name: str) -> None:
     assert GOLDEN_SOURCES[name].text == path.read_text(encoding="utf-8"), (
         "read what changed, then write the golden files anew with AUTOATTN_WRITE_GOLDEN=1"
     )
+
+
+@pytest.mark.parametrize("release", triton_release.SUPPORTED)
+def test_texts_for_two_releases_of_triton_differ_in_names_that_moved_alone(release: str) -> None:
+    gradients = hopper_gradients.problem(head_dim=64, deterministic=True)
+    for one, variant in (
+        (kernels.problem(dtype=DType.BFLOAT16, head_dim=80), Variant.of("gluon/forward", GLUON)),
+        (gradients, hopper_gradients.variant(gradients, schedule="dynamic")),
+        (kernels.problem(), kernels.variant()),
+    ):
+        oldest, text = (
+            render.render(one, variant, release=each).text for each in (triton_release.SUPPORTED[0], release)
+        )
+        names = [asdict(triton_release.gluon_names(each)) for each in (triton_release.SUPPORTED[0], release)]
+        for stem, name in names[0].items():
+            oldest = re.sub(rf"(?<![\w.]){re.escape(name)}\(|(?<=\.){name}\(", f"{names[1][stem]}(", oldest)
+        assert "".join(text.split()) == "".join(oldest.split())  # lines may be folded elsewhere
 
 
 def test_no_golden_file_is_left_over() -> None:

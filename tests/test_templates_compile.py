@@ -1,6 +1,6 @@
 """Every template compiles for every architecture, with whatever Triton is installed; no GPU is needed.
 
-`make newest-triton` runs this file with the newest Triton that the project supports.
+`make test-wheel` runs this file, as all others, with what pip brings.
 """
 
 from __future__ import annotations

@@ -50,6 +50,16 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
     return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype] if bias is not None else "")
 
 
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the output for query, key and value of a dtype."""
+    return dtype if dtype is torch.float64 else TORCH_DTYPE[DTYPE[dtype].output]
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the LSE for query, key and value of a dtype."""
+    return dtype if dtype is torch.float64 else torch.float32
+
+
 def reaches_far(query: Tensor, head_dim_v: int) -> bool:
     """Whether offsets inside one head of one sequence of the output can pass 2**31 elements."""
     return bool((query.shape[2] + TILE_ROWS) * strides_as(query, head_dim_v)[2] >= 2**31)
