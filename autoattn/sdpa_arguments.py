@@ -8,11 +8,12 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoattn import arguments
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
@@ -53,13 +54,25 @@ def recorded_by_jit() -> Iterator[None]:
 
 
 def by_pytorch(*tensors: Any, **given: Any) -> Tensor:
-    """F.scaled_dot_product_attention of query, key, value and attn_mask, without arguments that are the defaults."""
+    """F.scaled_dot_product_attention of query, key, value and attn_mask, without arguments that are the defaults.
+
+    Where an axis has no elements, its fused backends on the GPU give None in place of a tensor (torch 2.11), so that
+    its math backend answers.
+    """
     said = _without_defaults(given, _USUAL)
     three, attn_mask = tensors[:3], tensors[3]
-    output: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
-    )
+    with sdpa_kernel(SDPBackend.MATH) if _are_empty_on_a_gpu(three) else nullcontext():
+        output: Tensor = torch.nn.functional.scaled_dot_product_attention(
+            *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
+        )
     return output
+
+
+def _are_empty_on_a_gpu(tensors: tuple[Any, ...]) -> bool:
+    """Whether some are tensors of a GPU with an axis without elements."""
+    return any(
+        type(tensor) is Tensor and tensor.is_cuda and not tensor.is_nested and 0 in tensor.shape for tensor in tensors
+    )
 
 
 def why_pytorch(

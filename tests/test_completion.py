@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import samples
+from cache_files import FORWARD_FILE
 from command_line import COMMANDS, ROOT
 
 from autoattn import cache
@@ -67,7 +68,7 @@ def test_the_tab_key_offers_keys_of_a_cache(tmp_path: Path) -> None:
     entry = samples.measured()
     cache.merge(tmp_path / "mine", samples.H200, Op.FORWARD, [entry])
     assert completed("autoattn cache export --cache mine forward_", cwd=tmp_path) == [entry.problem.key]
-    (tmp_path / "mine" / "h200" / "forward.json").write_text("damaged")
+    (tmp_path / "mine" / "h200" / FORWARD_FILE).write_text("damaged")
     assert completed("autoattn cache export --cache mine forward_", cwd=tmp_path) == []
 
 

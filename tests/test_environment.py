@@ -11,6 +11,7 @@ from typing import Any
 import kernels
 import pytest
 import samples
+from cache_files import FORWARD_FILE
 from planted_jobs import Refused
 
 from autoattn import compile, environment, plan, resources, tune
@@ -167,5 +168,5 @@ def test_a_run_that_cannot_write_stops_in_a_sentence_and_the_next_one_searches_a
     assert again.stopped is None
     assert again.outcomes == {"ok": 2}, "nothing was written of the first run's failures"
     assert again.rehearsals == {"ok": 2}
-    assert again.written == (tmp_path / "cache" / "a30" / "forward.json",)
+    assert again.written == (tmp_path / "cache" / "a30" / FORWARD_FILE,)
     assert [path.name for path in home.iterdir()] == [".triton"], "a run writes into its cache and Triton's alone"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,10 +102,14 @@ def test_axes_of_zero_are_pytorchs(axis: int) -> None:
     shape[axis] = 0
     for dtype in (torch.bfloat16, torch.float64):
         tensors = three(*shape, dtype=dtype)
-        close(ours(*tensors, is_causal=True), theirs(*tensors, is_causal=True))
+        with sdpa_kernel(SDPBackend.MATH):  # the fused backends give None
+            wanted = theirs(*tensors, is_causal=True)
+        close(ours(*tensors, is_causal=True), wanted)
     query, _, _ = three(2, 4, 32, 64)
     _, key, value = three(2, 4, 0, 64)
-    close(ours(query, key, value), theirs(query, key, value))
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = theirs(query, key, value)
+    close(ours(query, key, value), wanted)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -187,7 +192,8 @@ def test_drawn_calls_that_go_to_pytorch_mean_the_same() -> None:
         results = []
         for door in (ours, theirs):
             try:
-                results.append(door(call.query, call.key, call.value, **call.given))
+                with sdpa_kernel(SDPBackend.MATH) if call.is_empty and door is theirs else nullcontext():
+                    results.append(door(call.query, call.key, call.value, **call.given))
             except RuntimeError as error:
                 results.append(error)
         output, wanted = results

@@ -141,7 +141,7 @@ class planned_for_a_card:  # noqa: N801 - a context
         patch.setattr(answer.compile, "load", lambda source, device: SimpleNamespace(compiled=None))
         patch.setattr(gpu, "present", lambda index: samples.H200)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(render, "render", lambda problem, variant, traits: (problem, traits))
+        patch.setattr(render, "render", lambda problem, variant, traits=None, **_: (problem, traits))
 
     def __exit__(self, *error: object) -> None:
         self.patch.undo()

@@ -11,7 +11,7 @@ import samples
 import typer.testing
 from pretended_workshop import GOOD, SMALL, Pretended, run
 
-from autoattn import cache, dispatch, shapes, tune
+from autoattn import cache, cachefile, dispatch, shapes, triton_release, tune
 from autoattn.cli import app
 from autoattn.errors import ShapesError
 from autoattn.jobs import Rehearse, kind_of
@@ -44,7 +44,8 @@ def test_each_operation_has_a_file_of_its_own(pretended: type[Both], tmp_path: P
     summary = run(tmp_path, SMALL, BACKWARD, measured=True)
     assert not summary.failed
     folder = tmp_path / samples.H200.name
-    assert summary.written == (folder / "backward.json", folder / "forward.json")
+    release = triton_release.installed_release()
+    assert summary.written == tuple(folder / cachefile.name_of(op, release) for op in (Op.BACKWARD, Op.FORWARD))
     for problem in (SMALL, BACKWARD):
         path = cache.path_of(tmp_path, samples.H200, problem.op)
         assert list(cache.read(path).entries) == [problem.key]

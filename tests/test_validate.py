@@ -63,7 +63,8 @@ def test_a_right_kernel_passes(one: Problem) -> None:
 @pytest.mark.parametrize("one", PROBLEMS[:4], ids=str)
 def test_the_same_maths_in_the_low_precision_passes(one: Problem) -> None:
     def rough(call: Call) -> None:
-        call.output.copy_(reference.low_precision(*call.asked()))
+        with torch.backends.mkldnn.flags(enabled=False):  # with AMX, its bfloat16 products of wild inputs gave NaN
+            call.output.copy_(reference.low_precision(*call.asked()))
 
     verdict = judged(rough, one)
     assert verdict.ok, verdict.reason

@@ -326,8 +326,7 @@ def test_a_finding_that_is_none_against_an_entry_is_no_mark() -> None:
 def test_a_call_never_runs_on_an_entry_that_is_held_back_and_says_why(tmp_path: Path, finding: Finding) -> None:
     written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=finding)))
     found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert found.entry is None
-    assert found.level is dispatch.Level.DEFAULT
+    assert (found.route, found.level) == ("sdpa-cudnn", dispatch.Level.EXACT), "the fastest rival beside it"
     (step,) = [one for one in found.steps if finding.value in one]
     assert "autoattn verify found with autoattn 0.1.0, driver 600.1, torch 2.14.0, triton 3.6.0" in step
     assert "run autoattn tune again" in step
@@ -357,10 +356,10 @@ def test_a_marked_copy_of_a_shipped_entry_shadows_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(resources, "shipped_cache", lambda: shipped)
     written(shipped, ENTRY)
     written(user, replace(ENTRY, mark=WRONG))
-    assert dispatch.explain(ENTRY.problem, samples.H200).level is dispatch.Level.DEFAULT
+    assert dispatch.explain(ENTRY.problem, samples.H200).route == "sdpa-cudnn"
     other = {**ENTRY.params, "num_stages": 1}
     written(user, samples.current(replace(ENTRY, params=other, mark=WRONG)))
-    assert dispatch.explain(ENTRY.problem, samples.H200).level is dispatch.Level.EXACT, "another kernel was wrong"
+    assert dispatch.explain(ENTRY.problem, samples.H200).route == KERNEL, "another kernel was wrong"
 
 
 @pytest.mark.parametrize("finding", [Finding.WRONG, Finding.SLOWER, Finding.OVERTAKEN])

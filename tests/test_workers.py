@@ -202,7 +202,7 @@ def test_the_workers_of_the_search_know_its_jobs() -> None:
 
 FAILURES = {
     "exception": (Raise("it\nbroke " + "x" * 1000), Outcome.LAUNCH_ERROR, "PlantedError: it broke xxx"),
-    "unpicklable result": (Unpicklable(), Outcome.LAUNCH_ERROR, "pickle"),
+    "unpicklable result": (Unpicklable(), Outcome.LAUNCH_ERROR, "Unpicklable.run"),
     "unreadable result": (Betray(), Outcome.LAUNCH_ERROR, "PlantedError: no way back"),
     "unreadable job": (Deaf(os.getpid()), Outcome.LAUNCH_ERROR, "PlantedError: only at home"),
     "out of memory": (Greedy(), Outcome.OUT_OF_MEMORY, "there must be memory for a compile"),
