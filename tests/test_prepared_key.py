@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from noted_card import HALF, nothing_prepared, three  # noqa: F401 - fixtures
 from torch import Tensor
 
-from autoattn import answer, arguments, determinism, functional, gpu, learning, prepared, recent, render
+from autoattn import answer, arguments, cache, determinism, functional, gpu, learning, prepared, recent, render
 from autoattn.errors import AutoattnError
 from autoattn.mask import Mask
 
@@ -141,7 +141,8 @@ class planned_for_a_card:  # noqa: N801 - a context
         patch.setattr(answer.compile, "load", lambda source, device: SimpleNamespace(compiled=None))
         patch.setattr(gpu, "present", lambda index: samples.H200)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(render, "render", lambda problem, variant, traits=None, **_: (problem, traits))
+        patch.setattr(render, "render", lambda problem, variant, traits: (problem, traits))
+        patch.setattr(cache, "why_stale", lambda entry: None)  # it renders entries too
 
     def __exit__(self, *error: object) -> None:
         self.patch.undo()
