@@ -8,12 +8,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoattn import arguments
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
@@ -56,16 +55,18 @@ def recorded_by_jit() -> Iterator[None]:
 def by_pytorch(*tensors: Any, **given: Any) -> Tensor:
     """F.scaled_dot_product_attention of query, key, value and attn_mask, without arguments that are the defaults.
 
-    Where an axis has no elements, its fused backends on the GPU give None in place of a tensor (torch 2.11), so that
-    its math backend answers.
+    Where an axis has no elements, it gives None on a GPU in place of a tensor, or ends the process by a division by
+    zero (torch 2.11, an H200 and an H100). So the CPU answers such calls.
     """
     said = _without_defaults(given, _USUAL)
     three, attn_mask = tensors[:3], tensors[3]
-    with sdpa_kernel(SDPBackend.MATH) if _are_empty_on_a_gpu(three) else nullcontext():
-        output: Tensor = torch.nn.functional.scaled_dot_product_attention(
-            *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
-        )
-    return output
+    device = three[0].device if _are_empty_on_a_gpu(three) else None
+    if device is not None:
+        three, attn_mask = tuple(tensor.cpu() for tensor in three), None if attn_mask is None else attn_mask.cpu()
+    output: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
+    )
+    return output if device is None else output.to(device)
 
 
 def _are_empty_on_a_gpu(tensors: tuple[Any, ...]) -> bool:

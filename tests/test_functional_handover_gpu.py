@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -96,20 +95,22 @@ def test_a_mask_together_with_is_causal_is_pytorchs_to_take_or_refuse(backend: S
             close(ours(query, key, value, **given), wanted)
 
 
+def on_the_cpu(*tensors: Tensor, **given: Any) -> Tensor:
+    """PyTorch's answer where an axis has no elements: on a GPU it is None, or ends the process (torch 2.11)."""
+    moved = {name: one.cpu() if isinstance(one, Tensor) else one for name, one in given.items()}
+    return theirs(*(tensor.cpu() for tensor in tensors), **moved).cuda()
+
+
 @pytest.mark.parametrize("axis", range(4))
 def test_axes_of_zero_are_pytorchs(axis: int) -> None:
     shape = [2, 4, 32, 64]
     shape[axis] = 0
     for dtype in (torch.bfloat16, torch.float64):
         tensors = three(*shape, dtype=dtype)
-        with sdpa_kernel(SDPBackend.MATH):  # the fused backends give None
-            wanted = theirs(*tensors, is_causal=True)
-        close(ours(*tensors, is_causal=True), wanted)
+        close(ours(*tensors, is_causal=True), on_the_cpu(*tensors, is_causal=True))
     query, _, _ = three(2, 4, 32, 64)
     _, key, value = three(2, 4, 0, 64)
-    with sdpa_kernel(SDPBackend.MATH):
-        wanted = theirs(query, key, value)
-    close(ours(query, key, value), wanted)
+    close(ours(query, key, value), on_the_cpu(query, key, value))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -192,8 +193,8 @@ def test_drawn_calls_that_go_to_pytorch_mean_the_same() -> None:
         results = []
         for door in (ours, theirs):
             try:
-                with sdpa_kernel(SDPBackend.MATH) if call.is_empty and door is theirs else nullcontext():
-                    results.append(door(call.query, call.key, call.value, **call.given))
+                taken = on_the_cpu if call.is_empty and door is theirs else door
+                results.append(taken(call.query, call.key, call.value, **call.given))
             except RuntimeError as error:
                 results.append(error)
         output, wanted = results

@@ -428,3 +428,12 @@ def test_a_call_that_was_answered_before_is_not_looked_at_again(
         monkeypatch.setattr(sdpa_arguments, name, lambda *given, **named: pytest.fail("the arguments were read again"))
     for _ in range(3):
         close(ours(*tensors, is_causal=True), wanted)
+
+
+def test_a_call_without_elements_is_answered_by_the_cpu_in_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa_arguments, "_are_empty_on_a_gpu", lambda tensors: True)
+    query, key = torch.randn(2, 4, 3, 8, requires_grad=True), torch.randn(2, 4, 0, 8)
+    output = functional.scaled_dot_product_attention(query, key, key, attn_mask=torch.zeros(3, 0))
+    assert torch.equal(output, torch.nn.functional.scaled_dot_product_attention(query, key, key))
+    output.sum().backward()
+    assert query.grad is not None
