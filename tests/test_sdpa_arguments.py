@@ -83,6 +83,11 @@ def compare(call: SdpaCall) -> None:
     if call.given.get("dropout_p"):  # which draws other numbers
         assert (output.shape, output.dtype) == (wanted.shape, wanted.dtype)
         return
+    if wanted.isnan().any() and "attn_mask" in call.given and call.given.get("is_causal"):
+        assert torch.equal(output.isnan(), wanted.isnan()), (
+            "only the fused backend takes both, and ours hands over to it"
+        )
+        return
     # With a scale that is not positive PyTorch's fused backend gives NaN under a causal mask; the formula does not.
     with sdpa_kernel(SDPBackend.MATH) if wanted.isnan().any() else nullcontext():
         wanted = theirs(call.query, call.key, call.value, **call.given)
