@@ -162,7 +162,8 @@ class Run:
 
     def outcome(self) -> Outcome:
         """What is left behind."""
-        return Outcome(cache=next(self.folder.glob("cache/*/forward.triton-*.json")).read_bytes(), trials=self.finished())
+        cache = next(self.folder.glob("cache/*/forward.triton-*.json"))
+        return Outcome(cache=cache.read_bytes(), trials=self.finished())
 
 
 def descendants(process: int) -> dict[int, str]:
