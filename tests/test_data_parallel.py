@@ -28,11 +28,22 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class Tokens(torch.nn.Module):
+    """Self-attention that takes and gives one tensor."""
+
+    def __init__(self, attention: autoattn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.attention(tokens, need_weights=False)[0]
+
+
 def model() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        autoattn.MultiheadAttention(32, 4, num_kv_heads=2, causal=True),
-        autoattn.MultiheadAttention(32, 4, causal=True, window=(3, 0)),
+        Tokens(autoattn.MultiheadAttention(32, 4, batch_first=True, num_kv_heads=2, causal=True)),
+        Tokens(autoattn.MultiheadAttention(32, 4, batch_first=True, causal=True, window=(3, 0))),
     )
 
 
