@@ -162,7 +162,9 @@ class Run:
 
     def outcome(self) -> Outcome:
         """What is left behind."""
-        return Outcome(cache=next(self.folder.glob("cache/*/forward.triton-*.json")).read_bytes(), trials=self.finished())
+        return Outcome(
+            cache=next(self.folder.glob("cache/*/forward.triton-*.json")).read_bytes(), trials=self.finished()
+        )
 
 
 def descendants(process: int) -> dict[int, str]:
