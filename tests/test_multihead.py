@@ -189,6 +189,9 @@ def test_grouped_queries_equal_a_module_with_repeated_key_heads() -> None:
     close(output, grouped(tokens, need_weights=False)[0])
     close(weights, repeated(tokens, average_attn_weights=False)[1])
     assert weights.shape == (2, 6, 9, 9)
+    for need_weights in (False, True):
+        hinted = grouped(tokens, attn_mask=LATER, is_causal=True, need_weights=need_weights)[0]
+        close(hinted, repeated(tokens, attn_mask=LATER, need_weights=False)[0])
 
 
 def test_a_query_that_sees_no_key_gives_the_bias_of_the_last_projection() -> None:
@@ -212,8 +215,8 @@ def test_dropout_of_everything_and_axes_without_elements_are_pytorchs() -> None:
     theirs, ours = pair(12, 3, dropout=1.0)
     tokens = inputs(12)
     close(ours(tokens, need_weights=False)[0], theirs(tokens, tokens, tokens, need_weights=False)[0])
-    nothing = tokens[:0]
-    assert ours(nothing, need_weights=False)[0].shape == theirs(*[nothing] * 3, need_weights=False)[0].shape
+    for query, key in ((tokens[:0], tokens[:0]), (tokens[:, :0], tokens), (tokens, tokens[:, :0])):
+        close(ours(query, key, key, need_weights=False)[0], theirs(query, key, key, need_weights=False)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
