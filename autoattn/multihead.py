@@ -226,9 +226,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return True
         if need_weights:
             return attn_mask is None or attn_mask.dim() != 4
-        if self.training and self.dropout == 1.0:
-            return True
-        return not torch.compiler.is_compiling() and any(0 in tensor.shape for tensor in tensors)
+        return self.training and self.dropout == 1.0
 
     # --- Operands of `autoattn.attention` -----------------------------------------------------------------------------
 
