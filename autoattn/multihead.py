@@ -226,7 +226,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return True
         if need_weights:
             return attn_mask is None or attn_mask.dim() != 4
-        return self.training and self.dropout == 1.0
+        return bool(self.training and self.dropout == 1.0)
 
     # --- Operands of `autoattn.attention` -----------------------------------------------------------------------------
 
