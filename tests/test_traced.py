@@ -159,10 +159,10 @@ def test_every_door_is_traced_whole(name: str) -> None:
     query, key, value = inputs()
     swapped, tokens = inputs(layout="bshd"), noise(2, 6, 16)
     dilation: dict[str, Any] = {"segment_lengths": [2, 4], "dilation_rates": [1, 2]}
-    heads = autoattn.MultiheadAttention(16, 4, batch_first=True, num_kv_heads=2, causal=True)
+    multihead = autoattn.MultiheadAttention(16, 4, batch_first=True, num_kv_heads=2, causal=True)
     doors: dict[str, tuple[Function, tuple[Any, ...]]] = {
         "Attention": (autoattn.Attention(causal=True, softcap=1.5, dropout=0.5).eval(), (query, key, value)),
-        "MultiheadAttention": (lambda one: heads(one, need_weights=False)[0], (tokens,)),
+        "MultiheadAttention": (lambda tokens: multihead(tokens, need_weights=False)[0], (tokens,)),
         "dilated": (lambda one: autoattn.dilated_attention(one, one, one, **dilation), (swapped[0],)),
         "SDPA": (functional.scaled_dot_product_attention, (query, query, query, None, 0.0, True)),
         "flash": (functional.flash_attn_func, (*swapped, 0.0, None, True, (2, 1), 1.5)),
