@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoattn import arguments
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
@@ -52,28 +53,39 @@ def recorded_by_jit() -> Iterator[None]:
         yield
 
 
-def by_pytorch(*tensors: Any, **given: Any) -> Tensor:
-    """F.scaled_dot_product_attention of query, key, value and attn_mask, without arguments that are the defaults.
+def by_pytorch(query: Any, key: Any, value: Any, attn_mask: Any, **given: Any) -> Tensor:
+    """F.scaled_dot_product_attention, without arguments that are the defaults.
 
-    Where an axis has no elements, it gives None on a GPU in place of a tensor, or ends the process by a division by
-    zero (torch 2.11, an H200 and an H100). So the CPU answers such calls.
+    PyTorch's formula answers calls without elements that its backends fail on.
     """
     said = _without_defaults(given, _USUAL)
-    three, attn_mask = tensors[:3], tensors[3]
-    device = three[0].device if _are_empty_on_a_gpu(three) else None
-    if device is not None:
-        three, attn_mask = tuple(tensor.cpu() for tensor in three), None if attn_mask is None else attn_mask.cpu()
-    output: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        *three, **({} if attn_mask is None else {"attn_mask": attn_mask}), **said
-    )
-    return output if device is None else output.to(device)
+    if attn_mask is not None:
+        said["attn_mask"] = attn_mask
+    if not _needs_the_formula(query, key, value):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **said)
+    if said.get("enable_gqa") and 0 in (*query.shape[-3:-2], *key.shape[-3:-2]):
+        key, value = (_of_heads(tensor, query.shape[-3]) for tensor in (key, value))
+        del said["enable_gqa"]
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **said)
 
 
-def _are_empty_on_a_gpu(tensors: tuple[Any, ...]) -> bool:
-    """Whether some are tensors of a GPU with an axis without elements."""
-    return any(
-        type(tensor) is Tensor and tensor.is_cuda and not tensor.is_nested and 0 in tensor.shape for tensor in tensors
-    )
+def _needs_the_formula(*tensors: Any) -> bool:
+    """Whether dense tensors have an axis without elements for which a backend of PyTorch fails.
+
+    Of a GPU, the output is None in place of a tensor (torch 2.11, an H200 and an H100). On any device, torch 2.11
+    divides by the number of heads, which ends the process; 2.13 does not.
+    """
+    if is_traced_by_jit() or not all(type(tensor) in _PLAIN and not tensor.is_nested for tensor in tensors):
+        return False
+    axes = slice(-3, -2) if tensors[0].device.type == "cpu" else slice(None)
+    fails = tensors[0].device.type != "cpu" or torch.__version__ < (2, 13)
+    return fails and any(0 in tensor.shape[axes] for tensor in tensors)
+
+
+def _of_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values [..., heads_kv, seq_kv, head_dim] for so many heads, where no key meets a query: zeros, if any."""
+    return tensor.sum(-3, keepdim=True).expand(*tensor.shape[:-3], heads, *tensor.shape[-2:])
 
 
 def why_pytorch(

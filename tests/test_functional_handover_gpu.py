@@ -96,9 +96,10 @@ def test_a_mask_together_with_is_causal_is_pytorchs_to_take_or_refuse(backend: S
 
 
 def on_the_cpu(*tensors: Tensor, **given: Any) -> Tensor:
-    """PyTorch's answer where an axis has no elements: on a GPU it is None, or ends the process (torch 2.11)."""
+    """PyTorch's answer where an axis has no elements, for which a GPU's backends give None (torch 2.11)."""
     moved = {name: one.cpu() if isinstance(one, Tensor) else one for name, one in given.items()}
-    return theirs(*(tensor.cpu() for tensor in tensors), **moved).cuda()
+    output: Tensor = sdpa_calls.by_pytorch(*(tensor.cpu() for tensor in tensors), **moved)
+    return output.cuda()
 
 
 @pytest.mark.parametrize("axis", range(4))

@@ -28,7 +28,7 @@ from autoattn import functional, sdpa_arguments
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError
 
 ours: Callable[..., Tensor] = functional.scaled_dot_product_attention
-theirs: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+theirs: Callable[..., Tensor] = sdpa_calls.by_pytorch
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 KINDS = (TypeError, IndexError, RuntimeError)  # of PyTorch's errors
 
@@ -261,7 +261,8 @@ def test_symbolic_trace_records_pytorchs_function() -> None:
     reasons: list[str] = []
     traced = torch.fx.symbolic_trace(model)
     (node,) = [node for node in traced.graph.nodes if node.op == "call_function"]
-    assert (node.target, dict(node.kwargs)) == (theirs, {"is_causal": True})
+    assert node.target is torch.nn.functional.scaled_dot_product_attention
+    assert dict(node.kwargs) == {"is_causal": True}
     close(traced(Q, K, V), theirs(Q, K, V, is_causal=True))
     assert reasons == ["query is a Proxy with rules of its own"]
 
@@ -435,10 +436,34 @@ def test_a_call_that_was_answered_before_is_not_looked_at_again(
         close(ours(*tensors, is_causal=True), wanted)
 
 
-def test_a_call_without_elements_is_answered_by_the_cpu_in_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa_arguments, "_are_empty_on_a_gpu", lambda tensors: True)
-    query, key = torch.randn(2, 4, 3, 8, requires_grad=True), torch.randn(2, 4, 0, 8)
-    output = functional.scaled_dot_product_attention(query, key, key, attn_mask=torch.zeros(3, 0))
-    assert torch.equal(output, torch.nn.functional.scaled_dot_product_attention(query, key, key))
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(4, 0), (0, 2), (0, 0)])
+def test_no_heads_give_zeros_and_gradients(heads_q: int, heads_kv: int) -> None:
+    """torch 2.11 divides by the number of heads, which ends the process; 2.13 gives the same zeros."""
+    query, key = noise(2, heads_q, 5, 8, learns=True), noise(2, heads_kv, 3, 8, seed=1, learns=True)
+    output = ours(query, key, key, enable_gqa=True)
+    assert torch.equal(output, torch.zeros(2, heads_q, 5, 8))
     output.sum().backward()
-    assert query.grad is not None
+    for tensor in (query, key):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+@pytest.mark.parametrize(("release", "device", "shape", "by_formula"), [
+    ("2.11.0", "cpu", (2, 0, 5, 8), True), ("2.13.0", "cpu", (2, 0, 5, 8), False),
+    ("2.11.0", "cpu", (2, 4, 0, 8), False), ("2.13.0", "meta", (2, 4, 0, 8), True),
+    ("2.13.0", "meta", (2, 0, 5, 8), True), ("2.13.0", "meta", (2, 4, 5, 8), False),
+])  # fmt: skip
+def test_the_formula_answers_calls_without_elements_that_a_backend_fails_on(
+    release: str, device: str, shape: tuple[int, ...], by_formula: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        fused = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+        backends.append("any" if fused else "formula")
+        return query
+
+    backends: list[str] = []
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    tensor = torch.empty(shape, device=device)
+    sdpa_arguments.by_pytorch(tensor, tensor, tensor, None)
+    assert backends == ["formula" if by_formula else "any"]
