@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoattn import masks
-    from autoattn.dilated import dilated_attention
-    from autoattn.dispatch import Explanation
+    from autoattn.core.mask import Mask
     from autoattn.errors import AutoattnError
     from autoattn.functional import attention, explain, explain_packed, explain_sdpa, packed_attention
-    from autoattn.mask import Mask
-    from autoattn.module import Attention
-    from autoattn.multihead import MultiheadAttention
-    from autoattn.redone import counting_redone
+    from autoattn.nn.attention import Attention
+    from autoattn.nn.dilated import dilated_attention
+    from autoattn.nn.multihead import MultiheadAttention
+    from autoattn.runtime.plan.cache_lookup import Explanation
+    from autoattn.runtime.run.recompute_counter import counting_redone
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,14 +34,14 @@ __all__ = [
 ]
 # Loaded when first used, so that the command line's --help does not wait for torch.
 _HOMES = {
-    "Attention": "autoattn.module",
+    "Attention": "autoattn.nn.attention",
     "AutoattnError": "autoattn.errors",
-    "Explanation": "autoattn.dispatch",
-    "Mask": "autoattn.mask",
-    "MultiheadAttention": "autoattn.multihead",
+    "Explanation": "autoattn.runtime.plan.cache_lookup",
+    "Mask": "autoattn.core.mask",
+    "MultiheadAttention": "autoattn.nn.multihead",
     "attention": "autoattn.functional",
-    "counting_redone": "autoattn.redone",
-    "dilated_attention": "autoattn.dilated",
+    "counting_redone": "autoattn.runtime.run.recompute_counter",
+    "dilated_attention": "autoattn.nn.dilated",
     "explain": "autoattn.functional",
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",

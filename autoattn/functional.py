@@ -9,20 +9,25 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from autoattn import answer, arguments, dispatch, operators, prepared, recent, sdpa_arguments
-from autoattn import differentiate as differentiate  # registers the backward pass of the operator
-from autoattn.answer import forget as forget
-from autoattn.dispatch import Explanation
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
+from autoattn.runtime import prepared_calls, recent_calls
+from autoattn.runtime.parse import arguments, sdpa_arguments
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan.planner import forget as forget
+from autoattn.runtime.torch_op import attention_op
+from autoattn.runtime.torch_op import (
+    attention_op_backward as attention_op_backward,  # registers the backward pass of the operator
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
-    from autoattn.captures import Traced
-    from autoattn.mask import Mask
+    from autoattn.core.mask import Mask
+    from autoattn.expressions.captures import Traced
     from autoattn.masks import BlockSparse
-    from autoattn.signatures import Arguments, PackedArguments
+    from autoattn.runtime.parse.signatures import Arguments, PackedArguments
 
 SDPA_MISTAKES = (SdpaError, SdpaTypeError, SdpaIndexError)
 
@@ -92,7 +97,7 @@ def attention(
         alibi_slopes: [heads_q] or [batch, heads_q] float32; scores lose slope * |p - key|, where p = i if causal is
             "top-left".
         sinks: [heads_q]; a score for each head that takes its share of the softmax and gives nothing.
-        score_mod: text of `autoattn.expression`, a function (score, b, h, q_idx, kv_idx) -> score, or what
+        score_mod: text of `autoattn.expressions.language`, a function (score, b, h, q_idx, kv_idx) -> score, or what
             `autoattn.masks.score` made of one.
         dropout: share of the weights that is dropped, from 0 and below 1; the others grow by 1 / (1 - dropout).
         seed: of dropout, from 0 to 2**63 - 1; when None, one is drawn from PyTorch's generator of the CPU.
@@ -126,13 +131,13 @@ def attention(
             query_scale, key_scale, value_scale,
         )  # fmt: skip
     words = causal, softcap, dropout, scale, layout, return_lse, deterministic
-    known = recent.find(query, key, value, words) if seldom is None else None
+    known = recent_calls.find(query, key, value, words) if seldom is None else None
     if known is not None and (found := known(query, key, value)) is not None:
         return found
-    asked = prepared.key(query, key, value, (), words, seldom)
-    if (known := prepared.find(asked)) is not None and (found := known(query, key, value)) is not None:
+    asked = prepared_calls.key(query, key, value, (), words, seldom)
+    if (known := prepared_calls.find(asked)) is not None and (found := known(query, key, value)) is not None:
         if seldom is None:
-            prepared.remember(query, key, value, words, known)
+            prepared_calls.remember(query, key, value, words, known)
         return found
     return _not_answered_before(
         asked, query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
@@ -143,7 +148,7 @@ def attention(
 
 
 def _not_answered_before(
-    asked: prepared.Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
+    asked: prepared_calls.Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` with all of its arguments, read, planned and run; prepares for the next such call."""
     if asked is None and sdpa_arguments.is_recorded_by_fx(query, key, value):
@@ -151,17 +156,17 @@ def _not_answered_before(
     if asked is None and sdpa_arguments.are_nested(query, key, value):
         return sdpa_arguments.nested(query, key, value, {**given, "return_lse": return_lse})()
     by_jit = sdpa_arguments.is_traced_by_jit()
-    if by_jit or (asked is None and operators.is_watched(query, key, value)):
-        from autoattn import traced  # which imports this module, and is for those who trace
+    if by_jit or (asked is None and attention_op.is_watched(query, key, value)):
+        from autoattn.runtime.torch_op import compile_frontend  # which imports this module, and is for those who trace
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
-            return traced.attention(query, key, value, return_lse=return_lse, **given)
+            return compile_frontend.attention(query, key, value, return_lse=return_lse, **given)
     call = arguments.read(query, key, value, **given)
-    plan = answer.plan(call, lse=return_lse)
-    made = answer.run(call, plan, lse=return_lse)
+    plan = planner.plan(call, lse=return_lse)
+    made = planner.run(call, plan, lse=return_lse)
     output, lse = made[0].transpose(1, 2) if given["layout"] == "bshd" else made[0], made[1]
     found = output if lse is None else (output, lse)
-    prepared.keep(asked, (query, key, value), call, plan, made, found)
+    prepared_calls.keep(asked, (query, key, value), call, plan, made, found)
     return found
 
 
@@ -242,17 +247,17 @@ def packed_attention(
         and query_scale is key_scale is value_scale is None
     ):
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
-    asked = prepared.key(
+    asked = prepared_calls.key(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
         (causal, softcap, dropout, scale, return_lse, deterministic, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
-    if (known := prepared.find(asked)) is not None:
+    if (known := prepared_calls.find(asked)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (found := known(*tensors)) is not None:
             return found
     by_jit, by_fx = sdpa_arguments.is_traced_by_jit(), asked is None and sdpa_arguments.is_recorded_by_fx(*tensors)
-    if by_jit or by_fx or (asked is None and operators.is_watched(*tensors)):
+    if by_jit or by_fx or (asked is None and attention_op.is_watched(*tensors)):
         given: dict[str, Any] = {
             "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
             "score_mod": score_mod, "dropout": dropout, "seed": seed, "scale": scale, "precision": precision,
@@ -261,21 +266,21 @@ def packed_attention(
         }  # fmt: skip
         if by_fx:
             return sdpa_arguments.record(packed_attention, (*tensors, max_seqlen_q, max_seqlen_kv), given)
-        from autoattn import traced
+        from autoattn.runtime.torch_op import compile_frontend
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
-            return traced.packed_attention(*tensors, max_seqlen_q, max_seqlen_kv, **given)
+            return compile_frontend.packed_attention(*tensors, max_seqlen_q, max_seqlen_kv, **given)
     call = arguments.read_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
         scale=scale, precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
         key_scale=key_scale, value_scale=value_scale,
     )  # fmt: skip
-    plan = answer.plan(call, lse=return_lse)
-    made = answer.run(call, plan, lse=return_lse)
+    plan = planner.plan(call, lse=return_lse)
+    made = planner.run(call, plan, lse=return_lse)
     output, lse = made[0][0].transpose(0, 1), made[1]
     found = output if lse is None else (output, lse[0])
-    prepared.keep(asked, tensors, call, plan, made, found)
+    prepared_calls.keep(asked, tensors, call, plan, made, found)
     return found
 
 
@@ -286,9 +291,9 @@ def explain(
     if sdpa_arguments.are_nested(query, key, value):
         usual = {"causal": False, "dropout": 0.0, "scale": None, "layout": "bhsd"}
         sdpa_arguments.nested(query, key, value, {**usual, **given, "return_lse": return_lse})
-        return dispatch.sdpa(sdpa_arguments.NESTED)
+        return cache_lookup.sdpa(sdpa_arguments.NESTED)
     with sdpa_arguments.outside_of_jit():
-        return answer.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
+        return planner.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
 
 
 def explain_packed(
@@ -306,7 +311,7 @@ def explain_packed(
     """What `packed_attention` does with the same arguments, and why."""
     lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
     call = arguments.read_packed(query, key, value, *lengths, **_seeded(given))
-    return answer.plan(call, lse=return_lse).explanation
+    return planner.plan(call, lse=return_lse).explanation
 
 
 def scaled_dot_product_attention(
@@ -338,10 +343,10 @@ def scaled_dot_product_attention(
     causal = "top-left" if is_causal is True else False if is_causal is False else None
     if attn_mask is None:
         words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # of `attention`
-        if (known := recent.find(query, key, value, words)) is None:
-            known = prepared.find(prepared.key(query, key, value, (), words, None))
+        if (known := recent_calls.find(query, key, value, words)) is None:
+            known = prepared_calls.find(prepared_calls.key(query, key, value, (), words, None))
             if known is not None:
-                prepared.remember(query, key, value, words, known)
+                prepared_calls.remember(query, key, value, words, known)
         # What was answered before is a call of `attention`, whose key heads may be fewer whatever is said.
         if known is not None and (enable_gqa is True or (enable_gqa is False and query.shape[1] == key.shape[1])):
             output = known(query, key, value)
@@ -378,7 +383,7 @@ def explain_sdpa(
     """What `scaled_dot_product_attention` does with the same arguments, and why."""
     reason = sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if reason is not None:
-        return dispatch.sdpa(reason)
+        return cache_lookup.sdpa(reason)
     sdpa_arguments.check(query, key, value, attn_mask, is_causal, enable_gqa)
     arguments.numerics_of(None)
     try:
@@ -386,7 +391,7 @@ def explain_sdpa(
         causal = "top-left" if is_causal else False
         return explain(query, key, value, mask=attn_mask, causal=causal, dropout=dropout_p, scale=scale)
     except UsageError as mistake:
-        return dispatch.sdpa(f"PyTorch says whether it takes the call, which attention refuses: {mistake}")
+        return cache_lookup.sdpa(f"PyTorch says whether it takes the call, which attention refuses: {mistake}")
 
 
 def _sdpa_by_attention(

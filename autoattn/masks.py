@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autoattn import blocks, captures, expression, reference, trace
-from autoattn.captures import Traced
+from autoattn.core.mask import Mask
 from autoattn.errors import ProblemError, TensorError
-from autoattn.expression import MASK_NAMES, SCORE_NAMES
-from autoattn.mask import Mask
-from autoattn.operands import BlockTable
+from autoattn.expressions import captures, fx_tracing, language
+from autoattn.expressions.captures import Traced
+from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
+from autoattn.reference import attention_formula
+from autoattn.tensors import block_table
+from autoattn.tensors.operands import BlockTable
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -85,7 +87,7 @@ def from_block_mask(block_mask: BlockMask) -> BlockSparse:
     A full block that hangs over the end of the sequence becomes a partial one, where its function is asked.
 
     Raises:
-        ProblemError: its block size is not supported, or its function is no arithmetic (autoattn.trace).
+        ProblemError: its block size is not supported, or its function is no arithmetic (expressions.fx_tracing).
         TensorError: its lists name a block twice, or one that is not there.
     """
     if block_mask in _converted:
@@ -103,7 +105,7 @@ def from_block_mask(block_mask: BlockMask) -> BlockSparse:
             "a block mask must list each block once, got one twice in a row; build it with create_block_mask"
         )
     device = block_mask.kv_num_blocks.device
-    text, captured = trace.trace(block_mask.mask_mod, MASK_NAMES, device)
+    text, captured = fx_tracing.trace(block_mask.mask_mod, MASK_NAMES, device)
     text = "" if text == "True" else text  # PyTorch's noop_mask
     found = _made(full + partial > 0, partial > 0, block_q, block_kv, seq_q, seq_kv, text, captured)
     _converted[block_mask] = found
@@ -125,14 +127,14 @@ def from_mod(
         block_size: powers of two from 16 to 4096.
 
     Raises:
-        ProblemError: the function is no arithmetic (autoattn.trace), or the block size is not supported.
+        ProblemError: the function is no arithmetic (expressions.fx_tracing), or the block size is not supported.
     """
     from torch.nn.attention.flex_attention import create_block_mask  # pulls in torch._dynamo
 
     sizes = _sizes(block_size)
     Mask.blocks(*sizes, 0.0)
     device = torch.device(device)
-    trace.trace(mask_mod, MASK_NAMES, device)  # says what is wrong before create_block_mask fails on it
+    fx_tracing.trace(mask_mod, MASK_NAMES, device)  # says what is wrong before create_block_mask fails on it
     return from_block_mask(create_block_mask(mask_mod, batch, heads, seq_q, seq_kv, device=device, BLOCK_SIZE=sizes))
 
 
@@ -228,9 +230,9 @@ def score(score_mod: ScoreMod, *, device: torch.device | str = CPU) -> Traced:
         device: of the tensors that it reads.
 
     Raises:
-        ProblemError: the function is no arithmetic (autoattn.trace).
+        ProblemError: the function is no arithmetic (autoattn.expressions.fx_tracing).
     """
-    text, captured = trace.trace(score_mod, SCORE_NAMES, torch.device(device))
+    text, captured = fx_tracing.trace(score_mod, SCORE_NAMES, torch.device(device))
     return Traced(text=text, captures=captured)
 
 
@@ -247,7 +249,7 @@ def check(block_sparse: BlockSparse, *, batch: int, heads: int, seq_q: int, seq_
             f"{block_sparse.seq_q} and {block_sparse.seq_kv} on {table.device}; build it anew"
         )
     mod = block_sparse.mask.mod
-    asks = expression.parse(mod, MASK_NAMES).answer.asks if mod else frozenset()
+    asks = language.parse(mod, MASK_NAMES).answer.asks if mod else frozenset()
     for axis, (name, have) in enumerate((("b", batch), ("h", heads))):
         if table.shape[axis] != have and (table.shape[axis] != 1 or name in asks):
             raise TensorError(
@@ -269,7 +271,7 @@ def to_dense(block_sparse: BlockSparse, *, batch: int = 1, heads: int = 1) -> Te
     seq_q, seq_kv = block_sparse.seq_q, block_sparse.seq_kv
     columns = -(-seq_kv // table.block_kv)
     full, partial = (
-        (blocks.grid_of(counts, listed, columns) > 0)
+        (block_table.grid_of(counts, listed, columns) > 0)
         .repeat_interleave(table.block_q, 2)
         .repeat_interleave(table.block_kv, 3)[:, :, :seq_q, :seq_kv]
         for counts, listed in ((table.full_counts, table.full_blocks), (table.partial_counts, table.partial_blocks))
@@ -284,7 +286,7 @@ def to_dense(block_sparse: BlockSparse, *, batch: int = 1, heads: int = 1) -> Te
             "kv_idx": torch.arange(seq_kv, device=device),
             **{f"captured{place}": tensor for place, tensor in enumerate(block_sparse.captures)},
         }
-        partial = partial & expression.parse(mask.mod, MASK_NAMES).evaluate(names, reference.FUNCTIONS)
+        partial = partial & language.parse(mask.mod, MASK_NAMES).evaluate(names, attention_formula.FUNCTIONS)
     return (full | partial).expand(batch, heads, seq_q, seq_kv)
 
 
@@ -296,7 +298,7 @@ def _made(
     density = float(kept.float().mean())
     return BlockSparse(
         mask=Mask.blocks(block_q, block_kv, density, mod),
-        table=blocks.table_of(kept, block_q=block_q, block_kv=block_kv, seq_kv=seq_kv, partial=partial),
+        table=block_table.table_of(kept, block_q=block_q, block_kv=block_kv, seq_kv=seq_kv, partial=partial),
         captures=captured,
         seq_q=seq_q,
         seq_kv=seq_kv,
@@ -338,7 +340,7 @@ def _grid_of_theirs(counts: Tensor, listed: Tensor, rows: int, columns: int) -> 
             f"a block mask must list blocks from 0 to {columns - 1} for each of {rows} blocks of queries, got others; "
             "build it with create_block_mask for these lengths"
         )
-    return blocks.grid_of(counts, listed, columns)
+    return block_table.grid_of(counts, listed, columns)
 
 
 def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

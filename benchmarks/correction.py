@@ -18,9 +18,9 @@ import numpy as np
 from kept import tell
 from model_quality import DEVICE, FEWEST, Array, Case, Quality, Row, quality, rows
 
-from autoattn import model
-from autoattn.problem import Problem
-from autoattn.program import Path
+from autoattn.core.problem import Problem
+from autoattn.cost_model import predictor
+from autoattn.cost_model.kernel_kind import Path
 
 RIDGES = (3.0, 30.0, 100.0)
 FAR = 0.6  # of log time: what is further off counts as so much
@@ -41,7 +41,7 @@ class Part:
 
 def features(case: Case) -> tuple[list[float], float]:
     """What a correction may lean on, and the predicted milliseconds."""
-    found = model.predict(case.problem, DEVICE, case.params, case.report)
+    found = predictor.predict(case.problem, DEVICE, case.params, case.report)
     loop = case.report.loop
     shares = [found.parts_us[unit] / found.time_us for unit in UNITS]
     warps = [math.log(found.occupancy), math.log(found.occupancy * case.report.num_warps)]

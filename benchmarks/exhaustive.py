@@ -28,17 +28,19 @@ import typer
 from kept import tell
 from speed import SHAPES, Write, card, empty_caches, machine, sampled, table
 
-from autoattn import contest, finals, ledger, rounds, shapes, storage
-from autoattn import tune as tuning
-from autoattn.contest import Contest
-from autoattn.jobs import finalist_name
-from autoattn.plan import Effort, Objective, Options, Progress
-from autoattn.problem import Problem
-from autoattn.study import Study
-from autoattn.trial import Outcome, Trial
-from autoattn.variant import Variant
-from autoattn.workers import Failure
-from autoattn.workshop import Steps, Workshop
+from autoattn.core import paired_stats
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Variant
+from autoattn.search import finals, multi_template, shared_trials, storage
+from autoattn.search import tuner as tuning
+from autoattn.search.gpu_jobs import finalist_name
+from autoattn.search.multi_template import Contest
+from autoattn.search.search_options import Effort, Objective, Options, Progress
+from autoattn.search.study import Study
+from autoattn.search.trial_pipeline import Steps, Workshop
+from autoattn.search.worker_pool import Failure
+from autoattn.shapes import shapes_file
 
 MET = 5  # of the other variants that meet the winner, by their screenings
 SECONDS = 2.0  # of that contest, at most
@@ -51,7 +53,7 @@ app = typer.Typer(help=__doc__, add_completion=False)
 def kinds(shard: int, shards: int) -> list[list[Problem]]:
     """The problems of a shard, those of one kind of kernel together: they share what is compiled."""
     groups: dict[str, list[Problem]] = {}
-    for one in shapes.load(SHAPES):
+    for one in shapes_file.load(SHAPES):
         groups.setdefault(one.groups[0], []).append(one.problem)
     parts: list[list[list[Problem]]] = [[] for _ in range(shards)]
     for group in groups.values():
@@ -88,7 +90,9 @@ def tuned(problems: Sequence[Problem], folder: Path) -> tuple[dict[str, Tuned], 
     found = {}
     for key, entry in summary.entries.items():
         journal = folder / card().name / "studies" / f"{key}.journal"
-        tried = [trial.variant for trials in ledger.studies(storage.unchanged(journal)).values() for trial in trials]
+        tried = [
+            trial.variant for trials in shared_trials.studies(storage.unchanged(journal)).values() for trial in trials
+        ]
         found[key] = Tuned(
             winner=entry.variant,
             choice=entry.choice,
@@ -101,7 +105,7 @@ def tuned(problems: Sequence[Problem], folder: Path) -> tuple[dict[str, Tuned], 
 
 def neighbours(problem: Problem, winner: Variant, count: int, chance: random.Random) -> list[Variant]:
     """Some of the feasible variants that differ from the winner in one parameter."""
-    space = next(one for one in contest.spaces(problem, card(), True) if one.template == winner.template)
+    space = next(one for one in multi_template.spaces(problem, card(), True) if one.template == winner.template)
     params = space.params_of(winner)
     near = [
         space.variant({**params, name: value})
@@ -124,7 +128,7 @@ class Measured:
 
     def steps(self, shop: Workshop) -> Steps[None]:
         """Validates and screens them."""
-        spaces = contest.spaces(self.problem, card(), True)
+        spaces = multi_template.spaces(self.problem, card(), True)
         study = Contest([Study(None, one, self.problem, card(), seed=0, budget=0) for one in spaces])
         study.enqueue(self.listed)
         yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
@@ -139,11 +143,11 @@ class Measured:
             return f"the contest ended with a {result.outcome.value}: {result.detail}"
         if not result.verdicts[0].ok:
             return f"the winner is wrong at full size: {result.verdicts[0].reason}"
-        counted = rounds.good(result.rounds)
+        counted = paired_stats.good(result.rounds)
         names = [finalist_name(place) for place, verdict in enumerate(result.verdicts) if verdict.ok]
-        leader = rounds.leader(counted, names)
+        leader = paired_stats.leader(counted, names)
         ratios = [one.times_us[names[0]] / one.times_us[leader] for one in counted]
-        lead = rounds.interval(counted, names[0], leader, finalists=len(names)) if leader != names[0] else None
+        lead = paired_stats.interval(counted, names[0], leader, finalists=len(names)) if leader != names[0] else None
         return {
             "problem": str(self.problem), "key": self.problem.key, "variants": len(self.trials), "right": len(working),
             "trials": quick.trials, "seconds": quick.seconds, "choice": quick.choice, "winner": str(quick.winner),
@@ -160,18 +164,18 @@ def listed(group: Sequence[Problem], quick: dict[str, Tuned], count: int) -> lis
     for problem in group:
         found |= dict.fromkeys(quick[problem.key].tried)
         found |= dict.fromkeys(
-            seed for one in contest.spaces(problem, card(), True) for seed in one.seeds_for(problem, card())
+            seed for one in multi_template.spaces(problem, card(), True) for seed in one.seeds_for(problem, card())
         )
     for winner, problem in {quick[problem.key].winner: problem for problem in group}.items():
         found |= dict.fromkeys(neighbours(problem, winner, count, chance))
-    for one in contest.spaces(group[0], card(), True):
+    for one in multi_template.spaces(group[0], card(), True):
         found |= dict.fromkeys(sampled(group[0], count, one.template, seed=0))
     return list(found)
 
 
 def fitting(problem: Problem, variants: Sequence[Variant]) -> list[Variant]:
     """Those that are points of the problem's own search spaces."""
-    spaces = {one.template: one for one in contest.spaces(problem, card(), True)}
+    spaces = {one.template: one for one in multi_template.spaces(problem, card(), True)}
     return [one for one in variants if spaces[one.template].why_infeasible(one, problem, card()) is None]
 
 

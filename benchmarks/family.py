@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from autoattn import cli, space
-from autoattn.problem import Op
-from autoattn.space import SearchSpace
+from autoattn import cli
+from autoattn.codegen import search_space
+from autoattn.codegen.search_space import SearchSpace
+from autoattn.core.problem import Op
 
-_of = space.of
+_of = search_space.of
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         sys.exit(
             f"benchmarks/family.py needs a family of templates first, got {family!r}; it may be {' or '.join(known)}"
         )
-    space.of = of  # type: ignore[assignment]
+    search_space.of = of  # type: ignore[assignment]
     cli.main()
 
 

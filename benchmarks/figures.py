@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoattn.entry import CacheEntry
+    from autoattn.core.cache_entry import CacheEntry
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = "import torch, time; t = time.perf_counter(); import autoattn; {use}; print(time.perf_counter() - t)"
@@ -95,11 +95,12 @@ def imported(use: str) -> float:
 
 def measured(folder: Path) -> None:
     """Each measured problem's ratios, and their geometric means over each group of shapes.yaml."""
-    from autoattn import cache, shapes
-    from autoattn.trial import Evidence
+    from autoattn.cache import store
+    from autoattn.core.trial import Evidence
+    from autoattn.shapes import shapes_file
 
-    groups = {one.problem.key: one.groups for one in shapes.load(ROOT / "shapes.yaml")}
-    for file in cache.read_folder(folder):
+    groups = {one.problem.key: one.groups for one in shapes_file.load(ROOT / "shapes.yaml")}
+    for file in store.read_folder(folder):
         entries = {key: entry for key, entry in file.entries.items() if entry.evidence is Evidence.MEASURED}
         if not entries:
             continue
@@ -118,9 +119,9 @@ def measured(folder: Path) -> None:
 
 def print_means(rows: list[CacheEntry]) -> None:
     """A line for each rival: geometric mean of its time over the kernel's, and the range."""
-    from autoattn import rivals
+    from autoattn.baselines import pytorch_sdpa
 
-    for rival in (rivals.SDPA, *rivals.BACKENDS, "template default"):
+    for rival in (pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS, "template default"):
         ratios = [
             one.measurement.median_us / entry.time_us for entry in rows for one in entry.rivals if one.name == rival
         ]

@@ -27,11 +27,12 @@ import triton  # noqa: E402
 from drawn import Call, Compare, Drawn  # noqa: E402
 from kept import keep  # noqa: E402
 
-from autoattn import gpu, render, space  # noqa: E402
-from autoattn.device import Device  # noqa: E402
+from autoattn.codegen import render, search_space  # noqa: E402
+from autoattn.core.device import Device  # noqa: E402
+from autoattn.core.trial import Outcome  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
-from autoattn.trial import Outcome  # noqa: E402
-from autoattn.workers import Failure, Pool, cores  # noqa: E402
+from autoattn.hardware import nvidia  # noqa: E402
+from autoattn.search.worker_pool import Failure, Pool, cores  # noqa: E402
 
 SECONDS = 120.0  # of one job; a hanging kernel costs as much
 CALLS_PER_KERNEL = 4  # on the card, where compiling takes longer than running
@@ -67,7 +68,7 @@ def _more_calls(rng: random.Random, one: Drawn) -> tuple[Call, ...]:
 
 def _on_the_card(rng: random.Random, one: Drawn, device: Device) -> Drawn:
     """The same call with a variant that the search could try on the card."""
-    spaces = list(space.of(one.call.problem.op))
+    spaces = list(search_space.of(one.call.problem.op))
     rng.shuffle(spaces)
     for points in spaces:
         variant = next(points.feasible(one.call.problem, device, rng), None)
@@ -177,7 +178,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the number of one kernel, of a failure")
     parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
     options = parser.parse_args()
-    device = gpu.present() if options.gpu else None
+    device = nvidia.present() if options.gpu else None
     if options.gpu and device is None:
         parser.error("--gpu needs an NVIDIA GPU, got none; leave it out")
     began = time.monotonic()

@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from kept import tell  # noqa: E402
 
-from autoattn import ledger, storage  # noqa: E402
-from autoattn.trial import Trial  # noqa: E402
-from autoattn.variant import Variant  # noqa: E402
+from autoattn.core.trial import Trial  # noqa: E402
+from autoattn.core.variant import Variant  # noqa: E402
+from autoattn.search import shared_trials, storage  # noqa: E402
 
 CHOICES: dict[str, list[Any]] = {"BLOCK_M": [16, 32], "BLOCK_N": [16, 32], "num_warps": [1], "num_stages": [1, 2]}
 TRIALS = 8  # all that those choices allow
@@ -99,7 +99,7 @@ class Run:
         if self.url is None and not journals:
             return {}
         kept = storage.server(self.url) if self.url is not None else storage.unchanged(journals[0])
-        trials = [trial for found in ledger.studies(kept).values() for trial in found]
+        trials = [trial for found in shared_trials.studies(kept).values() for trial in found]
         if len({trial.variant for trial in trials}) < len(trials):
             self.tally.faults.append("a variant was tried twice")
         return {trial.variant: trial for trial in trials}

@@ -26,16 +26,20 @@ import torch
 import triton
 
 import autoattn
-from autoattn import compile, gpu, inputs, render, rivals, space, validate
-from autoattn.comparison import LOOSE
-from autoattn.mask import Mask
-from autoattn.measure import Stopwatch
-from autoattn.operands import Operands
-from autoattn.ops import forward
-from autoattn.peers import PEERS
-from autoattn.problem import DType, Layout, Precision, Problem
-from autoattn.trial import Measurement
-from autoattn.variant import Variant
+from autoattn.baselines import pytorch_sdpa
+from autoattn.baselines.external import PEERS
+from autoattn.bench.kernel_results import LOOSE
+from autoattn.codegen import render, search_space
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Precision, Problem
+from autoattn.core.trial import Measurement
+from autoattn.core.variant import Variant
+from autoattn.hardware import nvidia
+from autoattn.hardware.timer import Stopwatch
+from autoattn.kernels import compiler, forward
+from autoattn.reference import inputs
+from autoattn.tensors.operands import Operands
+from autoattn.validation import output_check
 
 DEVICE = torch.device("cuda")
 TEMPLATE = "triton/forward"
@@ -60,31 +64,31 @@ class Bench:
     def __init__(self) -> None:
         self.pool = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
         self.stopwatch = Stopwatch(DEVICE)
-        card = gpu.present()
+        card = nvidia.present()
         assert card is not None, "needs an NVIDIA GPU"
         self.card = card
         self.lines: list[str] = []
 
     def ours(self, problem: Problem, keep: Callable[[Variant], bool] = lambda _: True, seed: int = 1) -> Ours:
         """The fastest seed that `keep` lets through and the gate passes, at small sizes and at this one."""
-        points = space.load(TEMPLATE)
+        points = search_space.load(TEMPLATE)
         variants = [variant for variant in points.seeds_for(problem, self.card) if keep(variant)]
         sources = [render.render(problem, variant) for variant in variants]
         list(self.pool.map(_compile, [(source, self.card.arch) for source in sources]))
         generator = torch.Generator().manual_seed(seed)
-        case = validate.make_case(problem, DEVICE, generator, rows=ROWS, guard=0)
-        gate = validate.Gate(problem, DEVICE)
+        case = output_check.make_case(problem, DEVICE, generator, rows=ROWS, guard=0)
+        gate = output_check.Gate(problem, DEVICE)
         output = forward.empty_output(problem, case.operands.query)
         best: tuple[float, Variant, Call] | None = None
         for variant, source in zip(variants, sources, strict=True):
             try:
-                kernel = compile.load(source, DEVICE)
+                kernel = compiler.load(source, DEVICE)
             except autoattn.AutoattnError:
                 continue
-            if not (gate.judge(kernel).ok and validate.judge(kernel, [case]).ok):
+            if not (gate.judge(kernel).ok and output_check.judge(kernel, [case]).ok):
                 continue
 
-            def call(kernel: compile.Kernel = kernel) -> None:
+            def call(kernel: compiler.Kernel = kernel) -> None:
                 forward.launch(kernel, problem, case.operands, output, None)
 
             looked = self.stopwatch.screen(call, None if best is None else best[0]).median_us
@@ -116,7 +120,7 @@ def _compile(job: tuple[object, int]) -> None:
     """Fills Triton's cache; what the compiler refuses is seen again when the kernel is loaded."""
     source, arch = job
     with contextlib.suppress(autoattn.AutoattnError):
-        compile.build(source, arch)  # type: ignore[arg-type]
+        compiler.build(source, arch)  # type: ignore[arg-type]
 
 
 def problem(seq: int, head_dim: int, *, batch: int = 1, heads: int = 16, mask: str = "full", **facts: Any) -> Problem:
@@ -147,8 +151,8 @@ def described(ours: Ours) -> str:
 def agrees(found: torch.Tensor, ours: Ours) -> bool:
     """Whether a peer computes the same: a wrong mask would be no peer."""
     ours.call()
-    case = validate.case_of(ours.problem, ours.operands, torch.Generator().manual_seed(2), rows=ROWS)
-    return validate.errors(found, case)[0] <= LOOSE * case.allowed
+    case = output_check.case_of(ours.problem, ours.operands, torch.Generator().manual_seed(2), rows=ROWS)
+    return output_check.errors(found, case)[0] <= LOOSE * case.allowed
 
 
 def peer_call(name: str, ours: Ours) -> Call | None:
@@ -169,7 +173,7 @@ def peer_call(name: str, ours: Ours) -> Call | None:
 
 def with_rivals(ours: Ours, *, others: Iterable[str] = ()) -> dict[str, Call]:
     """Our call, PyTorch's, and those of the other peers that work."""
-    calls: dict[str, Call] = {f"ours {described(ours)}": ours.call, **rivals.calls(ours.problem, ours.operands)}
+    calls: dict[str, Call] = {f"ours {described(ours)}": ours.call, **pytorch_sdpa.calls(ours.problem, ours.operands)}
     for name in others:
         call = peer_call(name, ours)
         if call is not None:
@@ -252,7 +256,7 @@ def packed(bench: Bench) -> None:
         for length, _ in one.lengths():
             part = problem(length, 128, batch=64, mask=mask, layout=Layout.BSHD)
             operands = inputs.make(part, DEVICE, torch.Generator().manual_seed(0))
-            kernel = compile.load(render.render(part, alike.variant), DEVICE)
+            kernel = compiler.load(render.render(part, alike.variant), DEVICE)
             output = forward.empty_output(part, operands.query)
             looked = bench.stopwatch.screen(
                 lambda k=kernel, p=part, o=operands, t=output: forward.launch(k, p, o, t, None), None
@@ -275,7 +279,7 @@ def float32(bench: Bench) -> None:
                 # PyTorch has no tf32x3: its rival there is the same call in IEEE products.
                 calls: dict[str, Call] = {f"ours {described(ours)}": ours.call}
                 torch.set_float32_matmul_precision("highest")
-                calls |= rivals.calls(plain(one), ours.operands)
+                calls |= pytorch_sdpa.calls(plain(one), ours.operands)
                 title = f"float32 {precision.value}, B{batch} H16 S{seq} D64 {mask}"
                 times = bench.contest(title, calls, dict.fromkeys(calls, one.flops()))
                 bench.rate(f"{title}, over PyTorch's best", best_rival(times) / ours_of(times), wanted or "nothing")
@@ -318,7 +322,7 @@ def head_dims(bench: Bench) -> None:
             split = bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 1)
             whole = bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 0)
             calls = {f"ours, two tiles {described(split)}": split.call, f"one tile {described(whole)}": whole.call}
-            calls |= rivals.calls(one, split.operands)
+            calls |= pytorch_sdpa.calls(one, split.operands)
             times = list(bench.contest(f"B4 H16 S4096 D{head_dim} {mask} bfloat16",
                                        calls, dict.fromkeys(calls, one.flops())).values())  # fmt: skip
             bench.rate(f"D {head_dim} {mask}, padded over split", times[1].median_us / times[0].median_us, wanted)

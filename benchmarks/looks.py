@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from autoattn import compile, sass, validate
-from autoattn.compile import Kernel
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome, StaticReport
+from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.jobs import kind_of
-from autoattn.measure import Stopwatch
-from autoattn.ops import forward
-from autoattn.problem import Problem
-from autoattn.trial import Outcome, StaticReport
-from autoattn.validate import Gate
-from autoattn.variant import Source
-from autoattn.workers import Failure
+from autoattn.hardware.timer import Stopwatch
+from autoattn.kernels import compiler, forward
+from autoattn.kernels.compiler import Kernel
+from autoattn.kernels.sass import disassembler
+from autoattn.search.gpu_jobs import kind_of
+from autoattn.search.worker_pool import Failure
+from autoattn.validation import output_check
+from autoattn.validation.output_check import Gate
 
 ROWS = 64  # query rows that are compared at full size
 THREADS = 8  # the driver compiles outside of Python's lock
@@ -36,7 +37,7 @@ class Inspect:
 
     def run(self, memory: Memory) -> StaticReport | Failure:
         try:
-            return compile.inspect(self.source, self.arch, ptx_arch=self.ptx_arch)
+            return compiler.inspect(self.source, self.arch, ptx_arch=self.ptx_arch)
         except CompileError as error:
             return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
 
@@ -53,9 +54,9 @@ class Translate:
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
         # One by one: Triton's settings belong to the process.
-        built = [compile.build(source, self.ptx_arch).asm["ptx"] for source in self.sources]
+        built = [compiler.build(source, self.ptx_arch).asm["ptx"] for source in self.sources]
         with ThreadPoolExecutor(THREADS) as pool:
-            made = [pool.submit(compile.translated, ptx, device) for ptx in built]
+            made = [pool.submit(compiler.translated, ptx, device) for ptx in built]
         return sum(one.exception() is None for one in made)
 
 
@@ -87,12 +88,12 @@ class Look:
             memory.pop("case", None)
             torch.cuda.empty_cache()
             generator = torch.Generator().manual_seed(1)
-            memory["case"] = validate.make_case(self.problem, device, generator, rows=ROWS, guard=0)
+            memory["case"] = output_check.make_case(self.problem, device, generator, rows=ROWS, guard=0)
             memory["gate"] = Gate(kind_of(self.problem), device).cases if self.gate else []
             memory["problem"] = self.problem
             memory.setdefault("stopwatch", Stopwatch(device))
         case = memory["case"]
-        verdict = validate.judge(kernel, [*memory["gate"], case])
+        verdict = output_check.judge(kernel, [*memory["gate"], case])
         if not verdict.ok:
             return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
         output = forward.empty_output(self.problem, case.operands.query)
@@ -107,7 +108,7 @@ def _kernel(memory: Memory, source: Source, ptx_arch: int | None) -> Kernel | Fa
     name = ("kernel", source.digest, ptx_arch)
     if name not in memory:
         try:
-            memory[name] = compile.load(source, torch.device("cuda"), ptx_arch=ptx_arch)
+            memory[name] = compiler.load(source, torch.device("cuda"), ptx_arch=ptx_arch)
         except CompileError as error:
             memory[name] = Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
     found: Kernel | Failure = memory[name]
@@ -118,7 +119,7 @@ def _translated(kernel: Kernel) -> StaticReport | None:
     """What the driver's machine code says; None where it is newer than our disassembler."""
     properties = torch.cuda.get_device_properties(kernel.device)
     try:
-        return sass.read(
+        return disassembler.read(
             kernel.compiled.kernel, digest=kernel.source.digest, arch=properties.major * 10 + properties.minor,
             shared_bytes=kernel.compiled.metadata.shared, num_warps=kernel.compiled.metadata.num_warps,
         )  # fmt: skip

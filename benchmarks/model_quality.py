@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 from kept import tell
 
-from autoattn import model, profiles, recording
-from autoattn.calibration import BOUNDS, CONSTANTS, FITTED, Constants
-from autoattn.mask import Mask
-from autoattn.occupancy import occupancy
-from autoattn.problem import DType, Problem
-from autoattn.program import Path, path_of
-from autoattn.trial import StaticReport
-from autoattn.variant import Value
+from autoattn.cache import search_recording
+from autoattn.core import device_profiles
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Problem
+from autoattn.core.trial import StaticReport
+from autoattn.core.variant import Value
+from autoattn.cost_model import predictor
+from autoattn.cost_model.constants import BOUNDS, CONSTANTS, FITTED, Constants
+from autoattn.cost_model.kernel_kind import Path, path_of
+from autoattn.cost_model.occupancy import occupancy
 
 DATA = File(__file__).parent / "data"
 OLDER = DATA / "h200_triton_variants.json"
@@ -39,7 +41,7 @@ SPELT_OUT = {"MUFU": "MUFU.EX2", "STS": "STS.128", "LDG": "LDG.128", "LDGSTS": "
 # Code 2 stood before P V, below the load of the values: the machine code is that without a barrier, register for
 # register. In the templates the load comes after the barrier, so that "before_pv" would say something else.
 BARRIERS = {0: "none", 1: "after_qk", 2: "none"}
-DEVICE = profiles.named("h200")
+DEVICE = device_profiles.named("h200")
 FEWEST = 10  # variants of a row of the table: of fewer, the first ten are all
 # Of a fit
 ROUNDS, STEP, FAR, SHIFT = 12, 0.02, 0.8, 0.15
@@ -99,7 +101,7 @@ def rows() -> tuple[Row, ...]:
     """All that was measured."""
     found = []
     for path in sorted(VARIANTS.glob("*.jsonl")):
-        recorded = recording.read(path)
+        recorded = search_recording.read(path)
         cases = tuple(
             Case(
                 problem=recorded.header.problem, params=v.as_dict(), report=trial.report, median_ms=trial.time_us / 1e3
@@ -168,7 +170,7 @@ class Quality:
 
 def milliseconds(case: Case, constants: Mapping[Path, Constants] = CONSTANTS) -> float:
     """What the model says of a case."""
-    return model.predict(case.problem, DEVICE, case.params, case.report, constants).time_us / 1e3
+    return predictor.predict(case.problem, DEVICE, case.params, case.report, constants).time_us / 1e3
 
 
 def quality(row: Row, predicted: Sequence[float]) -> Quality:

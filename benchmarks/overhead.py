@@ -30,7 +30,9 @@ from kept import keep
 from torch.nn.attention import sdpa_kernel
 
 import autoattn
-from autoattn import functional, gpu, rivals
+from autoattn import functional
+from autoattn.baselines import pytorch_sdpa
+from autoattn.hardware import nvidia
 
 DEVICE = torch.device("cuda")
 WARM = 100  # rounds that are not counted
@@ -81,7 +83,7 @@ def contestants(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
             call=lambda: autoattn.attention(query, key, value, causal=causal, window=[-1, -1])  # type: ignore[arg-type]
         ),
     }
-    for name, backend in rivals.BACKENDS.items():
+    for name, backend in pytorch_sdpa.BACKENDS.items():
         try:
             with warnings.catch_warnings(), sdpa_kernel(backend):
                 warnings.simplefilter("ignore")
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10_000, help="of each kind and shape")
     parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
     asked = parser.parse_args()
-    card = gpu.present()
+    card = nvidia.present()
     if card is None:
         parser.error("this measures on an NVIDIA GPU, and torch finds none")
     lines = [

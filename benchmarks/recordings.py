@@ -15,14 +15,17 @@ from pathlib import Path
 
 import triton
 
-from autoattn import model, occupancy, profiles, recording, render, space
-from autoattn.inspecting import Inspect
-from autoattn.mask import Mask
-from autoattn.problem import DType, Problem
-from autoattn.recording import Recording
-from autoattn.trial import Evidence, Outcome, StaticReport, Trial
-from autoattn.variant import Value, Variant
-from autoattn.workers import Failure, Pool, cores
+from autoattn.cache import search_recording
+from autoattn.cache.search_recording import Recording
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Problem
+from autoattn.core.trial import Evidence, Outcome, StaticReport, Trial
+from autoattn.core.variant import Value, Variant
+from autoattn.cost_model import occupancy, predictor
+from autoattn.search.compile_job import Inspect
+from autoattn.search.worker_pool import Failure, Pool, cores
 
 DATA = Path(__file__).parent / "data"
 RECORDINGS = DATA / "recordings"
@@ -31,7 +34,7 @@ VARIANTS = DATA / "h200_triton_variants.json"
 OLDER = "h200_triton_variants"
 BARRIERS = {0: "none", 1: "after_qk", 2: "before_pv"}
 TEMPLATE = "triton/forward"
-DEVICE = profiles.named("h200")
+DEVICE = device_profiles.named("h200")
 COMPILE_SECONDS = 60.0
 # Whole, so that a sampler finds each point that it can think of, but for those that the space's rules refuse.
 GRID: dict[str, tuple[Value, ...]] = {
@@ -72,8 +75,8 @@ def measured() -> list[Recording]:
             if own == head_dim:
                 time_us = round(1e3 * row["median_ms"], 3)
                 variant = Variant.of(OLDER, params)
-                trials.append(recording.trial_of(problem, Evidence.MEASURED, variant, Outcome.OK, time_us))
-        one = recording.of_trials(
+                trials.append(search_recording.trial_of(problem, Evidence.MEASURED, variant, Outcome.OK, time_us))
+        one = search_recording.of_trials(
             trials,
             problem=problem,
             device=DEVICE.name,
@@ -88,7 +91,7 @@ def measured() -> list[Recording]:
 def predicted(jobs: int) -> list[Recording]:
     """Compiles the grid once for head dim 64, and asks the model for each size."""
     problems = [causal(*size, 64) for size in SIZES]
-    shipped = space.load(TEMPLATE)
+    shipped = search_space.load(TEMPLATE)
     points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     variants = [Variant.of(TEMPLATE, {**BASE, **point}) for point in points]
     variants = [one for one in variants if not any(shipped.why_infeasible(one, each, DEVICE) for each in problems)]
@@ -120,10 +123,10 @@ def _predictions(problem: Problem, reports: dict[Variant, StaticReport | Failure
         elif occupancy.why_unlaunchable(DEVICE, report) is not None:
             trial = replace(trial, outcome=Outcome.INFEASIBLE)
         else:
-            guess = model.predict(problem, DEVICE, variant.as_dict(), report)
+            guess = predictor.predict(problem, DEVICE, variant.as_dict(), report)
             trial = replace(trial, prediction=replace(guess, time_us=round(guess.time_us, 3)))
         trials.append(trial)
-    return recording.of_trials(
+    return search_recording.of_trials(
         trials, problem=problem, device=DEVICE.name, evidence=Evidence.PREDICTED,
         versions={"triton": triton.__version__},
         source=f"the model of autoattn/model.py, from the machine code of {TEMPLATE} for sm_90; no GPU was asked",
@@ -137,7 +140,7 @@ def main() -> None:
     found = measured() if asked is Evidence.MEASURED else predicted(cores())
     for one in found:
         path = RECORDINGS / asked.value / f"{one.header.device}_{one.header.problem.key}.jsonl"
-        recording.write(one, path)
+        search_recording.write(one, path)
         print(f"{len(one.trials)} variants, the best takes {one.best_us:.1f} us: {path}")
 
 

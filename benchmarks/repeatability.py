@@ -29,20 +29,25 @@ from pathlib import Path
 
 from kept import keep
 
-from autoattn import cache, finals, gpu, profiles, raw, recording, resources, rounds, shapes, simulate, space
-from autoattn.entry import CacheEntry
-from autoattn.finals import Decision
-from autoattn.jobs import Finished, finalist_name
-from autoattn.measure import summary
-from autoattn.plan import PROFILES, Effort, Objective
-from autoattn.problem import Op, Problem
-from autoattn.recording import Recording
-from autoattn.rounds import Round
-from autoattn.study import Sampler
-from autoattn.trial import Evidence, Outcome, Trial, Verdict
-from autoattn.variant import Variant, digest_of
-from autoattn.workers import Failure
-from autoattn.workshop import MEASURED_WINDOW, Workshop
+from autoattn.cache import finals_samples, search_recording, store
+from autoattn.cache.search_recording import Recording
+from autoattn.codegen import resources, search_space
+from autoattn.core import device_profiles, paired_stats
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.paired_stats import Round
+from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Evidence, Outcome, Trial, Verdict
+from autoattn.core.variant import Variant, digest_of
+from autoattn.hardware import nvidia
+from autoattn.hardware.timer import summary
+from autoattn.search import finals, replay
+from autoattn.search.finals import Decision
+from autoattn.search.gpu_jobs import Finished, finalist_name
+from autoattn.search.search_options import PROFILES, Effort, Objective
+from autoattn.search.study import Sampler
+from autoattn.search.trial_pipeline import MEASURED_WINDOW, Workshop
+from autoattn.search.worker_pool import Failure
+from autoattn.shapes import shapes_file
 
 HERE = Path(__file__).parent
 RECORDINGS = HERE / "data" / "recordings" / Evidence.MEASURED.value
@@ -104,8 +109,8 @@ def contest(problem: Problem, trials: Sequence[Trial], noise: Noise, effort: Eff
         nonlocal common
         common = math.exp(noise.rng.gauss(0.0, DRIFT))
 
-    enough = rounds.stopper(list(named), seconds=PROFILES[effort].final_seconds, now=lambda: clock_s)
-    taken = rounds.hold(list(named), sample, pulse, seed=0, enough=enough)
+    enough = paired_stats.stopper(list(named), seconds=PROFILES[effort].final_seconds, now=lambda: clock_s)
+    taken = paired_stats.hold(list(named), sample, pulse, seed=0, enough=enough)
     times = [summary([one.times_us[name] for one in taken], problem.flops(), []) for name in named]
     result = Finished(verdicts=(RIGHT,) * len(trials), measurements=tuple(times), rivals=(), rounds=tuple(taken))
     decision = finals.decide(trials, result, objective=Objective.TIME, default=trials[0].variant, previous=None)
@@ -131,12 +136,14 @@ def searched(recorded: Recording, spread: float, seed: int, effort: Effort) -> T
     times = {digests[one]: trial.time_us for one, trial in recorded.trials.items() if trial.time_us is not None}
     noise = Noise(times, spread, seed)
     limit = PROFILES[effort].trials
-    shipped = space.load("triton/forward").seeds_for(recorded.header.problem, profiles.named(recorded.header.device))
+    shipped = search_space.load("triton/forward").seeds_for(
+        recorded.header.problem, device_profiles.named(recorded.header.device)
+    )
     own = recorded.space.choices
     seeds = [
         Variant.of(recorded.header.template, {name: v for name, v in one.params if name in own}) for one in shipped
     ]
-    study = simulate.search_of(recorded, Sampler.TPE, seed=0, seeds=seeds, budget=limit)
+    study = replay.search_of(recorded, Sampler.TPE, seed=0, seeds=seeds, budget=limit)
     flying: deque[Variant] = deque()
     found: list[Trial] = []
     begun = 0
@@ -208,12 +215,12 @@ def simulated(tunes: int) -> list[str]:
     lines = []
     effort = Effort.STANDARD
     for path in sorted(RECORDINGS.glob("*.jsonl")):
-        recorded = recording.read(path)
+        recorded = search_recording.read(path)
         lines += [f"## Search and finals: {recorded.header.problem}, {len(recorded.trials)} variants", "", *HEAD]
         for spread in SPREADS:
             lines.append(row(spread, [[searched(recorded, spread, seed, effort) for seed in range(tunes)]]))
         lines.append("")
-    for file in cache.read_folder(resources.shipped_cache()):
+    for file in store.read_folder(resources.shipped_cache()):
         entries = [one for one in file.entries.values() if one.evidence is Evidence.MEASURED and one.candidates]
         if not entries:
             continue
@@ -235,32 +242,34 @@ def tuned(arguments: Sequence[str], folder: Path) -> dict[str, CacheEntry]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
-    return cache.lookup(folder, card, Op.FORWARD)
+    return store.lookup(folder, card, Op.FORWARD)
 
 
 def met(problem: Problem, winners: Sequence[Variant], seconds: float) -> str:
     """The winners of several tunes in one contest of their own, in words."""
     if len(winners) == 1:
         return "one kernel"
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     with Workshop(card, measured=True) as shop:
         result = shop.alone(shop.final(problem, list(winners), seconds=seconds, seed=1))
     if isinstance(result, Failure):
         return f"{result.outcome.value}: {result.detail}"
-    counted = rounds.good(result.rounds)
+    counted = paired_stats.good(result.rounds)
     names = [finalist_name(place) for place in range(len(winners))]
-    found = rounds.ties(counted, names)
-    leads = [rounds.interval(counted, one, found.leader, finalists=len(names)) for one in names if one != found.leader]
+    found = paired_stats.ties(counted, names)
+    leads = [
+        paired_stats.interval(counted, one, found.leader, finalists=len(names)) for one in names if one != found.leader
+    ]
     words = ", ".join(f"{one.ratio:.4f} ({one.low:.4f}-{one.high:.4f})" for one in leads if one is not None)
     return f"{len(found.members)} of {len(names)} in one class; over the fastest: {words or 'too few rounds'}"
 
 
 def measured(file: Path, group: str | None, effort: str, tunes: int, more: Sequence[str]) -> tuple[int, list[str]]:
     """How many tunes ended, and the table over them."""
-    named = [one for one in shapes.load(file) if group is None or group in one.groups]
+    named = [one for one in shapes_file.load(file) if group is None or group in one.groups]
     arguments = ["--shapes", str(file), "--effort", effort, *(["--group", group] if group else []), *more]
     found = []
     with contextlib.suppress(KeyboardInterrupt):  # what was tuned by then is told
@@ -303,13 +312,13 @@ def measured(file: Path, group: str | None, effort: str, tunes: int, more: Seque
 
 def redone(path: Path) -> list[str]:
     """The statistics of one file of raw samples."""
-    samples = raw.read(path)
+    samples = finals_samples.read(path)
     if samples is None:
         raise SystemExit(f"there is no {path}")
     taken: list[Round] = list(samples.rounds)
-    counted = rounds.good(taken)
+    counted = paired_stats.good(taken)
     ours = list(samples.kernels)
-    found = rounds.ties(counted, ours)
+    found = paired_stats.ties(counted, ours)
     winner = next(name for name, digest in samples.kernels.items() if digest == samples.winner)
     lines = [
         f"## {samples.problem}, {samples.fingerprint}",
@@ -322,7 +331,7 @@ def redone(path: Path) -> list[str]:
     ]
     medians = {name: statistics.median(one.times_us[name] for one in counted) for name in taken[0].times_us}
     for name in sorted(medians, key=medians.__getitem__):
-        lead = None if name == winner else rounds.interval(counted, name, winner, finalists=len(ours))
+        lead = None if name == winner else paired_stats.interval(counted, name, winner, finalists=len(ours))
         words = f"{lead.ratio:.4f} ({lead.low:.4f}-{lead.high:.4f})" if lead is not None else "-"
         tied = "tied" if name in found.members else ""
         lines.append(f"| {samples.kernels.get(name, name)} | {medians[name]:.2f} | {words} | {tied} |")
@@ -357,10 +366,10 @@ def main() -> None:
         )
     else:
         tunes, lines = measured(options.shapes, options.group, options.effort, options.tunes, options.more)
-        card = gpu.present()
+        card = nvidia.present()
         assert card is not None
         about = (
-            f"{card.full_name}, driver {gpu.driver_version()}; {tunes} of {options.tunes} tunes in fresh processes, "
+            f"{card.full_name}, driver {nvidia.driver_version()}; {tunes} of {options.tunes} tunes in fresh processes, "
             "which share what is compiled and start with no entries and no studies."
         )
     title = f"# How often tunes agree, {options.mode}"

@@ -29,11 +29,12 @@ import spoilt  # noqa: E402
 from kept import tell  # noqa: E402
 from spoilt import Fate, Kind  # noqa: E402
 
-from autoattn import cache, cachefile, resources  # noqa: E402
-from autoattn.entry import CacheEntry  # noqa: E402
+from autoattn.cache import file_format, store  # noqa: E402
+from autoattn.codegen import resources  # noqa: E402
+from autoattn.core.cache_entry import CacheEntry  # noqa: E402
+from autoattn.core.problem import Op  # noqa: E402
+from autoattn.core.trial import Evidence  # noqa: E402
 from autoattn.errors import AutoattnError  # noqa: E402
-from autoattn.problem import Op  # noqa: E402
-from autoattn.trial import Evidence  # noqa: E402
 
 SHARED = 20  # problems that all writers write
 OWN = 100_000  # batches from one writer's first problem to the next one's
@@ -66,7 +67,7 @@ def write_for(folder: Path, number: int, seconds: float, barrier: threading.Barr
         entry = make(samples.problem(batch=batch), time_us=time_us, report=None, candidates=())
         entry = replace(entry, rivals=(), choice="kernel")
         try:
-            cache.merge(folder, samples.H200, Op.FORWARD, [entry])
+            store.merge(folder, samples.H200, Op.FORWARD, [entry])
         except AutoattnError as error:
             told.errors.append(str(error))
             continue
@@ -85,7 +86,7 @@ def read_until(folder: Path, seconds: float, barrier: threading.Barrier) -> tupl
     seen: set[str] = set()
     while time.monotonic() < end:
         try:
-            found = cache.lookup(folder, samples.H200, Op.FORWARD).keys()
+            found = store.lookup(folder, samples.H200, Op.FORWARD).keys()
         except AutoattnError as error:
             faults.append(str(error))
             continue
@@ -122,8 +123,8 @@ def writers(processes: int, seconds: float) -> tuple[str, int]:
             tickets = [pool.submit(write_for, folder, number, seconds, barrier) for number in range(processes)]
             reads, unreadable = pool.submit(read_until, folder, seconds, barrier).result()
             told = [ticket.result() for ticket in tickets]
-        path = cache.path_of(folder, samples.H200, Op.FORWARD)
-        found = cache.read(path).entries
+        path = store.path_of(folder, samples.H200, Op.FORWARD)
+        found = store.read(path).entries
         size, left = path.stat().st_size, [one.name for one in path.parent.iterdir() if one.suffix == ".tmp"]
     finally:
         shutil.rmtree(folder)
@@ -156,10 +157,10 @@ def texts(kind: Kind) -> list[tuple[str, str]]:
         with tempfile.TemporaryDirectory(prefix="autoattn-journal-") as folder:
             return [("study.journal", spoilt.journal(Path(folder) / "study.journal"))]
     made = []
-    for file in cache.read_folder(ROOT / "cache"):
+    for file in store.read_folder(ROOT / "cache"):
         for start in range(0, len(file.entries), max(1, len(file.entries) // 8)):
             some = dict(list(file.entries.items())[start : start + ENTRIES])
-            made.append((f"{file.device}/{file.name}", cachefile.encode(replace(file, entries=some)).decode()))
+            made.append((f"{file.device}/{file.name}", file_format.encode(replace(file, entries=some)).decode()))
     return made
 
 

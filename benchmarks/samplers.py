@@ -21,13 +21,16 @@ from pathlib import Path
 import optuna
 from kept import keep
 
-from autoattn import profiles, recording, simulate, space
-from autoattn.recording import Recording
-from autoattn.simulate import Run
-from autoattn.study import Sampler
-from autoattn.trial import Evidence
-from autoattn.variant import Variant
-from autoattn.workshop import MEASURED_WINDOW
+from autoattn.cache import search_recording
+from autoattn.cache.search_recording import Recording
+from autoattn.codegen import search_space
+from autoattn.core import device_profiles
+from autoattn.core.trial import Evidence
+from autoattn.core.variant import Variant
+from autoattn.search import replay
+from autoattn.search.replay import Run
+from autoattn.search.study import Sampler
+from autoattn.search.trial_pipeline import MEASURED_WINDOW
 
 RECORDINGS = Path(__file__).parent / "data" / "recordings"
 SHIPPED = "triton/forward"  # whose seeds are tried first
@@ -40,12 +43,14 @@ DRAWS = 1000  # of the bootstrap
 
 
 def recordings(evidence: Evidence) -> dict[Path, Recording]:
-    return {path: recording.read(path) for path in sorted((RECORDINGS / evidence.value).glob("*.jsonl"))}
+    return {path: search_recording.read(path) for path in sorted((RECORDINGS / evidence.value).glob("*.jsonl"))}
 
 
 def seeds_of(recorded: Recording) -> list[Variant]:
     """The shipped seeds for the recording's problem, in the recording's own parameters."""
-    shipped = space.load(SHIPPED).seeds_for(recorded.header.problem, profiles.named(recorded.header.device))
+    shipped = search_space.load(SHIPPED).seeds_for(
+        recorded.header.problem, device_profiles.named(recorded.header.device)
+    )
     own = recorded.space.choices
     return [
         Variant.of(recorded.header.template, {name: value for name, value in one.params if name in own})
@@ -62,11 +67,11 @@ class Setting:
 def searched(setting: Setting, seed: int) -> Run:
     """One simulated search, without the variants that the shipped space tries first."""
     recorded = _read(setting.path)
-    search = simulate.search_of(recorded, setting.sampler, seed=seed)
-    return simulate.run(recorded, search, trials=SHORTER.get(setting.sampler, TRIALS), window=MEASURED_WINDOW)
+    search = replay.search_of(recorded, setting.sampler, seed=seed)
+    return replay.run(recorded, search, trials=SHORTER.get(setting.sampler, TRIALS), window=MEASURED_WINDOW)
 
 
-_read = lru_cache(maxsize=None)(recording.read)
+_read = lru_cache(maxsize=None)(search_recording.read)
 
 
 def needed(runs: Sequence[Run], share: float, quantile: float) -> str:
@@ -108,8 +113,8 @@ def table(results: dict[Setting, list[Run]], title: str, paths: Sequence[Path]) 
 def about(path: Path, recorded: Recording) -> str:
     """What a recording holds, and how far the shipped seeds come alone: some were chosen on such measurements."""
     seeds = [one for one in dict.fromkeys(seeds_of(recorded)) if one in recorded.trials]
-    search = simulate.search_of(recorded, Sampler.ORDER, seed=0, seeds=seeds)
-    regret = simulate.run(recorded, search, trials=len(seeds)).regret(len(seeds))
+    search = replay.search_of(recorded, Sampler.ORDER, seed=0, seeds=seeds)
+    regret = replay.run(recorded, search, trials=len(seeds)).regret(len(seeds))
     failed = sum(trial.time_us is None for trial in recorded.trials.values())
     return (
         f"- {recorded.header.problem}: {len(recorded.trials)} variants of {recorded.header.template}, "

@@ -43,22 +43,27 @@ import typer
 from kept import tell
 from triton.runtime.errors import OutOfResources
 
-from autoattn import compile, contest, finals, gpu, render, rounds, shapes, validate
-from autoattn import tune as tuning
-from autoattn.contest import Contest
-from autoattn.device import Device
+from autoattn.codegen import render
+from autoattn.core import paired_stats
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Variant
 from autoattn.errors import UsageError
-from autoattn.jobs import Finished, finalist_name
-from autoattn.measure import Stopwatch
-from autoattn.ops import forward
-from autoattn.plan import PROFILES, Effort, Objective, Options
-from autoattn.problem import Problem
-from autoattn.study import Study
-from autoattn.trial import Outcome, Trial
-from autoattn.validate import Case, Gate
-from autoattn.variant import Variant
-from autoattn.workers import cores
-from autoattn.workshop import Workshop
+from autoattn.hardware import nvidia
+from autoattn.hardware.timer import Stopwatch
+from autoattn.kernels import compiler, forward
+from autoattn.search import finals, multi_template
+from autoattn.search import tuner as tuning
+from autoattn.search.gpu_jobs import Finished, finalist_name
+from autoattn.search.multi_template import Contest
+from autoattn.search.search_options import PROFILES, Effort, Objective, Options
+from autoattn.search.study import Study
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import cores
+from autoattn.shapes import shapes_file
+from autoattn.validation import output_check
+from autoattn.validation.output_check import Case, Gate
 
 SHAPES = Path(__file__).parent / "shapes" / "speed.yaml"
 TEMPLATE = "triton/forward"  # whose variants triton.autotune can tune too
@@ -93,7 +98,7 @@ def empty_caches() -> Iterator[Path]:
 
 def card() -> Device:
     """The GPU in this machine."""
-    found = gpu.present()
+    found = nvidia.present()
     if found is None:
         raise UsageError("benchmarks/speed.py must run on a machine with an NVIDIA GPU, found none; take another one")
     return found
@@ -106,7 +111,7 @@ def machine() -> str:
 
 def grouped(*groups: str) -> list[Problem]:
     """The problems of some groups of the shapes file, in its order."""
-    return [one.problem for one in shapes.load(SHAPES) if set(one.groups) & set(groups)]
+    return [one.problem for one in shapes_file.load(SHAPES) if set(one.groups) & set(groups)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -148,7 +153,7 @@ def search(template: str, problems: Sequence[Problem], seconds: float) -> Search
     with Workshop(card(), measured=True) as shop:
         works = []
         for problem in problems:
-            spaces = [one for one in contest.spaces(problem, card(), True) if one.template == template]
+            spaces = [one for one in multi_template.spaces(problem, card(), True) if one.template == template]
             study = Contest([Study(None, one, problem, card(), seed=0, budget=BUDGET) for one in spaces])
             study.enqueue(seed for one in spaces for seed in one.seeds_for(problem, card()))
             works.append(shop.search(study, budget=BUDGET, more=lambda: True, late=late, heard=partial(heard, problem)))
@@ -203,14 +208,14 @@ def stages(what: str, problem: Problem, variants: Sequence[Variant]) -> tuple[st
 
     begin = time.perf_counter()
     gate = Gate(problem, device)
-    case = validate.full_case(problem, device, torch.Generator().manual_seed(1))
+    case = output_check.full_case(problem, device, torch.Generator().manual_seed(1))
     once = (time.perf_counter() - begin) * 1e3
     output = forward.empty_output(problem, case.operands.query)
     stopwatch.warm()
     for variant in variants:
         source = render.render(problem, variant)
         begin = time.perf_counter()
-        kernel = compile.load(source, device)
+        kernel = compiler.load(source, device)
         begin = timed("load", begin)
         gate.judge(kernel)
         begin = timed("gate", begin)
@@ -254,7 +259,7 @@ class Rendered:
         self.arg_names = ["operands"]  # the only argument, which is all that forward.launch takes of a call
         self.problem = problem
         self.sources = [render.render(problem, variant) for variant in variants]
-        self.modules = [compile.load_module(source) for source in self.sources]
+        self.modules = [compiler.load_module(source) for source in self.sources]
         self.fn = getattr(self.modules[0], self.sources[0].name)  # whose name Triton prints
 
     def configs(self) -> list[triton.Config]:
@@ -267,7 +272,7 @@ class Rendered:
         source, module, device = self.sources[VARIANT], self.modules[VARIANT], case.operands.query.device
         jit = Jitted(getattr(module, source.name), options)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        kernel = compile.Kernel(source=source, module=module, compiled=jit, device=device, sm_count=sms)
+        kernel = compiler.Kernel(source=source, module=module, compiled=jit, device=device, sm_count=sms)
         output = forward.empty_output(self.problem, case.operands.query)
         forward.launch(kernel, self.problem, case.operands, output, None)
 
@@ -291,7 +296,7 @@ class Jitted:
 
 def of_triton(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     """What triton.autotune makes of a list of variants."""
-    case = validate.full_case(problem, torch.device("cuda"), torch.Generator().manual_seed(1))
+    case = output_check.full_case(problem, torch.device("cuda"), torch.Generator().manual_seed(1))
     rendered = Rendered(problem, variants)
     tuned: Any = triton.autotune(configs=rendered.configs(), key=[])(rendered)
     tuned[(1,)](case)
@@ -301,7 +306,7 @@ def of_triton(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
 
 def of_ours(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     """What our search and finals make of them."""
-    space_ = next(one for one in contest.spaces(problem, card(), True) if one.template == variants[0].template)
+    space_ = next(one for one in multi_template.spaces(problem, card(), True) if one.template == variants[0].template)
     study = Contest([Study(None, space_, problem, card(), seed=0, budget=0)])
     study.enqueue(variants)
     heard: list[Trial] = []
@@ -313,7 +318,7 @@ def of_ours(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
         result = shop.alone(shop.final(problem, chosen, seconds=profile.final_seconds, seed=0))
     assert isinstance(result, Finished), result
     names = [finalist_name(place) for place in range(len(chosen))]
-    winner = rounds.ties(rounds.good(result.rounds), names).leader
+    winner = paired_stats.ties(paired_stats.good(result.rounds), names).leader
     return {"winner": variants.index(chosen[names.index(winner)]), "right": len(working)}
 
 
@@ -329,7 +334,7 @@ def one(tuner: str, group: str, place: int, path: Path) -> None:
 
 def sampled(problem: Problem, count: int, template: str, seed: int) -> list[Variant]:
     """The seeds of a template and random feasible variants, `count` in all or as many as there are."""
-    found = next(one for one in contest.spaces(problem, card(), True) if one.template == template)
+    found = next(one for one in multi_template.spaces(problem, card(), True) if one.template == template)
     variants = dict.fromkeys(found.seeds_for(problem, card()))
     chance = random.Random(seed)
     for _ in range(20 * count):

@@ -23,20 +23,23 @@ from typing import Any
 import triton
 from looks import Inspect, Look, Looked, Translate
 
-from autoattn import profiles, recording, render, shapes, space
-from autoattn.device import Device
-from autoattn.problem import Problem
-from autoattn.recording import Recording
-from autoattn.trial import Evidence, Outcome, StaticReport, Trial
-from autoattn.variant import Source, Variant
-from autoattn.workers import Failure, Pool, cores, next_results
+from autoattn.cache import search_recording
+from autoattn.cache.search_recording import Recording
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Evidence, Outcome, StaticReport, Trial
+from autoattn.core.variant import Source, Variant
+from autoattn.search.worker_pool import Failure, Pool, cores, next_results
+from autoattn.shapes import shapes_file
 
 HERE = Path(__file__).parent
 SHAPES = HERE / "shapes" / "variants.yaml"
 TARGET = HERE / "data" / "variants"
 FAMILIES = ("triton/forward", "gluon/forward")
-DEVICE = profiles.named("h200")
-AMPERE = profiles.named("a100")  # whose variants are translated
+DEVICE = device_profiles.named("h200")
+AMPERE = device_profiles.named("a100")  # whose variants are translated
 COMPILE_SECONDS, TRANSLATE_SECONDS, LOOK_SECONDS = 30.0, 60.0, 10.0
 AHEAD = 6  # subjects that are compiled while others are measured
 
@@ -82,7 +85,7 @@ def _ptx_arch(group: str) -> int | None:
 
 def drawn(problem: Problem, template: str, device: Device, count: int, seed: int) -> list[Variant]:
     """Seeds, then in turn neighbours of seeds and uniform draws, each once; fewer where the space has no more."""
-    shipped, draw = space.load(template), random.Random(seed)
+    shipped, draw = search_space.load(template), random.Random(seed)
     found = dict.fromkeys(shipped.seeds_for(problem, device))
     near = _near(list(found), template, problem, device, draw)
     anywhere = (next(shipped.feasible(problem, device, draw), None) for _ in range(20 * count))
@@ -98,7 +101,7 @@ def _near(
     seeds: list[Variant], template: str, problem: Problem, device: Device, draw: random.Random
 ) -> Iterator[Variant]:
     """Feasible variants that differ from a seed in one parameter or two."""
-    shipped = space.load(template)
+    shipped = search_space.load(template)
     for _ in range(2000):
         params = shipped.params_of(draw.choice(seeds))
         for name in draw.sample(sorted(shipped.choices), draw.choice((1, 2))):
@@ -114,7 +117,7 @@ def subjects(cards: int, count: int, known: Callable[[str], bool] = lambda name:
     The two families of a problem are measured on one card. Subjects whose names are known are left out.
     """
     groups: dict[str, list[Problem]] = {}
-    for named in shapes.load(SHAPES):
+    for named in shapes_file.load(SHAPES):
         groups.setdefault(named.groups[0], []).append(named.problem)
     order = [
         ((n + 0.5) / len(problems), group, one) for group, problems in groups.items() for n, one in enumerate(problems)
@@ -129,7 +132,7 @@ def subjects(cards: int, count: int, known: Callable[[str], bool] = lambda name:
             device = DEVICE if group == "hopper" else AMPERE
             variants = drawn(problem, template, device, count, seed)
             if group == "numbers":
-                variants = space.load(template).seeds_for(problem, device)
+                variants = search_space.load(template).seeds_for(problem, device)
             sources = {variant: render.render(problem, variant) for variant in variants}
             yield Subject(
                 problem=problem, template=template, ptx_arch=_ptx_arch(group),
@@ -206,7 +209,7 @@ class Survey:
 def recorded(subject: Subject, where: str) -> Recording | None:
     """The subject's variants that were tried to the end; None when none worked."""
     trials = []
-    shipped = space.load(subject.template)
+    shipped = search_space.load(subject.template)
     for variant, report in subject.reports.items():
         stated = Variant.of(subject.template, shipped.params_of(variant))  # what is implied too: all lines are alike
         static = report if isinstance(report, StaticReport) else None
@@ -215,10 +218,12 @@ def recorded(subject: Subject, where: str) -> Recording | None:
             trials.append(Trial(variant=stated, outcome=result.outcome, detail=result.detail))
         elif isinstance(result, Looked):
             time_us, read = round(result.median_us, 3), result.report or static
-            trials.append(recording.trial_of(subject.problem, Evidence.MEASURED, stated, Outcome.OK, time_us, read))
+            trials.append(
+                search_recording.trial_of(subject.problem, Evidence.MEASURED, stated, Outcome.OK, time_us, read)
+            )
     if not any(trial.outcome is Outcome.OK for trial in trials):
         return None
-    return recording.of_trials(
+    return search_recording.of_trials(
         trials, problem=subject.problem, device=DEVICE.name, evidence=Evidence.MEASURED, reports=True,
         versions={"triton": triton.__version__}, source=f"python benchmarks/variants.py on {where}",
     )  # fmt: skip
@@ -255,7 +260,7 @@ def main() -> None:
         if not subject.done:
             print(f"cut short: {summary(subject)}")
         if (one := recorded(subject, DEVICE.full_name)) is not None:
-            recording.write(one, options.out / f"{subject.name}.jsonl")
+            search_recording.write(one, options.out / f"{subject.name}.jsonl")
 
 
 if __name__ == "__main__":

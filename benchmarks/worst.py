@@ -15,24 +15,26 @@ from pathlib import Path
 
 from kept import tell
 
-from autoattn import cache, gpu, render, resources
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
-from autoattn.problem import Op
+from autoattn.cache import store
+from autoattn.codegen import render, resources
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.problem import Op
+from autoattn.core.trial import Evidence
+from autoattn.hardware import nvidia
 from autoattn.report import figures
-from autoattn.trial import Evidence
-from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure
 
 
 def keeping(folder: Path, device: Device) -> list[CacheEntry]:
     """The measured entries of a device whose winners keep their first maximum and are what renders today."""
     return [
         entry
-        for entry in cache.lookup(folder, device, Op.FORWARD).values()
+        for entry in store.lookup(folder, device, Op.FORWARD).values()
         if entry.evidence is Evidence.MEASURED
         and entry.params.get("softmax") == render.FIRST_MAX
-        and cache.why_stale(entry) is None
+        and store.why_stale(entry) is None
     ]
 
 
@@ -46,7 +48,7 @@ def measure(folder: Path, device: Device) -> None:
                 words = f"{found.outcome.value}: {found.detail}"
             else:
                 entry = replace(entry, worst=found)
-                cache.merge(folder, device, Op.FORWARD, [entry])
+                store.merge(folder, device, Op.FORWARD, [entry])
                 words = figures.worst(entry)
             print(f"{number}/{len(missing)} {entry.problem}: {words}", flush=True)
 
@@ -76,7 +78,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=resources.user_cache(), help="yours if left out")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
     asked = parser.parse_args()
-    card = gpu.present()
+    card = nvidia.present()
     if card is None:
         parser.error("this measures on an NVIDIA GPU, and torch finds none")
     measure(asked.cache, card)

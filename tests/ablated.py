@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from autoattn import ablate, validate
-from autoattn.compile import load
-from autoattn.problem import Problem
-from autoattn.trial import Verdict
-from autoattn.variant import Source
+from autoattn.bench import ablation_bench
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Verdict
+from autoattn.core.variant import Source
+from autoattn.kernels.compiler import load
+from autoattn.validation import output_check
 
 CPU = torch.device("cpu")
 
@@ -27,5 +28,5 @@ class Products:
     def run(self, memory: dict[Hashable, Any]) -> Verdict:
         """Runs in the child."""
         torch.set_num_threads(1)
-        case = validate.make_case(self.problem, CPU, torch.Generator().manual_seed(0), guard=0)
-        return ablate.judge_products(load(self.source, CPU), case)
+        case = output_check.make_case(self.problem, CPU, torch.Generator().manual_seed(0), guard=0)
+        return ablation_bench.judge_products(load(self.source, CPU), case)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from autoattn import cachefile, triton_release
+from autoattn.cache import file_format
+from autoattn.core import triton_release
+from autoattn.core.problem import Op
 from autoattn.errors import CacheError
-from autoattn.problem import Op
 
 FORWARD = Op.FORWARD
 # The cache file of forward problems and the installed Triton.
-FORWARD_FILE = cachefile.name_of(FORWARD, triton_release.installed_release())
+FORWARD_FILE = file_format.name_of(FORWARD, triton_release.installed_release())
 
 
 def refusal(act: Callable[[], object]) -> str:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import samples
 
-from autoattn import cache, gpu, resources
+from autoattn.cache import store
 from autoattn.cli.app import run
-from autoattn.device import Device
-from autoattn.mask import Mask
-from autoattn.problem import Op
+from autoattn.codegen import resources
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Op
+from autoattn.hardware import nvidia
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("init", "tune", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache")
@@ -38,7 +40,7 @@ def no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def set_card(monkeypatch: pytest.MonkeyPatch, card: Device | None) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index=None: card)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: card)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def user_cache() -> Path:
     """A measured and a predicted entry of the H200 in the user's cache."""
     folder = resources.user_cache()
     entries = [samples.current(one) for one in (samples.measured(), samples.predicted(samples.problem(mask=Mask())))]
-    cache.merge(folder, samples.H200, Op.FORWARD, entries)
+    store.merge(folder, samples.H200, Op.FORWARD, entries)
     return folder
 
 

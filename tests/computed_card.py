@@ -16,15 +16,21 @@ import torch
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, cache, functional, gpu, learning, reference, rivals
-from autoattn.compile import Kernel
-from autoattn.entry import KERNEL
-from autoattn.learning import NONE_LEARNED, Learned
-from autoattn.operands import Operands
-from autoattn.ops import backward, forward
-from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Bias, Problem
-from autoattn.variant import Source
+from autoattn import functional
+from autoattn.baselines import pytorch_sdpa
+from autoattn.cache import store
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.problem import Bias, Problem
+from autoattn.core.variant import Source
+from autoattn.hardware import nvidia
+from autoattn.kernels import backward, forward
+from autoattn.kernels.backward import Gradients, Saved
+from autoattn.kernels.compiler import Kernel
+from autoattn.reference import attention_formula
+from autoattn.runtime.plan import planner
+from autoattn.runtime.run import autograd
+from autoattn.runtime.run.autograd import NONE_LEARNED, Learned
+from autoattn.tensors.operands import Operands
 
 
 def at(address: int, like: Tensor) -> Tensor:
@@ -37,7 +43,7 @@ def at(address: int, like: Tensor) -> Tensor:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
     seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0}
     seen |= {"forward": 0, "backward": 0, "slopes": 0}
 
@@ -50,7 +56,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     ) -> None:
         seen["forward"] += 1
         assert kernel.source.traits.lse is (lse is not None)
-        found, sums = rivals.eager(one, operands)
+        found, sums = pytorch_sdpa.eager(one, operands)
         output.copy_(found)
         if lse is not None:
             lse.copy_(sums)
@@ -76,7 +82,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
                 assert operands.narrow_bias is not None
                 leaves.append(operands.narrow_bias.detach().requires_grad_())
                 part = replace(part, bias=leaves[3].expand(2, 4, 33, 50))
-            output, sums = reference.attention(one, part, dtype=torch.float32)
+            output, sums = attention_formula.attention(one, part, dtype=torch.float32)
             assert kernel.source.traits.lse is (saved.lse_grad is not None)
             made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
             pairs = [(each, pull) for each, pull in made if pull is not None]
@@ -122,8 +128,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         return (launch,)
 
     functional.forget()
-    answer._loaded.cache_clear()
-    monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
+    planner._loaded.cache_clear()
+    monkeypatch.setattr(planner, "_why_no_kernel", lambda problem, operands: None)
     may_bind = backward.may_bind
     there: Any = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
@@ -132,14 +138,14 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     monkeypatch.setattr(forward, "zeros", lambda *facts: None)
     for name in ("tiles", "partials"):
         monkeypatch.setattr(forward, name, lambda *facts: 0)
-    monkeypatch.setattr(answer.compile, "load", load)
+    monkeypatch.setattr(planner.compiler, "load", load)
     monkeypatch.setattr(forward, "launch", run)
     monkeypatch.setattr(backward, "launch", differentiate)
-    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield seen
     functional.forget()
-    answer._loaded.cache_clear()
+    planner._loaded.cache_clear()
 
 
 @pytest.fixture(params=["eager", "compiled"])
@@ -171,10 +177,10 @@ def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, *
 
 def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learned: Learned = NONE_LEARNED) -> None:
     """The same for a forward problem."""
-    asked = learning.backward_of(problem, learned=learned)
+    asked = autograd.backward_of(problem, learned=learned)
     variant = gradient_kernels.variant()
     entry = samples.tuned(asked, variant, choice=choice)
-    cache.merge(card["cache"], samples.H200, asked.op, [entry])
+    store.merge(card["cache"], samples.H200, asked.op, [entry])
     functional.forget()
 
 

@@ -72,13 +72,13 @@ def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rooms of launches are empty, and what they are given lies in the host's memory."""
     import torch
 
-    from autoattn import zeros
+    from autoattn.kernels import zeroed_scratch
 
-    monkeypatch.setattr(zeros, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(zeros, "_zeros_on", lambda size, index, stream: zeros._zeros(size, index))
-    monkeypatch.setattr(zeros, "_settle", lambda index: None)
-    monkeypatch.setattr(zeros, "_slabs", {})
-    for rooms in zeros.ROOMS.values():
+    monkeypatch.setattr(zeroed_scratch, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(zeroed_scratch, "_zeros_on", lambda size, index, stream: zeroed_scratch._zeros(size, index))
+    monkeypatch.setattr(zeroed_scratch, "_settle", lambda index: None)
+    monkeypatch.setattr(zeroed_scratch, "_slabs", {})
+    for rooms in zeroed_scratch.ROOMS.values():
         monkeypatch.setattr(rooms, "_found", {})
 
 

@@ -14,15 +14,18 @@ from typing import Any
 import kernels
 import torch
 
-from autoattn import compile, inputs, reference, render, validate
+from autoattn.codegen import render
+from autoattn.core.mask import Alignment, Mask, MaskKind
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.trial import Outcome
+from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import CompileError
-from autoattn.inputs import Scores
-from autoattn.mask import Alignment, Mask, MaskKind
-from autoattn.operands import Operands
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.trial import Outcome
-from autoattn.variant import Source, Traits, Value, Variant
-from autoattn.workers import Failure
+from autoattn.kernels import compiler
+from autoattn.reference import attention_formula, inputs
+from autoattn.reference.inputs import Scores
+from autoattn.search.worker_pool import Failure
+from autoattn.tensors.operands import Operands
+from autoattn.validation import output_check
 
 FEW = 256  # numbers of an answer
 GUARD_ROWS = 3  # of NaN behind each sequence
@@ -286,27 +289,27 @@ class Compare:
         """What is wrong with each call's answer; "" when nothing is."""
         torch.set_num_threads(1)
         try:
-            kernel = compile.load(self.source, torch.device(self.device))
+            kernel = compiler.load(self.source, torch.device(self.device))
         except CompileError as error:
             return Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
         return tuple(fault(kernel, call) for call in self.calls)
 
 
-def fault(kernel: compile.Kernel, call: Call) -> str:
+def fault(kernel: compiler.Kernel, call: Call) -> str:
     """What is wrong with a kernel's answer to a call, in words; "" when nothing is."""
     operands = call.operands(kernel.device)
-    case = validate.case_of(
+    case = output_check.case_of(
         call.problem, operands, torch.Generator().manual_seed(0), scores=call.scores, guard=GUARD_ROWS
     )
     if case.expected.numel() <= FEW:  # PyTorch's own error can be next to nothing by luck, so allow for its bound
-        eps = torch.finfo(reference.TORCH_DTYPE[call.problem.dtype.output]).eps
+        eps = torch.finfo(attention_formula.TORCH_DTYPE[call.problem.dtype.output]).eps
         case = replace(case, allowed=case.allowed + eps * float(operands.value.float().abs().max()))
-    verdict = validate.judge(kernel, [case])
+    verdict = output_check.judge(kernel, [case])
     if not verdict.ok or not call.wild:
         return verdict.reason
     wild = with_wild_values(operands, call.wild, call.seed)
-    expected, _ = reference.attention(call.problem, wild)
-    output, _ = validate.run(kernel, replace(case, operands=wild))
+    expected, _ = attention_formula.attention(call.problem, wild)
+    output, _ = output_check.run(kernel, replace(case, operands=wild))
     return wild_fault(output.double(), expected, case.allowed)
 
 

@@ -78,6 +78,6 @@ def check_kernel(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Non
 @pytest.fixture(autouse=True)
 def no_shipped_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Without a cache the template's default runs, so that a rival's choice hides no kernel."""
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
     functional.forget()
     torch.manual_seed(0)

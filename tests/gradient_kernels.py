@@ -10,15 +10,18 @@ import interpreted
 import kernels
 import torch
 
-from autoattn import gradients, inputs, learning, reference, render, space, validate
-from autoattn.compile import load
-from autoattn.inputs import Scores
-from autoattn.learning import NONE_LEARNED, Learned
-from autoattn.operands import Operands
-from autoattn.problem import Op, Problem
-from autoattn.trial import Verdict
-from autoattn.variant import Source, Traits, Value, Variant
-from autoattn.workers import Failure, Pool
+from autoattn.codegen import render, search_space
+from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Verdict
+from autoattn.core.variant import Source, Traits, Value, Variant
+from autoattn.kernels.compiler import load
+from autoattn.reference import attention_formula, inputs
+from autoattn.reference.inputs import Scores
+from autoattn.runtime.run import autograd
+from autoattn.runtime.run.autograd import NONE_LEARNED, Learned
+from autoattn.search.worker_pool import Failure, Pool
+from autoattn.tensors.operands import Operands
+from autoattn.validation import gradient_check, output_check
 
 TEMPLATE = "triton/backward"
 BASE: dict[str, Value] = {
@@ -44,7 +47,7 @@ def problem(**changes: Any) -> Problem:
 
 def variant(**changes: Value) -> Variant:
     """The smallest variant, changed."""
-    return space.load(TEMPLATE).variant(BASE | changes)
+    return search_space.load(TEMPLATE).variant(BASE | changes)
 
 
 def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
@@ -68,15 +71,15 @@ class Judged:
         torch.set_num_threads(1)
         facts: tuple[Any, ...] = interpreted.CPU, torch.Generator().manual_seed(0)
         if self.small is not None:
-            case = gradients.make_small_case(self.problem, *self.small, self.number, *facts, scores=self.scores)
+            case = gradient_check.make_small_case(self.problem, *self.small, self.number, *facts, scores=self.scores)
         elif self.make is not None:
             guard = interpreted.GUARD_ROWS
-            case = gradients.case_of(self.problem, self.make(self.problem), facts[1], guard=guard)
+            case = gradient_check.case_of(self.problem, self.make(self.problem), facts[1], guard=guard)
         else:
-            case = gradients.make_case(
-                self.problem, *facts, scores=self.scores, guard=validate.GUARD_ROWS, lse=self.source.traits.lse
+            case = gradient_check.make_case(
+                self.problem, *facts, scores=self.scores, guard=output_check.GUARD_ROWS, lse=self.source.traits.lse
             )
-        return gradients.judge(load(self.source, interpreted.CPU), [case])
+        return gradient_check.judge(load(self.source, interpreted.CPU), [case])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +105,11 @@ class Differentiated:
                 part = replace(part, bias=leaves[3].expand(operands.bias.shape))
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                asked = learning.backward_of(self.problem, learned=self.learned)
-                both = learning.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked)
-                output, _ = learning.attend(both, part)
+                asked = autograd.backward_of(self.problem, learned=self.learned)
+                both = autograd.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked)
+                output, _ = autograd.attend(both, part)
             else:
-                output = reference.attention(self.problem, part)[0]
+                output = attention_formula.attention(self.problem, part)[0]
             found[name] = [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
         pairs = zip(("output", *names), found["ours"], found["theirs"], strict=True)
         return {name: float((ours.double() - theirs).abs().max()) for name, ours, theirs in pairs}

@@ -6,12 +6,13 @@ from typing import Any
 
 import kernels
 
-from autoattn import profiles, render, space
-from autoattn.problem import DType, Op, Problem
-from autoattn.variant import Source, Traits, Value, Variant
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles
+from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "gluon/backward"
-H200 = profiles.named("h200")
+H200 = device_profiles.named("h200")
 
 
 def problem(**changes: Any) -> Problem:
@@ -22,7 +23,7 @@ def problem(**changes: Any) -> Problem:
 
 def variant(one: Problem, **changes: Value) -> Variant:
     """The template's default for a problem, changed; feasible or not."""
-    points = space.load(TEMPLATE)
+    points = search_space.load(TEMPLATE)
     return points.variant({**points.params_of(points.default(one, H200)), **changes})
 
 

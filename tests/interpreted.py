@@ -16,13 +16,15 @@ import kernels
 import torch
 from torch import Tensor
 
-from autoattn import blocks, inputs, reference, validate
-from autoattn.compile import load
-from autoattn.operands import Operands
-from autoattn.ops import forward
-from autoattn.problem import Layout, Problem
-from autoattn.variant import Source, Traits
-from autoattn.workers import Failure, Pool
+from autoattn.core.problem import Layout, Problem
+from autoattn.core.variant import Source, Traits
+from autoattn.kernels import forward
+from autoattn.kernels.compiler import load
+from autoattn.reference import attention_formula, inputs
+from autoattn.search.worker_pool import Failure, Pool
+from autoattn.tensors import block_table
+from autoattn.tensors.operands import Operands
+from autoattn.validation import output_check
 
 SECONDS = 120.0
 CPU = torch.device("cpu")
@@ -69,7 +71,7 @@ class Run:
         if self.scale is not None:
             operands = replace(operands, scale=self.scale)
         kernel = replace(load(self.source, CPU), sm_count=self.sm_count)
-        output = validate.empty_output(self.problem, GUARD_ROWS, CPU)
+        output = output_check.empty_output(self.problem, GUARD_ROWS, CPU)
         lse = torch.full(output.shape[:3], math.nan) if self.source.traits.lse else None
         forward.launch(kernel, self.problem, operands, output, lse)
         rows = torch.tensor([row for row in range(output.shape[2]) if row != self.leave_out])
@@ -78,14 +80,14 @@ class Run:
 
 def compared(problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None, rows: Tensor) -> Result:
     """Some rows of the output, a view into NaN, and of the LSE against the reference; NaN and inf must match too."""
-    expected, expected_lse = reference.attention(problem, operands, rows=rows)
+    expected, expected_lse = attention_formula.attention(problem, operands, rows=rows)
     finite = replace(operands, value=operands.value.nan_to_num(0.0, 0.0, 0.0))
-    exact, _ = reference.attention(problem, finite, rows=rows)
-    rough = reference.low_precision(problem, finite, rows=rows).double()
+    exact, _ = attention_formula.attention(problem, finite, rows=rows)
+    rough = attention_formula.low_precision(problem, finite, rows=rows).double()
     coarse = exact.to(output.dtype)
     absolute = 2.0 * float((coarse + 0.3 - 0.3 - coarse).abs().max())
     if output.dtype is torch.float32:
-        ulps = validate.FLOAT32_ULPS[problem.precision]
+        ulps = output_check.FLOAT32_ULPS[problem.precision]
         absolute += ulps * torch.finfo(torch.float32).eps * float(finite.value.abs().max())
     found = output[:, :, rows].double()
     error = torch.where(alike(found, expected), 0.0, (found - expected).abs()).nan_to_num(nan=math.inf)
@@ -93,7 +95,7 @@ def compared(problem: Problem, operands: Operands, output: Tensor, lse: Tensor |
     room = output._base if output._base is not None else output
     result = Result(
         max_error=float(error.max()),
-        allowed=validate.ERROR_RATIO * float((rough - exact).abs().max()) + absolute,
+        allowed=output_check.ERROR_RATIO * float((rough - exact).abs().max()) + absolute,
         blind_zero=bool((found[blind] == 0.0).all()),
         untouched=int(room.isnan().sum()) - int(output.isnan().sum()) == room.numel() - output.numel(),
     )
@@ -241,7 +243,7 @@ def nan_row(problem: Problem) -> Operands:
 def hidden(problem: Problem, operands: Operands) -> Tensor:
     """[seq_kv] booleans: keys that no query of the only sequence sees."""
     rows = torch.arange(problem.seq_q)
-    seen = reference.visible(problem, operands, rows).flatten(0, 1).any(0)
+    seen = attention_formula.visible(problem, operands, rows).flatten(0, 1).any(0)
     if operands.bias is not None:
         seen &= (
             (operands.bias[0] if operands.bias.dtype is torch.bool else operands.bias[0] > -math.inf)
@@ -282,7 +284,7 @@ def loud_block_that_is_not_listed(problem: Problem) -> Operands:
     kept = torch.ones(shape, dtype=torch.bool)
     kept[..., 0] = False
     sizes = {"block_q": problem.mask.block_q, "block_kv": problem.mask.block_kv, "seq_kv": problem.seq_kv}
-    return replace(whole, table=blocks.table_of(kept, **sizes))
+    return replace(whole, table=block_table.table_of(kept, **sizes))
 
 
 def tables_of_heads(problem: Problem) -> Operands:
@@ -293,7 +295,7 @@ def tables_of_heads(problem: Problem) -> Operands:
     kept[:, :, 0] = False
     kept[..., -1] = False
     sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "seq_kv": problem.seq_kv}
-    return replace(inside_nan(problem), table=blocks.table_of(kept, **sizes, partial=cut if mask.mod else None))
+    return replace(inside_nan(problem), table=block_table.table_of(kept, **sizes, partial=cut if mask.mod else None))
 
 
 def ragged(problem: Problem) -> Operands:

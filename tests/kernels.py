@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoattn import render, space
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.space import SearchSpace
-from autoattn.variant import Source, Traits, Value, Variant
+from autoattn.codegen import render, search_space
+from autoattn.codegen.search_space import SearchSpace
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "triton/forward"
 BASE: dict[str, Value] = {
@@ -59,7 +59,7 @@ def problem(**changes: Any) -> Problem:
 
 def variant(**changes: Value) -> Variant:
     """The smallest variant, changed."""
-    return space.load(TEMPLATE).variant(BASE | changes)
+    return search_space.load(TEMPLATE).variant(BASE | changes)
 
 
 def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoattn import profiles
-from autoattn.mask import Mask
-from autoattn.problem import DType, Problem
-from autoattn.trial import StaticReport
-from autoattn.variant import Value
+from autoattn.core import device_profiles
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Problem
+from autoattn.core.trial import StaticReport
+from autoattn.core.variant import Value
 
-A30, A100, RTX3090, H200 = (profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
+A30, A100, RTX3090, H200 = (device_profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
 PARAMS: dict[str, Value] = {
     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 0, "mask_loop": "split",
     "softmax": "online", "barrier": "none", "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,

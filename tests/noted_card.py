@@ -12,9 +12,12 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import answer, bound, functional, gpu, zeros
-from autoattn.compile import Kernel, load_module
-from autoattn.variant import Source
+from autoattn import functional
+from autoattn.core.variant import Source
+from autoattn.hardware import nvidia
+from autoattn.kernels import bound_launch, zeroed_scratch
+from autoattn.kernels.compiler import Kernel, load_module
+from autoattn.runtime.plan import planner
 
 HALF = torch.float16
 CUDA = torch.device("cuda", 0)
@@ -66,22 +69,22 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return Kernel(source=source, module=load_module(source), compiled=noted, device=CUDA, sm_count=132)
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: ("stream of", index)))
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
-    monkeypatch.setattr(answer, "_why_not_on", lambda device: None)
-    monkeypatch.setattr(answer.compile, "load", load)
-    for module in (bound, zeros):
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
+    monkeypatch.setattr(planner, "_why_not_on", lambda device: None)
+    monkeypatch.setattr(planner.compiler, "load", load)
+    for module in (bound_launch, zeroed_scratch):
         monkeypatch.setattr(module, "driver", driver)
-    monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
+    monkeypatch.setattr(nvidia, "present", lambda index: samples.A30)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)
     monkeypatch.setattr(torch.cuda, "device", Current)
     monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)  # builds with CUDA ask the driver by it
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     Current.index = 0
-    answer._loaded.cache_clear()
+    planner._loaded.cache_clear()
     functional.forget()
     yield noted
-    answer._loaded.cache_clear()
+    planner._loaded.cache_clear()
     functional.forget()
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import bench, rivals
-from autoattn.comparison import Contestant, Options, Row
-from autoattn.measure import HIDDEN_US, Rounds
-from autoattn.operands import Operands
-from autoattn.peers import Peer
-from autoattn.problem import Problem
-from autoattn.rounds import Pulse
+from autoattn.baselines import pytorch_sdpa
+from autoattn.baselines.external import Peer
+from autoattn.bench import kernel_bench
+from autoattn.bench.kernel_results import Contestant, Options, Row
+from autoattn.core.paired_stats import Pulse
+from autoattn.core.problem import Problem
+from autoattn.hardware.timer import HIDDEN_US, Rounds
+from autoattn.tensors.operands import Operands
 
 CPU = torch.device("cpu")
 
@@ -60,10 +61,10 @@ class Stopwatch:
 def install(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     """A bench on the CPU."""
     found = Stopwatch(CPU)
-    monkeypatch.setattr(bench, "Stopwatch", found.wound)
-    monkeypatch.setattr(bench, "_device", lambda: CPU)
+    monkeypatch.setattr(kernel_bench, "Stopwatch", found.wound)
+    monkeypatch.setattr(kernel_bench, "_device", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(bench, "compile_ahead", lambda kernels, arch: None)
+    monkeypatch.setattr(kernel_bench, "compile_ahead", lambda kernels, arch: None)
     return found
 
 
@@ -88,13 +89,13 @@ def raising(error: Exception, after: int = 0) -> Callable[[Problem, Operands], T
         left[0] -= 1
         if left[0] < 0:
             raise error
-        return rivals.sdpa(problem, operands)
+        return pytorch_sdpa.sdpa(problem, operands)
 
     return call
 
 
 def benched(*others: Peer, problem: Problem | None = None, **options: Any) -> Row:
-    return next(bench.rows([problem or kernels.problem()], list(others), Options(**options)))
+    return next(kernel_bench.rows([problem or kernels.problem()], list(others), Options(**options)))
 
 
 def named(row: Row, name: str) -> Contestant:

@@ -13,13 +13,13 @@ import kernels
 import torch
 from torch import Tensor
 
-from autoattn import reference
-from autoattn.mask import Mask
-from autoattn.operands import Operands
-from autoattn.problem import DType, Layout, Precision, Problem
-from autoattn.trial import Verdict
-from autoattn.validate import Gate
-from autoattn.variant import Traits
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Precision, Problem
+from autoattn.core.trial import Verdict
+from autoattn.core.variant import Traits
+from autoattn.reference import attention_formula
+from autoattn.tensors.operands import Operands
+from autoattn.validation.output_check import Gate
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ class Call:
     def right(self, **changes: Any) -> Tensor:
         """The answer in float32, rounded to the output's type; with changes, of changed inputs."""
         precise = torch.float64 if self.output.dtype is torch.float32 else torch.float32
-        answer, _ = reference.attention(*self.asked(**changes), dtype=precise)
+        answer, _ = attention_formula.attention(*self.asked(**changes), dtype=precise)
         return answer.to(self.output.dtype)
 
     def asked(self, *, mask: Mask | None = None, precision: Precision | None = None, **changes: Any) -> Any:
@@ -251,7 +251,7 @@ def errs_in_one_element_of_a_late_head(call: Call) -> None:
 
 def sums_in_sixteen_bits(call: Call) -> None:
     scores = (call.query * call.scale) @ call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1).mT
-    hidden = ~reference.visible(*call.asked(), torch.arange(call.query.shape[2]))  # type: ignore[call-arg]
+    hidden = ~attention_formula.visible(*call.asked(), torch.arange(call.query.shape[2]))  # type: ignore[call-arg]
     weights = scores.float().masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0).bfloat16()
     value = call.value.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1).bfloat16()
     acc = torch.zeros(call.output.shape, dtype=torch.bfloat16)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import interpreted
 import kernels
 
-from autoattn import render
-from autoattn.problem import Problem
-from autoattn.trial import Outcome
-from autoattn.variant import Source, Traits, Variant
+from autoattn.codegen import render
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome
+from autoattn.core.variant import Source, Traits, Variant
 
 CAUSAL = kernels.problem(mask="causal", head_dim=16)
 FULL = kernels.problem(head_dim=16)

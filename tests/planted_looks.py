@@ -7,8 +7,8 @@ from typing import Any
 
 from looks import Looked
 
-from autoattn.trial import Outcome
-from autoattn.workers import Failure
+from autoattn.core.trial import Outcome
+from autoattn.search.worker_pool import Failure
 
 WRONG = 32  # every kernel with this BLOCK_N
 

@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from autoattn.entry import Rival, WorstCase
-from autoattn.jobs import Finished, Screened, finalist_name
-from autoattn.measure import summary
-from autoattn.rounds import Round
-from autoattn.trial import Energy, Measurement, StaticReport, Verdict
+from autoattn.core.cache_entry import Rival, WorstCase
+from autoattn.core.paired_stats import Round
+from autoattn.core.trial import Energy, Measurement, StaticReport, Verdict
+from autoattn.hardware.timer import summary
+from autoattn.search.gpu_jobs import Finished, Screened, finalist_name
 
 RIGHT = Verdict(ok=True, checks=1, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
 ROUNDS = 40

@@ -9,14 +9,14 @@ from typing import Any
 import kernels
 import pytest
 
-from autoattn import workshop
-from autoattn.inspecting import Inspect
-from autoattn.jobs import Final, Finished, Prepare, Rehearse, Screen, Screened
-from autoattn.problem import Problem
-from autoattn.trial import Outcome, StaticReport, Trial, Verdict
-from autoattn.variant import Variant
-from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome, StaticReport, Trial, Verdict
+from autoattn.core.variant import Variant
+from autoattn.search import trial_pipeline
+from autoattn.search.compile_job import Inspect
+from autoattn.search.gpu_jobs import Final, Finished, Prepare, Rehearse, Screen, Screened
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure
 
 LARGE = kernels.problem(batch=8, heads_q=16, heads_kv=4, seq_q=2048, seq_kv=4096, head_dim=64, mask="causal")
 GOOD = Verdict(ok=True, checks=11, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
@@ -95,11 +95,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Gives workshops such workers; what they answer can be changed."""
     answers = Bench()
     monkeypatch.setattr(
-        workshop,
+        trial_pipeline,
         "Pool",
         lambda size, environment=None, apart=(), **_: PretendedPool(size, environment or {}, answers, apart),
     )
-    monkeypatch.setattr(workshop, "next_results", PretendedPool.next_results)
+    monkeypatch.setattr(trial_pipeline, "next_results", PretendedPool.next_results)
     return answers
 
 

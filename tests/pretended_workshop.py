@@ -11,18 +11,20 @@ from typing import Any, ClassVar
 import pytest
 import samples
 
-from autoattn import cache, plan, render, tune
-from autoattn.device import Device
-from autoattn.entry import KERNEL, Rival, WorstCase
-from autoattn.jobs import Finished, finalist_name
-from autoattn.mask import Mask
-from autoattn.problem import DType, Op, Problem
-from autoattn.rounds import Round
-from autoattn.study import Study
-from autoattn.trial import Energy, Outcome, Trial, Verdict
-from autoattn.variant import Variant
-from autoattn.workers import Failure
-from autoattn.workshop import Steps
+from autoattn.cache import store
+from autoattn.codegen import render
+from autoattn.core.cache_entry import KERNEL, Rival, WorstCase
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.paired_stats import Round
+from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.trial import Energy, Outcome, Trial, Verdict
+from autoattn.core.variant import Variant
+from autoattn.search import search_options, tuner
+from autoattn.search.gpu_jobs import Finished, finalist_name
+from autoattn.search.study import Study
+from autoattn.search.trial_pipeline import Steps
+from autoattn.search.worker_pool import Failure
 
 SMALL = Problem(
     dtype=DType.FLOAT16, batch=1, heads_q=2, heads_kv=1, seq_q=64, seq_kv=64, head_dim=16, mask=Mask.parse("causal")
@@ -141,14 +143,16 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
     fresh = type("Fresh", (Pretended,), {"finals": [], "asked": [], "outgrown": [], "tried": []})
-    monkeypatch.setattr(tune, "Workshop", fresh)
+    monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 
 
-def run(folder: Path, *problems: Problem, measured: bool = False, **changes: Any) -> plan.Summary:
-    options = plan.Options(**{"effort": plan.Effort.QUICK, "trials": 6, "cache": folder, "jobs": 2, **changes})
+def run(folder: Path, *problems: Problem, measured: bool = False, **changes: Any) -> search_options.Summary:
+    options = search_options.Options(
+        **{"effort": search_options.Effort.QUICK, "trials": 6, "cache": folder, "jobs": 2, **changes}
+    )
     device = samples.H200 if measured else samples.A30
-    return tune.tune(list(problems) or [SMALL], device, measured=measured, options=options)
+    return tuner.tune(list(problems) or [SMALL], device, measured=measured, options=options)
 
 
 def rival(name: str, time_us: float, max_error: float | None = 1e-3) -> Rival:
@@ -158,4 +162,4 @@ def rival(name: str, time_us: float, max_error: float | None = 1e-3) -> Rival:
 def remember(folder: Path, variant: Variant, device: Device = samples.H200, problem: Problem = SMALL) -> None:
     """Writes a measured entry with this winner and no runners-up."""
     entry = replace(samples.measured(problem), params=variant.as_dict(), candidates=(), choice=KERNEL)
-    cache.merge(folder, device, Op.FORWARD, [entry])
+    store.merge(folder, device, Op.FORWARD, [entry])

@@ -1,5 +1,5 @@
 """Triton's interpreter in a third of the time, with the same numbers. Children import this file in place of
-`autoattn.jobs`.
+`autoattn.search.gpu_jobs`.
 
 Triton 3.6 computes again and again what cannot change, and most of the time of our small kernels went into that:
 
@@ -18,7 +18,7 @@ import triton
 from triton.language import core
 from triton.runtime import interpreter
 
-from autoattn import jobs  # noqa: F401 - what workers import before their first job
+from autoattn.search import gpu_jobs  # noqa: F401 - what workers import before their first job
 
 _patch, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 _patched: set[int] = set()  # globals whose language was patched since the launch began

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autoattn import profiles, render, space, triton_release
-from autoattn.entry import CacheEntry, Candidate, Finalist, Finals, Rival, SearchRecord, WorstCase
-from autoattn.mask import Mask
-from autoattn.problem import DType, Problem
-from autoattn.rounds import Interval
-from autoattn.trial import Energy, Evidence, Measurement, Prediction, StaticReport, Verdict
-from autoattn.variant import Variant
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.cache_entry import CacheEntry, Candidate, Finalist, Finals, Rival, SearchRecord, WorstCase
+from autoattn.core.mask import Mask
+from autoattn.core.paired_stats import Interval
+from autoattn.core.problem import DType, Problem
+from autoattn.core.trial import Energy, Evidence, Measurement, Prediction, StaticReport, Verdict
+from autoattn.core.variant import Variant
 
-H200 = profiles.named("h200")
-A30 = profiles.named("a30")
+H200 = device_profiles.named("h200")
+A30 = device_profiles.named("a30")
 
 
 def problem(**changes: Any) -> Problem:
@@ -161,14 +162,14 @@ def candidate(params: dict[str, Any], digit: str, time_us: float) -> Candidate:
 
 
 def _common(one: Problem, time_us: float) -> dict[str, Any]:
-    params = space.load("triton/forward").default(one, H200).as_dict()
+    params = search_space.load("triton/forward").default(one, H200).as_dict()
     loop = {"HMMA": 64, "MUFU.EX2": 32, "FFMA": 96, "LDSM": 24, "LDGSTS": 8, "BAR": 2}
     return {
         "problem": one,
         "template": "triton/forward",
         "params": params,
         "source_digest": "0123456789abcdef",
-        "space_digest": space.load("triton/forward").digest,
+        "space_digest": search_space.load("triton/forward").digest,
         "report": StaticReport(
             digest="0123456789abcdef",
             arch=90,
@@ -198,7 +199,7 @@ def _common(one: Problem, time_us: float) -> dict[str, Any]:
             seed=0,
             trials=96,
             outcomes={"ok": 71, "infeasible": 20, "compile error": 5},
-            spaces={"triton/forward": space.load("triton/forward").digest},
+            spaces={"triton/forward": search_space.load("triton/forward").digest},
         ),
         "versions": {"autoattn": "0.1.0", "torch": "2.13.0", "triton": triton_release.installed()},
     }

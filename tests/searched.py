@@ -9,14 +9,16 @@ from pathlib import Path
 
 import samples
 
-from autoattn import cache, render, space, storage
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
-from autoattn.ledger import Ledger
-from autoattn.mask import Mask
-from autoattn.problem import Op, Problem
-from autoattn.study import Study
-from autoattn.trial import Outcome, Trial
+from autoattn.cache import store
+from autoattn.codegen import render, search_space
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.search import storage
+from autoattn.search.shared_trials import Ledger
+from autoattn.search.study import Study
 
 TEMPLATE = "triton/forward"
 
@@ -36,7 +38,7 @@ def problems(count: int) -> list[Problem]:
 
 def entry_of(problem: Problem, number: int = 0, *, measured: bool = True) -> CacheEntry:
     """An entry whose winner and runner-up can be rendered, other ones for each number."""
-    one = space.load(TEMPLATE)
+    one = search_space.load(TEMPLATE)
     rng = random.Random(number)
     variants = []
     while len(variants) < 3:
@@ -51,7 +53,7 @@ def entry_of(problem: Problem, number: int = 0, *, measured: bool = True) -> Cac
 
 def search(folder: Path, device: Device, entry: CacheEntry, trials: int, *, seed: int = 0, failed: float = 0.1) -> None:
     """Writes the journal of a search that ended with an entry; every tenth trial or so failed."""
-    one = space.load(entry.template)
+    one = search_space.load(entry.template)
     evidence = entry.evidence.value
     name = (
         f"{one.template} {entry.problem.key} {evidence} {device.fingerprint} {one.digest} 0123456789abcdef triton 3.6.0"
@@ -74,7 +76,7 @@ def search(folder: Path, device: Device, entry: CacheEntry, trials: int, *, seed
 
 def folder_of(folder: Path, entries: Sequence[CacheEntry], device: Device = samples.H200, *, trials: int = 0) -> Path:
     """A cache of these entries, with a journal of so many trials for each."""
-    cache.merge(folder, device, Op.FORWARD, entries)
+    store.merge(folder, device, Op.FORWARD, entries)
     for number, entry in enumerate(entries if trials else ()):
         search(folder, device, entry, trials, seed=number)
     return folder

@@ -20,12 +20,15 @@ import msgspec
 import samples
 import yaml
 
-from autoattn import cache, cachefile, render, resources, shapes, space, storage
-from autoattn.entry import CacheEntry
+from autoattn.cache import file_format, store
+from autoattn.codegen import render, resources, search_space
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Evidence, Outcome, Trial
 from autoattn.errors import AutoattnError, SpaceError
-from autoattn.ledger import Ledger
-from autoattn.problem import Problem
-from autoattn.trial import Evidence, Outcome, Trial
+from autoattn.search import storage
+from autoattn.search.shared_trials import Ledger
+from autoattn.shapes import shapes_file
 
 STUDY = "one"
 
@@ -184,7 +187,7 @@ def _touched(path: Path, before: bytes, kind: Kind) -> str:
 
 def journal(path: Path) -> str:
     """The text of a journal of one study: five trials with an outcome, one given up, one that is being tried."""
-    points = space.load("triton/forward")
+    points = search_space.load("triton/forward")
     one = Ledger(STUDY, storage.journal(path), points)
     outcomes = list(Outcome)[:5]
     for variant, outcome in zip(points.feasible(samples.problem(), samples.A30), [*outcomes, None, None], strict=False):
@@ -198,7 +201,7 @@ def journal(path: Path) -> str:
 
 def _journal_fault(path: Path) -> str:
     """What is wrong with a journal that loaded: each finished trial must stand in its text, and its variant exist."""
-    points = space.load("triton/forward")
+    points = search_space.load("triton/forward")
     one = Ledger(STUDY, storage.journal(path), points)
     try:
         found = one.news().finished
@@ -221,14 +224,14 @@ def _attributes(data: bytes) -> Any:
 
 def _cache_fault(path: Path) -> str:
     """What is wrong with a cache file that loaded: it must say what its text says, and each entry must be sound."""
-    file = cache.read(path)
+    file = store.read(path)
     said = json.loads(path.read_bytes())
     if (where := _differs(msgspec.to_builtins(file), said)) is not None:
         return f"{where} is not what the text says"
     for key, entry in file.entries.items():
         if fault := _entry_fault(key, entry):
             return fault
-    again = cachefile.decode(cachefile.encode(file), path)
+    again = file_format.decode(file_format.encode(file), path)
     if list(again.entries) != list(file.entries):
         return "writing it anew loses entries"
     return ""
@@ -243,7 +246,7 @@ def _entry_fault(key: str, entry: CacheEntry) -> str:
     if measured != (entry.measurement is not None) or measured != (entry.verdict is not None and entry.verdict.ok):
         return f"{key} is {entry.evidence.value}, but rests on something else"
     try:
-        stale = cache.why_stale(entry)
+        stale = store.why_stale(entry)
     except AutoattnError as error:  # what was read must not stop whoever looks at it
         return f"{key} cannot be judged: {error}"
     if stale is None and render.render(entry.problem, entry.variant).digest != entry.source_digest:
@@ -266,9 +269,9 @@ def _differs(loaded: Any, said: Any, where: str = "") -> str | None:
 
 def _shapes_fault(path: Path) -> str:
     """What is wrong with a shapes file that loaded: plain data of the same content must give the same problems."""
-    named = shapes.load(path)
+    named = shapes_file.load(path)
     plain = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    if [one.problem for one in shapes.parse(plain, "plain")] != [one.problem for one in named]:
+    if [one.problem for one in shapes_file.parse(plain, "plain")] != [one.problem for one in named]:
         return "its problems are not those of its data"
     if not named or any(not one.groups or one.problem.kept_pairs() < 0 for one in named):
         return "a problem has no group, or counts of pairs below 0"
@@ -282,7 +285,7 @@ def _space_fault(path: Path) -> str:
     kept = resources.space_path
     resources.space_path = lambda name: path
     try:
-        loaded = space.load.__wrapped__(template)
+        loaded = search_space.load.__wrapped__(template)
     finally:
         resources.space_path = kept
     plain = yaml.safe_load(path.read_text(encoding="utf-8-sig"))

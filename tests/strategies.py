@@ -5,8 +5,8 @@ from __future__ import annotations
 from drawn import LARGE, TINY, Drawn, call_of, drawn, params_of
 from hypothesis import strategies as st
 
-from autoattn.problem import Problem
-from autoattn.variant import Value
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Value
 
 _RANDOMS = st.randoms(use_true_random=False)
 

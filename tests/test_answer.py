@@ -21,20 +21,24 @@ from functional_calls import (
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, dispatch, functional, gpu, rivals, space
-from autoattn.compile import Kernel
-from autoattn.dispatch import Level
+from autoattn import functional
+from autoattn.baselines import pytorch_sdpa
+from autoattn.codegen import search_space
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Source, Traits
 from autoattn.errors import CompileError
-from autoattn.operands import Operands
-from autoattn.ops import forward
-from autoattn.problem import Problem
-from autoattn.variant import Source, Traits
+from autoattn.hardware import nvidia
+from autoattn.kernels import forward
+from autoattn.kernels.compiler import Kernel
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.tensors.operands import Operands
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Plans as if the CPU's tensors were on an H200 for which nothing was tuned; kernels are computed by PyTorch."""
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
     seen: dict[str, Any] = {"loaded": [], "capturing": False, "launched": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
@@ -47,16 +51,16 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen["launched"] += 1
         seen["problem"] = one
         seen["traits"] = forward.traits_of(operands.query, operands.key, operands.value, output)
-        found, sums = rivals.eager(one, operands)
+        found, sums = pytorch_sdpa.eager(one, operands)
         output.copy_(found)
         if lse is not None:
             lse.copy_(sums)
 
-    answer._loaded.cache_clear()
-    monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)
-    monkeypatch.setattr(answer.compile, "load", load)
+    planner._loaded.cache_clear()
+    monkeypatch.setattr(planner, "_why_no_kernel", lambda problem, operands: None)
+    monkeypatch.setattr(planner.compiler, "load", load)
     monkeypatch.setattr(forward, "launch", launch)
-    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen["capturing"])
     return seen
 
@@ -105,7 +109,7 @@ def test_what_a_compiler_refuses_goes_to_pytorch_and_is_said(
     def refuse(source: Source, device: torch.device) -> Kernel:
         raise CompileError("this variant does not fit")
 
-    monkeypatch.setattr(answer.compile, "load", refuse)
+    monkeypatch.setattr(planner.compiler, "load", refuse)
     tensors = inputs(dtype=torch.float16)
     close(autoattn.attention(*tensors), expected(tensors, False))
     assert str(autoattn.explain(*tensors)) == "sdpa (sdpa): this variant does not fit"
@@ -114,7 +118,7 @@ def test_what_a_compiler_refuses_goes_to_pytorch_and_is_said(
 def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, refused = answer.compile.load, []
+    load, refused = planner.compiler.load, []
 
     def picky(source: Source, device: torch.device) -> Kernel:
         if source.variant.template == "gluon/forward":
@@ -122,12 +126,12 @@ def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
             raise CompileError("this variant does not fit")
         return load(source, device)
 
-    monkeypatch.setattr(answer.compile, "load", picky)
+    monkeypatch.setattr(planner.compiler, "load", picky)
     tensors = inputs(seq_q=300, seq_kv=300, dtype=torch.float16)
     close(autoattn.attention(*tensors), expected(tensors, False))
     found = autoattn.explain(*tensors)
     assert found.problem is not None
-    seeds = [seed for one in space.of(found.problem.op) for seed in one.seeds_for(found.problem, samples.H200)]
+    seeds = [seed for one in search_space.of(found.problem.op) for seed in one.seeds_for(found.problem, samples.H200)]
     ran = seeds[len(refused)]
     assert (found.route, found.level, found.variant) == ("kernel", Level.DEFAULT, ran)
     assert refused == seeds[: len(refused)]
@@ -154,8 +158,8 @@ def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> 
 
 def test_forgetting_reads_the_cache_anew(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    explain = dispatch.explain
-    monkeypatch.setattr(dispatch, "explain", lambda *facts: asked.append(facts) or explain(*facts))
+    explain = cache_lookup.explain
+    monkeypatch.setattr(cache_lookup, "explain", lambda *facts: asked.append(facts) or explain(*facts))
     tensors = inputs(dtype=torch.float16)
     for _ in range(2):
         autoattn.attention(*tensors)
@@ -169,7 +173,7 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    sdpa = rivals.sdpa
+    sdpa = pytorch_sdpa.sdpa
 
     def refusing(one: Problem, operands: Operands, *, backend: str = "sdpa") -> Tensor:
         calls.append(backend)
@@ -177,9 +181,9 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
             raise RuntimeError("No available kernel. Aborting execution.")
         return sdpa(one, operands, backend=backend)
 
-    chosen = dispatch.Explanation(problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(rivals, "sdpa", refusing)
-    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    chosen = cache_lookup.Explanation(problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(pytorch_sdpa, "sdpa", refusing)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
     tensors = inputs(dtype=torch.float16)
     for _ in range(2):
         close(autoattn.attention(*tensors), expected(tensors, False))
@@ -191,9 +195,9 @@ def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: 
     def full(*operands: Any, **facts: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    chosen = dispatch.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
-    monkeypatch.setattr(rivals, "sdpa", full)
+    chosen = cache_lookup.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(pytorch_sdpa, "sdpa", full)
     with pytest.raises(torch.OutOfMemoryError):
         autoattn.attention(*inputs(dtype=torch.float16))
     assert autoattn.explain(*inputs(dtype=torch.float16)) is chosen, "the next call may find room"
@@ -251,11 +255,11 @@ def test_packed_calls_get_a_kernel_and_a_packed_output(card: dict[str, Any]) -> 
 def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = space.load("triton/forward").default(kernels.problem(), samples.H200)
-    chosen = dispatch.Explanation(
+    variant = search_space.load("triton/forward").default(kernels.problem(), samples.H200)
+    chosen = cache_lookup.Explanation(
         problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest", variant=variant
     )
-    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
     found = autoattn.explain(*inputs(dtype=torch.float16), return_lse=True)
     assert (found.route, found.variant) == ("kernel", variant)
     assert found.reason == "it was the fastest; but it gives no LSE, so the kernel runs"
@@ -263,7 +267,7 @@ def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
 
 
 def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index: samples.A30)
+    monkeypatch.setattr(nvidia, "present", lambda index: samples.A30)
     tensors = tuple(tensor.to(torch.float8_e4m3fn) for tensor in inputs())
     found = autoattn.explain(*tensors)
     assert (found.route, card["launched"]) == ("eager", 0)
@@ -273,8 +277,8 @@ def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.Mon
 def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorch_has_none(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = dispatch.sdpa("it is too old")
-    monkeypatch.setattr(dispatch, "explain", lambda problem, device: old)
+    old = cache_lookup.sdpa("it is too old")
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: old)
     tensors = inputs(dtype=torch.float16)
     assert autoattn.explain(*tensors).route == "sdpa"
     assert autoattn.explain(*tensors, softcap=2.0).route == "eager"
@@ -282,4 +286,4 @@ def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorc
 
 
 def test_plans_are_bounded(card: dict[str, Any]) -> None:
-    assert answer._prepare.cache_info().maxsize == 4096
+    assert planner._prepare.cache_info().maxsize == 4096

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import autoattn
-from autoattn import arguments, masks, packing
-from autoattn.arguments import Call
+from autoattn import masks
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.errors import TensorError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.runtime.parse import arguments
+from autoattn.runtime.parse.arguments import Call
+from autoattn.tensors import cu_seqlens
 
 HALF = torch.float16
 
@@ -274,9 +276,9 @@ def test_offsets_that_were_found_good_are_compared_with_each_calls_own_lengths()
 def test_what_was_read_is_forgotten_with_the_tensor() -> None:
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
     read_packed(offsets, offsets)
-    before = len(packing._read)
+    before = len(cu_seqlens._read)
     del offsets
-    assert len(packing._read) == before - 1
+    assert len(cu_seqlens._read) == before - 1
 
 
 def test_offsets_of_inference_mode_are_taken() -> None:

@@ -10,10 +10,11 @@ import torch
 from test_arguments import KEY, OFFSETS, QUERY, causal, read, read_packed, zeros
 from torch import Tensor
 
-from autoattn import arguments, masks
+from autoattn import masks
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Problem
 from autoattn.errors import AutoattnError, ProblemError, TensorError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Numerics, Problem
+from autoattn.runtime.parse import arguments
 
 GOOD = zeros(2, 6, 5, 8)
 TABLE = masks.from_mod(causal, seq_q=5, seq_kv=7)
@@ -316,13 +317,13 @@ def test_packed_sequences_take_no_tensor_that_masks(what: str) -> None:
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_captured_graph_asks_for_a_seed(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoattn import modifying
+    from autoattn.runtime.parse import modifier_arguments
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     card = torch.device("cuda")
-    assert modifying._seed(3, card) == 3
+    assert modifier_arguments._seed(3, card) == 3
     if capturing:
         with pytest.raises(TensorError, match="dropout in a CUDA graph must have a seed, got None"):
-            modifying._seed(None, card)
+            modifier_arguments._seed(None, card)
     else:
-        assert 0 <= modifying._seed(None, card) < 2**62
+        assert 0 <= modifier_arguments._seed(None, card) < 2**62

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoattn.arithmetic import MAX_BITS, MAX_DEPTH, MAX_LENGTH, Rule
+from autoattn.codegen.space_rules import MAX_BITS, MAX_DEPTH, MAX_LENGTH, Rule
 from autoattn.errors import SpaceError
 
 FACTS = {"a": 3, "b": -2, "zero": 0, "half": 0.5, "yes": True, "word": "ieee"}

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import samples
 
-from autoattn import availability, cache, dispatch, profiles, render, resources, space, triton_release
-from autoattn.dispatch import Explanation, Level
-from autoattn.entry import CacheEntry, Candidate, Finding, Mark
-from autoattn.problem import Op, Problem
+from autoattn.cache import availability, store
+from autoattn.codegen import render, resources, search_space
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
+from autoattn.core.problem import Op, Problem
+from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan.cache_lookup import Explanation, Level
 
-H200 = profiles.named("h200")
+H200 = device_profiles.named("h200")
 GLUON, PLAIN = "gluon/forward", "triton/forward"
 TUNED = samples.problem()
 NEAR = samples.problem(seq_q=2048)
@@ -35,7 +38,7 @@ def nobody_warned() -> None:
 
 def tuned(problem: Problem = TUNED, **changes: Any) -> CacheEntry:
     """An entry whose kernel is Hopper's and whose fastest rival is sdpa-cudnn."""
-    default = space.load(GLUON).default(problem, H200)
+    default = search_space.load(GLUON).default(problem, H200)
     entry = replace(samples.measured(problem), template=GLUON, params=default.as_dict(), choice="kernel", candidates=())
     rival = replace(entry.rivals[0], name="sdpa-cudnn")
     versions = {"triton": f"{triton_release.installed_release()}.0"}
@@ -46,9 +49,9 @@ def explained(
     folder: Path, monkeypatch: pytest.MonkeyPatch, entry: CacheEntry, asked: Problem, installed: str = FUTURE
 ) -> Explanation:
     """What a call gets once another Triton is installed."""
-    cache.merge(folder, H200, Op.FORWARD, [entry])
+    store.merge(folder, H200, Op.FORWARD, [entry])
     monkeypatch.setattr(triton_release, "installed", lambda: installed)
-    return dispatch.explain(asked, H200, folder)
+    return cache_lookup.explain(asked, H200, folder)
 
 
 @pytest.mark.parametrize(("asked", "level"), [(TUNED, Level.EXACT), (NEAR, Level.NEAREST)])
@@ -65,7 +68,7 @@ def test_a_call_takes_the_fastest_rival_where_its_tuned_kernel_cannot_run(
 def test_a_runner_up_that_can_run_and_is_faster_than_all_rivals_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = space.load(PLAIN).default(TUNED, H200)
+    plain = search_space.load(PLAIN).default(TUNED, H200)
     digest = render.render(TUNED, plain).digest
     runner_up = Candidate(template=PLAIN, params=plain.as_dict(), source_digest=digest, time_us=1.0)
     answer = explained(tmp_path, monkeypatch, tuned(candidates=(runner_up,)), NEAR)

@@ -10,10 +10,10 @@ import kernels
 import pytest
 from interpreted import Run, run
 
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.variant import Source, Traits
-from autoattn.workers import Pool
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Source, Traits
+from autoattn.search.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
 

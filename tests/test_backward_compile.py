@@ -8,12 +8,13 @@ import gradient_kernels
 import pytest
 from rarely import rarely
 
-from autoattn import profiles, render, space, triton_release
-from autoattn.compile import build, inspect, load_module, parts_of
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.variant import Traits
 from autoattn.errors import CompileError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
-from autoattn.variant import Traits
+from autoattn.kernels.compiler import build, inspect, load_module, parts_of
 
 BENT = "captured0: bfloat16[2]\nx = score * captured0[h, kv_idx]\nwhere(q_idx % 3 == b, x, 4 * tanh(x / 4))"
 CARDS = {80: "a30", 90: "h200"}
@@ -76,8 +77,8 @@ def test_no_step_turns_a_float32_factor_in_shared_memory_where_copies_were_turne
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Mask.parse("causal"), Mask.blocks(128, 128, 0.5, "q_idx >= kv_idx")], ids=str)
 def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_memory(mask: Mask) -> None:
-    one, device = large(head_dim=128, mask=mask), profiles.named("h200")
-    source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
+    one, device = large(head_dim=128, mask=mask), device_profiles.named("h200")
+    source = render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device))
     report = inspect(source, 90)
     assert report.loop["UTMALDG.4D"] == 4, "a key and a value, a query and a gradient"
     assert report.loop["UTMALDG.1D"] == 2, "LSE and delta"
@@ -96,7 +97,7 @@ def test_a_report_of_both_kernels_names_the_most_that_either_needs() -> None:
 
 
 def test_what_has_no_gradient_kernel_is_refused_with_a_reason() -> None:
-    device, points = profiles.named("h200"), space.load(gradient_kernels.TEMPLATE)
+    device, points = device_profiles.named("h200"), search_space.load(gradient_kernels.TEMPLATE)
     least = gradient_kernels.variant()
     for changes, word in (
         ({"dtype": DType.FLOAT8}, "float8"),
@@ -114,7 +115,7 @@ def test_a_score_mod_that_pytorch_cannot_differentiate_is_refused() -> None:
 
 
 def test_tiles_lie_within_a_block_of_the_table() -> None:
-    device, points = profiles.named("h200"), space.load(gradient_kernels.TEMPLATE)
+    device, points = device_profiles.named("h200"), search_space.load(gradient_kernels.TEMPLATE)
     one = large(mask=Mask.blocks(16, 32, 0.5))
     assert points.default(one, device) == gradient_kernels.variant()
     for tile, most in (("QUERIES_BLOCK_M", 16), ("QUERIES_BLOCK_N", 32), ("KEYS_BLOCK_N", 32), ("KEYS_BLOCK_M", 16)):
@@ -127,8 +128,8 @@ def test_tiles_lie_within_a_block_of_the_table() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["h200", "a30"])
 def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card: str) -> None:
-    one, device = large(head_dim=64, modifiers=Modifiers(bias=Bias.LEARNED)), profiles.named(card)
-    source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
+    one, device = large(head_dim=64, modifiers=Modifiers(bias=Bias.LEARNED)), device_profiles.named(card)
+    source = render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device))
     found = build(source, device.arch, "backward_bias")
     assert found.metadata.shared <= device.shared_bytes_per_block
     assert ".local" not in found.asm["ptx"]
@@ -140,18 +141,18 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("card", ["h200", "a30"])
 def test_the_gradient_of_slopes_moves_no_more_registers_to_memory(card: str, head_dim: int) -> None:
-    device, mask = profiles.named(card), Mask.parse("causal")
+    device, mask = device_profiles.named(card), Mask.parse("causal")
     reports = []
     for learned in (False, True):
         one = large(head_dim=head_dim, mask=mask, modifiers=Modifiers(alibi=True, learned_slopes=learned))
-        source = render.render(one, space.load(gradient_kernels.TEMPLATE).default(one, device))
+        source = render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device))
         reports.append(inspect(source, device.arch))
     assert reports[1].spilled_bytes <= reports[0].spilled_bytes
     assert reports[1].digest != reports[0].digest
 
 
 def test_a_learned_bias_has_rules_of_its_own() -> None:
-    device, points = profiles.named("h200"), space.load(gradient_kernels.TEMPLATE)
+    device, points = device_profiles.named("h200"), search_space.load(gradient_kernels.TEMPLATE)
     tiles = {"QUERIES_BLOCK_M": 128, "QUERIES_BLOCK_N": 128, "queries_num_warps": 4, "queries_num_stages": 2}
     wide = gradient_kernels.variant(**tiles)
     assert points.why_infeasible(wide, large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device) is None
@@ -167,5 +168,8 @@ def test_a_learned_bias_has_rules_of_its_own() -> None:
 )
 def test_every_head_dim_has_a_default(card: str, head_dim: int, numbers: tuple[DType, Precision]) -> None:
     one = large(dtype=numbers[0], precision=numbers[1], head_dim=head_dim)
-    points = space.load(gradient_kernels.TEMPLATE)
-    assert points.why_infeasible(points.default(one, profiles.named(card)), one, profiles.named(card)) is None
+    points = search_space.load(gradient_kernels.TEMPLATE)
+    assert (
+        points.why_infeasible(points.default(one, device_profiles.named(card)), one, device_profiles.named(card))
+        is None
+    )

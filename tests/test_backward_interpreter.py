@@ -12,13 +12,14 @@ import pytest
 from gradient_kernels import Differentiated, judged
 from rarely import rarely
 
-from autoattn import gradients, render
-from autoattn.inputs import Scores
-from autoattn.learning import Learned
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
-from autoattn.variant import Traits
-from autoattn.workers import Failure, Pool
+from autoattn.codegen import render
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.variant import Traits
+from autoattn.reference.inputs import Scores
+from autoattn.runtime.run.autograd import Learned
+from autoattn.search.worker_pool import Failure, Pool
+from autoattn.validation import gradient_check
 
 pytestmark = pytest.mark.interpreter
 
@@ -133,7 +134,7 @@ LEARNERS: tuple[dict[str, Any], ...] = (  # one for each way to share a bias
 )
 
 
-@pytest.mark.parametrize("number", rarely(range(len(gradients.SHARINGS)), lambda number: number % 2 == 0))
+@pytest.mark.parametrize("number", rarely(range(len(gradient_check.SHARINGS)), lambda number: number % 2 == 0))
 def test_a_learned_bias_has_a_gradient_whoever_shares_it(child: Pool, number: int) -> None:
     facts = {"modifiers": LEARNED, "dtype": DType.FLOAT32, **LEARNERS[number]}
     params = {name: facts.pop(name) for name in [*facts] if name in gradient_kernels.BASE}

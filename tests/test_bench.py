@@ -16,13 +16,19 @@ import torch
 from planted_bench import CPU, Stopwatch, benched, named, planted, raising
 from torch import Tensor
 
-from autoattn import answer, bench, cache, dispatch, entrants, gpu, inputs, reference, resources, rivals
-from autoattn.arguments import Call
-from autoattn.comparison import Ours, State, Timing
-from autoattn.entry import KERNEL
+from autoattn.baselines import pytorch_sdpa
+from autoattn.bench import entrants, kernel_bench
+from autoattn.bench.kernel_results import Ours, State, Timing
+from autoattn.cache import store
+from autoattn.codegen import resources
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.errors import StateError
-from autoattn.operands import Operands
-from autoattn.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.hardware import nvidia
+from autoattn.reference import attention_formula, inputs
+from autoattn.runtime.parse.arguments import Call
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.tensors.operands import Operands
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
 
 
 def test_ours_and_a_right_peer_are_checked_and_timed(stopwatch: Stopwatch) -> None:
-    row = benched(planted("right", rivals.sdpa), seconds=0.5)
+    row = benched(planted("right", pytorch_sdpa.sdpa), seconds=0.5)
     assert [one.state for one in row.contestants] == [State.OK, State.OK]
     ours, right = row.contestants
     assert (ours.name, ours.ours, ours.route, ours.level) == ("autoattn", True, "sdpa", "sdpa")
@@ -65,24 +71,24 @@ def test_ours_is_a_call_of_the_front_door_for_the_problem_itself(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Problem] = []
-    whole = answer.plan
+    whole = planner.plan
 
-    def plan(call: Call, *, lse: bool) -> answer.Plan:
+    def plan(call: Call, *, lse: bool) -> planner.Plan:
         asked.append(call.problem)
         return whole(call, lse=lse)
 
-    monkeypatch.setattr(answer, "plan", plan)
+    monkeypatch.setattr(planner, "plan", plan)
     one = kernels.problem(**changes)
     operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
     output = entrants.front_door(one, operands)()
-    expected, _ = reference.attention(one, operands)
+    expected, _ = attention_formula.attention(one, operands)
     torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
     assert set(asked) == {one}
 
 
 WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
-    (lambda problem, operands: rivals.sdpa(problem, operands) + 0.5, State.WRONG, "error 0.5"),
-    (lambda problem, operands: rivals.sdpa(problem, operands) * torch.nan, State.WRONG, "error nan"),
+    (lambda problem, operands: pytorch_sdpa.sdpa(problem, operands) + 0.5, State.WRONG, "error 0.5"),
+    (lambda problem, operands: pytorch_sdpa.sdpa(problem, operands) * torch.nan, State.WRONG, "error nan"),
     (raising(ValueError("no such\nkernel")), State.FAILED, "ValueError: no such kernel"),
     (raising(torch.cuda.OutOfMemoryError("CUDA out of memory.")), State.MEMORY, "out of memory"),
 ]
@@ -93,7 +99,7 @@ WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
 def test_what_goes_wrong_with_a_peer_is_a_value_and_the_others_go_on(
     call: Callable[[Problem, Operands], Tensor], state: State, words: str
 ) -> None:
-    row = benched(planted("bad", call), planted("right", rivals.sdpa))
+    row = benched(planted("bad", call), planted("right", pytorch_sdpa.sdpa))
     bad = named(row, "bad")
     assert bad.state is state
     assert words in bad.detail
@@ -103,7 +109,7 @@ def test_what_goes_wrong_with_a_peer_is_a_value_and_the_others_go_on(
 
 @pytest.mark.usefixtures("stopwatch")
 def test_a_peer_that_fails_while_it_is_timed_keeps_no_time() -> None:
-    row = benched(planted("late", raising(ValueError("late"), after=4)), planted("right", rivals.sdpa))
+    row = benched(planted("late", raising(ValueError("late"), after=4)), planted("right", pytorch_sdpa.sdpa))
     assert (named(row, "late").state, named(row, "late").times_us) == (State.FAILED, ())
     assert named(row, "right").times_us
 
@@ -113,8 +119,8 @@ def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepar
     def prepare(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
         raise AssertionError
 
-    missing = planted("away", rivals.sdpa, prepare=prepare, load=lambda: __import__("no_such_package"))
-    refusing = planted("coy", rivals.sdpa, prepare=prepare, refuses=lambda problem: "it has no such mask")
+    missing = planted("away", pytorch_sdpa.sdpa, prepare=prepare, load=lambda: __import__("no_such_package"))
+    refusing = planted("coy", pytorch_sdpa.sdpa, prepare=prepare, refuses=lambda problem: "it has no such mask")
     row = benched(missing, refusing)
     assert [one.state for one in row.contestants] == [State.OK, State.ABSENT, State.ABSENT]
     assert "not installed (no module no_such_package" in named(row, "away").detail
@@ -127,11 +133,11 @@ def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepar
 def test_a_peer_may_err_a_little_more_than_ours() -> None:
     def off(times: float) -> Callable[[Problem, Operands], Tensor]:
         def call(problem: Problem, operands: Operands) -> Tensor:
-            return rivals.sdpa(problem, operands) + times * (named(known, "exact").allowed or 0.0)
+            return pytorch_sdpa.sdpa(problem, operands) + times * (named(known, "exact").allowed or 0.0)
 
         return call
 
-    known = benched(planted("exact", rivals.sdpa))
+    known = benched(planted("exact", pytorch_sdpa.sdpa))
     row = benched(planted("rough", off(2.0)), planted("wrong", off(6.0)))
     assert named(row, "rough").state is State.OK
     assert named(row, "wrong").state is State.WRONG
@@ -148,7 +154,7 @@ def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
 
     def call(problem: Problem, operands: Operands) -> Tensor:
         broken.append(True)
-        return rivals.sdpa(problem, operands)
+        return pytorch_sdpa.sdpa(problem, operands)
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(StateError, match=r"but rogue broke it on fp16 .*illegal memory access.*; bench without it"):
@@ -159,7 +165,7 @@ def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
 def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
     def call(problem: Problem, operands: Operands) -> Tensor:
         time.sleep(0.002)
-        return rivals.sdpa(problem, operands)
+        return pytorch_sdpa.sdpa(problem, operands)
 
     slow = named(benched(planted("slow", call)), "slow")
     assert slow.state is State.OK
@@ -169,18 +175,18 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
 
 def test_small_problems_are_replayed_from_graphs_of_several_calls(stopwatch: Stopwatch) -> None:
     stopwatch.guess = 10.0
-    row = benched(planted("right", rivals.sdpa))
+    row = benched(planted("right", pytorch_sdpa.sdpa))
     assert row.timing is Timing.GRAPH
-    assert named(row, "right").calls == bench.GRAPH_CALLS
-    assert named(row, "right").times_us[0] == 200.0 / bench.GRAPH_CALLS
+    assert named(row, "right").calls == kernel_bench.GRAPH_CALLS
+    assert named(row, "right").times_us[0] == 200.0 / kernel_bench.GRAPH_CALLS
     assert named(row, "right").host_us is None
     stopwatch.guess = 1000.0
-    assert benched(planted("right", rivals.sdpa)).timing is Timing.EVENTS
+    assert benched(planted("right", pytorch_sdpa.sdpa)).timing is Timing.EVENTS
 
 
 def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(stopwatch: Stopwatch) -> None:
     stopwatch.guess, stopwatch.breaks = 10.0, True
-    row = benched(planted("right", rivals.sdpa))
+    row = benched(planted("right", pytorch_sdpa.sdpa))
     assert row.timing is Timing.EVENTS
     assert {one.calls for one in row.contestants} == {1}
     assert "not permitted when stream is capturing" in row.note
@@ -188,7 +194,7 @@ def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(st
 
 @pytest.mark.usefixtures("stopwatch")
 def test_variants_are_what_the_seeds_name_without_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
     row = benched(problem=kernels.problem(head_dim=64), ours=Ours.VARIANTS)
     others = [one for one in row.contestants if one.name.startswith("variant ")]
     assert others
@@ -200,27 +206,29 @@ def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
     entry = samples.current(
         samples.measured(kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal"), choice=KERNEL)
     )
-    cache.merge(resources.user_cache(), samples.H200, Op.FORWARD, [entry])
+    store.merge(resources.user_cache(), samples.H200, Op.FORWARD, [entry])
     others = [entry.problem, kernels.problem(head_dim=64), kernels.problem(head_dim=64, batch=3)]
-    found = bench.sources(others, samples.H200, Ours.DISPATCH)
+    found = kernel_bench.sources(others, samples.H200, Ours.DISPATCH)
     assert len(found) == 2, "one is tuned, the others share the default"
     assert found[0].variant == entry.variant
-    assert set(found) < set(bench.sources(others, samples.H200, Ours.VARIANTS))
+    assert set(found) < set(kernel_bench.sources(others, samples.H200, Ours.VARIANTS))
 
 
 def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
-    told = dispatch.explain(kernels.problem(head_dim=64), samples.H200)
-    assert told.variant in bench._variants(told, None, samples.H200)
-    assert told.variant not in bench._variants(told, told.variant, samples.H200)
+    told = cache_lookup.explain(kernels.problem(head_dim=64), samples.H200)
+    assert told.variant in kernel_bench._variants(told, None, samples.H200)
+    assert told.variant not in kernel_bench._variants(told, told.variant, samples.H200)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = bench.sources([kernels.problem(head_dim=64)], samples.A30, Ours.VARIANTS)[: bench.WORTH_A_POOL]
-    bench.compile_ahead(found, samples.A30.arch)
-    assert len(list(tmp_path.glob("*/*.cubin"))) == bench.WORTH_A_POOL
+    found = kernel_bench.sources([kernels.problem(head_dim=64)], samples.A30, Ours.VARIANTS)[
+        : kernel_bench.WORTH_A_POOL
+    ]
+    kernel_bench.compile_ahead(found, samples.A30.arch)
+    assert len(list(tmp_path.glob("*/*.cubin"))) == kernel_bench.WORTH_A_POOL
 
 
 @pytest.mark.usefixtures("stopwatch")

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import samples
 
-from autoattn import bench, cache, gpu, peers, space
+from autoattn.baselines import external
+from autoattn.bench import kernel_bench
+from autoattn.bench.kernel_results import Inputs, Options, Row, State, Timing
+from autoattn.cache import store
 from autoattn.cli.app import run
-from autoattn.comparison import Inputs, Options, Row, State, Timing
-from autoattn.mask import Mask
-from autoattn.measure import Stopwatch
-from autoattn.problem import DType, Op, Problem
+from autoattn.codegen import search_space
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Op, Problem
+from autoattn.hardware import nvidia
+from autoattn.hardware.timer import Stopwatch
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +38,7 @@ def problem(seq: int, mask: str = "causal", **changes: object) -> Problem:
 
 
 def benched(one: Problem, names: str = NAMES, **options: object) -> Row:
-    return next(bench.rows([one], peers.named(names), Options(seconds=0.05, **options)))  # type: ignore[arg-type]
+    return next(kernel_bench.rows([one], external.named(names), Options(seconds=0.05, **options)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("inputs", list(Inputs))
@@ -78,10 +82,10 @@ def test_a_graph_of_several_calls_takes_as_long_as_the_calls() -> None:
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Problem:
     """Gradients whose kernel is the template's default, as if it had been measured."""
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
-    card, one = gpu.present(), problem(2048, op=Op.BACKWARD)
+    card, one = nvidia.present(), problem(2048, op=Op.BACKWARD)
     assert card is not None
-    variant = space.load("triton/backward").default(one, card)
-    cache.merge(tmp_path, card, Op.BACKWARD, [samples.tuned(one, variant)])
+    variant = search_space.load("triton/backward").default(one, card)
+    store.merge(tmp_path, card, Op.BACKWARD, [samples.tuned(one, variant)])
     return one
 
 

@@ -16,16 +16,18 @@ import torch
 import triton
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-from autoattn import bound, compile, inputs, profiles, render, space
-from autoattn.bound import Bound
-from autoattn.compile import Descriptor, Kernel
-from autoattn.ops import forward
-from autoattn.ops.forward import POINTERS
-from autoattn.variant import Variant
-from autoattn.zeros import ROOMS
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles
+from autoattn.core.variant import Variant
+from autoattn.kernels import bound_launch, compiler, forward
+from autoattn.kernels.bound_launch import Bound
+from autoattn.kernels.compiler import Descriptor, Kernel
+from autoattn.kernels.forward import POINTERS
+from autoattn.kernels.zeroed_scratch import ROOMS
+from autoattn.reference import inputs
 
 TEMPLATE = "gluon/forward"
-H200 = profiles.named("h200")
+H200 = device_profiles.named("h200")
 GRID = (5, 1, 1)
 FACTS = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
 ADDRESSES = (16, 32, 48, 64, 80, 96, 0, 0, 0, 0)
@@ -59,9 +61,9 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     triton.runtime.driver.set_active(here)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(bound, "_filled", [])
+    monkeypatch.setattr(bound_launch, "_filled", [])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: here.current.append(threading.get_ident()))
-    monkeypatch.setattr(compile, "_current", threading.local())
+    monkeypatch.setattr(compiler, "_current", threading.local())
     monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
     yield here
     triton.runtime.driver._active = before
@@ -70,8 +72,8 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
     """A Gluon kernel beneath the installed Triton's own wrapper, and a call's arguments."""
     one = kernels.problem(head_dim=64, seq_q=256, seq_kv=256, mask="causal", batch=1, heads_q=2, heads_kv=2)
-    variant = Variant.of(TEMPLATE, space.load(TEMPLATE).default(one, H200).as_dict() | {"schedule": "dynamic"})
-    module = compile.load_module(render.render(one, variant))
+    variant = Variant.of(TEMPLATE, search_space.load(TEMPLATE).default(one, H200).as_dict() | {"schedule": "dynamic"})
+    module = compiler.load_module(render.render(one, variant))
     signature = dict(enumerate(module.SIGNATURE.values()))
     facts: dict[str, Any] = {
         "launch": wrap_handle_tensordesc(card.launch, signature, [FACTS] * len(module.DESCRIPTORS)),
@@ -108,7 +110,7 @@ def arguments_of(launched: tuple[Any, ...]) -> list[Any]:
 
 def bind(card: Card, **launcher: Any) -> Bound:
     made, arguments = kernel(card, **launcher)
-    return bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))
+    return bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))
 
 
 def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> None:
@@ -121,7 +123,7 @@ def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> N
     moved |= {name: address for name, address in zip(POINTERS, ADDRESSES, strict=True) if address}
     ordered = [(arguments | moved)[name] for name in made.module.SIGNATURE]
     made.compiled.run.launch(*passed((None, None, None), ordered))
-    bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
+    bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     by_triton, by_us = card.launched
     assert by_us == by_triton
     assert len(card.encoded) == 2 * len(made.module.DESCRIPTORS)
@@ -147,13 +149,13 @@ def test_a_context_is_current_once_in_each_thread_that_encodes(card: Card) -> No
 
 
 def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "MOST_MAPS", 10)
+    monkeypatch.setattr(bound_launch, "MOST_MAPS", 10)
     launches = [bind(card) for _ in range(3)]
     for step in range(20):
         for launch in launches:
             launch((16 * step, *ADDRESSES[1:]))
             assert arguments_of(card.launched[-1])[0][1] == 16 * step
-            assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound._filled) <= 10
+            assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound_launch._filled) <= 10
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
     made.compiled.run = type("Run", (SimpleNamespace,), {"__call__": lambda self, *given: seen.append(given)})(
         **vars(made.compiled.run)
     )
-    bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
+    bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     assert seen[0][:8] == (*GRID, 7, "function", "metadata", None, None)
     assert [one.address for one in seen[0] if isinstance(one, Descriptor)] == [16, 32, 48, 64]
     assert len(seen[0]) == 9 + len(made.module.SIGNATURE)
@@ -176,7 +178,7 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
 def test_another_triton_is_not_called_past_its_launcher(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.12.0")
     made, arguments = kernel(card)
-    assert bound.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).launch is made.compiled.run
+    assert bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).launch is made.compiled.run
 
 
 def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

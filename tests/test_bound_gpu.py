@@ -13,8 +13,8 @@ from threads import together
 from torch import Tensor
 
 import autoattn
-from autoattn import gpu
-from autoattn.zeros import ROOMS
+from autoattn.hardware import nvidia
+from autoattn.kernels.zeroed_scratch import ROOMS
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ SCRATCH = ROOMS["scratch_ptr"]
 
 @pytest.fixture(autouse=True)
 def hopper(no_shipped_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
-    card = gpu.present()
+    card = nvidia.present()
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card: only its kernels have a scratch")
     monkeypatch.setattr(SCRATCH, "_found", {})

@@ -13,19 +13,20 @@ import pytest
 from cache_files import FORWARD, FORWARD_FILE, refusal
 from samples import A30, H200, certified, current, measured, predicted, problem
 
-from autoattn import bundle, cache, cachefile, raw
-from autoattn.cachefile import CacheFile
+from autoattn.cache import file_format, finals_samples, store
+from autoattn.cache.file_format import CacheFile
+from autoattn.cache.finals_samples import Samples
+from autoattn.core.paired_stats import Pulse, Round
+from autoattn.core.variant import digest_of
 from autoattn.errors import CacheError
-from autoattn.raw import Samples
-from autoattn.rounds import Pulse, Round
-from autoattn.variant import digest_of
+from autoattn.tools import bundle
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[CacheFile]:
-    cache.merge(tmp_path, H200, FORWARD, [current(measured()), current(predicted(problem(batch=1)))])
-    cache.merge(tmp_path, A30, FORWARD, [current(predicted())])
-    return cache.read_folder(tmp_path)
+    store.merge(tmp_path, H200, FORWARD, [current(measured()), current(predicted(problem(batch=1)))])
+    store.merge(tmp_path, A30, FORWARD, [current(predicted())])
+    return store.read_folder(tmp_path)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_kernel_that_is_not_the_entrys_is_refused(packed: Path, files: list[Ca
 
 
 def test_a_device_that_leads_out_of_the_cache_is_refused(packed: Path, files: list[CacheFile]) -> None:
-    data = cachefile.encode(dataclasses.replace(files[0], device=".."))
+    data = file_format.encode(dataclasses.replace(files[0], device=".."))
     path = rewritten(packed, {f"../{FORWARD_FILE}": data}, manifest=True)
     assert "is no place in a cache" in refusal(lambda: bundle.unpack(path))
 
@@ -177,27 +178,27 @@ def taken(winner: str, rounds: int = 131) -> Samples:
 
 def test_a_bundle_has_the_raw_samples_of_the_finals(tmp_path: Path) -> None:
     entry = current(certified())
-    cache.merge(tmp_path, H200, FORWARD, [entry, current(measured(problem(batch=2)))])
-    files = cache.read_folder(tmp_path)
+    store.merge(tmp_path, H200, FORWARD, [entry, current(measured(problem(batch=2)))])
+    files = store.read_folder(tmp_path)
     samples = taken(entry.source_digest)
-    raw.write(raw.path_of(tmp_path, "h200", entry.problem.key), samples)
+    finals_samples.write(finals_samples.path_of(tmp_path, "h200", entry.problem.key), samples)
     path = tmp_path / "bundle.zip"
     path.write_bytes(bundle.pack(files, bundle.samples_of([(tmp_path, file) for file in files])))
     assert bundle.unpack(path) == files
     name = f"h200/finals/{entry.problem.key}.json"
     with zipfile.ZipFile(path) as archive:
         assert [one for one in archive.namelist() if "finals" in one] == [name]
-        assert raw.decode(archive.read(name), path) == samples
+        assert finals_samples.decode(archive.read(name), path) == samples
         assert "raw samples" in archive.read("README.md").decode()
-    other = raw.encode(taken(entry.source_digest, rounds=9))
+    other = finals_samples.encode(taken(entry.source_digest, rounds=9))
     assert "are those of other finals" in refusal(lambda: bundle.unpack(rewritten(path, {name: other}, manifest=True)))
     assert "are damaged" in refusal(lambda: bundle.unpack(rewritten(path, {name: b"{}"}, manifest=True)))
 
 
 @pytest.mark.parametrize("samples", [taken("ff" * 8), taken(current(certified()).source_digest, rounds=130)])
 def test_samples_of_other_finals_are_not_packed(tmp_path: Path, samples: Samples) -> None:
-    cache.merge(tmp_path, H200, FORWARD, [current(certified())])
+    store.merge(tmp_path, H200, FORWARD, [current(certified())])
     path = tmp_path / "bundle.zip"
-    path.write_bytes(bundle.pack(cache.read_folder(tmp_path), {("h200", problem().key): samples}))
+    path.write_bytes(bundle.pack(store.read_folder(tmp_path), {("h200", problem().key): samples}))
     with zipfile.ZipFile(path) as archive:
         assert not [name for name in archive.namelist() if "finals" in name]

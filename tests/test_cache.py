@@ -15,10 +15,11 @@ import pytest
 from cache_files import FORWARD, FORWARD_FILE, left_behind, refusal
 from samples import A30, H200, certified, measured, predicted, problem, worst
 
-from autoattn import cache, cachefile, resources
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
-from autoattn.trial import Evidence
+from autoattn.cache import file_format, store
+from autoattn.codegen import resources
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.trial import Evidence
 
 ROOT = Path(__file__).parent
 
@@ -37,33 +38,33 @@ def test_what_was_merged_is_read_back(folder: Path) -> None:
     short = dataclasses.replace(tidy[0].measurement, p20_us=396.0, p80_us=408.0, tflops=171.8)
     tidy[0] = dataclasses.replace(tidy[0], measurement=short)
     tidy[1] = dataclasses.replace(tidy[1], candidates=())
-    path = cache.merge(folder, H200, FORWARD, tidy)
-    assert path == folder / "h200" / FORWARD_FILE == cache.path_of(folder, H200, FORWARD)
-    file = cache.read(path)
+    path = store.merge(folder, H200, FORWARD, tidy)
+    assert path == folder / "h200" / FORWARD_FILE == store.path_of(folder, H200, FORWARD)
+    file = store.read(path)
     assert (file.schema, file.op, file.device, file.fingerprint) == (1, FORWARD, "h200", H200.fingerprint)
-    assert file.entries == cache.lookup(folder, H200, FORWARD) == {entry.problem.key: entry for entry in tidy}
-    assert cache.read_folder(folder) == [file]
+    assert file.entries == store.lookup(folder, H200, FORWARD) == {entry.problem.key: entry for entry in tidy}
+    assert store.read_folder(folder) == [file]
 
 
 def test_merging_again_what_was_read_changes_no_byte(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured(time_us=math.pi * 100), predicted(problem(batch=2))])
+    path = store.merge(folder, H200, FORWARD, [measured(time_us=math.pi * 100), predicted(problem(batch=2))])
     before = path.read_bytes()
-    cache.merge(folder, H200, FORWARD, cache.lookup(folder, H200, FORWARD).values())
+    store.merge(folder, H200, FORWARD, store.lookup(folder, H200, FORWARD).values())
     assert path.read_bytes() == before
-    cache.merge(folder, H200, FORWARD, [])
+    store.merge(folder, H200, FORWARD, [])
     assert path.read_bytes() == before
 
 
 def test_the_order_of_merging_leaves_no_trace(tmp_path: Path) -> None:
     entries = [predicted(problem(batch=batch)) for batch in (3, 1, 20)]
-    one = cache.merge(tmp_path / "one", H200, FORWARD, entries)
+    one = store.merge(tmp_path / "one", H200, FORWARD, entries)
     for entry in reversed(entries):
-        two = cache.merge(tmp_path / "two", H200, FORWARD, [entry])
+        two = store.merge(tmp_path / "two", H200, FORWARD, [entry])
     assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_file_is_sorted_and_readable(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured(problem(batch=batch)) for batch in (9, 1, 5)])
+    path = store.merge(folder, H200, FORWARD, [measured(problem(batch=batch)) for batch in (9, 1, 5)])
     text = path.read_text(encoding="utf-8")
     keys = list(json.loads(text)["entries"])
     assert keys == sorted(keys)
@@ -76,7 +77,7 @@ def test_a_file_is_sorted_and_readable(folder: Path) -> None:
 
 
 def test_numbers_have_six_significant_digits(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured(time_us=1234.56789012)])
+    path = store.merge(folder, H200, FORWARD, [measured(time_us=1234.56789012)])
     assert '"median_us": 1234.57,' in path.read_text(encoding="utf-8")
     digits = [number.replace(".", "").lstrip("0") for number in re.findall(r"\d+\.\d+", path.read_text("utf-8"))]
     assert max(map(len, digits)) <= 6
@@ -84,58 +85,58 @@ def test_numbers_have_six_significant_digits(folder: Path) -> None:
 
 def test_whole_numbers_keep_all_digits(folder: Path) -> None:
     record = dataclasses.replace(predicted().search, seed=123456789)
-    cache.merge(folder, H200, FORWARD, [predicted(search=record)])
-    (entry,) = cache.lookup(folder, H200, FORWARD).values()
+    store.merge(folder, H200, FORWARD, [predicted(search=record)])
+    (entry,) = store.lookup(folder, H200, FORWARD).values()
     assert entry.search.seed == 123456789
 
 
 def test_words_of_any_language_survive(folder: Path) -> None:
     versions = {"driver": "\u2603 \u00e9 \U0001f600 \x1b[31m \n"}
-    path = cache.merge(folder, H200, FORWARD, [predicted(versions=versions)])
+    path = store.merge(folder, H200, FORWARD, [predicted(versions=versions)])
     assert "\u2603" in path.read_text(encoding="utf-8")
-    (entry,) = cache.lookup(folder, H200, FORWARD).values()
+    (entry,) = store.lookup(folder, H200, FORWARD).values()
     assert entry.versions == versions
 
 
 def test_where_there_is_nothing_there_are_no_entries(folder: Path) -> None:
-    assert cache.lookup(folder, H200, FORWARD) == {}
-    assert cache.read_folder(folder) == []
+    assert store.lookup(folder, H200, FORWARD) == {}
+    assert store.read_folder(folder) == []
     assert not folder.exists()
-    assert "must be there, but there is none" in refusal(lambda: cache.read(cache.path_of(folder, H200, FORWARD)))
+    assert "must be there, but there is none" in refusal(lambda: store.read(store.path_of(folder, H200, FORWARD)))
 
 
 def test_read_folder_takes_the_operations_files_alone(folder: Path) -> None:
-    cache.merge(folder, H200, FORWARD, [predicted()])
-    cache.merge(folder, A30, FORWARD, [predicted()])
+    store.merge(folder, H200, FORWARD, [predicted()])
+    store.merge(folder, A30, FORWARD, [predicted()])
     (folder / "h200" / "notes.json").write_text("not ours")
     (folder / FORWARD_FILE).write_text("not ours")
-    assert [file.device for file in cache.read_folder(folder)] == ["a30", "h200"]
+    assert [file.device for file in store.read_folder(folder)] == ["a30", "h200"]
 
 
 def test_a_file_that_changed_is_read_anew(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [predicted(time_us=500.0)])
+    path = store.merge(folder, H200, FORWARD, [predicted(time_us=500.0)])
     stamp = path.stat()
-    assert [entry.time_us for entry in cache.read(path).entries.values()] == [500.0]
-    assert cache.read(path) is cache.read(path)
-    cache.merge(folder, H200, FORWARD, [predicted(time_us=400.0)])
+    assert [entry.time_us for entry in store.read(path).entries.values()] == [500.0]
+    assert store.read(path) is store.read(path)
+    store.merge(folder, H200, FORWARD, [predicted(time_us=400.0)])
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # two writes within one tick of the clock
     assert path.stat().st_size == stamp.st_size
-    assert [entry.time_us for entry in cache.read(path).entries.values()] == [400.0]
+    assert [entry.time_us for entry in store.read(path).entries.values()] == [400.0]
 
 
 def test_what_an_entry_does_not_have_of_its_finals_leaves_no_trace(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured(), predicted(problem(batch=2))])
+    path = store.merge(folder, H200, FORWARD, [measured(), predicted(problem(batch=2))])
     text = path.read_text(encoding="utf-8")
     for name in ("finals", "worst", "lead", "energy", "objective"):
         assert f'"{name}"' not in text
     assert text.count('"rms_error"') == 1, "of the verdict"
-    assert [one.finals for one in cache.read(path).entries.values()] == [None, None]
+    assert [one.finals for one in store.read(path).entries.values()] == [None, None]
 
 
 def test_what_an_entry_has_of_its_finals_is_read_back(folder: Path) -> None:
     search = dataclasses.replace(measured().search, objective="energy")
-    path = cache.merge(folder, H200, FORWARD, [certified(search=search)])
-    (entry,) = cache.read(path).entries.values()
+    path = store.merge(folder, H200, FORWARD, [certified(search=search)])
+    (entry,) = store.read(path).entries.values()
     assert entry.search.objective == "energy"
     assert entry.finals == certified().finals
     assert [one.source_digest for one in entry.finals.tied] == ["aa" * 8]
@@ -143,40 +144,40 @@ def test_what_an_entry_has_of_its_finals_is_read_back(folder: Path) -> None:
 
 
 def test_the_worst_case_of_an_entry_is_read_back(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured(worst=worst())])
-    assert [entry.worst for entry in cache.read(path).entries.values()] == [worst()]
+    path = store.merge(folder, H200, FORWARD, [measured(worst=worst())])
+    assert [entry.worst for entry in store.read(path).entries.values()] == [worst()]
 
 
 def test_the_shipped_entries_read_as_they_always_did() -> None:
-    for file in cache.read_folder(resources.shipped_cache()):
+    for file in store.read_folder(resources.shipped_cache()):
         path = resources.shipped_cache() / file.device / file.name
-        assert cachefile.encode(file) == path.read_bytes()
+        assert file_format.encode(file) == path.read_bytes()
 
 
 # Merging
 
 
 def test_merging_trusts_the_file_and_not_what_was_read_before(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [predicted()])
-    cache.read(path)
+    path = store.merge(folder, H200, FORWARD, [predicted()])
+    store.read(path)
     stamp = path.stat()
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    cache.merge(folder, H200, FORWARD, [predicted(problem(batch=2))])
-    assert cache.lookup(folder, H200, FORWARD)[problem().key].search.seed == 7
+    store.merge(folder, H200, FORWARD, [predicted(problem(batch=2))])
+    assert store.lookup(folder, H200, FORWARD)[problem().key].search.seed == 7
 
 
 def test_merging_keeps_the_others(folder: Path) -> None:
-    cache.merge(folder, H200, FORWARD, [predicted(problem(batch=1)), predicted(problem(batch=2))])
-    cache.merge(folder, H200, FORWARD, [predicted(problem(batch=2), time_us=7.0)])
-    times = {entry.problem.batch: entry.time_us for entry in cache.lookup(folder, H200, FORWARD).values()}
+    store.merge(folder, H200, FORWARD, [predicted(problem(batch=1)), predicted(problem(batch=2))])
+    store.merge(folder, H200, FORWARD, [predicted(problem(batch=2), time_us=7.0)])
+    times = {entry.problem.batch: entry.time_us for entry in store.lookup(folder, H200, FORWARD).values()}
     assert times == {1: 500.0, 2: 7.0}
 
 
 def test_a_measured_entry_replaces_any_and_a_predicted_one_only_its_like(folder: Path) -> None:
     def merged(entry: CacheEntry) -> tuple[Evidence, float]:
-        cache.merge(folder, H200, FORWARD, [entry])
-        (found,) = cache.lookup(folder, H200, FORWARD).values()
+        store.merge(folder, H200, FORWARD, [entry])
+        (found,) = store.lookup(folder, H200, FORWARD).values()
         return found.evidence, found.time_us
 
     assert merged(predicted(time_us=500.0)) == (Evidence.PREDICTED, 500.0)
@@ -192,9 +193,9 @@ def sister(device: Device) -> Device:
 
 
 def test_measurements_of_two_cards_never_share_a_file(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured()])
+    path = store.merge(folder, H200, FORWARD, [measured()])
     before = path.read_bytes()
-    message = refusal(lambda: cache.merge(folder, sister(H200), FORWARD, [measured(problem(batch=2))]))
+    message = refusal(lambda: store.merge(folder, sister(H200), FORWARD, [measured(problem(batch=2))]))
     assert H200.fingerprint in message
     assert sister(H200).fingerprint in message
     assert "--cache" in message
@@ -202,31 +203,31 @@ def test_measurements_of_two_cards_never_share_a_file(folder: Path) -> None:
 
 
 def test_predictions_never_claim_a_measured_file_for_another_card(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [measured()])
-    cache.merge(folder, sister(H200), FORWARD, [predicted(problem(batch=2))])
-    assert cache.read(path).fingerprint == H200.fingerprint
-    assert len(cache.read(path).entries) == 2
+    path = store.merge(folder, H200, FORWARD, [measured()])
+    store.merge(folder, sister(H200), FORWARD, [predicted(problem(batch=2))])
+    assert store.read(path).fingerprint == H200.fingerprint
+    assert len(store.read(path).entries) == 2
 
 
 def test_the_first_measurement_makes_a_predicted_file_its_cards(folder: Path) -> None:
-    path = cache.merge(folder, H200, FORWARD, [predicted()])
-    cache.merge(folder, sister(H200), FORWARD, [measured(problem(batch=2))])
-    assert cache.read(path).fingerprint == sister(H200).fingerprint
-    assert len(cache.read(path).entries) == 2
+    path = store.merge(folder, H200, FORWARD, [predicted()])
+    store.merge(folder, sister(H200), FORWARD, [measured(problem(batch=2))])
+    assert store.read(path).fingerprint == sister(H200).fingerprint
+    assert len(store.read(path).entries) == 2
 
 
 WRITER = """
 import sys
 from pathlib import Path
 from samples import H200, predicted, problem
-from autoattn import cache, resources
-from autoattn.problem import Op
+from autoattn.cache import store
+from autoattn.core.problem import Op
 number = int(sys.argv[2])
 problems = [problem(batch=1 + number * 20 + place) for place in range(20)]
 entries = [predicted(one, report=None, candidates=()) for one in problems]  # small ones are quick
 sys.stdin.readline()  # all begin together
 for entry in entries:
-    cache.merge(Path(sys.argv[1]), H200, Op.FORWARD, [entry])
+    store.merge(Path(sys.argv[1]), H200, Op.FORWARD, [entry])
 """
 
 
@@ -242,6 +243,6 @@ def test_writers_that_merge_at_once_lose_nothing(folder: Path) -> None:
         assert writer.stdin is not None
         writer.stdin.close()
     assert [writer.wait() for writer in writers] == [0] * 4
-    batches = sorted(entry.problem.batch for entry in cache.lookup(folder, H200, FORWARD).values())
+    batches = sorted(entry.problem.batch for entry in store.lookup(folder, H200, FORWARD).values())
     assert batches == list(range(1, 81))
     assert left_behind(folder) == []

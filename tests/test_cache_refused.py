@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import A30, H200, certified, measured, predicted, problem
 
-from autoattn import cache, cachefile, space
+from autoattn.cache import file_format, store
+from autoattn.codegen import search_space
+from autoattn.core.problem import Modifiers
 from autoattn.errors import CacheError
-from autoattn.problem import Modifiers
 
 
 @pytest.fixture
@@ -33,18 +34,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def valid(folder: Path) -> tuple[Path, str]:
-    path = cache.merge(folder, H200, FORWARD, [measured(), predicted(problem(batch=1))])
+    path = store.merge(folder, H200, FORWARD, [measured(), predicted(problem(batch=1))])
     return path, path.read_text(encoding="utf-8")
 
 
 def untouched(path: Path, data: bytes) -> str:
     """Writes `data`, checks that nobody reads it, that merging leaves it alone, and returns what reading says."""
     path.write_bytes(data)
-    message = refusal(lambda: cache.read(path))
+    message = refusal(lambda: store.read(path))
     folder = path.parent.parent
-    assert refusal(lambda: cache.lookup(folder, H200, FORWARD)) == message
-    assert refusal(lambda: cache.read_folder(folder)) == message
-    assert refusal(lambda: cache.merge(folder, H200, FORWARD, [measured(problem(batch=3))])) == message
+    assert refusal(lambda: store.lookup(folder, H200, FORWARD)) == message
+    assert refusal(lambda: store.read_folder(folder)) == message
+    assert refusal(lambda: store.merge(folder, H200, FORWARD, [measured(problem(batch=3))])) == message
     assert path.read_bytes() == data
     assert left_behind(folder) == []
     assert str(path) in message
@@ -107,35 +108,35 @@ def test_a_file_that_is_not_utf8_is_refused(folder: Path) -> None:
 
 def test_a_huge_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, text = valid(folder)
-    monkeypatch.setattr(cachefile, "MAX_BYTES", len(text) - 1)
+    monkeypatch.setattr(file_format, "MAX_BYTES", len(text) - 1)
     assert "must be at most" in untouched(path, text.encode())
 
 
 def test_a_file_never_grows_beyond_what_can_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, text = valid(folder)
-    monkeypatch.setattr(cachefile, "MAX_BYTES", len(text) + 10)
-    message = refusal(lambda: cache.merge(folder, H200, FORWARD, [measured(problem(batch=3))]))
+    monkeypatch.setattr(file_format, "MAX_BYTES", len(text) + 10)
+    message = refusal(lambda: store.merge(folder, H200, FORWARD, [measured(problem(batch=3))]))
     assert "it would be larger" in message
     assert path.read_text(encoding="utf-8") == text
 
 
 def test_a_folder_in_place_of_the_file_is_refused(folder: Path) -> None:
-    path = cache.path_of(folder, H200, FORWARD)
+    path = store.path_of(folder, H200, FORWARD)
     path.mkdir(parents=True)
-    assert "Is a directory" in refusal(lambda: cache.read(path))
-    assert "Is a directory" in refusal(lambda: cache.lookup(folder, H200, FORWARD))
-    assert "Is a directory" in refusal(lambda: cache.merge(folder, H200, FORWARD, [predicted()]))
+    assert "Is a directory" in refusal(lambda: store.read(path))
+    assert "Is a directory" in refusal(lambda: store.lookup(folder, H200, FORWARD))
+    assert "Is a directory" in refusal(lambda: store.merge(folder, H200, FORWARD, [predicted()]))
     assert path.is_dir()
 
 
 def test_a_file_of_another_device_is_refused(folder: Path) -> None:
     _, text = valid(folder)
-    path = cache.path_of(folder, A30, FORWARD)
+    path = store.path_of(folder, A30, FORWARD)
     path.parent.mkdir()
     path.write_text(text)
     for act in (
-        lambda: cache.lookup(folder, A30, FORWARD),
-        lambda: cache.merge(folder, A30, FORWARD, [predicted()]),
+        lambda: store.lookup(folder, A30, FORWARD),
+        lambda: store.merge(folder, A30, FORWARD, [predicted()]),
     ):
         assert re.search(r"must hold forward\.triton-\S+ on a30, got 'forward\.triton-\S+' on 'h200'", refusal(act))
     assert path.read_text() == text
@@ -210,7 +211,7 @@ def test_an_entry_that_no_tuner_wrote_is_refused(
     ],
 )
 def test_finals_that_nobody_held_are_refused(folder: Path, path: tuple[str | int, ...], value: Any, words: str) -> None:
-    file = cache.merge(folder, H200, FORWARD, [certified()])
+    file = store.merge(folder, H200, FORWARD, [certified()])
     document = json.loads(file.read_text(encoding="utf-8"))
     within(document["entries"][problem().key], path, value)
     assert words in untouched(file, json.dumps(document).encode())
@@ -249,10 +250,10 @@ def test_a_problem_that_stands_twice_is_refused(folder: Path) -> None:
 )
 def test_what_could_not_be_read_back_is_not_written(folder: Path, changes: dict[str, Any]) -> None:
     def merge() -> object:
-        return cache.merge(folder, H200, FORWARD, [predicted(problem(batch=7)), measured(problem(batch=8), **changes)])
+        return store.merge(folder, H200, FORWARD, [predicted(problem(batch=7)), measured(problem(batch=8), **changes)])
 
     assert "must hold what can be read back" in refusal(merge)
-    assert not cache.path_of(folder, H200, FORWARD).exists()
+    assert not store.path_of(folder, H200, FORWARD).exists()
     path, text = valid(folder)
     refusal(merge)
     assert path.read_text(encoding="utf-8") == text
@@ -265,7 +266,7 @@ def test_what_could_not_be_read_back_is_not_written(folder: Path, changes: dict[
 def test_a_path_below_a_regular_file_is_refused(tmp_path: Path) -> None:
     below = tmp_path / "file" / "cache"
     below.parent.write_text("words")
-    message = refusal(lambda: cache.merge(below, H200, FORWARD, [predicted()]))
+    message = refusal(lambda: store.merge(below, H200, FORWARD, [predicted()]))
     assert "must be writable" in message
     assert "Not a directory" in message
     assert "--cache DIR" in message
@@ -275,8 +276,8 @@ def test_a_path_below_a_regular_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x" * 300, "nul\0"])
 def test_a_path_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     for act in (
-        lambda: cache.lookup(tmp_path / name, H200, FORWARD),
-        lambda: cache.merge(tmp_path / name, H200, FORWARD, [predicted()]),
+        lambda: store.lookup(tmp_path / name, H200, FORWARD),
+        lambda: store.merge(tmp_path / name, H200, FORWARD, [predicted()]),
     ):
         refusal(act)
 
@@ -292,12 +293,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        message = refusal(lambda: cache.merge(folder, H200, FORWARD, [measured(problem(batch=3))]))
+        message = refusal(lambda: store.merge(folder, H200, FORWARD, [measured(problem(batch=3))]))
     assert "No space left on device" in message
     assert path.read_text(encoding="utf-8") == text
     assert left_behind(folder) == []
-    cache.merge(folder, H200, FORWARD, [measured(problem(batch=3))])  # the lock was given back
-    assert len(cache.lookup(folder, H200, FORWARD)) == 3
+    store.merge(folder, H200, FORWARD, [measured(problem(batch=3))])  # the lock was given back
+    assert len(store.lookup(folder, H200, FORWARD)) == 3
 
 
 def test_an_interrupt_leaves_the_old_file_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,16 +310,16 @@ def test_an_interrupt_leaves_the_old_file_and_nothing_else(folder: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cache.merge(folder, H200, FORWARD, [measured(problem(batch=3))])
+            store.merge(folder, H200, FORWARD, [measured(problem(batch=3))])
     assert path.read_text(encoding="utf-8") == text
     assert left_behind(folder) == []
 
 
 def test_a_lock_that_nobody_gives_back_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, text = valid(folder)
-    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
     with filelock.FileLock(str(path.with_suffix(".lock"))):
-        message = refusal(lambda: cache.merge(folder, H200, FORWARD, [predicted(problem(batch=3))]))
+        message = refusal(lambda: store.merge(folder, H200, FORWARD, [predicted(problem(batch=3))]))
     assert "another process holds its lock" in message
     assert path.read_text(encoding="utf-8") == text
 
@@ -328,7 +329,7 @@ def test_a_file_system_without_locks_is_named(folder: Path, monkeypatch: pytest.
         raise NotImplementedError("no flock")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", none)
-    message = refusal(lambda: cache.merge(folder, H200, FORWARD, [predicted()]))
+    message = refusal(lambda: store.merge(folder, H200, FORWARD, [predicted()]))
     assert "must be on a file system with locks" in message
 
 
@@ -353,7 +354,7 @@ def read_or_refused(path: Path, data: bytes) -> None:
     """A file is what a tuner may have written, which merging then keeps, or refused."""
     path.write_bytes(data)
     try:
-        file = cache.read(path)
+        file = store.read(path)
     except CacheError as error:
         message = str(error)
         assert "\n" not in message
@@ -366,13 +367,13 @@ def read_or_refused(path: Path, data: bytes) -> None:
         assert entry.tflops > 0
     before = set(file.entries)
     try:
-        cache.merge(path.parent.parent, H200, FORWARD, [predicted(problem(batch=2))])
+        store.merge(path.parent.parent, H200, FORWARD, [predicted(problem(batch=2))])
     except CacheError as error:
         message = str(error)
         assert "was measured on" in message  # the fingerprint was changed
         assert path.read_bytes() == data
     else:
-        assert set(cache.read(path).entries) == {*before, problem(batch=2).key}
+        assert set(store.read(path).entries) == {*before, problem(batch=2).key}
 
 
 relaxed = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -420,15 +421,15 @@ def test_a_file_with_any_bytes_changed_is_read_or_refused(sample: tuple[Path, by
 
 
 def test_an_entry_whose_template_cannot_read_its_tensors_is_stale() -> None:
-    gluon = space.load("gluon/forward")
+    gluon = search_space.load("gluon/forward")
     params = gluon.default(problem(), H200).as_dict()
     entry = measured(problem(head_dim=17), template="gluon/forward", params=params, space_digest=gluon.digest)
-    assert "the TMA unit reads rows" in str(cache.why_stale(entry))
+    assert "the TMA unit reads rows" in str(store.why_stale(entry))
 
 
 def test_an_entry_with_an_expression_that_is_none_is_stale() -> None:
     one = problem(modifiers=Modifiers(score_mod="81f578f256f7ac21"))
-    assert "an expression must be arithmetic" in str(cache.why_stale(measured(one)))
+    assert "an expression must be arithmetic" in str(store.why_stale(measured(one)))
 
 
 @pytest.mark.parametrize("unreadable", ["cache", "cache/h200"])
@@ -444,11 +445,11 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
         return listed(folder)
 
     monkeypatch.setattr(Path, "iterdir", refused)
-    message = refusal(lambda: cache.read_folder(tmp_path / "cache"))
+    message = refusal(lambda: store.read_folder(tmp_path / "cache"))
     assert f"must be readable, but {tmp_path / unreadable}: Permission denied" in message
 
 
 def test_a_file_is_not_taken_for_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    assert "Not a directory" in refusal(lambda: cache.read_folder(tmp_path / "cache"))
-    assert cache.read_folder(tmp_path / "none") == []
+    assert "Not a directory" in refusal(lambda: store.read_folder(tmp_path / "cache"))
+    assert store.read_folder(tmp_path / "none") == []

@@ -16,10 +16,12 @@ from cache_files import FORWARD_FILE
 from command_line import COMMANDS, ONE, ROOT, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
-from autoattn import cli, dispatch, plan
+from autoattn import cli
 from autoattn.cli.app import app, run
 from autoattn.cli.terminal import console
 from autoattn.errors import AutoattnError
+from autoattn.runtime.plan import cache_lookup
+from autoattn.search import search_options
 
 # Help
 
@@ -56,7 +58,7 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
     from autoattn.cli.tune import command
 
     literal, _ = get_args(inspect.signature(command, eval_str=True).parameters["effort"].annotation)
-    assert set(get_args(literal)) == {effort.value for effort in plan.Effort}
+    assert set(get_args(literal)) == {effort.value for effort in search_options.Effort}
 
 
 # Mistakes
@@ -196,7 +198,7 @@ def test_a_broken_program_still_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise TypeError("a bug")
 
-    monkeypatch.setattr(dispatch, "explain", broken)
+    monkeypatch.setattr(cache_lookup, "explain", broken)
     with pytest.raises(TypeError, match="a bug"):
         run(["explain", *ONE])
 

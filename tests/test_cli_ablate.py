@@ -20,17 +20,22 @@ from ablated import Products
 from command_line import Run as Program
 from command_line import autoattn, no_card, set_card  # noqa: F401
 
-from autoattn import ablate, ablation, cache, compile, model, profiles, render, space
-from autoattn.ablation import BASELINE, BOUND, Cell, Change, Row, Run
-from autoattn.device import Device
+from autoattn.bench import ablation, ablation_bench
+from autoattn.bench.ablation import BASELINE, BOUND, Cell, Change, Row, Run
+from autoattn.cache import store
+from autoattn.codegen import render, search_space
+from autoattn.codegen.render import NO_SOFTMAX
+from autoattn.core import device_profiles
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Modifiers, Op, Problem
+from autoattn.core.trial import Outcome, StaticReport, Verdict
+from autoattn.core.variant import Traits, Variant
+from autoattn.cost_model import predictor
 from autoattn.errors import CacheError, CompileError
-from autoattn.mask import Mask
-from autoattn.problem import Modifiers, Op, Problem
-from autoattn.render import NO_SOFTMAX
-from autoattn.report import ablation as tables
-from autoattn.trial import Outcome, StaticReport, Verdict
-from autoattn.variant import Traits, Variant
-from autoattn.workers import Failure, Pool
+from autoattn.kernels import compiler
+from autoattn.report import ablation_tables as tables
+from autoattn.search.worker_pool import Failure, Pool
 
 H200, A30 = samples.H200, samples.A30
 CAUSAL = samples.problem(batch=16, heads_kv=32, seq_q=1024, seq_kv=1024)
@@ -38,13 +43,13 @@ FULL = samples.problem(batch=16, heads_kv=32, seq_q=1024, seq_kv=1024, mask=Mask
 
 
 def named(template: str, one: Problem = CAUSAL, device: Device = H200) -> dict[str, Change]:
-    return {change.name: change for change in ablation.changes(space.load(template), one, device)}
+    return {change.name: change for change in ablation.changes(search_space.load(template), one, device)}
 
 
 def difference(change: Change, base: Change) -> dict[str, Any]:
     assert change.variant is not None
     assert base.variant is not None
-    one = space.load(base.variant.template)
+    one = search_space.load(base.variant.template)
     now, then = one.params_of(change.variant), one.params_of(base.variant)
     return {name: value for name, value in now.items() if then[name] != value}
 
@@ -61,14 +66,14 @@ def difference(change: Change, base: Change) -> dict[str, Any]:
 def test_every_change_is_feasible_and_differs_just_in_what_its_name_says(
     template: str, device: Device, one: Problem
 ) -> None:
-    if (reason := space.load(template).why_unavailable()) is not None:
+    if (reason := search_space.load(template).why_unavailable()) is not None:
         pytest.skip(reason)
     found = named(template, one, device)
-    assert found[BASELINE].variant == space.load(template).default(one, device)
+    assert found[BASELINE].variant == search_space.load(template).default(one, device)
     for name, change in found.items():
         if change.variant is None or name in (BASELINE, BOUND):
             continue
-        assert space.load(template).why_infeasible(change.variant, one, device) is None
+        assert search_space.load(template).why_infeasible(change.variant, one, device) is None
         told = dict(part.split(" ") for part in re.findall(r"[A-Za-z_]+ [a-z_0-9]+", name))
         assert told == {key: str(value) for key, value in difference(change, found[BASELINE]).items()}, name
 
@@ -105,12 +110,12 @@ def test_a_change_that_cannot_be_says_why() -> None:
 
 
 def without_softmax(template: str = "triton/forward", **changes: Any) -> Variant:
-    params = space.load(template).default(CAUSAL, H200).as_dict()
+    params = search_space.load(template).default(CAUSAL, H200).as_dict()
     return Variant.of(template, {**params, "softmax": NO_SOFTMAX, **changes})
 
 
 def test_no_search_space_offers_a_kernel_without_softmax() -> None:
-    for one in space.of(Op.FORWARD):
+    for one in search_space.of(Op.FORWARD):
         assert NO_SOFTMAX not in one.choices["softmax"]
         assert not one.holds(without_softmax().as_dict())
 
@@ -118,8 +123,8 @@ def test_no_search_space_offers_a_kernel_without_softmax() -> None:
 def test_no_cache_holds_a_kernel_without_softmax(tmp_path: Path) -> None:
     entry = samples.measured(CAUSAL, params=without_softmax().as_dict())
     with pytest.raises(CacheError, match="softmax of triton/forward must be one of"):
-        cache.merge(tmp_path, H200, Op.FORWARD, [entry])
-    assert "another search space" in (cache.why_stale(entry) or "")
+        store.merge(tmp_path, H200, Op.FORWARD, [entry])
+    assert "another search space" in (store.why_stale(entry) or "")
 
 
 def test_the_source_says_that_it_is_no_attention() -> None:
@@ -168,13 +173,13 @@ def test_attention_is_told_from_the_bare_products(child: Pool) -> None:
 def test_the_model_predicts_the_bound_from_a_loop_of_products_alone() -> None:
     times = {}
     for softmax in ("online", NO_SOFTMAX):
-        variant = Variant.of("triton/forward", {**space.load("triton/forward").default(CAUSAL, A30).as_dict(),
+        variant = Variant.of("triton/forward", {**search_space.load("triton/forward").default(CAUSAL, A30).as_dict(),
                                                 "softmax": softmax})  # fmt: skip
-        report = compile.inspect(render.render(CAUSAL, variant), A30.arch)
+        report = compiler.inspect(render.render(CAUSAL, variant), A30.arch)
         assert any(name.startswith("HMMA") for name in report.loop)
         assert ("MUFU.EX2" in report.loop) == (softmax == "online")
         assert report.code_bytes / 16 > 2 * sum(report.loop.values())  # a loop, not the whole kernel
-        times[softmax] = model.predict(CAUSAL, A30, variant.as_dict(), report).time_us
+        times[softmax] = predictor.predict(CAUSAL, A30, variant.as_dict(), report).time_us
     assert times[NO_SOFTMAX] < times["online"]
 
 
@@ -276,7 +281,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def inspected(_: Pool, sources: Mapping[str, Any], device: Device, found: dict[str, Any]) -> None:
         found |= dict.fromkeys(sources, REPORT)
 
-    monkeypatch.setattr(ablate, "_inspect", inspected)
+    monkeypatch.setattr(ablation_bench, "_inspect", inspected)
     (tmp_path / "shapes.yaml").write_text(SHAPES)
     return tmp_path / "shapes.yaml"
 
@@ -300,13 +305,13 @@ def test_without_a_card_and_a_name_the_command_is_one_sentence(file: Path, autoa
 def test_on_the_card_what_is_wrong_hangs_or_is_right_stands_apart(
     file: Path, tmp_path: Path, autoattn: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_card(monkeypatch, profiles.named("a30"))
+    set_card(monkeypatch, device_profiles.named("a30"))
     right = Verdict(ok=True, checks=1, max_error=0.0, rms_error=0.0, allowed=1.0)
 
     def result(_: Pool, job: Any, seconds: float) -> Any:
-        if isinstance(job, ablate.Race):
+        if isinstance(job, ablation_bench.Race):
             times = {name: [100.0 + place] * job.rounds for place, name in enumerate(job.sources)}
-            return ablate.Raced(times_us=times, clocks_mhz={name: [1400] * job.rounds for name in times})
+            return ablation_bench.Raced(times_us=times, clocks_mhz={name: [1400] * job.rounds for name in times})
         softmax = job.source.variant["softmax"]
         assert job.bound == (softmax == NO_SOFTMAX)
         if softmax == "lazy":
@@ -325,6 +330,6 @@ def test_on_the_card_what_is_wrong_hangs_or_is_right_stands_apart(
 
 
 def test_a_template_without_a_default_is_a_note() -> None:
-    plan = ablate._planned(space.load("gluon/forward"), CAUSAL, A30)
+    plan = ablation_bench._planned(search_space.load("gluon/forward"), CAUSAL, A30)
     assert isinstance(plan, str)
     assert "must have a feasible seed" in plan

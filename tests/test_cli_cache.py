@@ -12,10 +12,12 @@ from cache_files import FORWARD_FILE
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
-from autoattn import bundle, cache, resources
+from autoattn.cache import store
 from autoattn.cli.app import app
 from autoattn.cli.cache import COMMANDS
-from autoattn.problem import Op
+from autoattn.codegen import resources
+from autoattn.core.problem import Op
+from autoattn.tools import bundle
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def other(tmp_path: Path) -> Path:
     """A cache that has another time for one problem, and a problem more."""
     folder = tmp_path / "other"
     entries = [samples.measured(time_us=300.0), samples.predicted(samples.problem(batch=9))]
-    cache.merge(folder, samples.H200, Op.FORWARD, map(samples.current, entries))
+    store.merge(folder, samples.H200, Op.FORWARD, map(samples.current, entries))
     return folder
 
 
@@ -59,7 +61,7 @@ def test_diff_exits_with_1_when_caches_differ_and_0_when_not(autoattn: Run, user
 
 def test_merge_says_what_it_took_and_what_not(autoattn: Run, user_cache: Path, other: Path) -> None:
     entry = samples.current(samples.predicted())
-    cache.merge(other.parent / "third", samples.H200, Op.FORWARD, [entry])
+    store.merge(other.parent / "third", samples.H200, Op.FORWARD, [entry])
     out = autoattn("cache", "merge", other, user_cache)[1]
     assert "2 taken, 0 there already, 0 not taken" in out
     assert f"  replaced: {entry.problem}: it runs the same, and was measured with no older software: 273 us" in out
@@ -85,9 +87,9 @@ def test_a_bundle_carries_entries_from_one_cache_to_another(autoattn: Run, user_
 def both(user_cache: Path) -> Path:
     """Another card's entry in the user's cache, and a shipped cache that shares a problem with the user's."""
     shipped = resources.shipped_cache()
-    cache.merge(user_cache, samples.A30, Op.FORWARD, [samples.current(samples.predicted())])
+    store.merge(user_cache, samples.A30, Op.FORWARD, [samples.current(samples.predicted())])
     entries = [samples.measured(time_us=999.0), samples.measured(samples.problem(batch=7))]
-    cache.merge(shipped, samples.H200, Op.FORWARD, map(samples.current, entries))
+    store.merge(shipped, samples.H200, Op.FORWARD, map(samples.current, entries))
     return shipped
 
 
@@ -103,8 +105,8 @@ def test_export_takes_the_entries_that_calls_take(autoattn: Run, both: Path, use
 
 def test_a_tuned_card_does_not_hide_the_shipped_entries_of_another(autoattn: Run, tmp_path: Path) -> None:
     entry = samples.current(samples.measured())
-    cache.merge(resources.user_cache(), samples.A30, Op.FORWARD, [samples.current(samples.predicted())])
-    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [entry])
+    store.merge(resources.user_cache(), samples.A30, Op.FORWARD, [samples.current(samples.predicted())])
+    store.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [entry])
     code, out, _ = autoattn("cache", "export", "all", "--device", "h200", "--out", tmp_path / "x.zip")
     assert code == 0
     assert "1 entry: 1 of" in out
@@ -150,7 +152,7 @@ def test_a_cache_that_does_not_exist_is_an_error_wherever_one_is_read(
 def test_all_leaves_stale_entries_out_and_a_name_of_one_is_refused(autoattn: Run, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     held, stale = samples.current(samples.measured()), samples.measured(samples.problem(batch=3))
-    cache.merge(folder, samples.H200, Op.FORWARD, [held, stale])
+    store.merge(folder, samples.H200, Op.FORWARD, [held, stale])
     assert "1 entry" in autoattn("cache", "export", "all", "--cache", folder, "--out", tmp_path / "a.zip")[1]
     code, _, error = autoattn("cache", "export", stale.problem, "--cache", folder, "--out", tmp_path / "b.zip")
     assert code == 1
@@ -159,7 +161,7 @@ def test_all_leaves_stale_entries_out_and_a_name_of_one_is_refused(autoattn: Run
 
 
 def test_prune_says_first_what_would_go(autoattn: Run, tmp_path: Path) -> None:
-    path = cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.predicted()])
+    path = store.merge(tmp_path, samples.H200, Op.FORWARD, [samples.predicted()])
     before = path.read_bytes()
     code, out, _ = autoattn("cache", "prune", "--cache", tmp_path, "--dry-run")
     assert code == 0
@@ -167,7 +169,7 @@ def test_prune_says_first_what_would_go(autoattn: Run, tmp_path: Path) -> None:
     assert "would go: 1 stale entry, 0 journals" in out
     assert path.read_bytes() == before
     assert "removed: 1 stale entry" in autoattn("cache", "prune", "--cache", tmp_path)[1]
-    assert cache.read(path).entries == {}
+    assert store.read(path).entries == {}
     assert "removed: 0 stale entries" in autoattn("cache", "prune", "--cache", tmp_path)[1]
 
 

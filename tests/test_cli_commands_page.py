@@ -12,7 +12,8 @@ from command_line import ROOT, Run, autoattn, no_card, user_cache  # noqa: F401 
 from test_cli_tune import fake_tune
 from test_model_config import LLAMA
 
-from autoattn import shapes, tune
+from autoattn.search import tuner
+from autoattn.shapes import shapes_file
 
 PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -26,7 +27,7 @@ def test_every_command_of_the_page_runs(
     autoattn: Run, user_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = fake_tune({})
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tuner, "tune", fake)
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(LLAMA))
     assert len(COMMANDS) == 9 + 1
@@ -35,5 +36,5 @@ def test_every_command_of_the_page_runs(
             continue  # ends the process: tests/test_completion.py runs it
         code, _, error = autoattn(*command)
         assert (code, error) == (0, ""), command
-    assert len(shapes.load(Path("llama.yaml"))) == 6
+    assert len(shapes_file.load(Path("llama.yaml"))) == 6
     assert {one.seq_q for one in fake.called["problems"]} == {2048, 8192}  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_c
 from test_cli_tune import fake_tune
 from test_model_config import BERT, DEEPSEEK, LLAMA
 
-from autoattn import shapes as shapes_files
-from autoattn import tune
-from autoattn.problem import Op
+from autoattn.core.problem import Op
+from autoattn.search import tuner
+from autoattn.shapes import shapes_file as shapes_files
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def tuned(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tuner that does nothing; `.called` says with what."""
     fake = fake_tune({})
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tuner, "tune", fake)
     return fake
 
 

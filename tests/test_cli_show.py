@@ -13,11 +13,14 @@ import pytest
 import samples
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
 
-from autoattn import cache, dispatch, resources, space, verify
+from autoattn.cache import store
 from autoattn.cli.terminal import print_json
-from autoattn.device import Device
-from autoattn.entry import Finding, Mark
-from autoattn.problem import Op, Problem
+from autoattn.codegen import resources, search_space
+from autoattn.core.cache_entry import Finding, Mark
+from autoattn.core.device import Device
+from autoattn.core.problem import Op, Problem
+from autoattn.runtime.plan import cache_lookup
+from autoattn.tools import verify
 
 # Show
 
@@ -50,9 +53,9 @@ def three(user_cache: Path) -> None:
         problem = samples.problem(seq_kv=keys, batch=1)
         entry = samples.measured(problem, time_us=time_us, choice=choice)
         entry = samples.beside(entry, {"sdpa-cudnn": keys / 2048})
-        cache.merge(user_cache, samples.H200, Op.FORWARD, [entry])
+        store.merge(user_cache, samples.H200, Op.FORWARD, [entry])
     gradients = samples.measured(samples.problem(seq_kv=1024, batch=1, op=Op.BACKWARD))
-    cache.merge(user_cache, samples.H200, Op.BACKWARD, [gradients])
+    store.merge(user_cache, samples.H200, Op.BACKWARD, [gradients])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_json_holds_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tmp_path: Path) -> None:
     name = "\x1b[31m[red]red[/red]\nrow"
     rival = dataclasses.replace(samples.measured().rivals[0], name=name)
-    cache.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice=name, rivals=(rival,))])
+    store.merge(tmp_path, samples.H200, Op.FORWARD, [samples.measured(choice=name, rivals=(rival,))])
     _, out, _ = autoattn("show", "--cache", tmp_path)
     assert "\x1b" not in out
     assert "[red]red[/red]\\nrow" in out
@@ -127,7 +130,7 @@ def test_show_keeps_control_codes_of_a_cache_from_the_terminal(autoattn: Run, tm
 def test_show_leaves_out_what_gives_way_and_says_so(autoattn: Run, user_cache: Path) -> None:
     shipped = resources.shipped_cache()
     entries = [samples.measured(time_us=999.0), samples.measured(samples.problem(batch=7), time_us=777.0)]
-    cache.merge(shipped, samples.H200, Op.FORWARD, map(samples.current, entries))
+    store.merge(shipped, samples.H200, Op.FORWARD, map(samples.current, entries))
     _, out, _ = autoattn("show", "--device", "h200", "--evidence", "measured")
     assert "400.0" in out
     assert "777.0" in out
@@ -142,7 +145,7 @@ def test_show_takes_the_entries_of_the_card_in_this_machine(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sister = replace(samples.H200, sm_count=128)
-    cache.merge(resources.shipped_cache(), sister, Op.FORWARD, [samples.current(samples.measured(time_us=999.0))])
+    store.merge(resources.shipped_cache(), sister, Op.FORWARD, [samples.current(samples.measured(time_us=999.0))])
     for card, words in ((samples.H200, "999.0"), (sister, "400.0")):
         set_card(monkeypatch, card)
         _, out, _ = autoattn("show", "--evidence", "measured")
@@ -154,17 +157,17 @@ def test_show_takes_the_entries_of_the_card_in_this_machine(
 # Explain
 
 
-def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> dispatch.Explanation:
+def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> cache_lookup.Explanation:
     explained.called = (problem, device, folder)  # type: ignore[attr-defined]
-    return dispatch.Explanation(
-        problem=problem, route="kernel", level=dispatch.Level.BUCKET, reason="a tuned problem is near",
+    return cache_lookup.Explanation(
+        problem=problem, route="kernel", level=cache_lookup.Level.BUCKET, reason="a tuned problem is near",
         entry=samples.measured(), variant=samples.measured().variant,
         steps=("exact: no entry for this problem", "bucket: found one"),
     )  # fmt: skip
 
 
 def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "explain", explained)
+    monkeypatch.setattr(cache_lookup, "explain", explained)
     code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *ONE)
     assert code == 0
     words = ("kernel", "bucket", "a tuned problem is near", "BLOCK_M=", "1. exact: no entry", "2. bucket: found one")
@@ -174,10 +177,10 @@ def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch:
 
 
 def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(problem: Problem, device: Device | None, folder: Path | None = None) -> dispatch.Explanation:
+    def told(problem: Problem, device: Device | None, folder: Path | None = None) -> cache_lookup.Explanation:
         return replace(explained(problem, device, folder), entry=samples.certified(one, worst=samples.worst()))
 
-    monkeypatch.setattr(dispatch, "explain", told)
+    monkeypatch.setattr(cache_lookup, "explain", told)
     one = samples.problem()
     _, out, _ = autoattn("explain", "--device", "h200", *ONE)
     assert "  finals   128 rounds, 3 more discarded; 1 as good as the winner\n" in out
@@ -191,7 +194,7 @@ def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monke
 def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "explain", explained)
+    monkeypatch.setattr(cache_lookup, "explain", explained)
     one = json.loads(autoattn("explain", "--json", *ONE)[1])
     assert (one["route"], one["level"], one["problem"]["seq_kv"]) == ("kernel", "bucket", 4096)
     assert len(one["steps"]) == 2
@@ -201,9 +204,9 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
 
 def test_explain_tells_what_a_call_that_asks_for_the_lse_gets(autoattn: Run, user_cache: Path) -> None:
     words = ("explain", "--device", "h200", *ONE)
-    entry = samples.tuned(samples.problem(), space.load("triton/forward").default(samples.problem(), samples.H200),
-                          choice="sdpa-cudnn")  # fmt: skip
-    cache.merge(user_cache, samples.H200, Op.FORWARD, [entry])
+    default = search_space.load("triton/forward").default(samples.problem(), samples.H200)
+    entry = samples.tuned(samples.problem(), default, choice="sdpa-cudnn")
+    store.merge(user_cache, samples.H200, Op.FORWARD, [entry])
     assert "  runs on  sdpa-cudnn\n" in autoattn(*words)[1]
     _, out, _ = autoattn(*words, "--lse")
     assert "  runs on  kernel\n" in out
@@ -283,7 +286,7 @@ def test_render_changes_what_param_names(autoattn: Run) -> None:
 
 
 def test_render_says_when_a_variant_cannot_run_on_the_device(autoattn: Run) -> None:
-    choices = space.load("triton/forward").choices
+    choices = search_space.load("triton/forward").choices
     largest = {"BLOCK_M": max(choices["BLOCK_M"]), "BLOCK_N": max(choices["BLOCK_N"]), "num_warps": 1}  # type: ignore[type-var]
     settings = [word for name, value in largest.items() for word in ("--param", f"{name}={value}")]
     _, out, _ = autoattn("render", "--device", "a30", *ONE, *settings)
@@ -326,36 +329,36 @@ def test_verify_lists_kernels_and_exits_with_1_when_one_fails(
 def test_verify_marks_what_failed_and_unmarks_what_holds_again(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = cache.path_of(user_cache, samples.H200, Op.FORWARD)
+    path = store.path_of(user_cache, samples.H200, Op.FORWARD)
     monkeypatch.setattr(verify, "verify", checked(Finding.SLOWER))
     code, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
     assert code == 1
     assert "2 marked, 0 unmarked" in out
-    marks = [entry.mark for entry in cache.read(path).entries.values()]
+    marks = [entry.mark for entry in store.read(path).entries.values()]
     assert [(one.finding, one.versions) for one in marks if one is not None] == [(Finding.SLOWER, NOW)] * 2
     assert "marked: slower" in autoattn("show", "--device", "h200")[1]
     monkeypatch.setattr(verify, "verify", checked(Finding.SAME))
     code, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
     assert code == 0
     assert "0 marked, 2 unmarked" in out
-    assert all(entry.mark is None for entry in cache.read(path).entries.values())
+    assert all(entry.mark is None for entry in store.read(path).entries.values())
 
 
 def test_entries_of_each_operation_are_marked_in_their_own_file(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients = samples.problem(op=Op.BACKWARD)
-    one = space.load("triton/backward")
+    one = search_space.load("triton/backward")
     params = one.default(gradients, samples.H200).as_dict()
     entry = samples.measured(gradients, template=one.template, params=params, space_digest=one.digest, candidates=())
     entry = dataclasses.replace(entry, search=dataclasses.replace(entry.search, spaces={one.template: one.digest}))
-    cache.merge(user_cache, samples.H200, Op.BACKWARD, [entry])
+    store.merge(user_cache, samples.H200, Op.BACKWARD, [entry])
     monkeypatch.setattr(verify, "verify", checked(Finding.WRONG))
     _, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
     assert "2 marked" in out
     assert "1 marked" in out
     for op, count in ((Op.FORWARD, 2), (Op.BACKWARD, 1)):
-        found = cache.read(cache.path_of(user_cache, samples.H200, op)).entries.values()
+        found = store.read(store.path_of(user_cache, samples.H200, op)).entries.values()
         assert [one.mark is not None for one in found] == [True] * count
 
 
@@ -363,13 +366,13 @@ def test_a_shipped_entry_is_marked_in_the_users_own_cache(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = samples.measured(samples.problem(batch=7))
-    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [other])
-    shipped = cache.path_of(resources.shipped_cache(), samples.H200, Op.FORWARD)
+    store.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [other])
+    shipped = store.path_of(resources.shipped_cache(), samples.H200, Op.FORWARD)
     before = shipped.read_bytes()
     monkeypatch.setattr(verify, "verify", checked(Finding.BROKEN))
     autoattn("cache", "verify", "--device", "h200", "--mark")
     assert shipped.read_bytes() == before
-    found = cache.read(cache.path_of(user_cache, samples.H200, Op.FORWARD)).entries[other.problem.key]
+    found = store.read(store.path_of(user_cache, samples.H200, Op.FORWARD)).entries[other.problem.key]
     assert found.mark is not None
 
 
@@ -377,11 +380,11 @@ def test_verify_checks_the_shipped_entry_where_the_users_is_stale_or_predicted(
     autoattn: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two, three = (samples.measured(samples.problem(batch=batch), time_us=999.0) for batch in (1, 2, 3))
-    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, map(samples.current, (one, two, three)))
+    store.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, map(samples.current, (one, two, three)))
     wrong = Mark(finding=Finding.WRONG, detail="off by 1.0", versions=NOW)
     marked = samples.current(samples.measured(three.problem, params={**three.params, "num_stages": 1}, mark=wrong))
     own = [samples.measured(one.problem), samples.current(samples.predicted(two.problem)), marked]
-    cache.merge(resources.user_cache(), samples.H200, Op.FORWARD, own)
+    store.merge(resources.user_cache(), samples.H200, Op.FORWARD, own)
     seen: list[Any] = []
     monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
     autoattn("verify", "--device", "h200")
@@ -403,7 +406,7 @@ def test_verify_takes_the_users_entry_before_the_shipped_one(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = samples.measured(time_us=999.0)
-    cache.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [shipped])
+    store.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, [shipped])
     seen: list[Any] = []
     monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
     autoattn("verify", "--device", "h200")
@@ -418,7 +421,7 @@ def test_report_prints_the_files_it_wrote(autoattn: Run, user_cache: Path, tmp_p
 
 
 def test_report_takes_the_shipped_cache_when_the_users_is_empty(autoattn: Run, tmp_path: Path) -> None:
-    cache.merge(resources.shipped_cache(), samples.A30, Op.FORWARD, [samples.predicted()])
+    store.merge(resources.shipped_cache(), samples.A30, Op.FORWARD, [samples.predicted()])
     code, out, _ = autoattn("report", "--out", tmp_path / "out")
     assert code == 0
     assert "NVIDIA A30" in Path(out.splitlines()[1]).read_text()

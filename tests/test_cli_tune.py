@@ -13,13 +13,15 @@ import samples
 from cache_files import FORWARD_FILE
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes  # noqa: F401 - fixtures
 
-from autoattn import bench, plan, resources, tune
+from autoattn.bench import kernel_bench
 from autoattn.cli import memory
 from autoattn.cli.progress import Display, Remaining, duration
-from autoattn.device import Device
+from autoattn.codegen import resources
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
 from autoattn.errors import CacheError, HostError
-from autoattn.plan import Progress, Summary
-from autoattn.problem import Problem
+from autoattn.search import search_options, tuner
+from autoattn.search.search_options import Progress, Summary
 
 # Tune
 
@@ -33,7 +35,12 @@ def fake_tune(
     **facts_of_summary: Any,
 ) -> Callable[..., Summary]:
     def tuned(
-        problems: list[Problem], device: Device, *, measured: bool, options: plan.Options, listen: Callable[..., None]
+        problems: list[Problem],
+        device: Device,
+        *,
+        measured: bool,
+        options: search_options.Options,
+        listen: Callable[..., None],
     ) -> Summary:
         tuned.called = {"problems": problems, "device": device, "measured": measured, "options": options}  # type: ignore[attr-defined]
         for index, problem in enumerate(problems):
@@ -55,7 +62,7 @@ def fake_tune(
 def test_the_first_line_says_that_nothing_is_measured(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "tune", fake_tune({}))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}))
     _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
     first = out.splitlines()[0]
     assert first == (
@@ -67,7 +74,7 @@ def test_the_first_line_names_the_other_card_in_the_machine(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_card(monkeypatch, samples.H200)
-    monkeypatch.setattr(tune, "tune", fake_tune({}))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}))
     _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
     assert "Predicting for NVIDIA A30 (not in this machine: there is NVIDIA H200)" in out.splitlines()[0]
 
@@ -78,7 +85,7 @@ def test_on_the_card_itself_it_measures(
 ) -> None:
     set_card(monkeypatch, samples.H200)
     fake = fake_tune({})
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tuner, "tune", fake)
     _, out, _ = autoattn("tune", "--device", name, "--shapes", shapes)
     assert out.splitlines()[0] == "Measuring on NVIDIA H200, the card in this machine"
     assert fake.called["measured"] is True  # type: ignore[attr-defined]
@@ -92,7 +99,7 @@ def test_problems_beyond_the_devices_memory_are_warned_of_and_tuned_all_the_same
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = fake_tune({})
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tuner, "tune", fake)
     code, out, _ = autoattn("tune", "--device", "a30", *LONG)
     assert code == 0
     assert out.splitlines()[2] == (
@@ -108,8 +115,8 @@ def test_problems_beyond_the_devices_memory_are_warned_of_and_tuned_all_the_same
 def test_bench_warns_of_them_too(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes.write_text(shapes.read_text().replace("batch: 4", "batch: 8192"))
     set_card(monkeypatch, samples.H200)
-    monkeypatch.setattr(bench, "machine", lambda peers: {"card": "a card", "torch": "2.13"})
-    monkeypatch.setattr(bench, "rows", lambda *facts: iter(()))
+    monkeypatch.setattr(kernel_bench, "machine", lambda peers: {"card": "a card", "torch": "2.13"})
+    monkeypatch.setattr(kernel_bench, "rows", lambda *facts: iter(()))
     code, out, _ = autoattn("bench", shapes, "--group", "train", "--out", tmp_path / "bench")
     assert code == 0
     assert "Warning: 2 problems do not fit into the 141.0 GiB of NVIDIA H200: bf16 B8192 H32 1024" in out
@@ -127,7 +134,7 @@ def test_a_warning_names_three_problems_and_counts_the_others() -> None:
 
 def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_tune({})
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tuner, "tune", fake)
     autoattn("tune", "--device", "a30", "--shapes", shapes, "--group", "prefill", "--effort", "max", "--trials", 7,
              "--timeout", 60, "--seed", 3, "--cache", tmp_path / "mine", "--jobs", 2, "--workers", 3,
              "--storage", "sqlite:///trials.db", "--objective", "energy")  # fmt: skip
@@ -135,14 +142,14 @@ def test_options_reach_the_search(autoattn: Run, shapes: Path, tmp_path: Path, m
     assert [problem.seq_q for problem in called["problems"]] == [1024, 2048]
     assert called["device"] == samples.A30
     options = called["options"]
-    assert (options.effort, options.trials, options.timeout_s) == (plan.Effort.MAX, 7, 60.0)
+    assert (options.effort, options.trials, options.timeout_s) == (search_options.Effort.MAX, 7, 60.0)
     assert (options.seed, options.cache, options.jobs) == (3, tmp_path / "mine", 2)
-    assert options.objective is plan.Objective.ENERGY
+    assert options.objective is search_options.Objective.ENERGY
     assert (options.workers, options.storage) == (3, "sqlite:///trials.db")
 
 
 def test_a_password_in_the_storage_is_not_printed(autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "tune", fake_tune({}))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}))
     _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--storage", "postgresql://me:s3cret@db/x")
     assert "Sharing trials at postgresql://me@db/x" in out
     assert "s3cret" not in out
@@ -169,7 +176,7 @@ def test_a_storage_or_workers_that_cannot_be_are_one_sentence_before_anything_is
 
 def test_the_cache_is_the_users_when_none_is_named(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_tune({})
-    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tuner, "tune", fake)
     autoattn("tune", "--device", "a30", *ONE)
     assert fake.called["options"].cache == resources.user_cache()  # type: ignore[attr-defined]
     assert fake.called["problems"] == [samples.problem()]  # type: ignore[attr-defined]
@@ -178,7 +185,7 @@ def test_the_cache_is_the_users_when_none_is_named(autoattn: Run, monkeypatch: p
 def test_without_a_terminal_each_finished_problem_is_one_plain_line(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "tune", fake_tune({}, kept=1))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}, kept=1))
     _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
     lines = [line for line in out.splitlines() if line.startswith("[")]
     assert lines == [
@@ -193,7 +200,7 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
     autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = samples.problem(heads_kv=32, seq_kv=1024)
-    monkeypatch.setattr(tune, "tune", fake_tune({one.key: samples.predicted(one)}))
+    monkeypatch.setattr(tuner, "tune", fake_tune({one.key: samples.predicted(one)}))
     code, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--cache", tmp_path / "mine")
     assert code == 0
     prefill, train = out.index("\nprefill, predicted"), out.index("\ntrain, predicted")
@@ -206,7 +213,7 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
 
 
 def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
     code, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert code == 1
     assert re.search(r"causal:bottom-right +failed +no variant fits", out)
@@ -218,7 +225,7 @@ def test_a_run_that_tuned_nothing_says_the_commonest_reason_first_and_names_no_c
 ) -> None:
     reasons = {"timeout: no answer within 60 s": 2, "interpreter crash: TypeError: no": 40}
     failed = {samples.problem().key: "none of 42 variants worked"}
-    monkeypatch.setattr(tune, "tune", fake_tune({}, failed=failed, reasons=reasons))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}, failed=failed, reasons=reasons))
     code, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert code == 1
     rest = out[out.index("Nothing was tuned") :]
@@ -227,7 +234,7 @@ def test_a_run_that_tuned_nothing_says_the_commonest_reason_first_and_names_no_c
 
 
 def test_where_no_variant_failed_the_problems_say_why(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
     _, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert "Nothing was tuned: no variant fits (1 of 1 problems)\n" in out
 
@@ -235,7 +242,7 @@ def test_where_no_variant_failed_the_problems_say_why(autoattn: Run, monkeypatch
 def test_rehearsals_are_counted_beside_trials(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     one = samples.problem()
     counts = {"ok": 3, "interpreter crash": 2, "wrong result": 1}
-    monkeypatch.setattr(tune, "tune", fake_tune({one.key: samples.predicted(one)}, rehearsals=counts))
+    monkeypatch.setattr(tuner, "tune", fake_tune({one.key: samples.predicted(one)}, rehearsals=counts))
     _, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert "\n6 rehearsals (3 ok, 2 interpreter crash, 1 wrong result) in Triton's interpreter\n" in out
     assert "Nothing was tuned" not in out
@@ -245,7 +252,7 @@ def test_a_machine_that_lacks_something_is_one_sentence_and_exit_code_1(
     autoattn: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = HostError("disk full: there must be room on the disk of /x, but there is none; free some")
-    monkeypatch.setattr(tune, "tune", fake_tune({}, stopped=stopped))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}, stopped=stopped))
     code, out, error = autoattn("tune", "--device", "a30", *ONE)
     assert code == 1
     assert error == f"autoattn: {stopped}\n"
@@ -256,7 +263,7 @@ def test_a_machine_that_lacks_something_is_one_sentence_and_exit_code_1(
 def test_an_interrupted_run_says_how_to_go_on_and_exits_with_130(
     autoattn: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "tune", fake_tune({}, interrupted=True))
+    monkeypatch.setattr(tuner, "tune", fake_tune({}, interrupted=True))
     code, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert code == 130
     assert "run the same command again to go on" in out
@@ -266,7 +273,7 @@ def test_an_interrupt_outside_the_search_exits_with_130(autoattn: Run, monkeypat
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune, "tune", interrupted)
+    monkeypatch.setattr(tuner, "tune", interrupted)
     code, _, error = autoattn("tune", "--device", "a30", *ONE)
     assert code == 130
     assert_one_sentence(error)
@@ -276,7 +283,7 @@ def test_an_unwritable_cache_is_one_sentence_and_exit_code_1(autoattn: Run, monk
     def refused(*_: object, **__: object) -> None:
         raise CacheError("the cache /x must be writable, but it is not; use --cache DIR")
 
-    monkeypatch.setattr(tune, "tune", refused)
+    monkeypatch.setattr(tuner, "tune", refused)
     code, _, error = autoattn("tune", "--device", "a30", *ONE)
     assert code == 1
     assert error == "autoattn: the cache /x must be writable, but it is not; use --cache DIR\n"
@@ -288,7 +295,9 @@ def test_a_terminal_shows_bars_and_is_left_clean(monkeypatch: pytest.MonkeyPatch
     from rich.console import Console
 
     screen = Console(file=StringIO(), force_terminal=True, width=120)
-    options = plan.Options(effort=plan.Effort.QUICK, trials=None, timeout_s=None, seed=0, cache=Path(), jobs=None)
+    options = search_options.Options(
+        effort=search_options.Effort.QUICK, trials=None, timeout_s=None, seed=0, cache=Path(), jobs=None
+    )
     with Display(screen, measured=True) as display:
         fake_tune({})([samples.problem()], samples.H200, measured=True, options=options, listen=display)
     text = screen.file.getvalue()  # type: ignore[attr-defined]

@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import samples
 
-from autoattn import bench, gpu, peers, rivals
+from autoattn.baselines import external, pytorch_sdpa
+from autoattn.baselines.external import Peer
+from autoattn.bench import kernel_bench
+from autoattn.bench.kernel_results import Contestant, Options, Row, Run, State, Timing
 from autoattn.cli.app import run
-from autoattn.comparison import Contestant, Options, Row, Run, State, Timing
+from autoattn.core.paired_stats import Pulse
+from autoattn.core.problem import Problem
 from autoattn.errors import StateError
-from autoattn.peers import Peer
-from autoattn.problem import Problem
-from autoattn.report import chart, comparison
-from autoattn.rounds import Pulse
+from autoattn.hardware import nvidia
+from autoattn.report import kernel_chart, kernel_tables
 
 SHAPES = """
 version: 1
@@ -98,12 +100,12 @@ def test_the_best_of_our_own_is_ours() -> None:
 
 
 def test_the_standings_are_geometric_means_with_the_lowest_row(two: Run) -> None:
-    best = comparison.against_best(two.rows)
+    best = kernel_tables.against_best(two.rows)
     assert best is not None
     assert (best.rows, best.lowest, best.highest, best.below) == (2, 0.8, 1.25, 1)
     assert best.mean == pytest.approx(1.0)
     assert best.worst is two.rows[1]
-    each = {one.name: (one.rows, one.mean) for one in comparison.against_each(two.rows)}
+    each = {one.name: (one.rows, one.mean) for one in kernel_tables.against_each(two.rows)}
     assert each["sdpa-cudnn"] == (2, pytest.approx((1.25 * 0.9) ** 0.5))
     assert each["flex"] == (1, 1.5)
     assert each["fa4"] == (1, 0.8)
@@ -111,8 +113,8 @@ def test_the_standings_are_geometric_means_with_the_lowest_row(two: Run) -> None
 
 def test_without_a_peer_there_is_no_standing() -> None:
     run_alone = run_of(row_of(samples.problem(), 400.0))
-    assert comparison.against_best(run_alone.rows) is None
-    assert "400" in comparison.markdown_text(run_alone)
+    assert kernel_tables.against_best(run_alone.rows) is None
+    assert "400" in kernel_tables.markdown_text(run_alone)
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def test_without_a_peer_there_is_no_standing() -> None:
 def test_the_markdown_says_what_was_measured_and_what_was_not(two: Run) -> None:
     two.missing["fa2"] = "not installed (no module flash_attn)"
     two.peers += ("fa2",)
-    text = comparison.markdown_text(two)
+    text = kernel_tables.markdown_text(two)
     table = [line for line in text.splitlines() if line.startswith(("| Problem", "| bf16"))]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {11}
     assert "| 1.250x | sdpa-cudnn | triton/forward" in table[1]
@@ -136,11 +138,11 @@ def test_the_markdown_says_what_was_measured_and_what_was_not(two: Run) -> None:
     assert "```sh\nautoattn bench shapes.yaml --out bench\n```" in text
     assert "Not finished" not in text
     two.planned = 5
-    assert "**Not finished: 2 of 5 problems are here.**" in comparison.markdown_text(two)
+    assert "**Not finished: 2 of 5 problems are here.**" in kernel_tables.markdown_text(two)
 
 
 def test_the_csv_has_a_line_for_each_contestant_with_every_sample(two: Run) -> None:
-    lines = list(csv.DictReader(io.StringIO(comparison.csv_text(two))))
+    lines = list(csv.DictReader(io.StringIO(kernel_tables.csv_text(two))))
     assert [(line["contestant"], line["state"]) for line in lines[:4]] == [
         ("autoattn", "ok"), ("sdpa-cudnn", "ok"), ("flex", "ok"), ("fa4", "wrong"),
     ]  # fmt: skip
@@ -165,7 +167,7 @@ def bars(text: str) -> list[tuple[str, float]]:
 
 
 def test_the_chart_draws_rates_and_leaves_out_what_is_wrong(two: Run) -> None:
-    drawn = bars(chart.svg_text(two))
+    drawn = bars(kernel_chart.svg_text(two))
     names = [title.split(":")[0] for title, _ in drawn]
     assert names == ["autoattn", "sdpa-cudnn", "flex", "autoattn", "sdpa-cudnn", "fa4"]
     rates = [row.tflops(one) for row in two.rows for one in row.contestants if one.timed]
@@ -176,18 +178,18 @@ def test_the_chart_draws_rates_and_leaves_out_what_is_wrong(two: Run) -> None:
 
 def test_rows_of_very_different_speed_are_drawn_as_shares() -> None:
     slow = row_of(samples.problem(seq_q=1, seq_kv=1), 400.0, contestant("flex", 800.0))
-    drawn = bars(chart.svg_text(run_of(slow, row_of(samples.problem(), 400.0))))
+    drawn = bars(kernel_chart.svg_text(run_of(slow, row_of(samples.problem(), 400.0))))
     assert drawn[0][1] == drawn[2][1] == pytest.approx(2 * drawn[1][1], abs=0.2)
 
 
 def test_the_chart_loads_nothing_and_no_text_acts_in_it_or_in_the_table(two: Run) -> None:
     two.machine["card"] = HOSTILE
     two.rows[0] = replace(two.rows[0], note=HOSTILE)
-    picture = chart.svg_text(two)
+    picture = kernel_chart.svg_text(two)
     ElementTree.fromstring(picture)
     assert "<script" not in picture
     assert "href" not in picture
-    text = comparison.markdown_text(two)
+    text = kernel_tables.markdown_text(two)
     assert "<script" not in text
     assert "\x1b" not in text
     assert "\n# head" not in text
@@ -196,10 +198,10 @@ def test_the_chart_loads_nothing_and_no_text_acts_in_it_or_in_the_table(two: Run
 def test_a_row_without_inputs_and_a_run_without_rows_are_written_too(tmp_path: Path) -> None:
     empty = run_of(Row(problem=samples.problem(), note="no inputs: out of memory"))
     for one in (empty, run_of()):
-        for path in comparison.write(one, tmp_path / "bench"):
+        for path in kernel_tables.write(one, tmp_path / "bench"):
             assert path.stat().st_size > 0
-    assert "no inputs" in comparison.markdown_text(empty)
-    assert "no inputs: out of memory" in comparison.csv_text(empty)
+    assert "no inputs" in kernel_tables.markdown_text(empty)
+    assert "no inputs: out of memory" in kernel_tables.csv_text(empty)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -222,15 +224,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
             asked.append(one)
             yield row_of(one, 100.0, contestant("sdpa-cudnn", 150.0))
 
-    monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
-    monkeypatch.setattr(bench, "rows", rows)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
+    monkeypatch.setattr(kernel_bench, "rows", rows)
     return asked
 
 
 def test_without_a_gpu_the_command_says_so_in_one_sentence(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index=None: None)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: None)
     assert run(["bench", str(shapes), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("autoattn: autoattn bench needs an NVIDIA GPU")
@@ -294,13 +296,13 @@ def test_gradients_are_benched_like_outputs(
 def test_ctrl_c_keeps_what_was_done(
     pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = bench.rows
+    whole = kernel_bench.rows
 
     def rows(*arguments: Any) -> Iterator[Row]:
         yield next(whole(*arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "rows", rows)
+    monkeypatch.setattr(kernel_bench, "rows", rows)
     assert run(["bench", str(shapes), "--out", str(tmp_path)]) == 130
     assert "Not finished: 1 of 3 problems are here" in (tmp_path / "bench.md").read_text()
 
@@ -308,13 +310,13 @@ def test_ctrl_c_keeps_what_was_done(
 def test_what_was_done_is_kept_when_the_card_breaks(
     pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = bench.rows
+    whole = kernel_bench.rows
 
     def rows(*arguments: Any) -> Iterator[Row]:
         yield next(whole(*arguments))
         raise StateError("the GPU must go on, but it did not; try again")
 
-    monkeypatch.setattr(bench, "rows", rows)
+    monkeypatch.setattr(kernel_bench, "rows", rows)
     assert run(["bench", str(shapes), "--out", str(tmp_path)]) == 1
     assert "Not finished: 1 of 3 problems are here" in (tmp_path / "bench.md").read_text()
 
@@ -324,7 +326,7 @@ def test_a_problem_without_our_answer_fails_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     bad = Contestant(name="autoattn", ours=True, state=State.WRONG, detail="error 1 where 0.1 is allowed")
-    monkeypatch.setattr(bench, "rows", lambda *_: iter([Row(problem=samples.problem(), contestants=(bad,))]))
+    monkeypatch.setattr(kernel_bench, "rows", lambda *_: iter([Row(problem=samples.problem(), contestants=(bad,))]))
     assert run(["bench", str(shapes), "--out", str(tmp_path)]) == 1
     assert "autoattn wrong, error 1 where 0.1 is allowed" in capsys.readouterr().out
 
@@ -332,4 +334,4 @@ def test_a_problem_without_our_answer_fails_the_command(
 def test_the_default_names_every_peer_but_sdpas_own_choice() -> None:
     from autoattn.cli.bench import PEERS
 
-    assert [rivals.SDPA, *PEERS.split(",")] == list(peers.PEERS)
+    assert [pytorch_sdpa.SDPA, *PEERS.split(",")] == list(external.PEERS)

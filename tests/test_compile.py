@@ -7,14 +7,15 @@ from dataclasses import replace
 import kernels
 import pytest
 
-from autoattn import compile, render
-from autoattn.variant import Source
+from autoattn.codegen import render
+from autoattn.core.variant import Source
+from autoattn.kernels import compiler
 
 SOURCE = render.render(kernels.problem(), kernels.variant())
 
 
 def code(source: Source) -> str:
-    return compile.inspect(source, 80).code
+    return compiler.inspect(source, 80).code
 
 
 def test_a_comment_changes_the_text_and_not_the_code() -> None:

@@ -13,8 +13,8 @@ import samples
 from cache_files import FORWARD_FILE
 from command_line import COMMANDS, ROOT
 
-from autoattn import cache
-from autoattn.problem import Op
+from autoattn.cache import store
+from autoattn.core.problem import Op
 
 
 def process(words: str, *, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +66,7 @@ def test_the_tab_key_offers_values_of_options(line: str, expected: list[str]) ->
 
 def test_the_tab_key_offers_keys_of_a_cache(tmp_path: Path) -> None:
     entry = samples.measured()
-    cache.merge(tmp_path / "mine", samples.H200, Op.FORWARD, [entry])
+    store.merge(tmp_path / "mine", samples.H200, Op.FORWARD, [entry])
     assert completed("autoattn cache export --cache mine forward_", cwd=tmp_path) == [entry.problem.key]
     (tmp_path / "mine" / "h200" / FORWARD_FILE).write_text("damaged")
     assert completed("autoattn cache export --cache mine forward_", cwd=tmp_path) == []

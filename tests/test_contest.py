@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import samples
 
-from autoattn import contest, space
-from autoattn.contest import Contest
-from autoattn.problem import DType
-from autoattn.trial import Outcome, Trial
-from autoattn.variant import Variant
+from autoattn.codegen import search_space
+from autoattn.core.problem import DType
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Variant
+from autoattn.search import multi_template
+from autoattn.search.multi_template import Contest
 
 
 @dataclass
@@ -99,13 +100,13 @@ def test_trials_go_to_their_templates_study_and_are_told_of_together() -> None:
 @pytest.mark.parametrize("measured", [False, True])
 def test_without_the_gpu_only_templates_that_the_interpreter_runs_take_part(measured: bool) -> None:
     one = samples.problem()
-    found = contest.spaces(one, samples.H200, measured)
+    found = multi_template.spaces(one, samples.H200, measured)
     assert all(measured or points.interpreted for points in found)
-    names = {points.template for points in space.of(one.op) if points.seeds_for(one, samples.H200)}
+    names = {points.template for points in search_space.of(one.op) if points.seeds_for(one, samples.H200)}
     assert {points.template for points in found} == (names if measured else {"triton/forward"})
 
 
 def test_a_problem_without_any_variant_is_explained_by_every_template() -> None:
     one = samples.problem(dtype=DType.FLOAT8)
-    assert contest.spaces(one, samples.A30, True) == []
-    assert "float8 products need" in contest.why_no_space(one, samples.A30)
+    assert multi_template.spaces(one, samples.A30, True) == []
+    assert "float8 products need" in multi_template.why_no_space(one, samples.A30)

@@ -17,16 +17,23 @@ from computed_card import attend, card, enter, inputs  # noqa: F401 - the first 
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, arguments, cache, determinism, dispatch, functional, learning, prepared, rivals, space
-from autoattn.arithmetic import Rule
-from autoattn.dispatch import Explanation, Level
-from autoattn.entry import CacheEntry
+from autoattn import functional
+from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
+from autoattn.cache import store
+from autoattn.codegen import search_space
+from autoattn.codegen.space_rules import Rule
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.problem import DType, Modifiers, Op
 from autoattn.errors import ProblemError, TensorError
-from autoattn.problem import DType, Modifiers, Op
+from autoattn.runtime import prepared_calls
+from autoattn.runtime.parse import arguments
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.run import autograd
 
 ASKED = samples.problem()
-LOOSE = learning.backward_of(ASKED)
-STRICT = learning.backward_of(ASKED, deterministic=True)
+LOOSE = autograd.backward_of(ASKED)
+STRICT = autograd.backward_of(ASKED, deterministic=True)
 NEAR = replace(LOOSE, seq_q=2048)
 TEMPLATE = gradient_kernels.TEMPLATE
 
@@ -45,9 +52,9 @@ def test_it_is_a_fact_of_gradients_that_names_show_only_where_it_holds() -> None
 
 def test_entries_from_before_hold_and_say_nothing_of_it(tmp_path: Path) -> None:
     entries = [measured(LOOSE), measured(STRICT)]
-    path = cache.merge(tmp_path, samples.H200, Op.BACKWARD, entries)
+    path = store.merge(tmp_path, samples.H200, Op.BACKWARD, entries)
     assert path.read_text().count("deterministic") == 2  # the second one's: its key and its fact
-    assert {key: one.problem for key, one in cache.read(path).entries.items()} == {
+    assert {key: one.problem for key, one in store.read(path).entries.items()} == {
         LOOSE.key: LOOSE,
         STRICT.key: STRICT,
     }
@@ -56,13 +63,13 @@ def test_entries_from_before_hold_and_say_nothing_of_it(tmp_path: Path) -> None:
 @pytest.fixture
 def atomic(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward template, as if its sums came in any order."""
-    load, points = space.load, replace(space.load(TEMPLATE), deterministic=Rule("0"))
-    monkeypatch.setattr(space, "load", lambda template: points if template == TEMPLATE else load(template))
+    load, points = search_space.load, replace(search_space.load(TEMPLATE), deterministic=Rule("0"))
+    monkeypatch.setattr(search_space, "load", lambda template: points if template == TEMPLATE else load(template))
 
 
 def test_rules_know_it_and_a_template_of_atomic_sums_has_no_variant_for_it(atomic: None) -> None:
-    points = space.load(TEMPLATE)
-    assert [space.facts_of(one, samples.H200)["deterministic"] for one in (LOOSE, STRICT)] == [0, 1]
+    points = search_space.load(TEMPLATE)
+    assert [search_space.facts_of(one, samples.H200)["deterministic"] for one in (LOOSE, STRICT)] == [0, 1]
     first = next(points.feasible(LOOSE, samples.H200))
     assert points.why_infeasible(first, LOOSE, samples.H200) is None
     reason = points.why_infeasible(first, STRICT, samples.H200)
@@ -79,8 +86,8 @@ def measured(one: Any, **changes: Any) -> CacheEntry:
 
 
 def found(folder: Path, one: Any, *entries: CacheEntry) -> Explanation:
-    cache.merge(folder, samples.H200, Op.BACKWARD, entries)
-    return dispatch.explain(one, samples.H200, folder)
+    store.merge(folder, samples.H200, Op.BACKWARD, entries)
+    return cache_lookup.explain(one, samples.H200, folder)
 
 
 def test_an_entry_of_its_own_comes_first(tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def test_any_gradients_take_an_entry_of_deterministic_ones_where_there_is_no_oth
 
 def test_and_one_of_programs_that_take_turns(tmp_path: Path) -> None:
     loose, strict = (replace(one, dtype=DType.BFLOAT16, modifiers=Modifiers()) for one in (LOOSE, STRICT))
-    points = space.load("gluon/backward")
+    points = search_space.load("gluon/backward")
     chosen = points.default(strict, samples.H200)
     assert chosen["order"] != "any"
     entry = measured(strict, template=chosen.template, params=chosen.as_dict())
@@ -195,18 +202,18 @@ def test_pytorchs_own_switch_says_so_for_all_calls(switch: list[tuple[str, bool]
     torch.use_deterministic_algorithms(True)
     try:
         assert arguments.read(*tensors).deterministic
-        assert not determinism._inside
+        assert not deterministic_sdpa._inside
         learnt(autoattn.attention, tensors)
-        assert prepared.find(key_of(tensors)) is not None  # PyTorch switches itself
+        assert prepared_calls.find(key_of(tensors)) is not None  # PyTorch switches itself
     finally:
         torch.use_deterministic_algorithms(False)
     assert not arguments.read(*tensors).deterministic
-    assert prepared.find(key_of(tensors)) is None
+    assert prepared_calls.find(key_of(tensors)) is None
     assert switch == [("forward", True), ("backward", True)]
 
 
 def key_of(tensors: list[Tensor]) -> Any:
-    return prepared.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
+    return prepared_calls.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
 
 
 def test_calls_that_nobody_differentiates_are_left_alone(switch: list[tuple[str, bool]]) -> None:
@@ -238,7 +245,7 @@ def test_what_is_saved_is_freed_unless_the_graph_is_kept(switch: list[tuple[str,
 
 
 def test_switches_of_several_threads_end_with_the_last() -> None:
-    first, second = determinism.switched_on(), determinism.switched_on()
+    first, second = deterministic_sdpa.switched_on(), deterministic_sdpa.switched_on()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -246,7 +253,7 @@ def test_switches_of_several_threads_end_with_the_last() -> None:
     second.__exit__(None, None, None)
     assert not torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with determinism.switched_on():
+    with deterministic_sdpa.switched_on():
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
@@ -297,9 +304,9 @@ def test_a_deterministic_call_asks_for_kernels_of_a_deterministic_problem(
     assert one is not None
     enter(card, one)
     asked: list[bool] = []
-    explain = dispatch.explain
+    explain = cache_lookup.explain
     monkeypatch.setattr(
-        dispatch, "explain", lambda one, *facts: (asked.append(one.deterministic), explain(one, *facts))[1]
+        cache_lookup, "explain", lambda one, *facts: (asked.append(one.deterministic), explain(one, *facts))[1]
     )
     learnt(attend, tensors, deterministic=True)
     assert True in asked
@@ -318,15 +325,15 @@ def test_where_sums_are_atomic_pytorch_serves_it_alone(
     assert (card["backward"], switch) == (1, [])
     learnt(autoattn.attention, tensors, deterministic=True)
     assert (card["backward"], switch) == (1, [("forward", True), ("backward", True)])
-    planned = answer.plan(arguments.read(*tensors, deterministic=True), lse=False)
+    planned = planner.plan(arguments.read(*tensors, deterministic=True), lse=False)
     assert planned.repeats
     assert planned.kernel is None
 
 
 def test_rivals_of_a_deterministic_problem_are_timed_with_the_switch(switch: list[tuple[str, bool]]) -> None:
     one = gradient_kernels.problem(dtype=DType.FLOAT32, deterministic=True)
-    operands = autoattn.inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    calls = rivals.gradient_calls(one, operands, torch.ones(2, 4, 33, 16))
+    operands = autoattn.reference.inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    calls = pytorch_sdpa.gradient_calls(one, operands, torch.ones(2, 4, 33, 16))
     del switch[:]
     calls["sdpa"]()
     assert switch == [("backward", True)]

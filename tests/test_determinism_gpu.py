@@ -34,7 +34,7 @@ def gradients(tensors: list[Tensor], **given: Any) -> list[Tensor]:
 @pytest.fixture
 def untuned(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path / "shipped")
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path / "shipped")
     functional.forget()
     yield
     functional.forget()

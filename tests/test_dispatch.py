@@ -12,14 +12,17 @@ import pytest
 import samples
 import triton
 
-from autoattn import cache, dispatch, render, resources, space, triton_release
-from autoattn.device import Device
-from autoattn.dispatch import Level
-from autoattn.entry import CacheEntry, Candidate
+from autoattn.cache import store
+from autoattn.codegen import render, resources, search_space
+from autoattn.core import triton_release
+from autoattn.core.cache_entry import CacheEntry, Candidate
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
+from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
-from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Numerics, Op, Precision, Problem
-from autoattn.variant import Variant
+from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan.cache_lookup import Level
 
 H200, A30 = samples.H200, samples.A30
 TEMPLATE = "triton/forward"
@@ -50,12 +53,12 @@ def predicted(one: Problem, **changes: Any) -> CacheEntry:
 
 
 def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
-    cache.merge(folder, device, Op.FORWARD, entries)
+    store.merge(folder, device, Op.FORWARD, entries)
     return folder
 
 
-def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> dispatch.Explanation:
-    return dispatch.explain(one, device, folder)
+def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> cache_lookup.Explanation:
+    return cache_lookup.explain(one, device, folder)
 
 
 # --- levels -----------------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
 def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
     found = explained(tmp_path)
     assert (found.level, found.route, found.entry) == (Level.DEFAULT, "kernel", None)
-    assert found.variant == space.load("gluon/forward").default(ASKED, H200)
+    assert found.variant == search_space.load("gluon/forward").default(ASKED, H200)
     assert "autoattn tune" in found.reason
     assert [step.partition(":")[0] for step in found.steps] == ["exact", "bucket, nearest", "predicted"]
 
@@ -198,7 +201,7 @@ def test_entries_of_both_numerics_serve_their_own(tmp_path: Path) -> None:
 
 
 def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path) -> None:
-    path = cache.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
+    path = store.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
     document = json.loads(path.read_text())
     for entry in document["entries"].values():
         assert entry["problem"].pop("numerics") == "any"
@@ -213,10 +216,10 @@ def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path)
 
 
 def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
-    assert dispatch.distance(ASKED, ASKED) == 0.0
-    assert dispatch.distance(ASKED, FAR) == dispatch.distance(FAR, ASKED) == 2.0
-    assert dispatch.distance(ASKED, samples.problem(batch=1)) == 2.0
-    assert dispatch.distance(ASKED, samples.problem(heads_kv=32)) == 2.0
+    assert cache_lookup.distance(ASKED, ASKED) == 0.0
+    assert cache_lookup.distance(ASKED, FAR) == cache_lookup.distance(FAR, ASKED) == 2.0
+    assert cache_lookup.distance(ASKED, samples.problem(batch=1)) == 2.0
+    assert cache_lookup.distance(ASKED, samples.problem(heads_kv=32)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -233,12 +236,12 @@ def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
     ids=str,
 )
 def test_a_bucket_rounds_sizes_up_to_powers_of_two(change: dict[str, int], same: bool) -> None:
-    assert (dispatch.bucket(samples.problem(**change)) == dispatch.bucket(ASKED)) is same
+    assert (cache_lookup.bucket(samples.problem(**change)) == cache_lookup.bucket(ASKED)) is same
 
 
 def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_they_keep() -> None:
     def far(*masks: str, **facts: Any) -> float:
-        return dispatch.distance(*(samples.problem(mask=Mask.parse(mask), **facts) for mask in masks))
+        return cache_lookup.distance(*(samples.problem(mask=Mask.parse(mask), **facts) for mask in masks))
 
     assert far("window:127,128", "window:511,512", seq_q=4096) == pytest.approx(2.0, abs=0.2)
     assert far("blocks:64x64,0.5", "blocks:64x64,0.125") == 2.0
@@ -246,9 +249,9 @@ def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_t
         samples.problem(layout=Layout.PACKED, mask=Mask(), seq_q=1024, seq_kv=1024, tokens_q=tokens, tokens_kv=tokens)
         for tokens in (4096, 2048)
     ]
-    assert dispatch.distance(*packed) > 1.0  # half of the queries, and fewer keys for each
+    assert cache_lookup.distance(*packed) > 1.0  # half of the queries, and fewer keys for each
     wide, narrow = (samples.problem(mask=Mask.window(left, 0), seq_q=4096) for left in (2000, 100))
-    assert dispatch.bucket(wide) != dispatch.bucket(narrow)
+    assert cache_lookup.bucket(wide) != cache_lookup.bucket(narrow)
 
 
 def test_an_entry_of_another_search_space_is_skipped_and_said(tmp_path: Path) -> None:
@@ -312,10 +315,10 @@ def test_an_entry_of_the_installed_triton_goes_before_one_of_another(tmp_path: P
     of_another = measured(ASKED, versions={"triton": another_release()})
     own, shipped = written(tmp_path / "own", of_another), written(tmp_path / "shipped", measured(ASKED))
     for folders in ((own, shipped), (shipped, own)):
-        explanation = dispatch._Search(ASKED, H200, folders).run()
+        explanation = cache_lookup._Search(ASKED, H200, folders).run()
         assert explanation.entry is not None
         assert explanation.entry.versions == {"triton": triton.__version__}
-    alone = dispatch.explain(ASKED, H200, own).entry
+    alone = cache_lookup.explain(ASKED, H200, own).entry
     assert alone is not None
     assert alone.versions == of_another.versions
 
@@ -338,16 +341,16 @@ def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
 
 def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(tmp_path: Path) -> None:
     default = explained(tmp_path)
-    seeds = [seed for one in space.of(ASKED.op) for seed in one.seeds_for(ASKED, H200)]
-    assert dispatch.variants(default, H200) == seeds
+    seeds = [seed for one in search_space.of(ASKED.op) for seed in one.seeds_for(ASKED, H200)]
+    assert cache_lookup.variants(default, H200) == seeds
     assert seeds[0] == default.variant
     assert {seed.template for seed in seeds} == {TEMPLATE, "gluon/forward"}
     params = {**samples.measured(ASKED).params, "PERSISTENT": 2}
     exact = explained(written(tmp_path / "exact", measured(ASKED, params=params)))
     assert exact.variant is not None
-    assert dispatch.variants(exact, H200) == [exact.variant, *(seed for seed in seeds if seed != exact.variant)]
+    assert cache_lookup.variants(exact, H200) == [exact.variant, *(seed for seed in seeds if seed != exact.variant)]
     rival = explained(written(tmp_path / "rival", measured(ASKED, choice="sdpa-cudnn")))
-    assert dispatch.variants(rival, H200) == dispatch.variants(explained(tmp_path, device=None), None) == []
+    assert cache_lookup.variants(rival, H200) == cache_lookup.variants(explained(tmp_path, device=None), None) == []
 
 
 def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +359,7 @@ def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hoppers(**changes: Any) -> CacheEntry:
     """A measured entry whose kernel is Hopper's, with runners-up of both templates."""
-    gluon, plain = (space.load(name).default(ASKED, H200) for name in ("gluon/forward", TEMPLATE))
+    gluon, plain = (search_space.load(name).default(ASKED, H200) for name in ("gluon/forward", TEMPLATE))
     tuned = measured(ASKED, template=gluon.template, params=gluon.as_dict())
     runners_up = tuple(
         Candidate(
@@ -382,7 +385,7 @@ def test_without_the_winners_language_the_fastest_of_runners_up_and_rivals_serve
     best = min(entry.rivals, key=lambda rival: rival.measurement.median_us)
     found = explained(written(tmp_path / "fast", entry))
     assert (found.level, found.route) == (Level.EXACT, best.name)
-    assert found.variant == space.load(TEMPLATE).default(ASKED, H200), "for calls that ask for the LSE"
+    assert found.variant == search_space.load(TEMPLATE).default(ASKED, H200), "for calls that ask for the LSE"
 
 
 def test_what_was_measured_beside_a_kernel_of_another_text_does_not_serve(
@@ -421,7 +424,7 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path
     return tmp_path / "user", tmp_path / "shipped"
 
 
-def warps(found: dispatch.Explanation) -> Any:
+def warps(found: cache_lookup.Explanation) -> Any:
     assert found.variant is not None
     return found.variant["num_warps"]
 
@@ -433,17 +436,17 @@ def with_warps(number: int, **changes: Any) -> CacheEntry:
 def test_the_users_cache_shadows_the_shipped_one(folders: tuple[Path, Path]) -> None:
     user, shipped = folders
     written(shipped, with_warps(8), measured(NEAR))
-    assert warps(dispatch.explain(ASKED, H200)) == 8
+    assert warps(cache_lookup.explain(ASKED, H200)) == 8
     written(user, with_warps(4))
-    assert warps(dispatch.explain(ASKED, H200)) == 4
-    assert dispatch.explain(NEAR, H200).level is Level.EXACT, "what the user has not tuned is still found"
+    assert warps(cache_lookup.explain(ASKED, H200)) == 4
+    assert cache_lookup.explain(NEAR, H200).level is Level.EXACT, "what the user has not tuned is still found"
 
 
 def test_a_stale_entry_of_the_user_does_not_hide_a_shipped_one_that_holds(folders: tuple[Path, Path]) -> None:
     user, shipped = folders
     written(shipped, with_warps(8))
     written(user, with_warps(4, source_digest="0" * 16))
-    found = dispatch.explain(ASKED, H200)
+    found = cache_lookup.explain(ASKED, H200)
     assert (found.level, warps(found)) == (Level.EXACT, 8)
 
 
@@ -451,7 +454,7 @@ def test_a_shipped_prediction_yields_to_the_users_measurement(folders: tuple[Pat
     user, shipped = folders
     written(shipped, predicted(ASKED))
     written(user, with_warps(4))
-    assert dispatch.explain(ASKED, H200).level is Level.EXACT
+    assert cache_lookup.explain(ASKED, H200).level is Level.EXACT
 
 
 def test_a_folder_that_was_named_is_the_only_one_that_is_read(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -476,7 +479,7 @@ def test_a_folder_that_was_named_is_the_only_one_that_is_read(folders: tuple[Pat
     ids=["cut", "newer", "foreign", "impossible"],
 )
 def test_a_file_that_cannot_be_trusted_is_refused_and_left(tmp_path: Path, damage: Any) -> None:
-    path = cache.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
+    path = store.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
     text = damage(path.read_text(encoding="utf-8"))
     path.write_text(text, encoding="utf-8")
     with pytest.raises(CacheError, match=str(path)):
@@ -488,7 +491,7 @@ def test_a_file_that_cannot_be_trusted_is_refused_and_left(tmp_path: Path, damag
 
 
 def test_on_the_cpu_pytorch_answers_and_no_cache_is_read(tmp_path: Path) -> None:
-    path = cache.path_of(tmp_path, H200, Op.FORWARD)
+    path = store.path_of(tmp_path, H200, Op.FORWARD)
     path.parent.mkdir(parents=True)
     path.write_text("damaged", encoding="utf-8")
     found = explained(tmp_path, device=None)

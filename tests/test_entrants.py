@@ -17,26 +17,20 @@ from planted_bench import CPU, Stopwatch, benched, named, planted, raising
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from autoattn import (
-    bench,
-    cache,
-    compile,
-    entrants,
-    gpu,
-    gradients,
-    peers,
-    reference,
-    resources,
-    rivals,
-    space,
-)
-from autoattn.comparison import Inputs, Options, Ours, Row, State, Timing
-from autoattn.entry import CacheEntry
-from autoattn.operands import Operands
-from autoattn.ops import backward
-from autoattn.ops.backward import Gradients, Saved
-from autoattn.problem import Bias, Layout, Modifiers, Op, Problem
-from autoattn.variant import Source
+from autoattn.baselines import external, pytorch_sdpa
+from autoattn.bench import entrants, kernel_bench
+from autoattn.bench.kernel_results import Inputs, Options, Ours, Row, State, Timing
+from autoattn.cache import store
+from autoattn.codegen import resources, search_space
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.problem import Bias, Layout, Modifiers, Op, Problem
+from autoattn.core.variant import Source
+from autoattn.hardware import nvidia
+from autoattn.kernels import backward, compiler
+from autoattn.kernels.backward import Gradients, Saved
+from autoattn.reference import attention_formula
+from autoattn.tensors.operands import Operands
+from autoattn.validation import gradient_check
 
 PROBLEM = gradient_kernels.problem(mask="causal")
 REPEATED = replace(PROBLEM, deterministic=True)
@@ -49,9 +43,9 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
 
 def remembered(**changes: Any) -> CacheEntry:
     """The cache as it is when the problem was tuned on an H200."""
-    variant = space.load(gradient_kernels.TEMPLATE).default(PROBLEM, samples.H200)
+    variant = search_space.load(gradient_kernels.TEMPLATE).default(PROBLEM, samples.H200)
     entry = samples.tuned(PROBLEM, variant, **changes)
-    cache.merge(resources.user_cache(), samples.H200, Op.BACKWARD, [entry])
+    store.merge(resources.user_cache(), samples.H200, Op.BACKWARD, [entry])
     return entry
 
 
@@ -69,10 +63,10 @@ class Differentiator:
 
     def launch(self, kernel: Any, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
         self.problems.append(problem)
-        exact, sums = reference.attention(problem, operands)
+        exact, sums = attention_formula.attention(problem, operands)
         torch.testing.assert_close(saved.lse, sums.float(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(saved.output.double(), exact, rtol=5e-3, atol=5e-3)
-        found = peers.backward_pass(planted("ours", rivals.sdpa), problem, operands, saved.output_grad)()
+        found = external.backward_pass(planted("ours", pytorch_sdpa.sdpa), problem, operands, saved.output_grad)()
         gradients.query.copy_(found.query)
         gradients.key.copy_(found.key + self.off)
         gradients.value.copy_(found.value)
@@ -82,8 +76,8 @@ class Differentiator:
 def kernel(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> Differentiator:
     """A card on which a backward kernel runs."""
     found = Differentiator()
-    monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
-    monkeypatch.setattr(compile, "load", found.load)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
+    monkeypatch.setattr(compiler, "load", found.load)
     monkeypatch.setattr(backward, "launch", found.launch)
     return found
 
@@ -97,7 +91,7 @@ def states(row: Row) -> dict[str, State]:
 
 def test_the_kernel_of_the_cache_runs_as_a_training_call_runs_it(kernel: Differentiator) -> None:
     entry = remembered()
-    row = benched(planted("right", rivals.sdpa), problem=PROBLEM)
+    row = benched(planted("right", pytorch_sdpa.sdpa), problem=PROBLEM)
     ours = row.contestants[0]
     assert (ours.name, ours.state, ours.route, ours.level) == ("autoattn", State.OK, "triton/backward", "exact")
     assert ours.variant == entry.variant
@@ -119,7 +113,7 @@ def test_a_kernel_that_lost_to_a_rival_runs_too_and_its_row_says_so(kernel: Diff
 def test_a_kernel_with_a_wrong_gradient_is_named_with_it(kernel: Differentiator) -> None:
     remembered()
     kernel.off = 0.1
-    row = benched(planted("right", rivals.sdpa), problem=PROBLEM)
+    row = benched(planted("right", pytorch_sdpa.sdpa), problem=PROBLEM)
     assert states(row) == {"autoattn": State.WRONG, "right": State.OK}
     assert row.contestants[0].detail.startswith("the key's gradient has error 0.1")
     assert row.ours is None
@@ -136,7 +130,7 @@ def test_the_seeds_of_backward_templates_are_the_other_variants(kernel: Differen
 
 def test_the_kernel_of_the_cache_is_compiled_ahead() -> None:
     entry = remembered(choice="sdpa-cudnn")
-    (source,) = bench.sources([PROBLEM, replace(PROBLEM, head_dim=64)], samples.H200, Ours.DISPATCH)
+    (source,) = kernel_bench.sources([PROBLEM, replace(PROBLEM, head_dim=64)], samples.H200, Ours.DISPATCH)
     assert source.variant == entry.variant
 
 
@@ -168,7 +162,7 @@ def test_only_the_backward_pass_of_a_peer_is_timed() -> None:
 
     def call(problem: Problem, operands: Operands) -> Tensor:
         forward.append(None)
-        return rivals.sdpa(problem, operands)
+        return pytorch_sdpa.sdpa(problem, operands)
 
     row = benched(planted("counted", call), problem=PROBLEM)
     assert named(row, "counted").timed
@@ -176,9 +170,9 @@ def test_only_the_backward_pass_of_a_peer_is_timed() -> None:
 
 
 WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
-    (lambda problem, operands: 1.5 * rivals.sdpa(problem, operands), State.WRONG, "gradient has error"),
-    (lambda problem, operands: torch.nan * rivals.sdpa(problem, operands), State.WRONG, "gradient has error inf"),
-    (lambda problem, operands: rivals.sdpa(problem, operands).detach(), State.FAILED, "does not require grad"),
+    (lambda problem, operands: 1.5 * pytorch_sdpa.sdpa(problem, operands), State.WRONG, "gradient has error"),
+    (lambda problem, operands: torch.nan * pytorch_sdpa.sdpa(problem, operands), State.WRONG, "gradient has error inf"),
+    (lambda problem, operands: pytorch_sdpa.sdpa(problem, operands).detach(), State.FAILED, "does not require grad"),
     (raising(torch.cuda.OutOfMemoryError("CUDA out of memory.")), State.MEMORY, "out of memory"),
 ]
 
@@ -188,7 +182,7 @@ WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
 def test_what_goes_wrong_with_a_peers_gradients_is_a_value_and_the_others_go_on(
     call: Callable[[Problem, Operands], Tensor], state: State, words: str
 ) -> None:
-    row = benched(planted("bad", call), planted("right", rivals.sdpa), problem=PROBLEM)
+    row = benched(planted("bad", call), planted("right", pytorch_sdpa.sdpa), problem=PROBLEM)
     assert states(row) == {"autoattn": State.OK, "bad": state, "right": State.OK}
     assert words in named(row, "bad").detail
     assert row.best_peer is named(row, "right")
@@ -210,7 +204,7 @@ class _Tilted(torch.autograd.Function):
 
 def tilted(share: float) -> Callable[[Problem, Operands], Tensor]:
     def call(problem: Problem, operands: Operands) -> Tensor:
-        found: Tensor = _Tilted.apply(rivals.sdpa(problem, operands), share)
+        found: Tensor = _Tilted.apply(pytorch_sdpa.sdpa(problem, operands), share)
         return found
 
     return call
@@ -227,7 +221,7 @@ def test_a_peer_may_err_a_little_more_than_ours() -> None:
 
 @pytest.mark.usefixtures("stopwatch")
 def test_deterministic_gradients_must_be_the_same_twice() -> None:
-    others = [planted("tilted", tilted(0.001)), planted("right", rivals.sdpa)]
+    others = [planted("tilted", tilted(0.001)), planted("right", pytorch_sdpa.sdpa)]
     assert set(states(benched(*others, problem=PROBLEM)).values()) == {State.OK}
     row = benched(*others, problem=REPEATED)
     assert states(row) == {"autoattn": State.OK, "tilted": State.WRONG, "right": State.OK}
@@ -240,13 +234,13 @@ def test_peers_run_deterministically_where_that_is_asked_and_only_there() -> Non
 
     def call(problem: Problem, operands: Operands) -> Tensor:
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return rivals.sdpa(problem, operands)
+        return pytorch_sdpa.sdpa(problem, operands)
 
     for one in (PROBLEM, REPEATED):
         benched(planted("looker", call), problem=one)
     assert seen == [False, True]
     assert not torch.are_deterministic_algorithms_enabled()
-    row = benched(peers.PEERS["sdpa-cudnn"], problem=REPEATED)
+    row = benched(external.PEERS["sdpa-cudnn"], problem=REPEATED)
     assert (named(row, "sdpa-cudnn").state, named(row, "sdpa-cudnn").detail) == (
         State.ABSENT, "its gradients do not repeat to the bit",
     )  # fmt: skip
@@ -260,7 +254,7 @@ def test_trained_inputs_reach_every_contestant(op: Op) -> None:
     def call(problem: Problem, operands: Operands) -> Tensor:
         scores = operands.query.float() @ operands.key.float().repeat_interleave(problem.group_size, 1).mT
         seen.append(float(scores[..., :4].mean() * operands.scale))
-        return rivals.sdpa(problem, operands)
+        return pytorch_sdpa.sdpa(problem, operands)
 
     one = kernels.problem(op=op, head_dim=64, seq_q=64)
     assert benched(planted("looker", call), problem=one, inputs=Inputs.TRAINED).ours is not None
@@ -272,7 +266,7 @@ def test_trained_inputs_reach_every_contestant(op: Op) -> None:
 
 def test_a_backward_pass_is_timed_by_events_behind_a_longer_spin(stopwatch: Stopwatch) -> None:
     stopwatch.guess = 10.0
-    row = benched(planted("right", rivals.sdpa), problem=PROBLEM)
+    row = benched(planted("right", pytorch_sdpa.sdpa), problem=PROBLEM)
     assert row.timing is Timing.EVENTS
     assert stopwatch.hidden_us == 880.0
     assert all(one.host_us for one in row.contestants)
@@ -291,7 +285,7 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
             return pulls[0]
 
     def call(problem: Problem, operands: Operands) -> Tensor:
-        found: Tensor = Slow.apply(rivals.sdpa(problem, operands))
+        found: Tensor = Slow.apply(pytorch_sdpa.sdpa(problem, operands))
         return found
 
     slow = named(benched(planted("slow", call), problem=PROBLEM), "slow")
@@ -310,7 +304,7 @@ def test_a_compiled_backward_pass_runs_again_and_in_the_thread_that_asks() -> No
     with entrants.settled(PROBLEM):
         output = torch.compile(body, backend="aot_eager", dynamic=False)(tensor)
         first, second = (
-            rivals.differentiated(output, (tensor,), torch.ones_like(output), repeated=False) for _ in range(2)
+            pytorch_sdpa.differentiated(output, (tensor,), torch.ones_like(output), repeated=False) for _ in range(2)
         )
         assert not functorch.donated_buffer
         assert not torch._C._is_multithreading_enabled()
@@ -320,10 +314,10 @@ def test_a_compiled_backward_pass_runs_again_and_in_the_thread_that_asks() -> No
 
 
 def test_a_row_without_room_for_its_inputs_says_so(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_case(*facts: object, **more: object) -> gradients.Case:
+    def full_case(*facts: object, **more: object) -> gradient_check.Case:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(gradients, "full_case", full_case)
+    monkeypatch.setattr(gradient_check, "full_case", full_case)
     assert benched(problem=PROBLEM).note == "no inputs: OutOfMemoryError: CUDA out of memory."
 
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from samples import certified, measured, measurement, predicted, prediction, problem, worst
 
-from autoattn.entry import KERNEL, CacheEntry, Finalist
-from autoattn.trial import Energy, Evidence, Measurement, Outcome, Trial, Verdict
-from autoattn.variant import Variant
+from autoattn.core.cache_entry import KERNEL, CacheEntry, Finalist
+from autoattn.core.trial import Energy, Evidence, Measurement, Outcome, Trial, Verdict
+from autoattn.core.variant import Variant
 
 ONE = Variant.of("triton/forward", {"BLOCK_M": 64})
 RIGHT = Verdict(ok=True, checks=3, max_error=1e-3, rms_error=1e-4, allowed=2e-3)

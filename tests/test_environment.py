@@ -14,11 +14,14 @@ import samples
 from cache_files import FORWARD_FILE
 from planted_jobs import Refused
 
-from autoattn import compile, environment, plan, resources, tune
+from autoattn.codegen import resources
+from autoattn.core.trial import Outcome
 from autoattn.errors import CompileError, HostError
-from autoattn.inspecting import Inspect
-from autoattn.trial import Outcome
-from autoattn.workers import Failure
+from autoattn.hardware import host_faults
+from autoattn.kernels import compiler
+from autoattn.search import search_options, tuner
+from autoattn.search.compile_job import Inspect
+from autoattn.search.worker_pool import Failure
 
 
 def refused(number: int, path: object = None) -> OSError:
@@ -44,7 +47,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_place_that_cannot_be_written_is_named_with_the_way_out(number: int, path: str, words: str, way: str) -> None:
-    fault = environment.fault_of(refused(number, path))
+    fault = host_faults.fault_of(refused(number, path))
     assert fault is not None
     assert fault.outcome is Outcome.READ_ONLY
     assert fault.sentence.startswith(words)
@@ -55,7 +58,7 @@ def test_a_place_that_cannot_be_written_is_named_with_the_way_out(number: int, p
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("path", [None, "/c/triton/ABC"])
 def test_a_full_disk_names_what_stands_on_it(number: int, path: str | None) -> None:
-    fault = environment.fault_of(refused(number, path))
+    fault = host_faults.fault_of(refused(number, path))
     assert fault is not None
     assert fault.outcome is Outcome.DISK_FULL
     assert "Triton's cache /c/triton" in fault.sentence
@@ -63,7 +66,7 @@ def test_a_full_disk_names_what_stands_on_it(number: int, path: str | None) -> N
 
 
 def test_what_a_compiler_says_of_a_full_disk_is_one() -> None:
-    fault = environment.fault_of(RuntimeError("ptxas fatal: write failed: No space left on device"))
+    fault = host_faults.fault_of(RuntimeError("ptxas fatal: write failed: No space left on device"))
     assert fault is not None
     assert fault.outcome is Outcome.DISK_FULL
 
@@ -77,7 +80,7 @@ def test_what_a_compiler_says_of_a_full_disk_is_one() -> None:
     ],
 )
 def test_a_program_that_is_missing_is_named(error: Exception) -> None:
-    fault = environment.fault_of(error)
+    fault = host_faults.fault_of(error)
     assert fault is not None
     assert fault.outcome is Outcome.MISSING_PROGRAM
     assert "reinstall triton" in fault.sentence
@@ -85,7 +88,7 @@ def test_a_program_that_is_missing_is_named(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), refused(errno.ENOMEM)])
 def test_short_memory_blames_nobody_and_ends_no_run(error: Exception) -> None:
-    fault = environment.fault_of(error)
+    fault = host_faults.fault_of(error)
     assert fault is not None
     assert fault.outcome is Outcome.OUT_OF_MEMORY
     assert "--jobs" in fault.sentence
@@ -100,7 +103,7 @@ def test_the_cause_below_other_exceptions_counts() -> None:
         except OSError as cause:
             raise CompileError("Triton cannot compile this variant") from cause
     except CompileError as error:
-        fault = environment.fault_of(error)
+        fault = host_faults.fault_of(error)
     assert fault is not None
     assert fault.outcome is Outcome.READ_ONLY
 
@@ -109,12 +112,12 @@ def test_the_cause_below_other_exceptions_counts() -> None:
     "error", [CompileError("ptxas said no"), ValueError("x"), OSError("could not get source code"), AssertionError()]
 )
 def test_a_kernels_own_failures_are_none_of_the_machine(error: Exception) -> None:
-    assert environment.fault_of(error) is None
+    assert host_faults.fault_of(error) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")
 def test_processes_that_were_killed_for_memory_are_counted() -> None:
-    assert environment.processes_killed_for_memory() >= 0
+    assert host_faults.processes_killed_for_memory() >= 0
 
 
 # --- in a compiler and in a run ---------------------------------------------------------------------------------------
@@ -133,16 +136,16 @@ def test_a_compiler_tells_the_machines_failures_from_the_variants(
         except OSError as error:
             raise CompileError("Triton cannot compile this variant") from error
 
-    monkeypatch.setattr(compile, "inspect", inspect)
+    monkeypatch.setattr(compiler, "inspect", inspect)
     found = Inspect(source=kernels.source(kernels.problem()), arch=80).run({})
     assert isinstance(found, Failure)
     assert found.outcome is outcome
 
 
-def run(folder: Path, **changes: Any) -> plan.Summary:
-    options = plan.Options(effort=plan.Effort.QUICK, trials=2, cache=folder, jobs=1)
+def run(folder: Path, **changes: Any) -> search_options.Summary:
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=2, cache=folder, jobs=1)
     problem = kernels.problem(batch=1, heads_q=2, heads_kv=2, seq_q=64, seq_kv=64, head_dim=16, mask="causal")
-    return tune.tune([problem], samples.A30, measured=False, options=options, **changes)
+    return tuner.tune([problem], samples.A30, measured=False, options=options, **changes)
 
 
 @pytest.mark.slow

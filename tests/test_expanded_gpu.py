@@ -8,9 +8,12 @@ from functional_calls_gpu import TOLERANCE, check_kernel, largest_error, no_ship
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, compile, functional, gpu
+from autoattn import functional
+from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.variant import Source
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler
+from autoattn.runtime.plan import planner
 
 pytestmark = pytest.mark.gpu
 
@@ -42,22 +45,22 @@ def test_what_repeats_is_read_as_it_lies(axis: int, which: tuple[str, ...], caus
 
 
 def family() -> str:
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     return "gluon/forward" if card.arch == 90 else "triton/forward"
 
 
 @pytest.mark.parametrize("axis", AXES.values(), ids=list(AXES))
 def test_plain_triton_reads_them_too(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = compile.load
+    load = compiler.load
 
-    def refusing(source: Source, device: torch.device) -> compile.Kernel:
+    def refusing(source: Source, device: torch.device) -> compiler.Kernel:
         if source.variant.template != "triton/forward":
             raise CompileError("only plain Triton is asked here")
         return load(source, device)
 
-    monkeypatch.setattr(answer.compile, "load", refusing)
-    answer._loaded.cache_clear()
+    monkeypatch.setattr(planner.compiler, "load", refusing)
+    planner._loaded.cache_clear()
     functional.forget()
     tensors = repeating(axis, ("key", "value"))
     variant = autoattn.explain(*tensors).variant

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoattn import compile, expression, reference
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Modifiers
 from autoattn.errors import ProblemError
-from autoattn.expression import MASK_NAMES, SCORE_NAMES, parse
-from autoattn.mask import Mask
-from autoattn.problem import Modifiers
+from autoattn.expressions import language
+from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, parse
+from autoattn.kernels import compiler
+from autoattn.reference import attention_formula
 
 GRID: dict[str, Tensor] = {
     "score": torch.linspace(-3.0, 3.0, 7 * 9).reshape(1, 7, 9),
@@ -30,7 +32,7 @@ GRID: dict[str, Tensor] = {
 def value(text: str, *captures: Tensor) -> Any:
     """What a score_mod gives over the grid."""
     names = GRID | {f"captured{place}": tensor for place, tensor in enumerate(captures)}
-    return parse(text, SCORE_NAMES).evaluate(names, reference.FUNCTIONS)
+    return parse(text, SCORE_NAMES).evaluate(names, attention_formula.FUNCTIONS)
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -188,7 +190,7 @@ def test_a_mask_knows_no_score_and_answers_with_a_boolean() -> None:
 
 
 def test_so_many_captures_and_no_more() -> None:
-    lines = [f"captured{place}: float32[1]" for place in range(expression.MAX_CAPTURES + 1)]
+    lines = [f"captured{place}: float32[1]" for place in range(language.MAX_CAPTURES + 1)]
     parse("\n".join([*lines[:-1], "score"]), SCORE_NAMES)
     with pytest.raises(ProblemError, match="up to 16"):
         parse("\n".join([*lines, "score"]), SCORE_NAMES)
@@ -219,9 +221,9 @@ where(near, score + captured0[h] * v, w + 0.01 * k + (q_idx > 2) * 0.5 + to_int(
 
 def test_all_functions_and_operators_compile_for_a_gpu() -> None:
     one = kernels.problem(modifiers=Modifiers(score_mod=EVERYTHING))
-    compile.build(kernels.source(one, num_warps=4), 80)
+    compiler.build(kernels.source(one, num_warps=4), 80)
 
 
 def test_a_mask_compiles_for_a_gpu() -> None:
     text = "captured0: bool[2]\n(captured0[h, kv_idx] ^ (q_idx // 3 % 2 == 0)) & (b < 1)"
-    compile.build(kernels.source(kernels.problem(mask=Mask.blocks(16, 16, 0.5, text)), num_warps=4), 90)
+    compiler.build(kernels.source(kernels.problem(mask=Mask.blocks(16, 16, 0.5, text)), num_warps=4), 90)

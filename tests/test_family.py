@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autoattn import cli, space
-from autoattn.problem import Op
+from autoattn import cli
+from autoattn.codegen import search_space
+from autoattn.core.problem import Op
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import family
@@ -18,8 +19,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     """The templates of gradients that the command sees, and its own words."""
     seen: list[str] = []
     monkeypatch.setattr(sys, "argv", ["family.py", *words])
-    monkeypatch.setattr(space, "of", space.of)  # what it was comes back
-    monkeypatch.setattr(cli, "main", lambda: seen.extend([*(one.template for one in space.of(Op.BACKWARD)), *sys.argv]))
+    monkeypatch.setattr(search_space, "of", search_space.of)  # what it was comes back
+    monkeypatch.setattr(
+        cli, "main", lambda: seen.extend([*(one.template for one in search_space.of(Op.BACKWARD)), *sys.argv])
+    )
     family.main()
     return seen
 

@@ -10,14 +10,14 @@ import kernels
 import pytest
 import samples
 
-from autoattn import finals
-from autoattn.entry import KERNEL, Rival
-from autoattn.finals import Decision, decide, shortlist
-from autoattn.jobs import Finished, finalist_name
-from autoattn.plan import Objective
-from autoattn.rounds import Pulse, Round
-from autoattn.trial import Energy, Outcome, StaticReport, Trial, Verdict
-from autoattn.variant import Variant
+from autoattn.core.cache_entry import KERNEL, Rival
+from autoattn.core.paired_stats import Pulse, Round
+from autoattn.core.trial import Energy, Outcome, StaticReport, Trial, Verdict
+from autoattn.core.variant import Variant
+from autoattn.search import finals
+from autoattn.search.finals import Decision, decide, shortlist
+from autoattn.search.gpu_jobs import Finished, finalist_name
+from autoattn.search.search_options import Objective
 
 PROBLEM = samples.problem()
 GOOD = Verdict(ok=True, checks=1, max_error=1e-3, rms_error=1e-4, allowed=4e-3)

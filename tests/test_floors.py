@@ -252,7 +252,7 @@ def lines_of(document: str) -> list[str]:
     [
         ("problem", "import torch", "problem (floor 0) imports torch"),
         ("device", "def f():\n    from autoattn import cache", "device (floor 0) imports cache (floor 1)"),
-        ("cache", "from autoattn.tune import tune", "cache (floor 1) imports tune (floor 3)"),
+        ("cache", "from autoattn.search.tuner import tune", "cache (floor 1) imports tune (floor 3)"),
         ("cache", "from .gpu import present", "cache (floor 1) imports gpu (floor 2)"),
         ("gpu", "from autoattn import attention", "gpu (floor 2) imports __init__ (floor 4)"),
         ("dispatch", "from autoattn import tune", "dispatch runs inside models, but imports tune of the search"),
@@ -280,7 +280,9 @@ def test_a_model_at_run_time_imports_nothing_of_the_search_or_the_command_line()
     rooms = [room for room in sorted(FLOORS[4]) if (PACKAGE / f"{room}.py").exists()]
     assert "dispatch" in rooms
     loaded = modules_after("import autoattn" + "".join(f", autoattn.{room}" for room in rooms))
-    assert loaded.isdisjoint({"optuna", "pandas", "typer", "rich", "autoattn.tune", "autoattn.cli", "autoattn.report"})
+    assert loaded.isdisjoint(
+        {"optuna", "pandas", "typer", "rich", "autoattn.search.tuner", "autoattn.cli", "autoattn.report"}
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:

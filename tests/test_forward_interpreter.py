@@ -11,11 +11,11 @@ import kernels
 import pytest
 from interpreted import Run, run
 
-from autoattn.jobs import Rehearse
-from autoattn.problem import DType, Layout, Problem
-from autoattn.trial import Outcome, Verdict
-from autoattn.variant import Source, Traits
-from autoattn.workers import Failure, Pool
+from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.trial import Outcome, Verdict
+from autoattn.core.variant import Source, Traits
+from autoattn.search.gpu_jobs import Rehearse
+from autoattn.search.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -20,11 +20,13 @@ from functional_calls import (
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, arguments, functional
-from autoattn.dispatch import Level
+from autoattn import functional
+from autoattn.core.problem import Problem
 from autoattn.errors import AutoattnError, ProblemError, TensorError
-from autoattn.operands import Operands
-from autoattn.problem import Problem
+from autoattn.runtime.parse import arguments
+from autoattn.runtime.plan import planner
+from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.tensors.operands import Operands
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -279,9 +281,9 @@ def test_on_a_card_it_says_why_no_kernel_may_run(
 
     def why(one: Problem, scale: float) -> str | None:
         tensor: Any = OnCard()
-        return answer._why_no_kernel(one, Operands(query=tensor, key=tensor, value=tensor, scale=scale))
+        return planner._why_no_kernel(one, Operands(query=tensor, key=tensor, value=tensor, scale=scale))
 
     assert why(kernels.problem(), 1.0) in ("a tensor subclass has rules of its own", words)
-    monkeypatch.setattr(answer, "Tensor", OnCard)
+    monkeypatch.setattr(planner, "Tensor", OnCard)
     assert why(kernels.problem(batch=batch), scale) == words
     assert why(kernels.problem(), 1.0) is None

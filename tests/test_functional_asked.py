@@ -21,9 +21,9 @@ from functional_calls import (
 )
 
 import autoattn
-from autoattn.dispatch import Level
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.errors import ProblemError, TensorError
-from autoattn.problem import DType, Layout, Problem
+from autoattn.runtime.plan.cache_lookup import Level
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -198,9 +198,9 @@ def test_a_block_table_and_flexattentions_own_match_the_formula() -> None:
 
 def test_the_other_front_doors_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    launch = functional.answer.forward.launch
+    launch = functional.planner.forward.launch
     monkeypatch.setattr(
-        functional.answer.forward, "launch", lambda *facts, **more: launched.append(1) or launch(*facts, **more)
+        functional.planner.forward, "launch", lambda *facts, **more: launched.append(1) or launch(*facts, **more)
     )
     query, key, value = normal(2, 4, 100, 64), normal(2, 4, 160, 64), normal(2, 4, 160, 64)
     output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -25,12 +25,15 @@ from functional_calls_gpu import (
 from torch import Tensor
 
 import autoattn
-from autoattn import cache, gpu, inputs, rivals
-from autoattn.dispatch import Level
-from autoattn.entry import Rival
-from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Op, Problem
-from autoattn.variant import Traits
+from autoattn.baselines import pytorch_sdpa
+from autoattn.cache import store
+from autoattn.core.cache_entry import Rival
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Op, Problem
+from autoattn.core.variant import Traits
+from autoattn.hardware import nvidia
+from autoattn.reference import inputs
+from autoattn.runtime.plan.cache_lookup import Level
 
 pytestmark = pytest.mark.gpu
 
@@ -181,12 +184,12 @@ TUNED = [
 ]
 
 
-RIVALS = (rivals.SDPA, *rivals.BACKENDS)
+RIVALS = (pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS)
 
 
 def remember(folder: Path, one: Problem, **changes: Any) -> None:
     """Writes a measured entry of this very card."""
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     facts: dict[str, Any] = {
         "choice": "kernel",
@@ -194,7 +197,7 @@ def remember(folder: Path, one: Problem, **changes: Any) -> None:
         "rivals": tuple(Rival(name=name, measurement=samples.measurement(one, 300.0)) for name in RIVALS),
     }
     entry = samples.current(replace(samples.measured(one), **{**facts, **changes}))
-    cache.merge(folder, card, Op.FORWARD, [entry])
+    store.merge(folder, card, Op.FORWARD, [entry])
 
 
 @pytest.mark.parametrize("params", TUNED, ids=lambda params: "-".join(str(value) for value in params.values()))

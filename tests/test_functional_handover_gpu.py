@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoattn
-from autoattn import functional, sdpa_arguments
+from autoattn import functional
+from autoattn.runtime.parse import sdpa_arguments
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import strategies
 from drawn import Compare, Drawn
 from hypothesis import HealthCheck, given, seed, settings
 
-from autoattn.problem import Problem
-from autoattn.workers import Pool
+from autoattn.core.problem import Problem
+from autoattn.search.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -11,12 +11,14 @@ import kernels
 import pytest
 import torch
 
-from autoattn import compile, gpu, render, space
-from autoattn.device import Device
+from autoattn.codegen import render, search_space
+from autoattn.core.device import Device
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.errors import CompileError
-from autoattn.inputs import Scores
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.validate import Gate
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler
+from autoattn.reference.inputs import Scores
+from autoattn.validation.output_check import Gate
 
 pytestmark = pytest.mark.gpu
 
@@ -26,13 +28,13 @@ HOPPER = "gluon/forward"
 
 def judged(one: Problem, *, seed: int | None = None, template: str = kernels.TEMPLATE) -> Any:
     """The gate's verdict on the template's default for this kind of problem, or on a random feasible variant."""
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
-    points = space.load(template)
+    points = search_space.load(template)
     rng = random.Random(seed)
     variant = points.default(one, device) if seed is None else next(points.feasible(one, device, rng))
     source = render.render(one, variant, render.natural_traits(one, lse=True))
-    return Gate(one, CUDA).judge(compile.load(source, CUDA))
+    return Gate(one, CUDA).judge(compiler.load(source, CUDA))
 
 
 def sized(**changes: Any) -> Problem:
@@ -45,7 +47,7 @@ def sized(**changes: Any) -> Problem:
 @pytest.fixture(autouse=True)
 def only_numbers_that_the_card_has(request: pytest.FixtureRequest) -> None:
     point = request.node.callspec.params.get("numbers") if hasattr(request.node, "callspec") else None
-    device = gpu.present()
+    device = nvidia.present()
     if point is not None and point[0] is DType.FLOAT8 and device is not None and device.arch < 89:
         pytest.skip("float8 needs compute capability 8.9")
 
@@ -85,7 +87,7 @@ def test_programs_that_share_tiles_and_heads_that_share_rows_pass(mask: str, sof
         if together and one.mask.sparse:
             continue
         source = kernels.source(one, render.natural_traits(one, lse=True), SPLITS=shared, PACK_GQA=together, **small)
-        verdict = Gate(one, CUDA).judge(compile.load(source, CUDA))
+        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
         assert verdict.ok, verdict.reason
 
 
@@ -123,12 +125,12 @@ HOPPER_KINDS = (
 def test_every_hopper_seed_passes(dtype: DType, mask: str, dims: tuple[int, int]) -> None:
     one = sized(dtype=dtype, **masked(mask), head_dim=dims[0], head_dim_v=dims[1], batch=2, heads_q=64, heads_kv=64)
     device = hopper()
-    seeds = space.load(HOPPER).seeds_for(one, device)
+    seeds = search_space.load(HOPPER).seeds_for(one, device)
     assert seeds
     gate = Gate(one, CUDA)
     for variant in seeds:
         source = render.render(one, variant, render.natural_traits(one, lse=True))
-        verdict = gate.judge(compile.load(source, CUDA))
+        verdict = gate.judge(compiler.load(source, CUDA))
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -141,10 +143,10 @@ def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -
         dtype=dtype, **masked(rng.choice(HOPPER_MASKS[: 7 if dtype is DType.FLOAT8 else None])), batch=2, heads_q=64,
         heads_kv=64, head_dim=head_dim, head_dim_v=head_dim_v,
     )  # fmt: skip
-    variant = next(space.load(HOPPER).feasible(one, hopper(), rng))
+    variant = next(search_space.load(HOPPER).feasible(one, hopper(), rng))
     source = render.render(one, variant, render.natural_traits(one, lse=rng.random() < 0.5))
     try:
-        kernel = compile.load(source, CUDA)
+        kernel = compiler.load(source, CUDA)
     except CompileError:
         return
     verdict = Gate(one, CUDA, seed=seed).judge(kernel)
@@ -152,7 +154,7 @@ def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -
 
 
 def hopper() -> Device:
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
     if device.arch != 90:
         pytest.skip("the template's instructions are Hopper's")
@@ -171,4 +173,4 @@ def test_wild_values_reach_just_the_rows_that_see_them(bias: Bias) -> None:
     one = sized(modifiers=Modifiers(bias=bias), mask="causal")
     source = kernels.source(one, render.natural_traits(one, lse=True), BLOCK_M=64, BLOCK_N=32, num_warps=4)
     call = drawn.Call(problem=one, seed=1, scores=Scores.PLAIN, apart=True, wild=0.001)
-    assert drawn.fault(compile.load(source, CUDA), call) == ""
+    assert drawn.fault(compiler.load(source, CUDA), call) == ""

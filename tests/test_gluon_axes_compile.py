@@ -13,10 +13,10 @@ import pytest
 from gluon_kernels import H200, TEMPLATE, feasible, variant
 from rarely import rarely
 
-from autoattn import render, space
-from autoattn.compile import build, inspect, load_module
-from autoattn.problem import Problem
-from autoattn.variant import Source, Value
+from autoattn.codegen import render, search_space
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Source, Value
+from autoattn.kernels.compiler import build, inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -40,7 +40,8 @@ def test_a_choice_that_came_later_leaves_the_text_alone_where_it_is_not_made() -
     assert "CTAS" not in text
     assert "software" not in text
     assert (
-        render.render(one, space.load(TEMPLATE).variant({**old.as_dict(), "CTAS": 1, "software_exp2": 0})).text == text
+        render.render(one, search_space.load(TEMPLATE).variant({**old.as_dict(), "CTAS": 1, "software_exp2": 0})).text
+        == text
     )
 
 
@@ -175,6 +176,6 @@ def test_what_two_programs_have_no_room_for_is_refused(
     facts: dict[str, Any], params: dict[str, Value], words: str
 ) -> None:
     one = problem(**facts)
-    reason = space.load(TEMPLATE).why_infeasible(variant(one, **{**SMALL, **params}), one, H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **{**SMALL, **params}), one, H200)
     assert reason is not None
     assert words in reason

@@ -12,11 +12,12 @@ import pytest
 from hopper_gradients import H200, TEMPLATE, problem, source, variant
 from rarely import rarely
 
-from autoattn import render, space, triton_release
-from autoattn.compile import build, inspect, load_module, parts_of
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers
-from autoattn.variant import Traits
+from autoattn.codegen import render, search_space
+from autoattn.core import triton_release
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers
+from autoattn.core.variant import Traits
+from autoattn.kernels.compiler import build, inspect, load_module, parts_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -60,7 +61,7 @@ def test_the_default_is_not_serialised_and_does_not_spill_in_its_loop() -> None:
 @pytest.mark.parametrize(("kind", "traits"), rarely((KINDS[1], KINDS[3]), lambda kind: kind == KINDS[1]), ids=str)
 def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
     one = problem(**kind)
-    chosen = next(space.load(TEMPLATE).feasible(one, H200, random.Random(str(kind))))
+    chosen = next(search_space.load(TEMPLATE).feasible(one, H200, random.Random(str(kind))))
     rendered = render.render(one, chosen, traits)
     adds = {"tma": "cp.reduce.async.bulk.tensor.2d", "threads": "red.relaxed.gpu.global.add.v4.f32"}
     for name in parts_of(load_module(rendered)):
@@ -94,7 +95,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_has_no_kernel_here_is_refused_in_words(words: str) -> None:
-    reason = space.load(TEMPLATE).why_infeasible(variant(problem()), problem(**REFUSED[words]), H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(problem()), problem(**REFUSED[words]), H200)
     assert reason is not None
     assert words in reason
 
@@ -108,7 +109,7 @@ def test_what_has_no_kernel_here_is_refused_in_words(words: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
-    reason = space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(), H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(), H200)
     assert reason is not None
     assert words in reason
 
@@ -124,7 +125,7 @@ def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any
 )
 def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
     one = problem(head_dim=192)
-    reason = space.load(TEMPLATE).why_infeasible(variant(one, **params), one, H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **params), one, H200)
     assert reason is not None
     assert words in reason
 
@@ -155,7 +156,7 @@ def test_batch_heads_and_lengths_never_reach_the_text() -> None:
 
 
 def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_be() -> None:
-    points = space.load(TEMPLATE)
+    points = search_space.load(TEMPLATE)
     for kind in ({}, {"mask": "causal", "head_dim": 64}, {"mask": "window:600,64", "head_dim": 256}):
         loose, strict = problem(**kind), problem(deterministic=True, **kind)
         seeds = {one.deterministic: points.seeds_for(one, H200) for one in (loose, strict)}
@@ -276,7 +277,7 @@ def test_what_programs_that_walk_many_tiles_cannot_do_is_refused_in_words(
     words: str, facts: dict[str, Any], params: dict[str, Any]
 ) -> None:
     one = problem(**facts)
-    reason = space.load(TEMPLATE).why_infeasible(variant(one, schedule="dynamic", **params), one, H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, schedule="dynamic", **params), one, H200)
     assert reason is not None
     assert words in reason
 

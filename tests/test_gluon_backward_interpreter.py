@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn.compile import load_module
-from autoattn.problem import DType
-from autoattn.variant import Source, Traits
-from autoattn.workers import Failure, Pool
+from autoattn.core.problem import DType
+from autoattn.core.variant import Source, Traits
+from autoattn.kernels.compiler import load_module
+from autoattn.search.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 

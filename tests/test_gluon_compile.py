@@ -16,14 +16,17 @@ import torch
 from gluon_kernels import H200, TEMPLATE, Spy, problem, source, variant
 from rarely import rarely
 
-from autoattn import compile, dispatch, inputs, profiles, render, space, triton_release
-from autoattn.compile import Kernel, build, inspect, load_module
-from autoattn.device import Device
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import CompileError
-from autoattn.mask import Mask
-from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Modifiers, Problem
-from autoattn.variant import Source, Traits, Value, Variant
+from autoattn.kernels import compiler, forward
+from autoattn.kernels.compiler import Kernel, build, inspect, load_module
+from autoattn.reference import inputs
+from autoattn.runtime.plan import cache_lookup
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -47,7 +50,7 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
 
 
 def device(name: str) -> Device:
-    return profiles.named(name)
+    return device_profiles.named(name)
 
 
 # --- what compiles ----------------------------------------------------------------------------------------------------
@@ -74,7 +77,7 @@ def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> Non
 @pytest.mark.parametrize(("kind", "traits"), rarely(KINDS[::2], lambda kind: kind in KINDS[2::8]), ids=str)
 def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
     one = problem(**kind)
-    points = space.load(TEMPLATE)
+    points = search_space.load(TEMPLATE)
     chosen = next(points.feasible(one, H200, random.Random(str(kind))))
     rendered = render.render(one, chosen, traits)
     compiled = build(rendered, 90)
@@ -94,7 +97,7 @@ def early_seeds() -> tuple[tuple[Variant, ...], ...]:
     found: list[tuple[Variant, ...]] = []
     known: set[tuple[tuple[str, Value], ...]] = set()
     for kind, _ in KINDS:
-        tried = space.load(TEMPLATE).seeds_for(problem(**kind), H200)[:EARLY]
+        tried = search_space.load(TEMPLATE).seeds_for(problem(**kind), H200)[:EARLY]
         loops = {tuple(pair for pair in seed.params if pair[0] != ORDER): seed for seed in reversed(tried)}
         found.append(tuple(seed for loop, seed in loops.items() if seed is tried[0] or loop not in known))
         known |= set(loops)
@@ -174,14 +177,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 def test_what_cannot_work_is_refused_in_words(words: str) -> None:
     facts, params = REFUSED[words]
     chosen = variant(problem(head_dim=128), **{"ping_pong": "named", **params})
-    reason = space.load(TEMPLATE).why_infeasible(chosen, problem(**{"head_dim": 128, **facts}), H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(chosen, problem(**{"head_dim": 128, **facts}), H200)
     assert reason is not None
     assert words in reason
 
 
 @pytest.mark.parametrize("name", ["a30", "l4", "b200"])
 def test_other_architectures_are_refused(name: str) -> None:
-    reason = space.load(TEMPLATE).why_infeasible(variant(problem(head_dim=64)), problem(head_dim=64), device(name))
+    reason = search_space.load(TEMPLATE).why_infeasible(
+        variant(problem(head_dim=64)), problem(head_dim=64), device(name)
+    )
     assert reason is not None
     assert "Hopper" in reason
 
@@ -208,7 +213,7 @@ def test_what_ptxas_refuses_is_quoted_and_nothing_is_printed(capsys: pytest.Capt
 
 def test_the_interpreter_does_not_run_it() -> None:
     with pytest.raises(CompileError, match="interpreter"):
-        compile.load(source(problem(head_dim=64)), torch.device("cpu"))
+        compiler.load(source(problem(head_dim=64)), torch.device("cpu"))
 
 
 # --- the file and its launch ------------------------------------------------------------------------------------------
@@ -217,7 +222,7 @@ def test_the_interpreter_does_not_run_it() -> None:
 def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(grid, arguments by name) of each launch."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
-    monkeypatch.setattr(compile, "make_current", lambda _: None)
+    monkeypatch.setattr(compiler, "make_current", lambda _: None)
     calls: list[Any] = []
     module = load_module(rendered)
     facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
@@ -298,10 +303,10 @@ def test_the_template_is_for_the_releases_of_triton_that_its_space_names(
     installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(triton_release, "installed", lambda: installed)
-    points, one = space.load(TEMPLATE), kernels.problem(head_dim=128, seq_q=4096, seq_kv=4096)
+    points, one = search_space.load(TEMPLATE), kernels.problem(head_dim=128, seq_q=4096, seq_kv=4096)
     assert bool(points.seeds_for(one, H200)) is serves
     assert (next(points.feasible(one, H200), None) is not None) is serves
-    found = dispatch.explain(one, H200, tmp_path)
+    found = cache_lookup.explain(one, H200, tmp_path)
     assert found.variant is not None
     assert found.variant.template == (TEMPLATE if serves else "triton/forward")
     said = [

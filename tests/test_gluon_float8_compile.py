@@ -10,11 +10,12 @@ import torch
 from gluon_kernels import H200, TEMPLATE, Spy, source, variant
 from rarely import rarely
 
-from autoattn import compile, inputs, render, space
-from autoattn.compile import Kernel, build, inspect, load_module
-from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Problem
-from autoattn.variant import Traits, Value
+from autoattn.codegen import render, search_space
+from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.variant import Traits, Value
+from autoattn.kernels import compiler, forward
+from autoattn.kernels.compiler import Kernel, build, inspect, load_module
+from autoattn.reference import inputs
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -53,7 +54,7 @@ def test_weights_become_a_factor_where_they_are(softmax: str) -> None:
 )
 def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], mask: str) -> None:
     one = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
-    seeds = space.load(TEMPLATE).seeds_for(one, H200)
+    seeds = search_space.load(TEMPLATE).seeds_for(one, H200)
     assert seeds
     rendered = render.render(one, seeds[0], Traits(alignment=16, lse=True))
     assert inspect(rendered, 90).loop
@@ -64,7 +65,7 @@ def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], 
 
 def test_values_are_turned_into_room_of_their_own_before_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
-    monkeypatch.setattr(compile, "make_current", lambda _: None)
+    monkeypatch.setattr(compiler, "make_current", lambda _: None)
     calls: list[Any] = []
     rendered = source(problem(head_dim=80, mask="causal"))
     module = load_module(rendered)
@@ -99,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_work_is_refused_in_words(words: str) -> None:
     facts, params = REFUSED[words]
-    reason = space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(**facts), H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(**facts), H200)
     assert reason is not None
     assert words in reason
 
@@ -112,5 +113,5 @@ def test_maxima_that_may_lag_leave_room_for_it() -> None:
 
 
 def test_tensors_at_odd_addresses_are_refused_before_they_are_rendered() -> None:
-    with pytest.raises(compile.CompileError, match="multiples of 16 bytes, got tensors where only 8 divide"):
+    with pytest.raises(compiler.CompileError, match="multiples of 16 bytes, got tensors where only 8 divide"):
         source(problem(), Traits(alignment=8))

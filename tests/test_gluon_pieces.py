@@ -10,10 +10,12 @@ import pytest
 from gluon_kernels import H200, TEMPLATE, problem
 from rarely import rarely
 
-from autoattn import compile, render, space, triton_release
-from autoattn.compile import inspect, load_module
-from autoattn.problem import DType, Layout
-from autoattn.variant import Source, Traits, Value
+from autoattn.codegen import render, search_space
+from autoattn.core import triton_release
+from autoattn.core.problem import DType, Layout
+from autoattn.core.variant import Source, Traits, Value
+from autoattn.kernels import compiler
+from autoattn.kernels.compiler import inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -44,7 +46,7 @@ PIECED = pytest.mark.parametrize(("kind", "params"), KINDS, ids=str)
 
 def rendered(kind: dict[str, Any], params: dict[str, Value], traits: Traits | None = None) -> Source:
     """A feasible variant: what the space's first base says, changed."""
-    points, one = space.load(TEMPLATE), problem(**kind)
+    points, one = search_space.load(TEMPLATE), problem(**kind)
     variant = points.variant(points.seeds[-1][1] | BASE | params)
     assert points.why_infeasible(variant, one, H200) is None
     return render.render(one, variant, traits)
@@ -59,7 +61,7 @@ BASE: dict[str, Value] = {
 def boxes(source: Source, tensor: str) -> list[list[int]]:
     """[rows, width] of each box in which a tensor is read or written, as the kernel's file says."""
     described = load_module(source).DESCRIPTORS.items()
-    return [block[2:] for name, (block, _) in described if compile.described(name) == tensor]
+    return [block[2:] for name, (block, _) in described if compiler.described(name) == tensor]
 
 
 @PIECED
@@ -146,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_work_is_refused_in_words(words: str) -> None:
     kind, params = REFUSED[words]
-    points = space.load(TEMPLATE)
+    points = search_space.load(TEMPLATE)
     chosen = points.variant(points.seeds[-1][1] | BASE | params)
     assert words in (points.why_infeasible(chosen, problem(**kind), H200) or "")
 
@@ -154,7 +156,7 @@ def test_what_cannot_work_is_refused_in_words(words: str) -> None:
 @pytest.mark.parametrize("kind", [{"head_dim": 80}, {"head_dim": 192, "head_dim_v": 128}], ids=str)
 def test_whole_values_let_float8_and_packed_sequences_in(kind: dict[str, Any]) -> None:
     """Rules refuse pieces to them, and nothing else that other problems of these head dims are given."""
-    points = space.load(TEMPLATE)
+    points = search_space.load(TEMPLATE)
     whole = points.variant(points.seeds[-1][1] | BASE | {"BLOCK_N": 64})
     for change in ({"dtype": DType.FLOAT8}, PACKED):
         assert points.why_infeasible(whole, problem(**kind, **change), H200) is None
@@ -163,12 +165,12 @@ def test_whole_values_let_float8_and_packed_sequences_in(kind: dict[str, Any]) -
 def test_descriptors_go_by_the_tensor_whose_boxes_they_are() -> None:
     """float8's value_columns is a tensor of its own."""
     stems = {"query_low": "query", "key_rest": "key", "value_rest_high": "value", "output": "output"}
-    assert {name: compile.described(name) for name in stems} == stems
-    assert compile.described("value_columns") == "value_columns"
+    assert {name: compiler.described(name) for name in stems} == stems
+    assert compiler.described("value_columns") == "value_columns"
 
 
 def test_kernels_from_before_pieces_keep_their_variants_and_texts() -> None:
-    points, one = space.load(TEMPLATE), problem(head_dim=80)
+    points, one = search_space.load(TEMPLATE), problem(head_dim=80)
     whole = points.variant({**points.default(one, H200).as_dict(), "HEAD_SPLIT": 0})
     assert "HEAD_SPLIT" not in whole.as_dict()
     text = render.render(one, whole).text

@@ -11,9 +11,9 @@ import gluon_kernels
 import pytest
 from rarely import rarely
 
-from autoattn import sass
-from autoattn.compile import build, inspect
-from autoattn.variant import Source, Value
+from autoattn.core.variant import Source, Value
+from autoattn.kernels.compiler import build, inspect
+from autoattn.kernels.sass import disassembler
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -31,7 +31,9 @@ def listing(cubin: bytes, folder: Path) -> tuple[list[str], list[list[int]], int
     """Instructions, those that may come right before each, and where the roles of the warps part."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
-    said = subprocess.run([sass.disassembler(), "-c", "-ndf", str(file)], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [disassembler.disassembler(), "-c", "-ndf", str(file)], capture_output=True, text=True, check=True
+    )
     code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in said.stdout.splitlines():

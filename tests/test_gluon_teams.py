@@ -10,11 +10,12 @@ import pytest
 import torch
 from gluon_kernels import H200, TEMPLATE
 
-from autoattn import inputs, render, space
-from autoattn.compile import Descriptor, Kernel, build, inspect, load_module
-from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Problem
-from autoattn.variant import Source, Value, Variant
+from autoattn.codegen import render, search_space
+from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.variant import Source, Value, Variant
+from autoattn.kernels import forward
+from autoattn.kernels.compiler import Descriptor, Kernel, build, inspect, load_module
+from autoattn.reference import inputs
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -25,7 +26,7 @@ def problem(**changes: Any) -> Problem:
 
 
 def variant(one: Problem, **changes: Value) -> Variant:
-    return Variant.of(TEMPLATE, space.load(TEMPLATE).default(one, H200).as_dict() | changes)
+    return Variant.of(TEMPLATE, search_space.load(TEMPLATE).default(one, H200).as_dict() | changes)
 
 
 def source(one: Problem, **changes: Value) -> Source:
@@ -77,7 +78,7 @@ def test_it_costs_the_loop_over_whole_blocks_nothing() -> None:
 )
 def test_what_cannot_work_is_refused_in_words(kind: dict[str, Any], together: int, words: str) -> None:
     one = problem(**kind)
-    points = space.load(TEMPLATE)
+    points = search_space.load(TEMPLATE)
     reason = points.why_infeasible(variant(one, PACK_GQA=together), one, H200)
     assert reason is not None
     assert words in reason

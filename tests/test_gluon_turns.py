@@ -10,8 +10,8 @@ import hopper_gradients
 import pytest
 import triton.language as tl
 
-from autoattn import render, space
-from autoattn.compile import load_module
+from autoattn.codegen import render, search_space
+from autoattn.kernels.compiler import load_module
 
 BATCH, HEADS = 2, 3
 
@@ -79,7 +79,7 @@ def test_a_turn_is_the_number_of_earlier_programs_that_add(mask: str, head_dim: 
 @pytest.mark.parametrize("mask", ["full", "causal", "window:600,64", "window:600,-1", "window:-1,90", "window:1023,0"])
 def test_early_seeds_let_no_program_wait_for_the_whole_walk_of_another(mask: str, head_dim: int) -> None:
     one = hopper_gradients.problem(mask=mask, head_dim=head_dim, seq_kv=4096, deterministic=True)
-    for chosen in space.load(hopper_gradients.TEMPLATE).seeds_for(one, hopper_gradients.H200)[:2]:
+    for chosen in search_space.load(hopper_gradients.TEMPLATE).seeds_for(one, hopper_gradients.H200)[:2]:
         functions = functions_of(load_module(render.render(one, chosen)))
         sizes, bounds = [Number(size) for size in (1, 1, 1, 4096, 4096)], bounds_of(one.mask, 0)
         programs = 4096 // (64 if head_dim == 256 else 128)

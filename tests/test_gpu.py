@@ -10,9 +10,10 @@ import pytest
 import samples
 import torch
 
-from autoattn import gpu, profiles
+from autoattn.core import device_profiles
+from autoattn.core.paired_stats import Pulse
 from autoattn.errors import DeviceError
-from autoattn.rounds import Pulse
+from autoattn.hardware import nvidia
 
 FACTS: dict[str, Any] = {
     "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "L2_cache_size": samples.H200.l2_bytes,
@@ -62,9 +63,9 @@ class PretendedNvml(SimpleNamespace):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    gpu._describe.cache_clear()
+    nvidia._describe.cache_clear()
     yield
-    gpu._describe.cache_clear()
+    nvidia._describe.cache_clear()
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
@@ -84,17 +85,17 @@ def without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_a_card")
 def test_without_a_card_there_is_none() -> None:
-    assert gpu.present() is None
+    assert nvidia.present() is None
 
 
 def test_a_known_card_is_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch)
-    assert gpu.present() == profiles.named("h200")
+    assert nvidia.present() == device_profiles.named("h200")
 
 
 def test_what_the_driver_says_of_a_slice_wins_over_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, multi_processor_count=16, L2_cache_size=2**23, total_memory=2**34)
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     assert (card.name, card.sm_count, card.l2_bytes, card.memory_bytes) == ("h200", 16, 2**23, 2**34)
     assert card.fingerprint != samples.H200.fingerprint
@@ -102,7 +103,7 @@ def test_what_the_driver_says_of_a_slice_wins_over_the_data_sheet(monkeypatch: p
 
 def test_a_card_that_nobody_described_is_what_the_driver_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, name="NVIDIA Mystery 9000", major=12, minor=0)
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     assert (card.name, card.full_name, card.arch) == ("nvidia-mystery-9000", "NVIDIA Mystery 9000", 120)
     assert (card.sm_count, card.shared_bytes_per_block, card.peak_flops) == (132, 232448, {})
@@ -111,9 +112,9 @@ def test_a_card_that_nobody_described_is_what_the_driver_says_of_it(monkeypatch:
 
 def test_the_card_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch)
-    gpu.present(0)
+    nvidia.present(0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: pytest.fail("it was asked again"))
-    assert gpu.present(0) == gpu.present()
+    assert nvidia.present(0) == nvidia.present()
 
 
 # --- what a name means ------------------------------------------------------------------------------------------------
@@ -122,24 +123,24 @@ def test_the_card_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["auto", " AUTO ", "h200", "H200", "NVIDIA H200", "nvidia h200"])
 def test_the_card_in_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     plug_in(monkeypatch)
-    assert gpu.resolve(text) == (samples.H200, True)
+    assert nvidia.resolve(text) == (samples.H200, True)
 
 
 def test_another_card_than_the_one_in_the_machine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch)
-    assert gpu.resolve("a30") == (samples.A30, False)
+    assert nvidia.resolve("a30") == (samples.A30, False)
 
 
 @pytest.mark.usefixtures("without_a_card")
 @pytest.mark.parametrize("text", ["a30", "A30", "NVIDIA A30"])
 def test_without_a_card_a_name_is_a_profile(text: str) -> None:
-    assert gpu.resolve(text) == (samples.A30, False)
+    assert nvidia.resolve(text) == (samples.A30, False)
 
 
 def test_a_card_without_a_profile_answers_to_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, name="NVIDIA Mystery 9000")
     for text in ("auto", "nvidia-mystery-9000", "NVIDIA Mystery 9000"):
-        device, here = gpu.resolve(text)
+        device, here = nvidia.resolve(text)
         assert (device.full_name, here) == ("NVIDIA Mystery 9000", True)
 
 
@@ -148,13 +149,13 @@ def test_auto_without_a_card_says_what_to_name() -> None:
     with pytest.raises(
         DeviceError, match=r"^--device auto needs an NVIDIA GPU in this machine, found none; name one of"
     ):
-        gpu.resolve("auto")
+        nvidia.resolve("auto")
 
 
 @pytest.mark.usefixtures("without_a_card")
 def test_a_name_that_nobody_knows_is_refused() -> None:
     with pytest.raises(DeviceError, match="z9999"):
-        gpu.resolve("z9999")
+        nvidia.resolve("z9999")
 
 
 # --- what it is doing -------------------------------------------------------------------------------------------------
@@ -164,21 +165,21 @@ def test_a_name_that_nobody_knows_is_refused() -> None:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
     plug_in(monkeypatch)
     pretended = PretendedNvml(reasons=0, clock=1755, heat=61)
-    monkeypatch.setattr(gpu, "_nvml", lambda: pretended)
+    monkeypatch.setattr(nvidia, "_nvml", lambda: pretended)
     return pretended
 
 
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (4, False), (8, True), (64, True), (4 | 64, True)])
 def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: PretendedNvml, reasons: int, slowed: bool) -> None:
     nvml.reasons = reasons
-    found = gpu.pulse(0)
+    found = nvidia.pulse(0)
     assert found is not None
     assert (found.clock_mhz, found.slowed, found.temperature_c) == (1755, slowed, 61)
 
 
 def test_what_holds_the_clock_down_is_told_in_words(nvml: PretendedNvml) -> None:
     nvml.reasons = 4 | 64 | 1  # 1 is idleness, which holds nothing down
-    found = gpu.pulse(0)
+    found = nvidia.pulse(0)
     assert found is not None
     assert found.reasons == ("power cap", "hardware thermal slowdown")
 
@@ -186,29 +187,29 @@ def test_what_holds_the_clock_down_is_told_in_words(nvml: PretendedNvml) -> None
 @pytest.mark.parametrize("uuid", ["1234", "GPU-1234"])
 def test_the_card_is_the_one_that_cuda_means(nvml: PretendedNvml, monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
     plug_in(monkeypatch, uuid=uuid)
-    gpu.pulse(0)
+    nvidia.pulse(0)
     assert nvml.asked == "GPU-1234"
 
 
 def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: PretendedNvml) -> None:
     nvml.heat = None
-    assert gpu.pulse(0) == Pulse(clock_mhz=1755, slowed=False)
+    assert nvidia.pulse(0) == Pulse(clock_mhz=1755, slowed=False)
 
 
 def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> None:
     nvml.clock = None
-    assert gpu.pulse(0) is None
+    assert nvidia.pulse(0) is None
 
 
 def test_without_nvml_there_is_no_clock_and_no_driver_version(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch)
-    monkeypatch.setattr(gpu, "_nvml", lambda: None)
-    assert gpu.pulse(0) is None
-    assert gpu.driver_version() is None
+    monkeypatch.setattr(nvidia, "_nvml", lambda: None)
+    assert nvidia.pulse(0) is None
+    assert nvidia.driver_version() is None
 
 
 def test_the_driver_tells_its_version(nvml: PretendedNvml) -> None:
-    assert gpu.driver_version() == "580.159.04"
+    assert nvidia.driver_version() == "580.159.04"
 
 
 # --- several cards ----------------------------------------------------------------------------------------------------
@@ -234,11 +235,11 @@ def test_only_cards_that_are_such_a_device_measure_for_it(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu.alike(samples.H200) == names
-    assert gpu.alike(samples.A30) == ()
+    assert nvidia.alike(samples.H200) == names
+    assert nvidia.alike(samples.A30) == ()
 
 
 @pytest.mark.usefixtures("without_a_card")
 def test_without_cards_none_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert gpu.alike(samples.H200) == ()
+    assert nvidia.alike(samples.H200) == ()

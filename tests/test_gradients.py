@@ -12,21 +12,23 @@ import pytest
 import torch
 from gradient_kernels import problem
 
-from autoattn import derivatives, gradients, inputs, reference, space
-from autoattn.arithmetic import Rule
-from autoattn.compile import Kernel
-from autoattn.gradients import Case
-from autoattn.inputs import Scores
-from autoattn.mask import Mask
-from autoattn.ops.backward import Gradients
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.trial import Verdict
+from autoattn.codegen import search_space
+from autoattn.codegen.space_rules import Rule
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.trial import Verdict
+from autoattn.kernels.backward import Gradients
+from autoattn.kernels.compiler import Kernel
+from autoattn.reference import attention_formula, gradient_formula, inputs
+from autoattn.reference.inputs import Scores
+from autoattn.validation import gradient_check
+from autoattn.validation.gradient_check import Case
 
 CPU = torch.device("cpu")
 
 
 def case_of(one: Problem, **facts: Any) -> Case:
-    return gradients.make_case(one, CPU, torch.Generator().manual_seed(0), **facts)
+    return gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), **facts)
 
 
 def by_pytorch(case: Case, dtype: torch.dtype) -> Gradients:
@@ -44,14 +46,14 @@ def by_pytorch(case: Case, dtype: torch.dtype) -> Gradients:
 def test_it_expects_what_pytorch_computes_in_float64(mask: str) -> None:
     case = case_of(problem(mask=mask, heads_q=6, heads_kv=2, dtype=DType.FLOAT32))
     assert [part.name for part in case.expected] == ["query", "key", "value"] * 4
-    for largest, mean in gradients.errors_by_name(by_pytorch(case, torch.float64), case).values():
+    for largest, mean in gradient_check.errors_by_name(by_pytorch(case, torch.float64), case).values():
         assert mean <= largest < 1e-13
 
 
 def test_few_rows_at_a_time_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     one = problem(mask="window:7,2", dtype=DType.FLOAT32)
     whole = case_of(one)
-    monkeypatch.setattr(derivatives, "CHUNK_BYTES", 8 * 50 * 2 * 5)
+    monkeypatch.setattr(gradient_formula, "CHUNK_BYTES", 8 * 50 * 2 * 5)
     parts = case_of(one)
     for ours, theirs in zip(parts.expected, whole.expected, strict=True):
         assert (ours.name, ours.index) == (theirs.name, theirs.index)
@@ -59,30 +61,32 @@ def test_few_rows_at_a_time_come_to_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_at_full_size_the_first_and_the_last_head_are_compared() -> None:
-    case = gradients.full_case(problem(dtype=DType.FLOAT32), CPU, torch.Generator().manual_seed(0))
+    case = gradient_check.full_case(problem(dtype=DType.FLOAT32), CPU, torch.Generator().manual_seed(0))
     places = {(entries.start, heads.start) for entries, heads in (part.index for part in case.expected)}
     assert places == {(0, 0), (1, 1), (1, 2)}  # of key heads, and where the query heads that share the last one begin
     found = by_pytorch(case, torch.float64)
     found.key[0, 0, 3, 5] += 1.0
-    assert gradients.errors_by_name(found, case)["key"][0] == pytest.approx(1.0)
-    assert gradients.errors_by_name(found, case)["value"][0] < 1e-12
+    assert gradient_check.errors_by_name(found, case)["key"][0] == pytest.approx(1.0)
+    assert gradient_check.errors_by_name(found, case)["value"][0] < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32])
 @pytest.mark.parametrize("scores", [Scores.PLAIN, Scores.LOUD])
 def test_pytorchs_own_low_precision_is_allowed(dtype: DType, scores: Scores) -> None:
     case = case_of(problem(dtype=dtype, mask="causal:top-left"), scores=scores)
-    found = by_pytorch(case, reference.TORCH_DTYPE[dtype])
-    error, _, allowed = gradients.joined(gradients.errors_by_name(found, case), case)
+    found = by_pytorch(case, attention_formula.TORCH_DTYPE[dtype])
+    error, _, allowed = gradient_check.joined(gradient_check.errors_by_name(found, case), case)
     assert error < allowed
 
 
 def test_products_of_tf32_are_not_allowed_where_ieee_is_asked_for() -> None:
     case = case_of(problem(dtype=DType.FLOAT32, seq_q=128, seq_kv=128, head_dim=64))
     operands = case.operands
-    cut = [reference.cut_to_tf32(tensor) for tensor in (operands.query, operands.key, operands.value)]
+    cut = [attention_formula.cut_to_tf32(tensor) for tensor in (operands.query, operands.key, operands.value)]
     rough = replace(case, operands=replace(operands, query=cut[0], key=cut[1], value=cut[2]))
-    error, _, allowed = gradients.joined(gradients.errors_by_name(by_pytorch(rough, torch.float32), case), case)
+    error, _, allowed = gradient_check.joined(
+        gradient_check.errors_by_name(by_pytorch(rough, torch.float32), case), case
+    )
     assert error > 2.0 * allowed
 
 
@@ -98,12 +102,12 @@ def test_where_one_key_is_seen_tf32_may_err_though_pytorch_does_not() -> None:
 def test_the_gradient_that_comes_closest_to_its_allowance_speaks_for_all() -> None:
     case = replace(case_of(problem()), allowed={"query": 1.0, "key": 4.0, "value": 0.5})
     each = {"query": (0.5, 0.1), "key": (1.0, 0.1), "value": (0.4, 0.01)}
-    assert gradients.joined(each, case) == pytest.approx((3.2, 0.4, 4.0))
+    assert gradient_check.joined(each, case) == pytest.approx((3.2, 0.4, 4.0))
 
 
 def test_what_was_saved_is_the_reference_rounded_once() -> None:
     case = case_of(problem(dtype=DType.BFLOAT16, mask="causal", seq_q=50, seq_kv=33), guard=3)
-    exact, sums = reference.attention(case.problem, case.operands)
+    exact, sums = attention_formula.attention(case.problem, case.operands)
     assert torch.equal(case.saved.output, exact.to(torch.bfloat16))
     assert bool((case.saved.lse[:, :, :17] == -torch.inf).all())
     torch.testing.assert_close(case.saved.lse.double(), sums, rtol=1e-6, atol=1e-6)
@@ -111,16 +115,16 @@ def test_what_was_saved_is_the_reference_rounded_once() -> None:
 
 
 def test_rivals_give_their_gradients_of_a_forward_pass_that_is_done() -> None:
-    case = gradients.full_case(problem(dtype=DType.FLOAT32, mask="causal"), CPU, torch.Generator().manual_seed(0))
-    calls = gradients.rival_calls(case)
+    case = gradient_check.full_case(problem(dtype=DType.FLOAT32, mask="causal"), CPU, torch.Generator().manual_seed(0))
+    calls = gradient_check.rival_calls(case)
     assert "sdpa" in calls
     for call in calls.values():
         first, second = call(), call()
         assert torch.equal(first.query, second.query)
-        error, _, allowed = gradients.joined(gradients.errors_by_name(first, case), case)
+        error, _, allowed = gradient_check.joined(gradient_check.errors_by_name(first, case), case)
         assert error < allowed
-    softcap = gradients.full_case(problem(modifiers=Modifiers(softcap=True)), CPU, torch.Generator())
-    assert gradients.rival_calls(softcap) == {}
+    softcap = gradient_check.full_case(problem(modifiers=Modifiers(softcap=True)), CPU, torch.Generator())
+    assert gradient_check.rival_calls(softcap) == {}
 
 
 # Nothing of the last three is the same for each sequence and head.
@@ -140,12 +144,12 @@ MIXED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("facts", MIXED.values(), ids=MIXED.keys())
 def test_gradients_of_what_changes_scores_are_compared_at_every_size(facts: dict[str, Any], full: bool) -> None:
     one = problem(**{"dtype": DType.FLOAT32, "heads_q": 6, "heads_kv": 3, **facts})
-    make, generator = gradients.full_case if full else gradients.make_case, torch.Generator().manual_seed(0)
+    make, generator = gradient_check.full_case if full else gradient_check.make_case, torch.Generator().manual_seed(0)
     case = make(one, CPU, generator)
-    whole = derivatives.differentiated(one, case.operands, case.saved, low=False)
+    whole = gradient_formula.differentiated(one, case.operands, case.saved, low=False)
     asked = ["query", "key", "value", "sinks", "slopes", *(["bias"] if one.modifiers.bias is Bias.LEARNED else [])]
     assert set(case.allowed) == set(asked)
-    for name, (largest, _) in gradients.errors_by_name(whole, case).items():
+    for name, (largest, _) in gradient_check.errors_by_name(whole, case).items():
         assert largest < 1e-9, name
     heads = {0, 2} if full else {0, 1, 2}
     seen = torch.zeros_like(whole.sinks)
@@ -155,7 +159,7 @@ def test_gradients_of_what_changes_scores_are_compared_at_every_size(facts: dict
     assert seen.tolist() == [float(head // 2 in heads) for head in range(6)]
     for name in asked[3:]:
         getattr(whole, name).add_(0.5)
-        assert gradients.errors_by_name(whole, case)[name][0] == pytest.approx(0.5, abs=1e-9)
+        assert gradient_check.errors_by_name(whole, case)[name][0] == pytest.approx(0.5, abs=1e-9)
         assert case.allowed[name] < 0.05, name
 
 
@@ -163,22 +167,22 @@ def test_a_gradient_that_not_all_sharers_added_to_is_not_compared() -> None:
     one = problem(dtype=DType.FLOAT32, heads_q=3, heads_kv=3, modifiers=Modifiers(bias=Bias.LEARNED))
     generator = torch.Generator().manual_seed(0)
     operands = inputs.make(one, CPU, generator, sharing=(True, True, False, False))
-    assert "bias" not in gradients.case_of(one, operands, generator, heads=2).allowed
-    assert "bias" in gradients.case_of(one, operands, generator).allowed
+    assert "bias" not in gradient_check.case_of(one, operands, generator, heads=2).allowed
+    assert "bias" in gradient_check.case_of(one, operands, generator).allowed
 
 
 @pytest.mark.parametrize("scores", [Scores.PLAIN, Scores.LOUD])
 def test_tf32_may_take_scores_of_cut_operands_from_an_lse_of_whole_ones(scores: Scores) -> None:
     one = problem(dtype=DType.FLOAT32, precision=Precision.TF32, heads_q=2, heads_kv=2, seq_q=100, seq_kv=130)
     case = case_of(one, scores=scores)
-    cut = [reference.cut_to_tf32(tensor).double() for tensor in (case.operands.query, case.operands.key)]
+    cut = [attention_formula.cut_to_tf32(tensor).double() for tensor in (case.operands.query, case.operands.key)]
     weights = (cut[0] @ cut[1].mT * case.operands.scale - case.saved.lse[..., None].double()).exp()
-    found = gradients.empty_gradients(case)
+    found = gradient_check.empty_gradients(case)
     found.value.copy_(weights.mT @ case.saved.output_grad.double())
-    error, _ = gradients.errors_by_name(found, case)["value"]
+    error, _ = gradient_check.errors_by_name(found, case)["value"]
     assert 0 < error <= case.allowed["value"]
     found.value.mul_(2.0)
-    error, _ = gradients.errors_by_name(found, case)["value"]
+    error, _ = gradient_check.errors_by_name(found, case)["value"]
     assert error > case.allowed["value"]
 
 
@@ -187,26 +191,26 @@ def test_a_weight_near_1_may_err_with_its_score_in_tf32() -> None:
     one = problem(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal", seq_q=40, seq_kv=40, head_dim=64,
                   heads_q=2, heads_kv=2)  # fmt: skip
     # Of 400 seeds the one with the largest error; 3 times PyTorch's own error were 0.7 of it.
-    case = gradients.make_case(one, CPU, torch.Generator().manual_seed(51))
-    cut, operands = reference.cut_to_tf32, case.operands
+    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(51))
+    cut, operands = attention_formula.cut_to_tf32, case.operands
     scores = cut(operands.query).double() @ cut(operands.key).double().mT * operands.scale
     unseen = torch.ones(40, 40, dtype=torch.bool).triu(1)
     weights = (scores - case.saved.lse[..., None].double()).masked_fill(unseen, -torch.inf).exp()
-    found = gradients.empty_gradients(case)
+    found = gradient_check.empty_gradients(case)
     found.value.copy_(cut(weights.float()).double().mT @ cut(case.saved.output_grad).double())
-    error, _ = gradients.errors_by_name(found, case)["value"]
+    error, _ = gradient_check.errors_by_name(found, case)["value"]
     assert 0.5 * case.allowed["value"] < error < case.allowed["value"]
 
 
 def judged(monkeypatch: pytest.MonkeyPatch, *runs: Gradients, case: Case, deterministic: bool) -> Verdict:
     """The gate's verdict on a kernel whose two runs give these, by what its search space says."""
     left = list(runs)
-    points = replace(space.load(gradient_kernels.TEMPLATE), deterministic=Rule(str(int(deterministic))))
-    monkeypatch.setattr(gradients, "run", lambda kernel, case, as_calls_do=False: left.pop(0))
-    monkeypatch.setattr(gradients.space, "load", lambda template: points)
+    points = replace(search_space.load(gradient_kernels.TEMPLATE), deterministic=Rule(str(int(deterministic))))
+    monkeypatch.setattr(gradient_check, "run", lambda kernel, case, as_calls_do=False: left.pop(0))
+    monkeypatch.setattr(gradient_check.search_space, "load", lambda template: points)
     source = gradient_kernels.source(case.problem)
     kernel = Kernel(source=source, module=ModuleType("rendered"), compiled=None, device=CPU, sm_count=1)
-    return gradients.judge(kernel, [case])
+    return gradient_check.judge(kernel, [case])
 
 
 def test_runs_may_differ_where_the_search_space_says_so_and_each_must_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +234,8 @@ def test_runs_may_differ_where_the_search_space_says_so_and_each_must_be_right(m
 def test_each_head_is_differentiated_with_its_own_table(mod: str) -> None:
     one = problem(mask=Mask.blocks(16, 16, 0.5, mod), dtype=DType.FLOAT32)
     operands = interpreted.tables_of_heads(one)
-    case = gradients.case_of(one, operands, torch.Generator().manual_seed(0), guard=interpreted.GUARD_ROWS)
-    whole = derivatives.differentiated(one, operands, case.saved, low=False)
+    case = gradient_check.case_of(one, operands, torch.Generator().manual_seed(0), guard=interpreted.GUARD_ROWS)
+    whole = gradient_formula.differentiated(one, operands, case.saved, low=False)
     for part in case.expected:
         torch.testing.assert_close(part.numbers, getattr(whole, part.name)[part.index], rtol=1e-12, atol=1e-12)
     assert not whole.query[:, :, :16].any()
@@ -239,7 +243,7 @@ def test_each_head_is_differentiated_with_its_own_table(mod: str) -> None:
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("sharing", gradients.SHARINGS)
+@pytest.mark.parametrize("sharing", gradient_check.SHARINGS)
 def test_the_gradient_of_a_bias_is_summed_over_all_that_share_it(
     sharing: tuple[bool, bool, bool, bool], dropout: bool
 ) -> None:
@@ -248,18 +252,18 @@ def test_the_gradient_of_a_bias_is_summed_over_all_that_share_it(
     operands = inputs.make(one, CPU, generator, sharing=sharing)
     assert operands.narrow_bias is not None
     assert [size == 1 for size in operands.narrow_bias.shape] == list(sharing)
-    case = gradients.case_of(one, operands, generator)
+    case = gradient_check.case_of(one, operands, generator)
     leaf = operands.narrow_bias.double().requires_grad_()
     given = replace(operands, bias=leaf.expand(2, 4, 33, 50))
-    output = reference.attention(one, given)[0]
+    output = attention_formula.attention(one, given)[0]
     (theirs,) = torch.autograd.grad(output, leaf, case.saved.output_grad.double())
     for part in case.expected:
         if part.name == "bias":
             torch.testing.assert_close(part.numbers, theirs[part.index], rtol=1e-10, atol=1e-12)
-    found = gradients.empty_gradients(case)
+    found = gradient_check.empty_gradients(case)
     assert found.bias is not None
     found.bias.copy_(theirs + 0.5)
-    assert gradients.errors_by_name(found, case)["bias"][0] == pytest.approx(0.5, abs=1e-5)
+    assert gradient_check.errors_by_name(found, case)["bias"][0] == pytest.approx(0.5, abs=1e-5)
     assert 0.0 < case.allowed["bias"] < 0.1
 
 
@@ -267,7 +271,7 @@ def test_the_gradient_of_slopes_is_that_of_each_sequence() -> None:
     one = problem(dtype=DType.FLOAT32, mask="causal:top-left", modifiers=Modifiers(alibi=True, learned_slopes=True))
     case = case_of(one)
     leaves = case.operands.slopes.double().clone().requires_grad_()
-    output = reference.attention(one, replace(case.operands, slopes=leaves))[0]
+    output = attention_formula.attention(one, replace(case.operands, slopes=leaves))[0]
     (theirs,) = torch.autograd.grad(output, leaves, case.saved.output_grad.double())
     assert theirs.shape == (2, 4)
     query, key, value = (t.double() for t in (case.operands.query, case.operands.key, case.operands.value))
@@ -287,14 +291,14 @@ def test_the_gradient_of_slopes_is_that_of_each_sequence() -> None:
 def test_no_rival_gives_the_gradient_of_a_bias() -> None:
     one = problem(dtype=DType.FLOAT32, modifiers=Modifiers(bias=Bias.ADDITIVE))
     learned = replace(one, modifiers=Modifiers(bias=Bias.LEARNED))
-    assert "sdpa" in gradients.rival_calls(case_of(one))
-    assert gradients.rival_calls(case_of(learned)) == {}
+    assert "sdpa" in gradient_check.rival_calls(case_of(one))
+    assert gradient_check.rival_calls(case_of(learned)) == {}
 
 
 def test_a_sole_pair_under_dropout_may_err_by_the_rounding_of_its_output() -> None:
     """Its weight grew by what is dropped, so that the output is a rounded value; PyTorch's own error is 0 there."""
     one = problem(modifiers=Modifiers(dropout=True), head_dim=80, heads_q=2, heads_kv=2)
-    case = gradients.make_small_case(one, 1, 1, 0, CPU, torch.Generator().manual_seed(0))
+    case = gradient_check.make_small_case(one, 1, 1, 0, CPU, torch.Generator().manual_seed(0))
     key, value = (getattr(case.operands, name).double() for name in ("key", "value"))
     output, pull = case.saved.output.double(), case.saved.output_grad.double()
     kept = (output != 0).any(-1, keepdim=True) / (1.0 - case.operands.dropout)
@@ -306,7 +310,7 @@ def test_a_sole_pair_under_dropout_may_err_by_the_rounding_of_its_output() -> No
     exact = [part for part in case.expected if part.name == "query"]
     error = max(float((query[part.index] - part.numbers).abs().max()) for part in exact)
     assert 0.0 < error <= case.allowed["query"] < 10.0 * error
-    whole = gradients.make_small_case(
+    whole = gradient_check.make_small_case(
         replace(one, modifiers=Modifiers()), 1, 1, 0, CPU, torch.Generator().manual_seed(0)
     )
     assert whole.allowed["query"] < error, "without dropout its output is the value"

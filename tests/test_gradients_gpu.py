@@ -15,14 +15,20 @@ import samples
 import torch
 
 import autoattn
-from autoattn import cache, compile, functional, gpu, gradients, learning, masks, render, space
-from autoattn.device import Device
+from autoattn import functional, masks
+from autoattn.cache import store
+from autoattn.codegen import render, search_space
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.trial import Verdict
 from autoattn.errors import CompileError
-from autoattn.gradients import Gate
-from autoattn.learning import Learned
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.trial import Verdict
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler
+from autoattn.runtime.run import autograd
+from autoattn.runtime.run.autograd import Learned
+from autoattn.validation import gradient_check
+from autoattn.validation.gradient_check import Gate
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +82,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def present() -> Device:
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
     return device
 
@@ -88,11 +94,11 @@ def sized(**changes: Any) -> Problem:
 
 def judged(one: Problem, seed: int | None) -> Verdict | None:
     """The gate's verdict on the default or a random variant; None where it does not compile for this card."""
-    points = space.load(gradient_kernels.TEMPLATE)
+    points = search_space.load(gradient_kernels.TEMPLATE)
     rng = random.Random(seed)
     variant = points.default(one, present()) if seed is None else next(points.feasible(one, present(), rng))
     try:
-        kernel = compile.load(render.render(one, variant), CUDA)
+        kernel = compiler.load(render.render(one, variant), CUDA)
     except CompileError:
         assert seed is not None
         return None
@@ -110,8 +116,8 @@ def test_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None
 def test_every_seed_of_gradients_by_tf32_products_passes_the_gate(head_dim: int) -> None:
     """Those that turn factors in memory too, which no default does."""
     one = sized(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal", head_dim=head_dim)
-    for variant in space.load(gradient_kernels.TEMPLATE).seeds_for(one, present()):
-        verdict = Gate(one, CUDA).judge(compile.load(render.render(one, variant), CUDA))
+    for variant in search_space.load(gradient_kernels.TEMPLATE).seeds_for(one, present()):
+        verdict = Gate(one, CUDA).judge(compiler.load(render.render(one, variant), CUDA))
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -131,14 +137,14 @@ HOPPERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("kind", HOPPERS, ids=str)
 def test_hoppers_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None:
-    one, points = sized(**kind), space.load(hopper_gradients.TEMPLATE)
+    one, points = sized(**kind), search_space.load(hopper_gradients.TEMPLATE)
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
     rng = random.Random(f"{kind} {seed}")
     chosen = points.seeds_for(one, present()) if seed is None else [next(points.feasible(one, present(), rng))]
     for variant in chosen:
         try:
-            kernel = compile.load(render.render(one, variant), CUDA)
+            kernel = compiler.load(render.render(one, variant), CUDA)
         except CompileError:
             assert seed is not None, variant
             continue
@@ -161,10 +167,13 @@ WALKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", WALKED, ids=str)
 def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kind: dict[str, Any], order: str) -> None:
     """By the gate's measure, and to the bit where programs add in turn: again and again, as a race would show."""
-    one, points = sized(**{"batch": 2, "heads_q": 16, "heads_kv": 8, **kind}), space.load(hopper_gradients.TEMPLATE)
+    one, points = (
+        sized(**{"batch": 2, "heads_q": 16, "heads_kv": 8, **kind}),
+        search_space.load(hopper_gradients.TEMPLATE),
+    )
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
-    case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
     tried = 0
     for stages, block in itertools.product((1, 2), (64, 128)):
         base = {**points.params_of(points.default(one, present())), "summing": "tma", "num_stages": 2}
@@ -173,12 +182,12 @@ def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kin
         if (reason := points.why_infeasible(walked, one, present())) is not None:
             assert "registers" in reason or "shared memory" in reason or "mirror image" in reason, reason
             continue
-        kernels = [compile.load(render.render(one, each), CUDA) for each in (walked, alone)]
+        kernels = [compiler.load(render.render(one, each), CUDA) for each in (walked, alone)]
         verdict = Gate(one, CUDA).judge(kernels[0])
         assert verdict.ok, f"{walked}: {verdict.reason}"
-        theirs = gradients.run(kernels[1], case)
+        theirs = gradient_check.run(kernels[1], case)
         for _ in range(20):
-            ours = gradients.run(kernels[0], case)
+            ours = gradient_check.run(kernels[0], case)
             for name in ("query", "key", "value") if order != "any" else ("key", "value"):
                 assert torch.equal(getattr(ours, name), getattr(theirs, name)), f"{walked}: {name}"
         tried += 1
@@ -188,9 +197,9 @@ def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kin
 @pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])
 def test_a_large_problem_is_right_at_its_first_and_last_head(template: str) -> None:
     one = sized(batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, head_dim=128, mask="causal")
-    case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
-    variant = space.load(template).default(one, present())
-    verdict = gradients.judge(compile.load(render.render(one, variant), CUDA), [case])
+    case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    variant = search_space.load(template).default(one, present())
+    verdict = gradient_check.judge(compiler.load(render.render(one, variant), CUDA), [case])
     assert verdict.ok, verdict.reason
 
 
@@ -203,10 +212,10 @@ def test_the_gradients_of_what_changes_scores_are_right_at_full_size(modifiers: 
     one = sized(
         batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, mask="causal", modifiers=modifiers, dtype=dtype
     )
-    case = gradients.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
     assert set(case.allowed) == {"query", "key", "value", "sinks", "slopes", "bias"}
-    variant = space.load(gradient_kernels.TEMPLATE).default(one, present())
-    verdict = gradients.judge(compile.load(render.render(one, variant), CUDA), [case])
+    variant = search_space.load(gradient_kernels.TEMPLATE).default(one, present())
+    verdict = gradient_check.judge(compiler.load(render.render(one, variant), CUDA), [case])
     assert verdict.ok, verdict.reason
 
 
@@ -221,10 +230,10 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         assert problem is not None
         bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
         repeated = given.get("deterministic", False)
-        asked = learning.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
-        variant = space.load(template).default(asked, present())
+        asked = autograd.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
+        variant = search_space.load(template).default(asked, present())
         entry = samples.tuned(asked, variant)
-        cache.merge(tmp_path, present(), asked.op, [entry])
+        store.merge(tmp_path, present(), asked.op, [entry])
         functional.forget()
 
     yield tune

@@ -18,11 +18,12 @@ import pytest
 from samples import A30
 from servers import Postgres, postgres_server  # noqa: F401
 
-from autoattn import cache, ledger, storage
+from autoattn.cache import store
 from autoattn.cli.app import run
-from autoattn.entry import CacheEntry
-from autoattn.problem import Op
-from autoattn.trial import Trial
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.problem import Op
+from autoattn.core.trial import Trial
+from autoattn.search import shared_trials, storage
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def trials(url: str) -> list[Trial]:
-    return [trial for found in ledger.studies(storage.server(url)).values() for trial in found]
+    return [trial for found in shared_trials.studies(storage.server(url)).values() for trial in found]
 
 
 def once(found: list[Trial], wanted: int = TRIALS) -> list[Trial]:
@@ -77,7 +78,7 @@ def once(found: list[Trial], wanted: int = TRIALS) -> list[Trial]:
 
 
 def entry(folder: Path) -> CacheEntry:
-    (found,) = cache.lookup(folder, A30, Op.FORWARD).values()
+    (found,) = store.lookup(folder, A30, Op.FORWARD).values()
     return found
 
 
@@ -125,7 +126,7 @@ def test_two_tuners_on_one_cache_share_its_journal(start: Start, tmp_path: Path)
     for one in [start("same", "--trials", "3") for _ in range(2)]:
         ended(one)
     (journal,) = tmp_path.rglob("*.journal")
-    (found,) = ledger.journalled(journal).values()
+    (found,) = shared_trials.journalled(journal).values()
     once(found, 3)
 
 

@@ -20,12 +20,15 @@ from planted_kernels import FAULTS
 from pretended_pool import Studied
 from test_planted_gpu import BAD, GONE, GOOD, large
 
-from autoattn import cache, gpu, ledger, plan, render, storage, tune
-from autoattn.problem import Op, Problem
-from autoattn.trial import Evidence, Outcome, Trial
-from autoattn.variant import Variant
-from autoattn.workers import Pool
-from autoattn.workshop import Workshop
+from autoattn.cache import store
+from autoattn.codegen import render
+from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Evidence, Outcome, Trial
+from autoattn.core.variant import Variant
+from autoattn.hardware import nvidia
+from autoattn.search import search_options, shared_trials, storage, tuner
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Pool
 
 pytestmark = pytest.mark.gpu
 
@@ -38,8 +41,8 @@ PROBLEM = replace(kernels.problem(mask="causal"), dtype=samples.problem().dtype)
 @pytest.fixture
 def cards() -> tuple[str, ...]:
     """Two cards of one kind."""
-    card = gpu.present()
-    found = gpu.alike(card) if card is not None else ()
+    card = nvidia.present()
+    found = nvidia.alike(card) if card is not None else ()
     if len(found) < 2:
         pytest.skip(f"needs two GPUs of one kind, found {len(found)}")
     return found[:2]
@@ -47,7 +50,7 @@ def cards() -> tuple[str, ...]:
 
 @pytest.fixture
 def shop(cards: tuple[str, ...]) -> Any:
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     with Workshop(card, measured=True, jobs=4, cards=cards) as one:
         yield one
@@ -110,14 +113,14 @@ def test_a_killed_gpu_worker_costs_no_trial(shop: Workshop) -> None:
 
 
 def test_tune_takes_all_cards_and_no_more_than_there_are(cards: tuple[str, ...], tmp_path: Path) -> None:
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
-    options = plan.Options(effort=plan.Effort.QUICK, trials=8, cache=tmp_path, workers=2)
-    summary = tune.tune([large(PROBLEM)], card, measured=True, options=options)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=8, cache=tmp_path, workers=2)
+    summary = tuner.tune([large(PROBLEM)], card, measured=True, options=options)
     (entry,) = summary.entries.values()
     assert (entry.evidence, entry.search.trials) == (Evidence.MEASURED, 8)
     with pytest.raises(ValueError, match="--workers must be at most the visible GPUs"):
-        tune.tune([large(PROBLEM)], card, measured=True, options=replace(options, workers=99))
+        tuner.tune([large(PROBLEM)], card, measured=True, options=replace(options, workers=99))
 
 
 def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_path: Path) -> None:
@@ -132,11 +135,11 @@ def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_p
             )
         )
     assert [command.wait(timeout=300) for command in commands] == [0, 0]
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
-    trials = [trial for found in ledger.studies(storage.server(url)).values() for trial in found]
+    trials = [trial for found in shared_trials.studies(storage.server(url)).values() for trial in found]
     assert len({trial.variant for trial in trials}) == len(trials)
     assert len(trials) in (12, 13), "both may take the last one within the same milliseconds"
     for place in range(2):
-        (entry,) = cache.lookup(tmp_path / str(place), device, Op.FORWARD).values()
+        (entry,) = store.lookup(tmp_path / str(place), device, Op.FORWARD).values()
         assert (entry.evidence, entry.search.trials) == (Evidence.MEASURED, len(trials))

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoattn import inputs, reference
-from autoattn.inputs import Scores
-from autoattn.problem import Bias, DType, Layout, Modifiers
+from autoattn.core.problem import Bias, DType, Layout, Modifiers
+from autoattn.reference import attention_formula, inputs
+from autoattn.reference.inputs import Scores
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def test_outgrown_scores_overflow_in_every_tile_around_its_first_keys(mask: str,
     """But in tiles that see these keys alone."""
     one = kernels.problem(dtype=DType.FLOAT32, head_dim=64, seq_q=640, seq_kv=640, mask=mask)
     operands = made(one, scores=Scores.OUTGROWN)
-    seen = reference.visible(one, operands, torch.arange(640))[0]
+    seen = attention_formula.visible(one, operands, torch.arange(640))[0]
     scores = (operands.query @ operands.key.repeat_interleave(one.group_size, 1).mT * operands.scale)[:, :, :]
     scores = scores.masked_fill(~seen, -math.inf)
     spared = 0

@@ -12,13 +12,14 @@ import kernels
 import pytest
 import samples
 
-from autoattn import compile, render
+from autoattn.codegen import render
+from autoattn.core.trial import Outcome
+from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.inspecting import ALLOCATOR, Inspect
-from autoattn.trial import Outcome
-from autoattn.variant import Source
-from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.kernels import compiler
+from autoattn.search.compile_job import ALLOCATOR, Inspect
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure
 
 
 def test_the_garbage_collector_rests_while_a_kernel_is_compiled_and_works_afterwards(
@@ -30,7 +31,7 @@ def test_the_garbage_collector_rests_while_a_kernel_is_compiled_and_works_afterw
         seen.append(gc.isenabled())
         raise CompileError("ptxas said no")
 
-    monkeypatch.setattr(compile, "inspect", inspect)
+    monkeypatch.setattr(compiler, "inspect", inspect)
     found = Inspect(source=render.render(kernels.problem(), kernels.variant()), arch=90).run({})
     assert found == Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
     assert seen == [False]
@@ -43,7 +44,7 @@ def test_what_the_allocator_is_told_reaches_compilers_and_not_their_ptxas(monkey
     seen: list[set[str]] = []
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(compile, "inspect", lambda *_: seen.append(set(os.environ)))
+    monkeypatch.setattr(compiler, "inspect", lambda *_: seen.append(set(os.environ)))
     Inspect(source=render.render(kernels.problem(), kernels.variant()), arch=90).run({})
     assert not seen[0] & ALLOCATOR.keys()
 

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import triton
 
-from autoattn import interpreter
+from autoattn.kernels import interpreter
 
 FOLDERS = [Path(__file__).parent, Path(__file__).parent.parent]
 INDEX_FAILS = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
@@ -44,7 +44,9 @@ def test_outside_of_an_interpreters_process_nothing_is_touched(monkeypatch: pyte
 
 
 def test_a_repair_is_applied_just_where_its_release_has_the_fault() -> None:
-    names = in_interpreter("import json; from autoattn import interpreter; print(json.dumps(interpreter.repair()))")
+    names = in_interpreter(
+        "import json; from autoattn.kernels import interpreter; print(json.dumps(interpreter.repair()))"
+    )
     assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS
 
 
@@ -52,7 +54,7 @@ PLANTED = """
 import json
 import numpy as np
 from triton.runtime import interpreter as theirs
-from autoattn import interpreter
+from autoattn.kernels import interpreter
 
 {plant}
 repairs = {{each.name: each for each in interpreter.REPAIRS}}
@@ -97,7 +99,7 @@ import torch
 import triton
 import triton.language as tl
 import planted_interpreter
-from autoattn import interpreter
+from autoattn.kernels import interpreter
 
 interpreter.repair()
 output = torch.zeros(4, 8)

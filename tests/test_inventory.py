@@ -12,10 +12,12 @@ import pytest
 from cache_files import FORWARD, left_behind, refusal
 from samples import A30, H200, current, measured, predicted, problem
 
-from autoattn import cache, inventory, resources, triton_release
-from autoattn.cachefile import CacheFile
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
+from autoattn.cache import inventory, store
+from autoattn.cache.file_format import CacheFile
+from autoattn.codegen import resources
+from autoattn.core import triton_release
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
 
 SISTER = dataclasses.replace(H200, sm_count=H200.sm_count - 4)  # a card of the same name
 
@@ -37,7 +39,7 @@ def file_of(*entries: CacheEntry, device: Device = H200) -> CacheFile:
 
 
 def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> CacheFile:
-    return cache.read(cache.merge(folder, device, FORWARD, entries))
+    return store.read(store.merge(folder, device, FORWARD, entries))
 
 
 def test_a_holding_counts_evidence_and_stale_entries(folder: Path) -> None:
@@ -46,7 +48,7 @@ def test_a_holding_counts_evidence_and_stale_entries(folder: Path) -> None:
     assert (held.measured, held.predicted, held.stale) == (1, 2, 2)
     assert (held.device, held.fingerprint) == ("h200", H200.fingerprint)
     assert held.versions == (f"autoattn 0.1.0, torch 2.13.0, triton {triton_release.installed()}",)
-    assert held.path == cache.path_of(folder, H200, FORWARD)
+    assert held.path == store.path_of(folder, H200, FORWARD)
     assert held.modified.endswith("Z")
 
 
@@ -108,13 +110,13 @@ def test_combining_takes_keeps_and_counts(folder: Path) -> None:
     there = [measured(), predicted(problem(batch=1)), predicted(problem(batch=2))]
     written(folder, *there)
     new, alike, better, worse = predicted(problem(batch=3)), there[1], measured(problem(batch=2)), predicted()
-    (merged,) = cache.combine(folder, [file_of(new, alike, better, worse)])
+    (merged,) = store.combine(folder, [file_of(new, alike, better, worse)])
     assert merged.taken == (new.problem, better.problem)
     assert merged.same == (alike.problem,)
     assert list(merged.replaced.items()) == [(better.problem, "a measurement takes a prediction's place")]
     assert list(merged.refused) == [worse.problem]
     assert merged.refused[worse.problem].startswith("a prediction never takes a measurement's place")
-    found = cache.read(merged.path).entries
+    found = store.read(merged.path).entries
     assert len(found) == 4
     assert found[worse.problem.key].evidence.value == "measured"
     assert found[better.problem.key].evidence.value == "measured"
@@ -124,33 +126,33 @@ def test_combining_takes_keeps_and_counts(folder: Path) -> None:
 def test_a_stale_entry_never_takes_the_place_of_one_that_holds(folder: Path) -> None:
     held, stale = current(measured()), measured(time_us=1.0)
     written(folder, held)
-    (merged,) = cache.combine(folder, [file_of(stale)])
+    (merged,) = store.combine(folder, [file_of(stale)])
     assert (merged.taken, list(merged.refused)) == ((), [stale.problem])
-    (merged,) = cache.combine(folder, [file_of(current(measured(time_us=390.0)))])
+    (merged,) = store.combine(folder, [file_of(current(measured(time_us=390.0)))])
     assert merged.taken == (held.problem,)
 
 
 def test_combining_what_is_there_writes_nothing(folder: Path) -> None:
     file = written(folder, measured())
-    before = cache.path_in(folder, file).stat()
-    (merged,) = cache.combine(folder, [file])
+    before = store.path_in(folder, file).stat()
+    (merged,) = store.combine(folder, [file])
     assert (merged.taken, merged.same) == ((), (measured().problem,))
-    assert cache.path_in(folder, file).stat().st_ino == before.st_ino
+    assert store.path_in(folder, file).stat().st_ino == before.st_ino
 
 
 def test_of_several_files_none_is_written_when_one_is_of_another_card(folder: Path) -> None:
-    path = cache.path_in(folder, written(folder, measured()))
+    path = store.path_in(folder, written(folder, measured()))
     before = path.read_bytes()
     files = [file_of(predicted(), device=A30), file_of(measured(problem(batch=9)), device=SISTER)]
-    assert SISTER.fingerprint in refusal(lambda: cache.combine(folder, files))
+    assert SISTER.fingerprint in refusal(lambda: store.combine(folder, files))
     assert path.read_bytes() == before
     assert not (folder / "a30").exists()
 
 
 def test_a_damaged_file_is_never_merged_into(folder: Path) -> None:
-    path = cache.path_in(folder, written(folder, measured()))
+    path = store.path_in(folder, written(folder, measured()))
     path.write_text("{")
-    assert "is damaged" in refusal(lambda: cache.combine(folder, [file_of(predicted())]))
+    assert "is damaged" in refusal(lambda: store.combine(folder, [file_of(predicted())]))
     assert path.read_text() == "{"
 
 
@@ -168,7 +170,7 @@ def journal(folder: Path, name: str, *, hours: float) -> Path:
 
 def test_pruning_removes_stale_entries_and_idle_journals_without_entry(folder: Path) -> None:
     held, stale = current(measured()), predicted(problem(batch=1))
-    path = cache.path_in(folder, written(folder, held, stale))
+    path = store.path_in(folder, written(folder, held, stale))
     kept = journal(folder, f"{held.problem.key}.journal", hours=2)
     of_stale = journal(folder, f"{stale.problem.key}.journal", hours=2)
     orphan = journal(folder, f"{problem(batch=77).key}.journal", hours=2)
@@ -182,7 +184,7 @@ def test_pruning_removes_stale_entries_and_idle_journals_without_entry(folder: P
     assert found.resting == (busy,)
     assert all(one.exists() for one in (kept, of_stale, orphan, busy, *foreign))  # looking removes nothing
     assert inventory.prune(found) == found
-    assert list(cache.read(path).entries) == [held.problem.key]
+    assert list(store.read(path).entries) == [held.problem.key]
     assert [one.exists() for one in (kept, of_stale, orphan, busy, *foreign)] == [True, False, False, *[True] * 3]
     assert [kept_samples.exists(), samples.exists()] == [True, False]
     assert not samples.with_name(f"{samples.name}.lock").exists()
@@ -191,7 +193,7 @@ def test_pruning_removes_stale_entries_and_idle_journals_without_entry(folder: P
 
 def test_pruning_leaves_what_became_another_meanwhile(folder: Path) -> None:
     stale, again = predicted(), current(measured())
-    path = cache.path_in(folder, written(folder, stale))
+    path = store.path_in(folder, written(folder, stale))
     old = journal(folder, f"{problem(batch=77).key}.journal", hours=2)
     held = journal(folder, f"{problem(batch=78).key}.journal", hours=2)
     found = inventory.unneeded(folder)
@@ -200,7 +202,7 @@ def test_pruning_leaves_what_became_another_meanwhile(folder: Path) -> None:
     with filelock.FileLock(f"{held}.lock"):
         gone = inventory.prune(found)
     assert (gone.entries, gone.journals) == (0, ())
-    (entry,) = cache.read(path).entries.values()
+    (entry,) = store.read(path).entries.values()
     assert entry.source_digest == again.source_digest
     assert old.exists()
     assert held.exists()
@@ -208,7 +210,7 @@ def test_pruning_leaves_what_became_another_meanwhile(folder: Path) -> None:
 
 def test_nothing_is_pruned_beside_a_damaged_file(folder: Path) -> None:
     written(folder, predicted())
-    other = cache.path_in(folder, written(folder, predicted(), device=A30))
+    other = store.path_in(folder, written(folder, predicted(), device=A30))
     other.write_text("{")
     assert "is damaged" in refusal(lambda: inventory.unneeded(folder))
 
@@ -246,14 +248,14 @@ def test_overlays_hold_the_entries_that_calls_take(folder: Path, monkeypatch: py
 
 def test_a_merge_never_takes_a_slower_prediction(folder: Path) -> None:
     fast, slow = current(predicted(time_us=500.0)), current(predicted(time_us=600.0))
-    path = cache.path_in(folder, written(folder, fast))
+    path = store.path_in(folder, written(folder, fast))
     before = path.read_bytes()
-    (merged,) = cache.combine(folder, [file_of(slow)])
+    (merged,) = store.combine(folder, [file_of(slow)])
     assert merged.refused == {slow.problem: "it is not predicted faster: 600 us, 500 us there"}
     assert (merged.taken, merged.replaced, path.read_bytes()) == ((), {}, before)
-    (merged,) = cache.combine(folder, [file_of(slow)], any_time=True)
+    (merged,) = store.combine(folder, [file_of(slow)], any_time=True)
     assert merged.replaced == {slow.problem: "--replace asks for it"}
-    (merged,) = cache.combine(folder, [file_of(fast)])
+    (merged,) = store.combine(folder, [file_of(fast)])
     assert (merged.taken, merged.replaced) == (
         (fast.problem,), {fast.problem: "it is predicted faster: 500 us, 600 us there"},
     )  # fmt: skip

@@ -10,11 +10,11 @@ import kernels
 import pytest
 import torch
 
-from autoattn import render
-from autoattn.jobs import Final, Outgrow, finalist_name
-from autoattn.measure import Rounds
-from autoattn.rounds import Pulse, Round
-from autoattn.trial import Energy, Verdict
+from autoattn.codegen import render
+from autoattn.core.paired_stats import Pulse, Round
+from autoattn.core.trial import Energy, Verdict
+from autoattn.hardware.timer import Rounds
+from autoattn.search.gpu_jobs import Final, Outgrow, finalist_name
 
 PROBLEM = kernels.problem(batch=1, heads_q=2, heads_kv=2, seq_q=64, seq_kv=64, head_dim=16, mask="causal")
 GOOD = Verdict(ok=True, checks=1, max_error=1e-3, rms_error=1e-4, allowed=4e-3)

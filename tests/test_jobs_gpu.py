@@ -10,14 +10,16 @@ import kernels
 import pytest
 import torch
 
-from autoattn import compile, gpu, inputs, render, space
-from autoattn.device import Device
-from autoattn.entry import WorstCase
-from autoattn.inputs import Scores
-from autoattn.jobs import Outgrow
-from autoattn.ops import forward
-from autoattn.problem import DType, Problem
-from autoattn.variant import Variant
+from autoattn.codegen import render, search_space
+from autoattn.core.cache_entry import WorstCase
+from autoattn.core.device import Device
+from autoattn.core.problem import DType, Problem
+from autoattn.core.variant import Variant
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler, forward
+from autoattn.reference import inputs
+from autoattn.reference.inputs import Scores
+from autoattn.search.gpu_jobs import Outgrow
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +33,14 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture
 def card() -> Device:
-    present = gpu.present()
+    present = nvidia.present()
     assert present is not None
     return present
 
 
 def keeping(one: Problem, card: Device, template: str, **changes: Any) -> Variant:
     """The first seed that keeps its first maximum, changed; skips where the card has no such kernel."""
-    points = space.load(template)
+    points = search_space.load(template)
     for seed in points.seeds_for(one, card):
         if seed["softmax"] == render.FIRST_MAX:
             variant = Variant.of(template, {**seed.as_dict(), **changes})
@@ -99,7 +101,7 @@ def test_the_worst_inputs_have_plain_tritons_kernels_compute_their_tiles_twice(m
     never = replace(source, text=source.text.replace(test, test.replace("> 0:", "> 1:")))
     operands = inputs.make(one, CUDA, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN)
     output = forward.empty_output(one, operands.query)
-    forward.launch(compile.load(never, CUDA), one, operands, output, None)
+    forward.launch(compiler.load(never, CUDA), one, operands, output, None)
     rows = int(variant["BLOCK_M"])
     spoilt = output.isnan().any(3).unflatten(2, (-1, rows)).any(3)  # [batch, heads, tiles]
     first = math.ceil(int(variant["BLOCK_N"]) / rows)  # tiles that may see the first block alone
@@ -112,6 +114,6 @@ def test_normal_inputs_have_no_worst_case(card: Device) -> None:
     source = render.render(one, keeping(one, card, HOPPER))
     operands = inputs.make(one, CUDA, torch.Generator().manual_seed(1))
     output = forward.empty_output(one, operands.query)
-    flags = forward.launch(compile.load(source, CUDA), one, operands, output, None, counting=True)
+    flags = forward.launch(compiler.load(source, CUDA), one, operands, output, None, counting=True)
     assert flags is not None
     assert int(flags.sum()) == 0

@@ -21,11 +21,16 @@ from computed_card import (
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, cache, differentiate, functional, masks, prepared, space
-from autoattn.dispatch import Level
+from autoattn import functional, masks
+from autoattn.cache import store
+from autoattn.codegen import search_space
+from autoattn.core.problem import Op
 from autoattn.errors import TensorError
-from autoattn.learning import Learned, backward_of
-from autoattn.problem import Op
+from autoattn.runtime import prepared_calls
+from autoattn.runtime.plan import planner
+from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.run.autograd import Learned, backward_of
+from autoattn.runtime.torch_op import attention_op_backward
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -43,7 +48,7 @@ def test_a_tuned_problem_is_differentiated_by_kernels(
         tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     assert (card["forward"], card["backward"]) == (3, 3)
     assert card["prepared"] == (2 + 2 if attend is autoattn.attention else 2 + 3)
-    assert len(prepared._known) == 1
+    assert len(prepared_calls._known) == 1
     assert {source.name for source in card["loaded"]} == {"forward", "backward"}
     explanation = autoattn.explain(*tensors, causal=True, layout=layout)
     assert explanation.route == "kernel"
@@ -65,7 +70,7 @@ def test_a_prepared_step_of_a_graph_is_answered_before_it_is_recorded(
 
     expected = step()
     for name in ("_recorded", "_recorded_backward"):
-        monkeypatch.setattr(differentiate, name, lambda *given, **words: pytest.fail("recorded"))
+        monkeypatch.setattr(attention_op_backward, name, lambda *given, **words: pytest.fail("recorded"))
     for ours, before in zip(step(), expected, strict=True):
         assert torch.equal(ours, before)
 
@@ -370,9 +375,9 @@ def test_a_problem_is_explained_as_the_call_is(
         output = autoattn.explain(*tensors, causal=True).problem
     assert output is not None
     if output_choice is not None:
-        variant = space.load("triton/forward").default(output, samples.H200)
+        variant = search_space.load("triton/forward").default(output, samples.H200)
         entry = samples.tuned(output, variant, choice=output_choice)
-        cache.merge(card["cache"], samples.H200, Op.FORWARD, [entry])
+        store.merge(card["cache"], samples.H200, Op.FORWARD, [entry])
     if choice is not None:
         enter(card, output, choice=choice)
     functional.forget()
@@ -381,8 +386,8 @@ def test_a_problem_is_explained_as_the_call_is(
         inferred = autoattn.explain(*tensors, causal=True, return_lse=lse)
     assert inferred.problem is not None
     gradients = backward_of(inferred.problem, deterministic=deterministic)
-    assert answer.explain(gradients, samples.H200, lse=lse, training=True) == called
-    assert answer.explain(inferred.problem, samples.H200, lse=lse) == inferred
+    assert planner.explain(gradients, samples.H200, lse=lse, training=True) == called
+    assert planner.explain(inferred.problem, samples.H200, lse=lse) == inferred
     assert (inferred.route == "kernel") is (lse or output_choice is None)
 
 
@@ -391,7 +396,7 @@ def test_a_learned_bias_is_explained_as_the_call_is(card: dict[str, Any]) -> Non
     called = autoattn.explain(*tensors, bias=bias)
     assert called.problem is not None
     gradients = backward_of(called.problem, learned=Learned(bias=True))
-    assert answer.explain(gradients, samples.H200, training=True) == called
+    assert planner.explain(gradients, samples.H200, training=True) == called
     assert called.route == "eager"
 
 

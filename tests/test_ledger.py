@@ -22,13 +22,13 @@ from servers import grpc_url, mysql_server, postgres_server  # noqa: F401
 from test_study import SPACE as WHOLE
 from test_study import failed, trial, variant
 
-from autoattn import ledger, storage
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Variant
 from autoattn.errors import AutoattnError
-from autoattn.ledger import Ledger, News
-from autoattn.storage import Storage
-from autoattn.study import BAD, Study
-from autoattn.trial import Outcome, Trial
-from autoattn.variant import Variant
+from autoattn.search import shared_trials, storage
+from autoattn.search.shared_trials import Ledger, News
+from autoattn.search.storage import Storage
+from autoattn.search.study import BAD, Study
 
 HERE = Path(__file__).parent
 SPACE = replace(WHOLE, choices={**WHOLE.choices, "c": ("w", "x")})  # of which 30 points are feasible
@@ -102,7 +102,7 @@ def test_what_one_tries_no_other_tries_and_what_it_finished_all_know(open_ledger
     assert second.news().finished == [trial(ONE)]
     assert not first.claim(OTHER)
     assert not second.claim(ONE)
-    assert first.news() == second.news() == ledger.News(finished=[], freed=[])
+    assert first.news() == second.news() == shared_trials.News(finished=[], freed=[])
     assert open_ledger().news().finished == [trial(ONE), failed(OTHER)]
 
 
@@ -213,7 +213,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[4:]
 import test_ledger
-from autoattn.ledger import Ledger, News
+from autoattn.search.shared_trials import Ledger, News
 one = Ledger(sys.argv[2], test_ledger.kept(sys.argv[1]), test_ledger.SPACE)
 assert one.claim(test_ledger.OTHER)
 one.finish(test_ledger.trial(test_ledger.OTHER), 1.0)
@@ -250,7 +250,7 @@ def test_a_killed_process_loses_what_it_was_trying_and_nothing_else(
     assert not alive.claim(ONE)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert alive.news() == ledger.News(finished=[], freed=[ONE])
+    assert alive.news() == shared_trials.News(finished=[], freed=[ONE])
     assert alive.claim(ONE)
     fresh = open_ledger(name)
     assert fresh.news().finished == [trial(OTHER)]
@@ -272,8 +272,8 @@ def test_a_killed_process_that_nobody_buried_is_dead(
 
 def test_a_process_number_that_came_again_is_another_process(open_ledger: Open) -> None:
     first, second = open_ledger(), open_ledger()
-    owner = ledger._Owner.parse(first._me)
-    first._me = str(ledger._Owner(machine=owner.machine, process=owner.process, begun="1", unique="x"))
+    owner = shared_trials._Owner.parse(first._me)
+    first._me = str(shared_trials._Owner(machine=owner.machine, process=owner.process, begun="1", unique="x"))
     assert first.claim(ONE)
     assert second.claim(ONE)
 
@@ -281,11 +281,11 @@ def test_a_process_number_that_came_again_is_another_process(open_ledger: Open) 
 @pytest.fixture
 def elsewhere(open_ledger: Open, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """A ledger of another machine, whose processes nobody here can see."""
-    monkeypatch.setattr(ledger, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(ledger, "SILENCE_SECONDS", 0.8)
+    monkeypatch.setattr(shared_trials, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(shared_trials, "SILENCE_SECONDS", 0.8)
     one = open_ledger()
-    owner = ledger._Owner.parse(one._me)
-    one._me = str(ledger._Owner(machine="another", process=owner.process, begun=owner.begun, unique="x"))
+    owner = shared_trials._Owner.parse(one._me)
+    one._me = str(shared_trials._Owner(machine="another", process=owner.process, begun=owner.begun, unique="x"))
     return one
 
 

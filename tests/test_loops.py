@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from autoattn import loops
+from autoattn.kernels.sass import loops
 
 PRODUCT, EXP, MASK, MAXIMUM = ["HMMA"] * 4, ["MUFU.EX2"] * 4, ["ISETP", "FSEL"] * 8, ["FMNMX"] * 16
 

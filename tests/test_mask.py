@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autoattn.core.mask import Mask, MaskKind
 from autoattn.errors import ProblemError
-from autoattn.mask import Mask, MaskKind
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from autoattn.measure import STUCK_SECONDS, metered, summary
-from autoattn.rounds import Pulse
+from autoattn.core.paired_stats import Pulse
+from autoattn.hardware.timer import STUCK_SECONDS, metered, summary
 
 
 def test_a_summary_holds_the_median_and_the_quantiles() -> None:

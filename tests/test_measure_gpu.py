@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoattn import gpu, jobs, plan, raw, render, rivals, rounds, space, tune
-from autoattn.entry import KERNEL
-from autoattn.mask import Mask
-from autoattn.measure import Stopwatch
-from autoattn.problem import DType, Problem
-from autoattn.trial import Evidence, Outcome
-from autoattn.variant import Source
-from autoattn.workers import Failure, Pool
+from autoattn.baselines import pytorch_sdpa
+from autoattn.cache import finals_samples
+from autoattn.codegen import render, search_space
+from autoattn.core import paired_stats
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Problem
+from autoattn.core.trial import Evidence, Outcome
+from autoattn.core.variant import Source
+from autoattn.hardware import nvidia
+from autoattn.hardware.timer import Stopwatch
+from autoattn.search import gpu_jobs, search_options, tuner
+from autoattn.search.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.gpu
 
@@ -85,15 +90,15 @@ def test_finals_end_when_all_is_decided(stopwatch: Stopwatch) -> None:
         "sdpa": lambda: torch.cuda._sleep(2_000_000),
     }
     taken = stopwatch.finals(calls, ["a", "b"], seconds=30.0, seed=0)
-    assert rounds.LOOKS[0] <= len(taken) <= rounds.LOOKS[1]
+    assert paired_stats.LOOKS[0] <= len(taken) <= paired_stats.LOOKS[1]
     assert len({tuple(one.times_us) for one in taken}) > 1, "in random order"
-    lead = rounds.interval(rounds.good(taken), "b", "a", finalists=2)
+    lead = paired_stats.interval(paired_stats.good(taken), "b", "a", finalists=2)
     assert lead is not None
     assert 1.4 < lead.low < lead.high < 1.6
 
 
 def test_energy_is_counted_and_more_work_costs_more(stopwatch: Stopwatch) -> None:
-    if gpu.joules(stopwatch.index) is None:
+    if nvidia.joules(stopwatch.index) is None:
         pytest.skip("this card tells no energy")
     matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
 
@@ -120,37 +125,37 @@ def test_energy_is_counted_and_more_work_costs_more(stopwatch: Stopwatch) -> Non
 def test_a_kernel_that_hangs_or_writes_where_it_must_not_costs_its_trial_alone(
     text: str, outcomes: set[Outcome]
 ) -> None:
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
-    variant = space.load("triton/forward").default(SMALL, card)
+    variant = search_space.load("triton/forward").default(SMALL, card)
     good = render.render(SMALL, variant)
     bad = Source(name="forward", text=text, variant=variant, traits=good.traits)
     with Pool(size=1) as pool:
-        failed = pool.result(jobs.Screen(problem=SMALL, source=bad, verdict=None, best_us=None), 20.0)
+        failed = pool.result(gpu_jobs.Screen(problem=SMALL, source=bad, verdict=None, best_us=None), 20.0)
         assert isinstance(failed, Failure)
         assert failed.outcome in outcomes
-        fine = pool.result(jobs.Screen(problem=SMALL, source=good, verdict=None, best_us=None), 60.0)
-    assert isinstance(fine, jobs.Screened)
+        fine = pool.result(gpu_jobs.Screen(problem=SMALL, source=good, verdict=None, best_us=None), 60.0)
+    assert isinstance(fine, gpu_jobs.Screened)
     assert fine.verdict.ok
 
 
 def test_a_tune_measures_against_the_rivals_and_resumes(tmp_path: Path) -> None:
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
-    options = plan.Options(effort=plan.Effort.QUICK, trials=4, cache=tmp_path)
-    summary = tune.tune([SMALL], card, measured=True, options=options)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=4, cache=tmp_path)
+    summary = tuner.tune([SMALL], card, measured=True, options=options)
     entry = summary.entries[SMALL.key]
     assert entry.evidence is Evidence.MEASURED
     assert entry.verdict is not None
     assert entry.verdict.ok
-    assert {rivals.SDPA, "sdpa-flash"} <= {rival.name for rival in entry.rivals}
+    assert {pytorch_sdpa.SDPA, "sdpa-flash"} <= {rival.name for rival in entry.rivals}
     assert entry.choice == KERNEL or entry.choice in {rival.name for rival in entry.rivals}
     assert entry.finals is not None
     assert entry.finals.finalists[0].source_digest == entry.source_digest
-    samples = raw.read(raw.path_of(tmp_path, card.name, SMALL.key))
+    samples = finals_samples.read(finals_samples.path_of(tmp_path, card.name, SMALL.key))
     assert samples is not None
     assert samples.winner == entry.source_digest
     assert len(samples.rounds) == entry.finals.rounds + entry.finals.discarded
-    again = tune.tune([SMALL], card, measured=True, options=options)
+    again = tuner.tune([SMALL], card, measured=True, options=options)
     assert again.kept == 1
     assert again.kernels == 0

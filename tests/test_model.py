@@ -9,16 +9,16 @@ import kernels
 import pytest
 from modelled import A30, A100, H200, MASKED, PARAMS, PLAIN, RTX3090, problem, report
 
-from autoattn import demand as demands
-from autoattn import model
-from autoattn.calibration import BOUNDS, CONSTANTS, FITTED
-from autoattn.compile import inspect
-from autoattn.demand import demand, pass_cycles
-from autoattn.model import predict
-from autoattn.occupancy import occupancy
-from autoattn.problem import DType, Layout, Precision
-from autoattn.program import Path as Kind
-from autoattn.program import path_of, program_of
+from autoattn.core.problem import DType, Layout, Precision
+from autoattn.cost_model import loop_cost as demands
+from autoattn.cost_model import predictor
+from autoattn.cost_model.constants import BOUNDS, CONSTANTS, FITTED
+from autoattn.cost_model.kernel_kind import Path as Kind
+from autoattn.cost_model.kernel_kind import path_of, program_of
+from autoattn.cost_model.loop_cost import demand, pass_cycles
+from autoattn.cost_model.occupancy import occupancy
+from autoattn.cost_model.predictor import predict
+from autoattn.kernels.compiler import inspect
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import model_quality
@@ -196,7 +196,7 @@ def test_keys_beyond_the_l2_are_read_again_unless_heads_take_turns():
     long = problem(batch=1, heads_q=256, heads_kv=256, seq_q=65536, seq_kv=65536)
     apart = predict(long, A30, PARAMS | {"HEAD_GROUP": 0}, report()).parts_us["dram"]
     in_turn = predict(long, A30, PARAMS | {"HEAD_GROUP": 1}, report()).parts_us["dram"]
-    assert in_turn == pytest.approx(1e6 * long.bytes() / (model.DRAM_EFFICIENCY * A30.bandwidth))
+    assert in_turn == pytest.approx(1e6 * long.bytes() / (predictor.DRAM_EFFICIENCY * A30.bandwidth))
     assert apart > 10 * in_turn
 
 
@@ -294,8 +294,8 @@ def test_workers_of_a_program_share_its_keys_and_have_rows_of_their_own():
 
 def test_each_family_counts_packed_heads_in_its_own_way():
     of = problem(heads_q=32, heads_kv=4)
-    assert [model._together(of, PARAMS | {"PACK_GQA": packed}) for packed in (0, 1)] == [1, 8]
-    assert [model._together(of, SPECIALISED | {"PACK_GQA": packed}) for packed in (1, 4)] == [1, 4]
+    assert [predictor._together(of, PARAMS | {"PACK_GQA": packed}) for packed in (0, 1)] == [1, 8]
+    assert [predictor._together(of, SPECIALISED | {"PACK_GQA": packed}) for packed in (1, 4)] == [1, 4]
 
 
 def test_work_in_the_shadow_of_products_is_faster():

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from autoattn import model_config, shapes
+from autoattn.core.problem import DType, Op, Problem
 from autoattn.errors import ShapesError
-from autoattn.problem import DType, Op, Problem
+from autoattn.shapes import model_config, shapes_file
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -51,7 +51,7 @@ def facts(config: dict[str, Any]) -> tuple[Any, ...]:
 
 def problems(config: dict[str, Any], group: str, **choices: Any) -> list[Problem]:
     document = model_config.document(model_config.read(config, "config.json"), **choices)
-    return [one.problem for one in shapes.parse(document, "config.json") if group in one.groups]
+    return [one.problem for one in shapes_file.parse(document, "config.json") if group in one.groups]
 
 
 BF16 = DType.BFLOAT16

@@ -3,8 +3,8 @@
 import pytest
 from modelled import A100, H200, PARAMS, RTX3090, problem, report
 
-from autoattn.model import predict
-from autoattn.occupancy import occupancy, why_unlaunchable
+from autoattn.cost_model.occupancy import occupancy, why_unlaunchable
+from autoattn.cost_model.predictor import predict
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 import autoattn
-from autoattn import differentiate, masks, operators, traced
+from autoattn import masks
 from autoattn.errors import TensorError
+from autoattn.runtime.torch_op import attention_op, attention_op_backward, compile_frontend
 
 ATTENTION, BACKWARD = torch.ops.autoattn.attention, torch.ops.autoattn.attention_backward
 STRENGTH = noise(4, seed=11)
@@ -51,7 +52,7 @@ SAID: dict[str, tuple[Given, Given]] = {
         {"score_mod": "captured0: float32[1]\nscore * captured0[h]", "score_captures": [STRENGTH]},
         {"score_mod": lambda score, b, h, q_idx, kv_idx: score * STRENGTH[h]},
     ),
-    "blocks": (traced._pieces(LOCAL), {"mask": LOCAL}),
+    "blocks": (compile_frontend._pieces(LOCAL), {"mask": LOCAL}),
     "dropout": ({"dropout": 0.5, "seed": 3}, {"dropout": 0.5, "seed": 3}),
     "drawn": ({"dropout": 0.5, "drawn_seed": torch.tensor([3])}, {"dropout": 0.5, "seed": 3}),
     "numbers": (
@@ -137,7 +138,7 @@ def test_autocast_casts_query_key_and_value_alone() -> None:
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is ATTENTION.default:
-                seen.update(zip(operators.TENSORS, (one.dtype for one in args if one is not None), strict=False))
+                seen.update(zip(attention_op.TENSORS, (one.dtype for one in args if one is not None), strict=False))
             return func(*args, **(kwargs or {}))
 
     given = (*inputs(), noise(5, 7), SLOPES, SINKS)
@@ -184,12 +185,12 @@ def test_biases_slopes_sinks_and_the_lse_have_gradients_too() -> None:
 @pytest.mark.parametrize("learner", [0, 1, 2, 5])
 def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    whole = differentiate._by_pytorch
-    monkeypatch.setattr(differentiate, "_by_pytorch", lambda *given: asked.append(given[-1]) or whole(*given))
+    whole = attention_op_backward._by_pytorch
+    monkeypatch.setattr(attention_op_backward, "_by_pytorch", lambda *given: asked.append(given[-1]) or whole(*given))
     tensors = [*inputs(), None, None, SINKS.clone()]
     tensors[learner].requires_grad_()  # type: ignore[union-attr]
     ATTENTION(*tensors, mask="causal")[0].sum().backward()
-    assert asked == [[operators.LEARNING[learner]]]
+    assert asked == [[attention_op.LEARNING[learner]]]
     assert tensors[learner].grad.abs().max() > 0.0  # type: ignore[union-attr]
 
 
@@ -197,14 +198,14 @@ def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: 
 def asked_again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each backward pass asked for the LSE when it computed the call once more."""
     asked: list[bool] = []
-    whole = operators.answered
+    whole = attention_op.answered
 
     def answered(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         if torch.is_grad_enabled() and given["query"].requires_grad:
             asked.append(given["return_lse"])
         return whole(given)
 
-    monkeypatch.setattr(operators, "answered", answered)
+    monkeypatch.setattr(attention_op, "answered", answered)
     return asked
 
 

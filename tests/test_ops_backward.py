@@ -12,10 +12,10 @@ import hopper_gradients
 import pytest
 import torch
 
-from autoattn import bound, gradients
-from autoattn.compile import Descriptor, Kernel, load_module, parts_of
-from autoattn.ops import backward
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.kernels import backward, bound_launch
+from autoattn.kernels.compiler import Descriptor, Kernel, load_module, parts_of
+from autoattn.validation import gradient_check
 
 CUDA = torch.device("cuda", 0)
 
@@ -44,7 +44,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     active = SimpleNamespace(get_current_stream=lambda index: 7)
-    monkeypatch.setattr(bound, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(bound_launch, "driver", SimpleNamespace(active=active))
 
 
 def kernel_of(one: Problem, **changes: Any) -> Kernel:
@@ -75,12 +75,12 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
     one = gradient_kernels.problem(mask="window:5,3", **facts)
     kernel = kernel_of(one, keys_loads=loads, queries_loads=loads, copies=copies)
     first, second = (
-        gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
+        gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
-    made = gradients.room_of(first)
+    made = gradient_check.room_of(first)
     scratch = backward.empty_scratch(kernel, one, first.operands.query)
     launches = backward.bind(kernel, one, first.operands, first.saved, made, scratch)
-    found = gradients.room_of(second)
+    found = gradient_check.room_of(second)
     backward.launch(kernel, one, second.operands, second.saved, found)
     own = backward.empty_scratch(kernel, one, second.operands.query)
     addresses = backward.addresses_of(second.operands, second.saved, found, own)
@@ -110,9 +110,9 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
 def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one = gradient_kernels.problem(mask="causal")
     kernel = kernel_of(one)
-    case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
     monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
-    assert not gradients.judge(kernel, [case]).ok, "nothing was computed"
+    assert not gradient_check.judge(kernel, [case]).ok, "nothing was computed"
     for part in kernel.parts:
         assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((1, 1) if bound_too else (2, 0))
 
@@ -124,10 +124,10 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
 ) -> None:
     one = gradient_kernels.problem(mask="causal")
     kernel = kernel_of(one)
-    case = gradients.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
     monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
-    room = gradients.room_of(case)
-    call = gradients.call_of(kernel, case, room)
+    room = gradient_check.room_of(case)
+    call = gradient_check.call_of(kernel, case, room)
     for _ in range(3):
         call()
     for part in kernel.parts:

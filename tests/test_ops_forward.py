@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import inputs
-from autoattn.compile import load_module
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Problem
+from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
-from autoattn.mask import Mask
-from autoattn.operands import Operands
-from autoattn.ops import forward
-from autoattn.problem import Bias, DType, Layout, Modifiers, Problem
-from autoattn.variant import Traits
+from autoattn.kernels import forward
+from autoattn.kernels.compiler import load_module
+from autoattn.reference import inputs
+from autoattn.tensors.operands import Operands
 
 HALF = torch.float16
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import learning, paired
-from autoattn.compile import Kernel
-from autoattn.operands import Operands
-from autoattn.ops import backward
-from autoattn.problem import DType, Layout, Op
-from autoattn.render import natural_traits
+from autoattn.codegen.render import natural_traits
+from autoattn.core.problem import DType, Layout, Op
+from autoattn.kernels import backward
+from autoattn.kernels.compiler import Kernel
+from autoattn.runtime import paired_launches
+from autoattn.runtime.run import autograd
+from autoattn.tensors.operands import Operands
 
 ROWS, SUMS, TURNS = 2 * 2 * 4 * 128, 256, 12  # numbers of 4 bytes: a head's 33 queries take 128 rows
 
@@ -29,9 +30,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
-def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> paired.Pair:
+def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> paired_launches.Pair:
     forward = gradient_kernels.problem(layout=layout, heads_q=4, heads_kv=4, seq_q=33, seq_kv=33, dtype=DType.FLOAT16)
-    asked = learning.backward_of(forward)
+    asked = autograd.backward_of(forward)
     source = gradient_kernels.source(asked, natural_traits(asked))
     kernel = Kernel(
         source=source,
@@ -40,14 +41,14 @@ def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> 
         device=torch.device("cpu"),
         sm_count=1,
     )
-    both = learning.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
+    both = autograd.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
     views = [tensor.transpose(1, 2) if layout is Layout.BSHD else tensor for tensor in tensors]
     operands = Operands(query=views[0], key=views[1], value=views[2], scale=1.0)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ones_like(query), torch.zeros(2, 4, 33)
 
-    found = paired.pair(both, operands, tensors, run, tensors[0].stride())
+    found = paired_launches.pair(both, operands, tensors, run, tensors[0].stride())
     assert found is not None
     return found
 
@@ -104,5 +105,5 @@ def test_an_output_gradient_that_stands_for_negatives_is_copied(launched: list[t
         one.differentiate(given, None, *(tensor.detach() for tensor in (*tensors, tensors[0])), torch.zeros(2, 4, 33))
     first, second = (dict(zip(backward.POINTERS, each, strict=False))["output_grad_ptr"] for each in launched)
     assert first == push.data_ptr() == negated.data_ptr() != second
-    assert learning.reads(one.both.backward, push)
-    assert not learning.reads(one.both.backward, negated)
+    assert autograd.reads(one.both.backward, push)
+    assert not autograd.reads(one.both.backward, negated)

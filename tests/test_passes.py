@@ -17,13 +17,17 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import bench, cache, gpu, learning, passing, resources, transformer
+from autoattn.bench import kernel_bench, pass_bench, transformer
+from autoattn.bench.pass_results import Case, Options, Part, Row, Run, Table, Time, over_ours
+from autoattn.bench.training_results import Numbers, State, Whose
+from autoattn.cache import store
 from autoattn.cli.app import run
+from autoattn.codegen import resources
 from autoattn.errors import StateError
-from autoattn.measure import Rounds
-from autoattn.passes import Case, Options, Part, Row, Run, Table, Time, over_ours
-from autoattn.report import passes as report
-from autoattn.timetable import Numbers, State, Whose
+from autoattn.hardware import nvidia
+from autoattn.hardware.timer import Rounds
+from autoattn.report import pass_tables as report
+from autoattn.runtime.run import autograd
 
 FEW: dict[str, Any] = {"contexts": (128,), "head_dims": (16,)}
 HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
@@ -78,7 +82,7 @@ class Gauge:
 
 
 def timed(gauge: Gauge | None = None, **options: Any) -> list[list[Row]]:
-    return list(passing.rows(Options(**FEW | {"tables": (Table.FLASH,)} | options), gauge or Gauge()))
+    return list(pass_bench.rows(Options(**FEW | {"tables": (Table.FLASH,)} | options), gauge or Gauge()))
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, whose: Whose, attend: Callable[..., Tensor]) -> None:
@@ -150,7 +154,7 @@ def test_a_backward_pass_is_that_alone_and_both_are_both(monkeypatch: pytest.Mon
 
     options = Options(**FEW, tables=(Table.FLASH,), numbers=(Numbers.FLOAT32,))
     replaced(monkeypatch, Whose.SDPA, noted)
-    one = passing._Bench(options.cases()[0], options, Gauge())
+    one = pass_bench._Bench(options.cases()[0], options, Gauge())
     one.leaves = tuple(torch.randn(1, 1, 128, 16, requires_grad=True) for _ in range(3))
     one.pull = torch.ones(1, 1, 128, 16)
     counts = []
@@ -173,12 +177,12 @@ def test_memory_is_that_of_one_attention_alone_inputs_included() -> None:
 
 def test_kernels_of_both_passes_are_known_before_so_that_all_cores_compile_them() -> None:
     cases = Options(tables=(Table.FLASH,), head_dims=(64,), contexts=(1024, 2048), numbers=(Numbers.BFLOAT16,)).cases()
-    assert passing.sources(cases, samples.H200) == [], "no gradients were tuned"
-    asked = learning.backward_of(cases[0].problem)
+    assert pass_bench.sources(cases, samples.H200) == [], "no gradients were tuned"
+    asked = autograd.backward_of(cases[0].problem)
     variant = gradient_kernels.variant()
     entry = samples.tuned(asked, variant)
-    cache.merge(resources.user_cache(), samples.H200, asked.op, [entry])
-    found = passing.sources(cases, samples.H200)
+    store.merge(resources.user_cache(), samples.H200, asked.op, [entry])
+    found = pass_bench.sources(cases, samples.H200)
     assert {(one.name, one.traits.lse) for one in found} == {("forward", True), ("backward", False)}
     assert sum(one.name == "backward" for one in found) == 1, "the other call's neighbour"
 
@@ -315,8 +319,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         asked.append(options)
         yield ROWS
 
-    monkeypatch.setattr(bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
-    monkeypatch.setattr(passing, "rows", rows)
+    monkeypatch.setattr(kernel_bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
+    monkeypatch.setattr(pass_bench, "rows", rows)
     return asked
 
 
@@ -347,7 +351,7 @@ def test_all_of_the_seed_runs_by_default(planted: list[Options], tmp_path: Path)
 def test_without_a_gpu_it_refuses_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index=None: None)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: None)
     assert run(["bench", "seed-001", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

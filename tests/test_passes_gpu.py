@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autoattn import passing
-from autoattn.passes import Options, Part, Table
-from autoattn.timetable import Numbers, State, Whose
+from autoattn.bench import pass_bench
+from autoattn.bench.pass_results import Options, Part, Table
+from autoattn.bench.training_results import Numbers, State, Whose
 
 pytestmark = pytest.mark.gpu
 
@@ -15,7 +15,7 @@ def test_memory_grows_with_the_tokens_and_the_formula_s_with_their_square() -> N
     options = Options(
         tables=(Table.FLASH,), contexts=(512, 4096, 16384), head_dims=(64,), numbers=(Numbers.BFLOAT16,), seconds=0.02
     )
-    cases = {rows[0].case.context: {row.whose: row for row in rows} for rows in passing.rows(options)}
+    cases = {rows[0].case.context: {row.whose: row for row in rows} for rows in pass_bench.rows(options)}
     for rows in cases.values():
         for row in rows.values():
             assert row.state is State.OK, row.detail
@@ -33,5 +33,5 @@ def test_memory_grows_with_the_tokens_and_the_formula_s_with_their_square() -> N
 
 def test_both_passes_take_about_as_long_as_each_of_them() -> None:
     options = Options(tables=(Table.FLASH,), contexts=(16384,), head_dims=(64,), attention=(Whose.SDPA,), seconds=0.05)
-    for (row,) in passing.rows(options):
+    for (row,) in pass_bench.rows(options):
         assert row.ms(Part.BOTH) == pytest.approx(row.ms(Part.FORWARD) + row.ms(Part.BACKWARD), rel=0.2)

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import gradients, inputs, peers, reference, rivals
+from autoattn.baselines import external, pytorch_sdpa
+from autoattn.baselines.external import PEERS
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.errors import UsageError
-from autoattn.operands import Operands
-from autoattn.peers import PEERS
-from autoattn.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.reference import attention_formula, inputs
+from autoattn.tensors.operands import Operands
+from autoattn.validation import gradient_check
 
 CPU = torch.device("cpu")
 LENGTHS = ((33, 50), (50, 33), (130, 300), (300, 130), (256, 256), (1, 200))
@@ -31,7 +33,7 @@ def operands_of(one: Problem) -> Operands:
 
 
 def assert_right(one: Problem, operands: Operands, output: Tensor) -> None:
-    expected, _ = reference.attention(one, operands)
+    expected, _ = attention_formula.attention(one, operands)
     torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
 
 
@@ -39,13 +41,13 @@ def assert_right(one: Problem, operands: Operands, output: Tensor) -> None:
 
 
 def test_peers_are_found_by_name_each_once_in_the_order_given() -> None:
-    assert [peer.name for peer in peers.named("fa4, sdpa-flash,fa4")] == ["fa4", "sdpa-flash"]
+    assert [peer.name for peer in external.named("fa4, sdpa-flash,fa4")] == ["fa4", "sdpa-flash"]
 
 
 @pytest.mark.parametrize("names", ["", "fa5", "fa4,,flex", "SDPA"])
 def test_an_unknown_name_is_answered_with_all_names(names: str) -> None:
     with pytest.raises(UsageError, match=r"sdpa, sdpa-flash, .*fa4, got"):
-        peers.named(names)
+        external.named(names)
 
 
 # --- what is missing, and what they do not do -------------------------------------------------------------------------
@@ -55,9 +57,9 @@ def test_an_unknown_name_is_answered_with_all_names(names: str) -> None:
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
-    peers._why_missing.cache_clear()
+    external._why_missing.cache_clear()
     yield
-    peers._why_missing.cache_clear()
+    external._why_missing.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -139,7 +141,7 @@ def test_flex_gets_the_mask_that_trying_out_all_pairs_gives(mask: str, lengths: 
         low = q >= -1 if first is None else k >= q + first
         return low & (q >= -1 if last is None else k <= q + last)
 
-    found = peers.block_mask(one, operands_of(one))
+    found = external.block_mask(one, operands_of(one))
     tried = create_block_mask(kept, None, None, *lengths, device="cpu")
     assert torch.equal(found.to_dense(), tried.to_dense())
     rows, keys = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None, :]
@@ -155,7 +157,7 @@ def test_flex_gets_the_mask_that_trying_out_all_pairs_gives(mask: str, lengths: 
 
 def test_flex_gets_no_mask_where_there_is_none() -> None:
     one = kernels.problem()
-    assert peers.block_mask(one, operands_of(one)) is None
+    assert external.block_mask(one, operands_of(one)) is None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -193,7 +195,7 @@ def pretended(window: list[object], *, pair: bool) -> ModuleType:
             query=query, key=key, value=value, scale=facts["softmax_scale"], softcap=facts.get("softcap", 0.0),
             slopes=facts.get("alibi_slopes"),
         )  # fmt: skip
-        output = reference.attention(one, operands)[0].half().transpose(1, 2)
+        output = attention_formula.attention(one, operands)[0].half().transpose(1, 2)
         return (output, None) if pair else output
 
     def packed(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Any:
@@ -229,7 +231,7 @@ def test_flash_attention_is_asked_for_what_we_mean(
     module = pretended(asked, pair=name == "fa4")
     monkeypatch.setitem(sys.modules, "flash_attn", module if place == "flash_attn" else ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute" if place == "cute" else place, module)
-    peers._why_missing.cache_clear()
+    external._why_missing.cache_clear()
     one = kernels.problem(**changes)
     operands = operands_of(one)
     assert PEERS[name].why_not(one) is None
@@ -237,7 +239,7 @@ def test_flash_attention_is_asked_for_what_we_mean(
     unbounded = None if name == "fa4" else -1
     sides = tuple(unbounded if side is None else side for side in (one.mask.left, one.mask.right))
     assert set(asked) == {sides}
-    peers._why_missing.cache_clear()
+    external._why_missing.cache_clear()
 
 
 class _Differentiated(torch.autograd.Function):
@@ -295,14 +297,16 @@ def test_autograd_copies_nothing_around_flash_attentions_backward_pass(
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     outputs: list[Tensor] = []
-    differentiated = rivals.differentiated
+    differentiated = pytorch_sdpa.differentiated
     monkeypatch.setattr(
-        rivals, "differentiated", lambda output, *facts: (outputs.append(output), differentiated(output, *facts))[1]
+        pytorch_sdpa,
+        "differentiated",
+        lambda output, *facts: (outputs.append(output), differentiated(output, *facts))[1],
     )
     one = kernels.problem(op=Op.BACKWARD, **changes)
-    case = gradients.full_case(one, CPU, torch.Generator().manual_seed(0))
-    found = peers.backward_pass(PEERS[name], one, case.operands, case.saved.output_grad)()
-    for gradient, (error, _) in gradients.errors_by_name(found, case).items():
+    case = gradient_check.full_case(one, CPU, torch.Generator().manual_seed(0))
+    found = external.backward_pass(PEERS[name], one, case.operands, case.saved.output_grad)()
+    for gradient, (error, _) in gradient_check.errors_by_name(found, case).items():
         assert error <= 4.0 * case.allowed[gradient]
     assert asked == [one.deterministic]
     views = {"TransposeBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}

@@ -11,15 +11,17 @@ import pytest
 import samples
 from planted_kernels import CAUSAL, FAULTS, Fault
 
-from autoattn import cache, plan, render, resources, tune
-from autoattn.compile import build
+from autoattn.cache import store
+from autoattn.codegen import render, resources
+from autoattn.core.problem import Op
+from autoattn.core.trial import Outcome, Verdict
+from autoattn.core.variant import Variant
 from autoattn.errors import CompileError
-from autoattn.jobs import Rehearse
-from autoattn.problem import Op
-from autoattn.trial import Outcome, Verdict
-from autoattn.variant import Variant
-from autoattn.workers import Failure, Pool
-from autoattn.workshop import Workshop
+from autoattn.kernels.compiler import build
+from autoattn.search import search_options, tuner
+from autoattn.search.gpu_jobs import Rehearse
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 
@@ -71,9 +73,9 @@ def test_the_compiler_takes_the_planted_kernels(name: str) -> None:
 # --- in the tuner -----------------------------------------------------------------------------------------------------
 
 
-def tuned(folder: Path, fault: Fault) -> plan.Summary:
-    options = plan.Options(effort=plan.Effort.QUICK, trials=2, cache=folder, jobs=1)
-    return tune.tune([fault.problem], samples.A30, measured=False, options=options)
+def tuned(folder: Path, fault: Fault) -> search_options.Summary:
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=2, cache=folder, jobs=1)
+    return tuner.tune([fault.problem], samples.A30, measured=False, options=options)
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_a_wrong_kernel_is_never_cached(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (reason,) = summary.failed.values()
     assert reason.startswith("none of 2 variants passed Triton's interpreter; 2 ended with wrong result: ")
     assert (summary.outcomes, summary.rehearsals, summary.written) == ({"ok": 2}, {"wrong result": 2}, ())
-    assert cache.lookup(tmp_path, samples.A30, Op.FORWARD) == {}
+    assert store.lookup(tmp_path, samples.A30, Op.FORWARD) == {}
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ import pytest
 from test_workers import PATHS, alive, gone, noted
 from triton import knobs
 
-from autoattn.inspecting import Inspect
-from autoattn.trial import Outcome, StaticReport
-from autoattn.workers import Failure, Pool
-from autoattn.workshop import COMPILER_ROOM
+from autoattn.core.trial import Outcome, StaticReport
+from autoattn.search.compile_job import Inspect
+from autoattn.search.trial_pipeline import COMPILER_ROOM
+from autoattn.search.worker_pool import Failure, Pool
 
 LIMIT = 5.0  # seconds for a compile that hangs
 ENOUGH = 300.0  # for one that does not, on a busy machine
@@ -86,9 +86,9 @@ def test_a_tool_of_the_compiler_that_somebody_killed_once_is_run_again(plant: Pl
 
 PARENT = """
 import kernels
-from autoattn.inspecting import Inspect
-from autoattn.workers import Pool
-pool = Pool(size=1, preload="autoattn.inspecting")
+from autoattn.search.compile_job import Inspect
+from autoattn.search.worker_pool import Pool
+pool = Pool(size=1, preload="autoattn.search.compile_job")
 pool.submit(Inspect(source=kernels.source(kernels.problem()), arch=80), 600.0)
 pool.next_results()
 """

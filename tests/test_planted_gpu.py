@@ -11,13 +11,15 @@ import torch
 from planted_kernels import FAULTS, Fault
 from pretended_pool import Studied
 
-from autoattn import gpu, render, workshop
-from autoattn.jobs import Finished, Screened
-from autoattn.problem import DType, Problem
-from autoattn.trial import Outcome, Trial
-from autoattn.variant import Source, Variant
-from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.codegen import render
+from autoattn.core.problem import DType, Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Source, Variant
+from autoattn.hardware import nvidia
+from autoattn.search import trial_pipeline
+from autoattn.search.gpu_jobs import Finished, Screened
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +39,7 @@ RACE = Fault(
 
 def searched(problem: Problem, variants: list[Variant]) -> list[Trial]:
     """The trials of some variants, each on the card."""
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
     heard: list[Trial] = []
     study: Any = Studied(list(variants), problem)
@@ -56,7 +58,9 @@ def large(problem: Problem) -> Problem:
 def test_on_the_card_a_search_records_and_survives_a_kernel_that(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fault = FAULTS[name]
     monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == BAD))
-    monkeypatch.setattr(workshop, "GPU_SECONDS", HANGS if fault.outcome is Outcome.TIMEOUT else workshop.GPU_SECONDS)
+    monkeypatch.setattr(
+        trial_pipeline, "GPU_SECONDS", HANGS if fault.outcome is Outcome.TIMEOUT else trial_pipeline.GPU_SECONDS
+    )
     before, bad, after = searched(large(fault.problem), [GOOD, BAD, replace(GOOD, params=changed(GOOD))])
     assert (before.outcome, after.outcome) == (Outcome.OK, Outcome.OK), (before.detail, after.detail)
     assert bad.outcome in (GONE if fault.outcome is Outcome.CRASH else (fault.outcome,)), bad.detail
@@ -72,7 +76,7 @@ def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_n
     """Queries, keys, values and outputs of 16 TiB each."""
     full = large(FAULTS["hangs"].problem)
     huge = replace(full, batch=2**21, heads_q=64, heads_kv=64, seq_q=1024, seq_kv=1024)
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
     heard: list[Trial] = []
     with Workshop(device, measured=True, jobs=2) as shop:
@@ -92,12 +96,12 @@ def test_programs_that_write_the_same_rows_are_refused(monkeypatch: pytest.Monke
 
 
 def test_an_lse_in_powers_of_two_is_refused() -> None:
-    from autoattn import compile
-    from autoattn.validate import Gate
+    from autoattn.kernels import compiler
+    from autoattn.validation.output_check import Gate
 
     fault = FAULTS["gives the LSE in powers of two"]
     cuda = torch.device("cuda")
-    verdict = Gate(fault.problem, cuda).judge(compile.load(fault.source(), cuda))
+    verdict = Gate(fault.problem, cuda).judge(compiler.load(fault.source(), cuda))
     assert not verdict.ok
     assert "LSE" in verdict.reason
 
@@ -107,7 +111,7 @@ def test_a_finalist_that_is_wrong_at_full_size_alone_is_not_timed(monkeypatch: p
     one = large(FAULTS["leaves a row unwritten"].problem)
     fault = Fault(right="m_o = (o_m < seq_q)[:, None]", wrong="m_o = ((o_m < seq_q) & (o_m != 500))[:, None]")
     monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == BAD))
-    device = gpu.present()
+    device = nvidia.present()
     assert device is not None
     with Workshop(device, measured=True, jobs=1) as shop:
         assert isinstance(shop.check(one, BAD), Screened)
@@ -121,8 +125,8 @@ def test_a_finalist_that_is_wrong_at_full_size_alone_is_not_timed(monkeypatch: p
 def test_finals_with_a_finalist_that_hangs_end_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS["hangs"]
     monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == BAD))
-    monkeypatch.setattr(workshop, "FINAL_SECONDS", HANGS)
-    device = gpu.present()
+    monkeypatch.setattr(trial_pipeline, "FINAL_SECONDS", HANGS)
+    device = nvidia.present()
     assert device is not None
     with Workshop(device, measured=True, jobs=1) as shop:
         result = shop.alone(shop.final(large(fault.problem), [GOOD, BAD], seconds=0.5, seed=0))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from samples import A30, H200, measured, predicted, problem
 
-from autoattn import precedence, triton_release
-from autoattn.cachefile import CacheFile
-from autoattn.device import Device
-from autoattn.entry import CacheEntry, Finding, Mark
-from autoattn.precedence import Overlay
-from autoattn.problem import Op
+from autoattn.cache import precedence
+from autoattn.cache.file_format import CacheFile
+from autoattn.cache.precedence import Overlay
+from autoattn.core import triton_release
+from autoattn.core.cache_entry import CacheEntry, Finding, Mark
+from autoattn.core.device import Device
+from autoattn.core.problem import Op
 
 OWN, SHIPPED = Path("own"), Path("shipped")
 SISTER = replace(H200, sm_count=H200.sm_count - 4)  # another card of the same name

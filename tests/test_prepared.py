@@ -21,12 +21,18 @@ from threads import together
 from torch import Tensor
 
 import autoattn
-from autoattn import answer, arguments, bound, dispatch, functional, gpu, prepared, rivals
-from autoattn.compile import Descriptor, Kernel
-from autoattn.dispatch import Level
+from autoattn import functional
+from autoattn.baselines import pytorch_sdpa
+from autoattn.core.mask import Mask
 from autoattn.errors import AutoattnError, TensorError
-from autoattn.mask import Mask
-from autoattn.ops.forward import POINTERS
+from autoattn.hardware import nvidia
+from autoattn.kernels import bound_launch
+from autoattn.kernels.compiler import Descriptor, Kernel
+from autoattn.kernels.forward import POINTERS
+from autoattn.runtime import prepared_calls
+from autoattn.runtime.parse import arguments
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan.cache_lookup import Level
 
 # --- the same launch --------------------------------------------------------------------------------------------------
 
@@ -76,7 +82,7 @@ def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: No
 
 @pytest.mark.parametrize("name", ["plain", "lse", "causal", "bshd"])
 def test_so_does_one_that_takes_descriptors(name: str, card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
     test_a_prepared_call_launches_what_the_ordinary_one_does(name, card)
     assert isinstance(card.prepared[0][1][0], Descriptor)
 
@@ -88,7 +94,7 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     same(card.ordinary[0], card.prepared[0])
     assert [one.shape for one in made] == [one.shape for one in found]
-    (known,) = prepared._known.values()
+    (known,) = prepared_calls._known.values()
     tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5]), strict=True))
     for place, number in known.launch.pointers:
         assert sum(card.prepared[0], ())[place] == tensors[POINTERS[number]].data_ptr()
@@ -122,9 +128,9 @@ def test_the_environments_numerics_make_another_answer_at_every_door(
         lambda: functional.flash_attn_varlen_func(*packed()),
     ]
     asked: list[str] = []
-    decide = dispatch.explain
+    decide = cache_lookup.explain
     monkeypatch.setattr(
-        dispatch, "explain", lambda problem, card: (asked.append(problem.numerics.value), decide(problem, card))[1]
+        cache_lookup, "explain", lambda problem, card: (asked.append(problem.numerics.value), decide(problem, card))[1]
     )
     for environment in ("", "online", "", "online"):
         monkeypatch.setenv("AUTOATTN_NUMERICS", environment)
@@ -178,7 +184,7 @@ def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Noted, monkeypa
         scratch=lambda batch, heads, seq: 5,
     )
     kernel = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(answer.compile, "load", lambda source, device: kernel)
+    monkeypatch.setattr(planner.compiler, "load", lambda source, device: kernel)
     tensors = [three(), three()]
     for _ in range(2):
         for query, key, value in tensors:
@@ -208,7 +214,7 @@ def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Noted, monkeypatc
         partials=sized,
     )
     kernel = Kernel(source=None, module=module, compiled=card, device=CUDA, sm_count=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(answer.compile, "load", lambda source, device: kernel)
+    monkeypatch.setattr(planner.compiler, "load", lambda source, device: kernel)
     query, key, value = three()
     group = query.shape[1] // key.shape[1]
     for _ in range(3):
@@ -221,9 +227,9 @@ def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Noted, monkeypatc
         assert len(set(passed)) == 3
 
 
-def known_launch() -> bound.Bound:
-    (known,) = prepared._known.values()
-    assert isinstance(known, prepared._Kernel)
+def known_launch() -> bound_launch.Bound:
+    (known,) = prepared_calls._known.values()
+    assert isinstance(known, prepared_calls._Kernel)
     return known.launch
 
 
@@ -251,7 +257,7 @@ def test_what_a_key_cannot_hold_takes_the_ordinary_way_each_time(name: str, card
 def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(
     card: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index: samples.H200)
+    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
     eighths = [tensor.to(torch.float8_e4m3fn) for tensor in three()]
     for _ in range(2):
         autoattn.attention(*eighths)
@@ -265,7 +271,7 @@ def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(
 def test_a_call_without_tokens_is_not_prepared(card: Noted) -> None:
     for _ in range(2):
         assert autoattn.attention(*three(seq=0)).shape == (2, 4, 0, 16)
-    assert (card.ordinary, card.prepared, prepared._known) == ([], [], {})
+    assert (card.ordinary, card.prepared, prepared_calls._known) == ([], [], {})
 
 
 def test_an_error_is_raised_each_time(card: Noted) -> None:
@@ -276,7 +282,7 @@ def test_an_error_is_raised_each_time(card: Noted) -> None:
         for _ in range(2):
             with pytest.raises(AutoattnError):
                 autoattn.attention(*tensors, **(right | wrong))
-    assert len(prepared._known) == 1
+    assert len(prepared_calls._known) == 1
 
 
 def test_what_a_graph_forbade_is_not_kept(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +290,7 @@ def test_what_a_graph_forbade_is_not_kept(card: Noted, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
         autoattn.attention(*tensors)
-    assert (card.ordinary, prepared._known) == ([], {})
+    assert (card.ordinary, prepared_calls._known) == ([], {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     autoattn.attention(*tensors)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -345,14 +351,14 @@ def test_a_prepared_answer_of_pytorchs_has_gradients() -> None:
 @pytest.mark.parametrize("asked", [{"window": (2, 2)}, {"scale": -1.0}, {"scale": 0.0}, {"return_lse": True}])
 def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, Any]) -> None:
     autoattn.attention(*three(dtype=torch.float32), **asked)
-    assert prepared._known == {}
+    assert prepared_calls._known == {}
 
 
 def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = dispatch.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
-    monkeypatch.setattr(answer.rivals, "sdpa", lambda problem, operands, backend="sdpa": backend)
-    monkeypatch.setattr(rivals, "bind", lambda problem, scale, backend, learns: lambda *three: attend(backend))
+    chosen = cache_lookup.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(planner.pytorch_sdpa, "sdpa", lambda problem, operands, backend="sdpa": backend)
+    monkeypatch.setattr(pytorch_sdpa, "bind", lambda problem, scale, backend, learns: lambda *three: attend(backend))
     refused: list[type[Exception]] = []
 
     def attend(backend: str) -> str:
@@ -361,7 +367,7 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
         return f"prepared {backend}"
 
     tensors = three()
-    monkeypatch.setattr(answer, "_by_pytorch", lambda *facts: (torch.zeros(1), None))
+    monkeypatch.setattr(planner, "_by_pytorch", lambda *facts: (torch.zeros(1), None))
     autoattn.attention(*tensors)
     assert autoattn.attention(*tensors) == "prepared sdpa-flash"
     refused.append(RuntimeError)
@@ -376,11 +382,11 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
 
 
 def test_the_oldest_gives_way_where_there_are_too_many(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST", 3)
+    monkeypatch.setattr(prepared_calls, "MOST", 3)
     calls = [three(seq=seq) for seq in (16, 17, 18, 19)]
     for tensors in calls:
         autoattn.attention(*tensors)
-    assert len(prepared._known) == 3
+    assert len(prepared_calls._known) == 3
     for tensors in (calls[1], calls[3], calls[0]):
         autoattn.attention(*tensors)
     assert (len(card.ordinary), len(card.prepared)) == (5, 2)
@@ -396,12 +402,12 @@ def test_forgetting_forgets_what_was_prepared(card: Noted) -> None:
 def test_nothing_prepared_holds_a_tensor(card: Noted) -> None:
     autoattn.attention(*three(), return_lse=True)
     autoattn.packed_attention(*packed())
-    for known in prepared._known.values():
+    for known in prepared_calls._known.values():
         assert not any(isinstance(given, Tensor) for given in known.launch.given)
 
 
 def test_threads_may_call_at_once(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST", 4)
+    monkeypatch.setattr(prepared_calls, "MOST", 4)
     wrong: list[object] = []
 
     def work(first: int) -> None:

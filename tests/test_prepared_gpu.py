@@ -12,7 +12,8 @@ from threads import together
 from torch import Tensor
 
 import autoattn
-from autoattn import functional, prepared
+from autoattn import functional
+from autoattn.runtime import prepared_calls
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def no_shipped_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     """Without a cache the template's default runs, so that a rival's choice hides no kernel."""
-    monkeypatch.setattr("autoattn.resources.shipped_cache", lambda: tmp_path)
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
     functional.forget()
     torch.manual_seed(0)
     yield
@@ -41,11 +42,11 @@ def three(seq: int = 256, heads: int = 4, head_dim: int = 64, device: str = "cud
 
 def ordinary(call: Callable[[], Any]) -> Any:
     """What a call gives that finds nothing prepared."""
-    known = dict(prepared._known)
-    prepared.forget()
+    known = dict(prepared_calls._known)
+    prepared_calls.forget()
     found = call()
-    prepared._known.clear()
-    prepared._known.update(known)
+    prepared_calls._known.clear()
+    prepared_calls._known.update(known)
     return found
 
 
@@ -57,7 +58,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def count() -> int:
-    return len(prepared._known)
+    return len(prepared_calls._known)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -200,11 +201,11 @@ def test_threads_on_streams_of_their_own_get_what_is_theirs() -> None:
 def test_a_rival_is_called_with_its_backend_alone_and_leaves_the_switches(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoattn import dispatch
-    from autoattn.dispatch import Level
+    from autoattn.runtime.plan import cache_lookup
+    from autoattn.runtime.plan.cache_lookup import Level
 
-    chosen = dispatch.Explanation(problem=None, route=backend, level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(dispatch, "explain", lambda problem, device: chosen)
+    chosen = cache_lookup.Explanation(problem=None, route=backend, level=Level.EXACT, reason="it was the fastest")
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
     cuda = torch.backends.cuda
     switches = (
         cuda.flash_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,

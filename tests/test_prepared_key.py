@@ -18,9 +18,17 @@ from hypothesis import strategies as st
 from noted_card import HALF, nothing_prepared, three  # noqa: F401 - fixtures
 from torch import Tensor
 
-from autoattn import answer, arguments, cache, determinism, functional, gpu, learning, prepared, recent, render
+from autoattn import functional
+from autoattn.baselines import deterministic_sdpa
+from autoattn.cache import store
+from autoattn.codegen import render
+from autoattn.core.mask import Mask
 from autoattn.errors import AutoattnError
-from autoattn.mask import Mask
+from autoattn.hardware import nvidia
+from autoattn.runtime import prepared_calls, recent_calls
+from autoattn.runtime.parse import arguments
+from autoattn.runtime.plan import planner
+from autoattn.runtime.run import autograd
 
 
 def shifted(tensor: Tensor, by: int) -> Tensor:
@@ -104,8 +112,8 @@ def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
     lse = asked.get("return_lse", False)
     try:
         call = arguments.read(*tensors, **given, seed=1)  # type: ignore[arg-type]
-        plan = answer.plan(call, lse=lse)
-        traits = learning.traits_of(call.problem, call.operands, lse=lse) if plan.kernel is not None else None
+        plan = planner.plan(call, lse=lse)
+        traits = autograd.traits_of(call.problem, call.operands, lse=lse) if plan.kernel is not None else None
     except AutoattnError:
         return "an error"
     numbers = repr(call.operands.scale), call.operands.softcap, call.operands.dropout
@@ -137,16 +145,16 @@ class planned_for_a_card:  # noqa: N801 - a context
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         patch = self.patch
-        patch.setattr(answer, "_why_not_on", lambda device: None)
-        patch.setattr(answer.compile, "load", lambda source, device: SimpleNamespace(compiled=None))
-        patch.setattr(gpu, "present", lambda index: samples.H200)
+        patch.setattr(planner, "_why_not_on", lambda device: None)
+        patch.setattr(planner.compiler, "load", lambda source, device: SimpleNamespace(compiled=None))
+        patch.setattr(nvidia, "present", lambda index: samples.H200)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(render, "render", lambda problem, variant, traits: (problem, traits))
-        patch.setattr(cache, "why_stale", lambda entry: None)  # it renders entries too
+        patch.setattr(store, "why_stale", lambda entry: None)  # it renders entries too
 
     def __exit__(self, *error: object) -> None:
         self.patch.undo()
-        answer._loaded.cache_clear()
+        planner._loaded.cache_clear()
         functional.forget()
 
 
@@ -171,8 +179,8 @@ EACH: dict[str, dict[str, Any]] = {
 
 def key_of(*tensors: Any, **asked: Any) -> Any:
     """The key that `attention` asks for."""
-    recent.forget()
-    with mock.patch.object(prepared, "find") as find, mock.patch.object(prepared, "remember"):
+    recent_calls.forget()
+    with mock.patch.object(prepared_calls, "find") as find, mock.patch.object(prepared_calls, "remember"):
         functional.attention(*tensors, **asked)
     find.assert_called_once()
     return find.call_args.args[0]
@@ -185,14 +193,14 @@ def found_among_recent(*tensors: Any, **asked: Any) -> bool:
         if find.call_args.args[0] is not None:
             kept(*given)
 
-    kept = prepared.remember
-    with mock.patch.object(prepared, "find") as find, mock.patch.object(prepared, "remember", keep):
+    kept = prepared_calls.remember
+    with mock.patch.object(prepared_calls, "find") as find, mock.patch.object(prepared_calls, "remember", keep):
         functional.attention(*tensors, **asked)
     return not find.called
 
 
 def test_the_same_call_is_found_among_recent_ones() -> None:
-    recent.forget()
+    recent_calls.forget()
     for causal, known in ((True, False), (False, False), (True, True), (False, True)):
         assert found_among_recent(*three(), causal=causal) is known
         assert found_among_recent(*three(), causal=causal)
@@ -206,13 +214,13 @@ def test_the_same_call_is_found_among_recent_ones() -> None:
     assert not found_among_recent(*three(dtype=torch.float32)), "how its products are formed is no switch that is seen"
 
 
-SCALES = [0.01 * number for number in range(1, recent.FIRST + 1)]  # of as many kinds as are asked first
+SCALES = [0.01 * number for number in range(1, recent_calls.FIRST + 1)]  # of as many kinds as are asked first
 WORDS = False, 0.0, 0.0, None, "bhsd", False, False
 
 
 def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
     """A model may ask for the LSE in some layers, and attend by our module and our function in turn."""
-    recent.forget()
+    recent_calls.forget()
     kinds: list[dict[str, Any]] = [{}, {"return_lse": True}, {"causal": "top-left"}, {"scale": 0.5}]
     for known in (False, True, True):
         for asked in kinds:
@@ -224,7 +232,7 @@ def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
 
 
 def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_other_types_are_not() -> None:
-    recent.forget()
+    recent_calls.forget()
     for known in (False, True, True):
         assert found_among_recent(*three(), scale=float("0.5"), layout="".join(("b", "hsd"))) is known
     for known in (False, True):
@@ -236,25 +244,25 @@ def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_ot
 
 def test_kinds_that_are_asked_last_are_found_too_and_are_asked_first_from_then_on() -> None:
     """Shapes that take turns by the hundred steps, as in training by lengths that grow."""
-    recent.forget()
-    lengths = range(1, recent.FIRST + 3)
+    recent_calls.forget()
+    lengths = range(1, recent_calls.FIRST + 3)
     for known in (False, True):
         for seq in lengths:
             assert found_among_recent(*three(seq=seq)) is known, seq
-            assert recent._first[0].is_alike(*three(seq=seq)), seq
+            assert recent_calls._first[0].is_alike(*three(seq=seq)), seq
 
 
 def test_what_is_forgotten_while_it_is_found_is_not_found_again() -> None:
-    recent.forget()
-    for seq in range(1, recent.FIRST + 3):
+    recent_calls.forget()
+    for seq in range(1, recent_calls.FIRST + 3):
         assert not found_among_recent(*three(seq=seq))
-    put_first = recent._put_first
+    put_first = recent_calls._put_first
 
     def late(*given: Any) -> None:
-        recent.forget()
+        recent_calls.forget()
         put_first(*given)
 
-    with mock.patch.object(recent, "_put_first", late):
+    with mock.patch.object(recent_calls, "_put_first", late):
         assert found_among_recent(*three(seq=1))
     assert not found_among_recent(*three(seq=1))
 
@@ -265,22 +273,22 @@ def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: boo
 
     def found(*, gradient: bool) -> bool:
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
-        return recent.find(query, key, value, WORDS) is not None
+        return recent_calls.find(query, key, value, WORDS) is not None
 
     for gradient in (False, True):
-        recent.forget()
+        recent_calls.forget()
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
-        recent.keep(query, key, value, WORDS, answer.run, exact=exact)
+        recent_calls.keep(query, key, value, WORDS, planner.run, exact=exact)
         assert found(gradient=gradient)
         assert not found(gradient=not gradient)
-        with determinism.switched_on(True):
+        with deterministic_sdpa.switched_on(True):
             assert not found(gradient=gradient)
         with torch.no_grad():
             assert not found(gradient=gradient)
 
 
 def test_words_that_cannot_be_compared_go_the_ordinary_way() -> None:
-    recent.forget()
+    recent_calls.forget()
     assert not found_among_recent(*three(), scale=0.5)
     for scale in (torch.ones(3), np.ones(3)):
         with pytest.raises(AutoattnError, match="scale must be"):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoattn.core.mask import Alignment, Mask, MaskKind
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem, pieces
 from autoattn.errors import ProblemError
-from autoattn.mask import Alignment, Mask, MaskKind
-from autoattn.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem, pieces
 
 MASKS = [Mask(), *(Mask(kind=MaskKind.CAUSAL, alignment=alignment) for alignment in Alignment)]
 PACKED = {"layout": Layout.PACKED, "tokens_q": 999, "tokens_kv": 999}

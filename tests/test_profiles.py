@@ -6,19 +6,19 @@ import dataclasses
 
 import pytest
 
-from autoattn import profiles
-from autoattn.device import Device
+from autoattn.core import device_profiles
+from autoattn.core.device import Device
 from autoattn.errors import DeviceError
 
 # Dense operations that one SM does in one clock: 16-bit tensor, float32. NVIDIA's architecture whitepapers.
 PER_CLOCK = {80: (2048, 128), 86: (1024, 256), 89: (1024, 256), 90: (4096, 256), 100: (8192, 256)}
 GEFORCE = ("rtx3090", "rtx4090")  # half rate when accumulating in float32
 
-every_device = pytest.mark.parametrize("device", profiles.all_devices(), ids=lambda device: device.name)
+every_device = pytest.mark.parametrize("device", device_profiles.all_devices(), ids=lambda device: device.name)
 
 
 def test_the_promised_devices_are_there() -> None:
-    names = [device.name for device in profiles.all_devices()]
+    names = [device.name for device in device_profiles.all_devices()]
     assert names == sorted(set(names))
     assert {"a30", "a100", "a100-40gb", "h100", "h200", "l4", "rtx4090", "b200"} <= set(names)
 
@@ -61,7 +61,7 @@ def test_a_sustained_clock_without_a_source_is_the_peaks_and_says_so(device: Dev
 
 
 def test_a30_is_as_seed_000_reports_it() -> None:
-    a30 = profiles.named("a30")
+    a30 = device_profiles.named("a30")
     assert (a30.full_name, a30.arch, a30.sm_count, a30.clock_mhz) == ("NVIDIA A30", 80, 56, 1440)
     assert (a30.shared_bytes_per_sm, a30.l2_bytes, a30.bandwidth) == (164 * 1024, 24576 * 1024, 933e9)
     assert a30.memory_bytes == 24060 * 2**20
@@ -76,7 +76,7 @@ def test_a30_is_as_seed_000_reports_it() -> None:
 def test_limits_follow_the_compute_capability(
     arch: int, per_sm: int, per_block: int, threads: int, blocks: int
 ) -> None:
-    devices = [device for device in profiles.all_devices() if device.arch == arch]
+    devices = [device for device in device_profiles.all_devices() if device.arch == arch]
     assert devices
     for device in devices:
         assert (device.shared_bytes_per_sm, device.shared_bytes_per_block) == (per_sm * 1024, per_block * 1024)
@@ -86,8 +86,8 @@ def test_limits_follow_the_compute_capability(
 @every_device
 def test_a_device_answers_to_all_its_names(device: Device) -> None:
     for name in (device.name, device.full_name, *device.aliases):
-        assert profiles.named(name) is device
-        assert profiles.named(f" {name.upper()} ") is device
+        assert device_profiles.named(name) is device
+        assert device_profiles.named(f" {name.upper()} ") is device
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_a_device_answers_to_all_its_names(device: Device) -> None:
     ],
 )
 def test_people_spell_devices_their_way(text: str, name: str) -> None:
-    assert profiles.named(text).name == name
+    assert device_profiles.named(text).name == name
 
 
 def test_no_spelling_means_two_devices() -> None:
     spellings = [
-        profiles._plain(name)
-        for device in profiles.all_devices()
-        for name in {profiles._plain(name) for name in (device.name, device.full_name, *device.aliases)}
+        device_profiles._plain(name)
+        for device in device_profiles.all_devices()
+        for name in {device_profiles._plain(name) for name in (device.name, device.full_name, *device.aliases)}
     ]
     assert len(spellings) == len(set(spellings))
 
@@ -123,14 +123,14 @@ def test_no_spelling_means_two_devices() -> None:
 )
 def test_an_unknown_device_is_refused_with_the_whole_list(text: str) -> None:
     with pytest.raises(DeviceError) as caught:
-        profiles.named(text)
+        device_profiles.named(text)
     message = str(caught.value)
     assert repr(text) in message
-    assert all(device.name in message for device in profiles.all_devices())
+    assert all(device.name in message for device in device_profiles.all_devices())
     assert "\n" not in message
 
 
 @pytest.mark.parametrize(("text", "near"), [("rtx4080", "rtx4090"), ("h10O", "h100"), ("a30x", "a30")])
 def test_an_unknown_device_is_answered_with_the_nearest(text: str, near: str) -> None:
     with pytest.raises(DeviceError, match=rf"did you mean [^?]*\b{near}\b[^?]*\?"):
-        profiles.named(text)
+        device_profiles.named(text)

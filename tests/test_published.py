@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from autoattn import published, resources
-from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Modifiers, Problem
+from autoattn.codegen import resources
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.cost_model import published_times
 
 TABLE = Path(__file__).parents[1] / "benchmarks/shapes/seed_000.yaml"
 PROBLEM = Problem(
@@ -28,19 +29,19 @@ def test_the_times_are_the_means_of_the_rows_of_the_table() -> None:
         row = dict(zip(columns, cells, strict=True))
         mask = Mask.window(row["window_left"], row["window_right"], causal=bool(row["causal"]))
         times[mask].append(row["cold_gpu_ms"])
-    for words, ms in published.A30_MS.items():
+    for words, ms in published_times.A30_MS.items():
         rows = times.pop(Mask.parse(words))
         assert ms == pytest.approx(sum(rows) / len(rows), abs=6e-4)
     assert not times
 
 
 def test_a_time_holds_for_the_same_call_on_the_same_card_alone() -> None:
-    found = published.time_of(PROBLEM, "a30")
+    found = published_times.time_of(PROBLEM, "a30")
     assert found is not None
     assert found.time_us == 12835.0
-    assert published.time_of(PROBLEM, "a100") is None
+    assert published_times.time_of(PROBLEM, "a100") is None
     for change in (
         {"heads_kv": 64}, {"seq_kv": 4096}, {"head_dim": 64, "head_dim_v": 64}, {"dtype": DType.FLOAT32},
         {"layout": Layout.BHSD}, {"modifiers": Modifiers(softcap=True)}, {"mask": Mask.parse("window:64,0")},
     ):  # fmt: skip
-        assert published.time_of(replace(PROBLEM, **change), "a30") is None
+        assert published_times.time_of(replace(PROBLEM, **change), "a30") is None

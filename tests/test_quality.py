@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoattn import quality
+from autoattn.cost_model import accuracy
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 def test_the_figures_are_those_of_the_last_run_that_left_problems_out() -> None:
     text = max(RESULTS.glob("*_model_quality_left_out.md")).read_text(encoding="utf-8")
     summary = text.partition("| family | problems |")[2]
-    for family, one in quality.LEFT_OUT.items():
+    for family, one in accuracy.LEFT_OUT.items():
         line = next(line for line in summary.splitlines() if line.startswith(f"| {family} |"))
         assert line == (
             f"| {family} | {one.problems} | {one.variants} | {one.spearman:.3f}, {one.lowest:.3f} | "
@@ -21,8 +21,8 @@ def test_the_figures_are_those_of_the_last_run_that_left_problems_out() -> None:
 
 
 def test_what_is_known_depends_on_whose_machine_code_was_measured() -> None:
-    assert str(quality.LEFT_OUT["triton"]) in quality.known(90)
+    assert str(accuracy.LEFT_OUT["triton"]) in accuracy.known(90)
     for arch in (80, 86, 89):
-        assert "no card of this architecture" in quality.known(arch)
-        assert str(quality.LEFT_OUT["sm_80"]) in quality.known(arch)
-    assert "no card whose machine code" in quality.known(100)
+        assert "no card of this architecture" in accuracy.known(arch)
+        assert str(accuracy.LEFT_OUT["sm_80"]) in accuracy.known(arch)
+    assert "no card whose machine code" in accuracy.known(100)

@@ -14,8 +14,11 @@ import pytest
 import torch
 import yaml
 
-from autoattn import cache, shapes, space, triton_release
+from autoattn.cache import store
 from autoattn.cli import app, show
+from autoattn.codegen import search_space
+from autoattn.core import triton_release
+from autoattn.shapes import shapes_file
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -60,7 +63,7 @@ def test_the_examples_run_as_they_stand_on_a_gpu(capsys: pytest.CaptureFixture[s
 
 def test_the_shapes_file_unfolds_into_as_many_problems_as_the_page_says() -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(shapes.parse(yaml.safe_load(example), "README.md")) == 4
+    assert len(shapes_file.parse(yaml.safe_load(example), "README.md")) == 4
     assert "these are four problems" in PAGE
 
 
@@ -68,7 +71,7 @@ def test_the_page_counts_the_parameters_of_the_search() -> None:
     page = PAGE.replace("\n", " ")
     for template, count in {"triton/forward": "fifteen", "gluon/forward": "twenty-one"}.items():
         assert f"(templates/{template}.py.j2), {count} parameters)" in page
-        assert len(space.load(template).choices) == {"fifteen": 15, "twenty-one": 21}[count]
+        assert len(search_space.load(template).choices) == {"fifteen": 15, "twenty-one": 21}[count]
 
 
 def words(text: str) -> list[str]:
@@ -93,7 +96,7 @@ def test_the_winners_are_those_that_the_command_prints(
 
 def test_the_predicted_times_are_those_of_the_cache() -> None:
     said = re.findall(r"^\[ ?\d+/95\] (.*): (\S+) us, (\S+) TFLOP/s predicted", PAGE, flags=re.MULTILINE)
-    (file,) = (file for file in cache.read_folder(ROOT / "cache") if file.device == "a30")
-    entries = [file.entries[one.problem.key] for one in shapes.load(ROOT / "shapes.yaml")[: len(said)]]
+    (file,) = (file for file in store.read_folder(ROOT / "cache") if file.device == "a30")
+    entries = [file.entries[one.problem.key] for one in shapes_file.load(ROOT / "shapes.yaml")[: len(said)]]
     assert len(said) == 3
     assert said == [(str(entry.problem), *show.row(entry)[1:3]) for entry in entries]

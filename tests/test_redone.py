@@ -17,8 +17,9 @@ import torch
 from noted_card import CUDA, Noted, card, nothing_prepared, three  # noqa: F401 - fixtures
 
 import autoattn
-from autoattn import answer, redone
-from autoattn.compile import Kernel
+from autoattn.kernels.compiler import Kernel
+from autoattn.runtime.plan import planner
+from autoattn.runtime.run import recompute_counter
 
 
 class Tripping(Noted):
@@ -58,7 +59,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tiles: int) -> Tripping:
     if tiles:
         module.tiles = lambda batch, heads, seq: tiles
     made = Kernel(source=None, module=module, compiled=noted, device=CUDA, sm_count=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(answer.compile, "load", lambda source, device: made)
+    monkeypatch.setattr(planner.compiler, "load", lambda source, device: made)
     return noted
 
 
@@ -79,10 +80,10 @@ def test_calls_outside_are_not_counted_and_leave_nothing_behind(kernel: Tripping
         autoattn.attention(*tensors)
     autoattn.attention(*tensors)
     assert (count.tiles, count.redone) == (4, 4)
-    assert redone.counting == {}
+    assert recompute_counter.counting == {}
     with pytest.raises(RuntimeError), autoattn.counting_redone():
         raise RuntimeError
-    assert redone.counting == {}
+    assert recompute_counter.counting == {}
 
 
 def test_counts_inside_one_another_all_count(kernel: Tripping) -> None:
@@ -113,8 +114,8 @@ def test_without_kernels_that_can_say_it_there_is_no_rate(card: Noted, monkeypat
         autoattn.attention(*tensors)  # the plain Triton template needs no scratch
         autoattn.attention(*tensors)
         planted(monkeypatch, 0)  # as one that only takes turns: the scratch is a counter alone
-        answer._loaded.cache_clear()
-        answer.forget()
+        planner._loaded.cache_clear()
+        planner.forget()
         autoattn.attention(*tensors)
         autoattn.attention(*tensors)
     assert (count.tiles, count.redone) == (0, 0)
@@ -132,7 +133,7 @@ def test_what_a_graph_captures_is_not_counted(kernel: Tripping, monkeypatch: pyt
 
 
 def test_launches_are_not_kept_when_nobody_counts(kernel: Tripping, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redone, "note", lambda flags: pytest.fail("a launch was noted"))
+    monkeypatch.setattr(recompute_counter, "note", lambda flags: pytest.fail("a launch was noted"))
     for _ in range(3):
         autoattn.attention(*three())
     assert len(kernel.prepared) == 2

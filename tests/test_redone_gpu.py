@@ -10,7 +10,7 @@ from functional_calls_gpu import TOLERANCE, largest_error, no_shipped_cache, nor
 from torch import Tensor
 
 import autoattn
-from autoattn import gpu
+from autoattn.hardware import nvidia
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ HEADS, SEQ = 8, 4096
 
 @pytest.fixture(autouse=True)
 def hopper(no_shipped_cache: None) -> None:  # noqa: F811 - the fixture
-    card = gpu.present()
+    card = nvidia.present()
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card: only its kernels count")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import inputs as random_inputs
-from autoattn import reference
-from autoattn.mask import Mask
-from autoattn.operands import Operands
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.reference import attention_formula
+from autoattn.reference import inputs as random_inputs
+from autoattn.tensors.operands import Operands
 
 FULL, CAUSAL, TOP_LEFT = Mask(), Mask.parse("causal"), Mask.parse("causal:top-left")
 WINDOWS = [Mask.window(*sides) for sides in ((2, 0), (0, 0), (1, 3), (-1, 2), (3, -1), (50, 50))]
@@ -49,11 +49,11 @@ def call(
 
 
 def attention(*tensors: Tensor, rows: Tensor | None = None, **facts: Any) -> tuple[Tensor, Tensor]:
-    return reference.attention(*call(*tensors, **facts), rows=rows)
+    return attention_formula.attention(*call(*tensors, **facts), rows=rows)
 
 
 def low_precision(*tensors: Tensor, **facts: Any) -> Tensor:
-    return reference.low_precision(*call(*tensors, **facts))
+    return attention_formula.low_precision(*call(*tensors, **facts))
 
 
 def exact(actual: Tensor, expected: Tensor) -> None:
@@ -156,7 +156,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 def kept(mask: Mask, seq_q: int, seq_kv: int) -> Tensor:
     one, operands = call(*inputs(seq_q=seq_q, seq_kv=seq_kv), mask=mask)
-    return reference.visible(one, operands, torch.arange(seq_q))[0]
+    return attention_formula.visible(one, operands, torch.arange(seq_q))[0]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_the_yardstick_of_tf32_is_far_rougher_than_that_of_float32() -> None:
 
 
 def test_tf32_keeps_ten_bits_of_the_fraction_and_drops_the_rest() -> None:
-    cut = reference.cut_to_tf32
+    cut = attention_formula.cut_to_tf32
     same = torch.tensor([0.0, 1.0, -2.0, 1.0 + 2.0**-10, 2.0**127, 2.0**-126, math.inf, -math.inf])
     assert torch.equal(cut(same), same)
     assert cut(torch.tensor([1.0 + 2.0**-11])).item() == 1.0
@@ -227,9 +227,9 @@ def test_tf32_keeps_ten_bits_of_the_fraction_and_drops_the_rest() -> None:
 def test_cutting_to_tf32_leaves_its_input_alone_and_takes_any_strides() -> None:
     tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).t()
     before = tensor.clone()
-    cut = reference.cut_to_tf32(tensor)
+    cut = attention_formula.cut_to_tf32(tensor)
     assert torch.equal(tensor, before)
-    assert torch.equal(cut, reference.cut_to_tf32(before))
+    assert torch.equal(cut, attention_formula.cut_to_tf32(before))
 
 
 # --- modifiers --------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_the_offsets_of_packed_sequences_are_read_once(monkeypatch: pytest.Monke
     read: list[Operands] = []
     spans = Operands.spans
     monkeypatch.setattr(Operands, "spans", lambda self: read.append(self) or spans(self))
-    reference.attention(one, operands)
+    attention_formula.attention(one, operands)
     assert len(read) == 1
 
 
@@ -355,7 +355,7 @@ def test_a_hidden_value_that_is_nan_has_no_part_and_a_visible_one_does() -> None
     [(0, (0, 0, 0), 0x6627E8D5)],  # kat_vectors of Random123: philox4x32-10, all zero
 )
 def test_philox_gives_the_published_numbers(seed: int, counter: tuple[int, int, int], expected: int) -> None:
-    assert int(reference.philox(seed, *map(torch.tensor, counter))) == expected
+    assert int(attention_formula.philox(seed, *map(torch.tensor, counter))) == expected
 
 
 def test_philox_is_that_of_the_paper() -> None:
@@ -373,7 +373,7 @@ def test_philox_is_that_of_the_paper() -> None:
         return counter[0]
 
     for seed, counter in ((2**62 - 1, [2**31 - 1, 5, 77]), (12345678901234567, [1, 2, 3]), (1, [4000, 4001, 4002])):
-        assert int(reference.philox(seed, *map(torch.tensor, counter))) == slow(seed, [*counter, 0])
+        assert int(attention_formula.philox(seed, *map(torch.tensor, counter))) == slow(seed, [*counter, 0])
 
 
 def test_float8_sequences_without_keys_give_zero() -> None:
@@ -381,6 +381,6 @@ def test_float8_sequences_without_keys_give_zero() -> None:
     operands = random_inputs.make(
         one, torch.device("cpu"), torch.Generator().manual_seed(0), lengths=((33, 0), (33, 50))
     )
-    output = reference.low_precision(one, operands)
+    output = attention_formula.low_precision(one, operands)
     assert bool((output[:, :, :33] == 0.0).all())
     assert bool(output[:, :, 33:].isfinite().all())

@@ -22,11 +22,13 @@ import hopper_gradients
 import kernels
 import pytest
 
-from autoattn import interpreter, render, resources, triton_release
+from autoattn.codegen import render, resources
+from autoattn.core import triton_release
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision
+from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import UsageError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision
-from autoattn.variant import Source, Traits, Value, Variant
+from autoattn.kernels import interpreter
 
 GOLDEN = Path(__file__).parent / "golden"
 COVERED = list(kernels.every_text())

@@ -12,14 +12,18 @@ import pytest
 import samples
 from cache_files import FORWARD_FILE
 
-from autoattn import cache, cachefile, profiles, quality, render, report, triton_release
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
+from autoattn import report
+from autoattn.cache import file_format, store
+from autoattn.codegen import render
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Layout, Modifiers, Numerics, Op
+from autoattn.core.trial import Evidence
+from autoattn.cost_model import accuracy
 from autoattn.errors import CacheError, StateError
-from autoattn.mask import Mask
-from autoattn.problem import Layout, Modifiers, Numerics, Op
 from autoattn.report import commands, contents, figures, files
-from autoattn.trial import Evidence
 
 HOSTILE = "<script>alert('1')</script> | `code` [link](http://evil) \x1b[31m *star*\n# head"
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -71,8 +75,8 @@ class Page(HTMLParser):
 def folder(tmp_path: Path) -> Path:
     """A cache with measured and predicted entries of one card, and predicted ones of another."""
     causal, full = samples.problem(), samples.problem(mask=Mask())
-    cache.merge(tmp_path / "cache", samples.H200, Op.FORWARD, [samples.measured(causal), samples.predicted(full)])
-    cache.merge(tmp_path / "cache", samples.A30, Op.FORWARD, [samples.predicted(causal), samples.predicted(full)])
+    store.merge(tmp_path / "cache", samples.H200, Op.FORWARD, [samples.measured(causal), samples.predicted(full)])
+    store.merge(tmp_path / "cache", samples.A30, Op.FORWARD, [samples.predicted(causal), samples.predicted(full)])
     return tmp_path / "cache"
 
 
@@ -83,7 +87,7 @@ def markdown_rows(text: str) -> list[list[str]]:
 
 def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[contents.Section]:
     known = {entry.problem.key: entry for entry in entries}
-    file = cachefile.CacheFile(
+    file = file_format.CacheFile(
         schema=1,
         op=Op.FORWARD,
         device=card.name,
@@ -176,7 +180,7 @@ def test_predictions_stand_beside_published_times_and_what_is_known_of_their_ran
             assert ("0.70" in text) == beside
             assert ("1,977,925" in text) == beside
             assert (report.PROVES in text) == beside
-    for device, text in ((samples.A30, quality.known(80)), (samples.H200, quality.known(90))):
+    for device, text in ((samples.A30, accuracy.known(80)), (samples.H200, accuracy.known(90))):
         assert all(text in found for found in texts_of(device, entry))
 
 
@@ -217,7 +221,7 @@ def test_a_fence_is_longer_than_any_in_the_source() -> None:
 def test_hostile_source_stays_inside_its_element(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = render.render(samples.problem(), samples.measured().variant)
     hostile = replace(whole, text="</pre></details><img src=x>\n```\n# out")
-    monkeypatch.setattr(cache, "source_of", lambda _: hostile)
+    monkeypatch.setattr(store, "source_of", lambda _: hostile)
     page = Page(report.html_text(sections_of(samples.measured())))
     assert "img" not in page.tags
     assert "````python\n</pre>" in report.markdown_text(sections_of(samples.measured()))
@@ -242,9 +246,9 @@ def test_a_source_that_is_not_the_one_that_was_timed_says_so() -> None:
 
 
 def test_sections_with_measurements_come_first(folder: Path) -> None:
-    sections = contents.gather(cache.read_folder(folder))
+    sections = contents.gather(store.read_folder(folder))
     assert [section.device for section in sections] == ["h200", "a30"]
-    assert sections[0].full_name == profiles.named("h200").full_name
+    assert sections[0].full_name == device_profiles.named("h200").full_name
 
 
 def test_an_empty_cache_is_one_sentence_and_writes_nothing(tmp_path: Path) -> None:

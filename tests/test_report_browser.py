@@ -11,8 +11,9 @@ import samples
 import searched
 from browser import Browser
 
-from autoattn import cache, report
-from autoattn.problem import Op
+from autoattn import report
+from autoattn.cache import store
+from autoattn.core.problem import Op
 
 PHONE, PAPER, DESKTOP = 390, 688, 1440  # CSS pixels; paper is A4 without its margins
 SECONDS = 2.0  # from the click to the first picture, of a report of a few problems; benchmarks/ has that of a hundred
@@ -63,7 +64,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen = searched.problems(6)
     measured = [searched.entry_of(problem, number) for number, problem in enumerate(chosen[:4])]
     searched.folder_of(folder, measured[:3], trials=40)
-    cache.merge(folder, samples.H200, Op.FORWARD, [measured[3]])
+    store.merge(folder, samples.H200, Op.FORWARD, [measured[3]])
     predicted = [searched.entry_of(problem, measured=False) for problem in chosen[4:]]
     searched.folder_of(folder, predicted, samples.A30, trials=20)
     return report.build(folder, folder / "out")[0]

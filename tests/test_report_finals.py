@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import samples
 
-from autoattn import profiles, report, triton_release
-from autoattn.cachefile import SCHEMA, CacheFile
+from autoattn import report
+from autoattn.cache.file_format import SCHEMA, CacheFile
 from autoattn.cli import show
-from autoattn.entry import CacheEntry
-from autoattn.problem import DType, Op, Precision
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.paired_stats import Interval
+from autoattn.core.problem import DType, Op, Precision
 from autoattn.report import contents, figures
-from autoattn.report.finals import HEAD, contestants, front
-from autoattn.rounds import Interval
+from autoattn.report.finals_table import HEAD, contestants, front
 
 
 def test_nobody_on_the_front_is_beaten_and_everybody_off_it_is() -> None:
@@ -35,7 +36,7 @@ def test_the_table_has_kernels_and_rivals_with_all_that_is_known() -> None:
     assert (winner.winner, winner.lead) == (True, None)
     assert (tied.winner, tied.tied, slower.tied) == (False, True, False)
     assert winner.occupancy == 1
-    h200 = profiles.named("h200")
+    h200 = device_profiles.named("h200")
     assert winner.tensor_share == pytest.approx(entry.problem.flops() / 400e-6 / h200.peak_flops["bfloat16"])
     assert winner.bandwidth_share == pytest.approx(entry.problem.bytes() / 400e-6 / h200.bandwidth)
     assert winner.error_ratio is None, "PyTorch's own choice of a backend was not among the rivals"

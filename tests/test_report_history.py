@@ -10,20 +10,24 @@ import pytest
 import samples
 import searched
 
-from autoattn import cache, cachefile, importance, report, space, triton_release, tune
-from autoattn.entry import CacheEntry, Rival
-from autoattn.plan import Options
-from autoattn.problem import Op
+from autoattn import report
+from autoattn.cache import file_format, store
+from autoattn.codegen import search_space
+from autoattn.core import triton_release
+from autoattn.core.cache_entry import CacheEntry, Rival
+from autoattn.core.paired_stats import Interval
+from autoattn.core.problem import Op
+from autoattn.core.trial import Energy, Outcome, Trial
+from autoattn.core.variant import Variant
 from autoattn.report import charts, contents, figures, history, listing
 from autoattn.report.charts import Detail
 from autoattn.report.history import History
 from autoattn.report.plot import Scale, label, staircase
-from autoattn.rounds import Interval
-from autoattn.trial import Energy, Outcome, Trial
-from autoattn.variant import Variant
+from autoattn.search import importance, tuner
+from autoattn.search.search_options import Options
 
 H200 = samples.H200
-BASE = space.load("triton/forward").default(samples.problem(), H200).as_dict()
+BASE = search_space.load("triton/forward").default(samples.problem(), H200).as_dict()
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def folder(tmp_path: Path, entry: CacheEntry) -> Path:
 
 
 def sections(folder: Path) -> list[contents.Section]:
-    files = cache.read_folder(folder)
+    files = store.read_folder(folder)
     return contents.gather(files, {(file.device, key): folder for file in files for key in file.entries})
 
 
@@ -88,7 +92,7 @@ def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool, tm
     entry = searched.entry_of(samples.problem(), measured=measured)
     shop: Any = None  # nothing is compiled
     for kind in (True, False):
-        every = tune._All(
+        every = tuner._All(
             problems=[entry.problem],
             device=H200,
             measured=kind,
@@ -98,7 +102,7 @@ def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool, tm
             shared=None,
             known={},
         )
-        name = tune._Run(every, 0)._study_name(space.load(entry.template))
+        name = tuner._Run(every, 0)._study_name(search_space.load(entry.template))
         assert history._belongs(name, entry) == (kind is measured)
 
 
@@ -256,7 +260,7 @@ def test_older_entries_show_ratios_alone() -> None:
 
 
 def sections_of(entry: CacheEntry) -> list[contents.Section]:
-    file = cachefile.CacheFile(
+    file = file_format.CacheFile(
         schema=1,
         op=Op.FORWARD,
         device="h200",
@@ -302,7 +306,7 @@ def test_a_runner_up_of_another_template_is_named(entry: CacheEntry) -> None:
 def test_a_report_of_a_hundred_problems_stays_below_5_mb(tmp_path: Path) -> None:
     entries = [searched.entry_of(problem, number) for number, problem in enumerate(searched.problems(100))]
     folder = tmp_path / "cache"
-    cache.merge(folder, H200, Op.FORWARD, entries)
+    store.merge(folder, H200, Op.FORWARD, entries)
     searched.search(folder, H200, entries[0], 200, seed=0)
     page, _ = report.build(folder, tmp_path / "out")
     with_history = [card for card in ranking(folder).cards if card.history.trials]

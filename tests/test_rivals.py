@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from autoattn import inputs, reference, rivals
-from autoattn.operands import Operands
-from autoattn.problem import DType
+from autoattn.baselines import pytorch_sdpa
+from autoattn.core.problem import DType
+from autoattn.reference import attention_formula, inputs
+from autoattn.tensors.operands import Operands
 
 CPU = torch.device("cpu")
 
@@ -28,16 +29,16 @@ def operands_of(one: Any) -> Operands:
 def test_every_rival_that_takes_the_inputs_gives_the_references_answer(mask: str, seq_q: int, seq_kv: int) -> None:
     one = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
     operands = operands_of(one)
-    found = rivals.calls(one, operands)
-    assert rivals.SDPA in found
-    expected, _ = reference.attention(one, operands)
+    found = pytorch_sdpa.calls(one, operands)
+    assert pytorch_sdpa.SDPA in found
+    expected, _ = attention_formula.attention(one, operands)
     for name, call in found.items():
         torch.testing.assert_close(call().double(), expected, rtol=5e-3, atol=5e-3, msg=name)
 
 
 def test_a_backend_that_does_not_take_the_inputs_is_left_out_in_silence(recwarn: pytest.WarningsRecorder) -> None:
     one = kernels.problem()
-    found = rivals.calls(one, operands_of(one))
+    found = pytorch_sdpa.calls(one, operands_of(one))
     assert "sdpa-cudnn" not in found, "there is no cuDNN on a CPU"
     assert [warning for warning in recwarn if "kernel" in str(warning.message).lower()] == []
 
@@ -45,7 +46,7 @@ def test_a_backend_that_does_not_take_the_inputs_is_left_out_in_silence(recwarn:
 def test_a_named_backend_is_the_one_that_runs() -> None:
     one = kernels.problem()
     with pytest.raises(RuntimeError):
-        rivals.sdpa(one, operands_of(one), backend="sdpa-cudnn")
+        pytorch_sdpa.sdpa(one, operands_of(one), backend="sdpa-cudnn")
 
 
 SWITCHES = (
@@ -56,18 +57,18 @@ SWITCHES = (
 )
 
 
-@pytest.mark.parametrize("backend", rivals.BACKENDS)
+@pytest.mark.parametrize("backend", pytorch_sdpa.BACKENDS)
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_backend_is_named_to_pytorch_for_the_call_alone(backend: str, raises: bool) -> None:
     torch.backends.cuda.enable_math_sdp(False)
     before = [enabled() for enabled in SWITCHES]
     try:
-        with pytest.raises(KeyError) if raises else contextlib.nullcontext(), rivals._only(backend):
+        with pytest.raises(KeyError) if raises else contextlib.nullcontext(), pytorch_sdpa._only(backend):
             ours = [enabled() for enabled in SWITCHES]
             if raises:
                 raise KeyError
         assert [enabled() for enabled in SWITCHES] == before
-        with sdpa_kernel(rivals.BACKENDS[backend]):
+        with sdpa_kernel(pytorch_sdpa.BACKENDS[backend]):
             assert [enabled() for enabled in SWITCHES] == ours
     finally:
         torch.backends.cuda.enable_math_sdp(True)
@@ -75,16 +76,16 @@ def test_a_backend_is_named_to_pytorch_for_the_call_alone(backend: str, raises: 
 
 def test_threads_that_name_backends_take_turns() -> None:
     before = [enabled() for enabled in SWITCHES]
-    seen: dict[str, set[tuple[bool, ...]]] = {backend: set() for backend in rivals.BACKENDS}
+    seen: dict[str, set[tuple[bool, ...]]] = {backend: set() for backend in pytorch_sdpa.BACKENDS}
 
     def work(backend: str) -> None:
         for _ in range(300):
-            with rivals._only(backend):
+            with pytorch_sdpa._only(backend):
                 for _ in range(5):
                     seen[backend].add(tuple(enabled() for enabled in SWITCHES))
                     time.sleep(0)
 
-    threads = [threading.Thread(target=work, args=(backend,)) for backend in rivals.BACKENDS]
+    threads = [threading.Thread(target=work, args=(backend,)) for backend in pytorch_sdpa.BACKENDS]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,9 +99,9 @@ def test_threads_that_name_backends_take_turns() -> None:
 def test_a_bound_call_gives_the_bits_of_an_unbound_one(mask: str, seq_q: int, seq_kv: int) -> None:
     one = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
     operands = operands_of(one)
-    call = rivals.bind(one, operands.scale)
+    call = pytorch_sdpa.bind(one, operands.scale)
     assert call is not None
-    assert torch.equal(call(operands.query, operands.key, operands.value), rivals.sdpa(one, operands))
+    assert torch.equal(call(operands.query, operands.key, operands.value), pytorch_sdpa.sdpa(one, operands))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +127,8 @@ def test_a_backend_is_called_by_its_operator_where_that_means_the_same(
         called.append(said)
         return three[0]
 
-    monkeypatch.setitem(rivals._OPERATORS, "sdpa-flash", operator)
-    call, operands = rivals.bind(one, 0.5, "sdpa-flash", learns=False), operands_of(one)
+    monkeypatch.setitem(pytorch_sdpa._OPERATORS, "sdpa-flash", operator)
+    call, operands = pytorch_sdpa.bind(one, 0.5, "sdpa-flash", learns=False), operands_of(one)
     assert call is not None
     with contextlib.suppress(RuntimeError):  # the CPU's FlashAttention takes not all of them
         call(operands.query, operands.key, operands.value)
@@ -135,4 +136,4 @@ def test_a_backend_is_called_by_its_operator_where_that_means_the_same(
 
 
 def test_rivals_are_named_as_the_cache_knows_them() -> None:
-    assert [rivals.SDPA, *rivals.BACKENDS] == ["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient"]
+    assert [pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS] == ["sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient"]

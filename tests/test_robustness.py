@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import robustness
 
-from autoattn import cache, cachefile, resources
+from autoattn.cache import file_format, store
+from autoattn.codegen import resources
 from autoattn.errors import ShapesError
 
 SHAPES = """
@@ -36,7 +37,7 @@ def text_of(kind: Kind, folder: Path) -> str:
         return resources.space_path("triton/forward").read_text(encoding="utf-8")
     if kind is Kind.JOURNAL:
         return spoilt.journal(folder / "whole.journal")
-    path = cache.merge(folder / "whole", H200, FORWARD, [current(measured()), predicted(problem(batch=1))])
+    path = store.merge(folder / "whole", H200, FORWARD, [current(measured()), predicted(problem(batch=1))])
     return path.read_text(encoding="utf-8")
 
 
@@ -68,21 +69,21 @@ def test_a_whole_file_loads(kind: Kind, tmp_path: Path) -> None:
 def test_the_judge_sees_an_entry_under_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = json.loads(text_of(Kind.CACHE, tmp_path))
     tree["entries"] = {f"{key}-other": entry for key, entry in tree["entries"].items()}
-    monkeypatch.setattr(cachefile, "check", lambda key, entry, release: None)
+    monkeypatch.setattr(file_format, "check", lambda key, entry, release: None)
     fate = spoilt.fate(Kind.CACHE, placed(tmp_path, 0, json.dumps(tree).encode()))
     assert "holds another problem" in fate.fault
 
 
 def test_the_judge_sees_a_kernel_that_nobody_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "why_stale", lambda entry: None)
+    monkeypatch.setattr(store, "why_stale", lambda entry: None)
     fate = spoilt.fate(Kind.CACHE, placed(tmp_path, 0, text_of(Kind.CACHE, tmp_path).encode()))
     assert "would run another kernel" in fate.fault
 
 
 def test_the_judge_sees_a_value_that_the_text_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = placed(tmp_path, 0, text_of(Kind.CACHE, tmp_path).encode())
-    other = cachefile.decode(path.read_bytes().replace(b'"seed": 0', b'"seed": 7'), path)
-    monkeypatch.setattr(cache, "read", lambda path: other)
+    other = file_format.decode(path.read_bytes().replace(b'"seed": 0', b'"seed": 7'), path)
+    monkeypatch.setattr(store, "read", lambda path: other)
     assert "search/seed is not what the text says" in spoilt.fate(Kind.CACHE, path).fault
 
 
@@ -93,7 +94,7 @@ def test_the_judge_sees_a_traceback_and_a_sentence_that_is_none(
     def load(path: Path) -> None:
         raise error
 
-    monkeypatch.setattr(spoilt.shapes, "load", load)
+    monkeypatch.setattr(spoilt.shapes_file, "load", load)
     assert spoilt.fate(Kind.SHAPES, placed(tmp_path, 0, SHAPES.encode())).fault
 
 

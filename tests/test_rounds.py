@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from autoattn import rounds
-from autoattn.rounds import INDIFFERENT, LOOKS, Interval, Pulse, Round
+from autoattn.core import paired_stats
+from autoattn.core.paired_stats import INDIFFERENT, LOOKS, Interval, Pulse, Round
 
 FAST = Pulse(clock_mhz=1980, slowed=False)
 ROUND_SECONDS = 0.01
@@ -49,21 +49,25 @@ def played(
         clock += ROUND_SECONDS / len(times)
         return times[name] * noise(rng, spread, outliers)
 
-    enough = rounds.stopper(finalists, seconds=seconds, now=lambda: clock)
-    return rounds.hold(list(times), sample, lambda: FAST, seed=seed, enough=enough)
+    enough = paired_stats.stopper(finalists, seconds=seconds, now=lambda: clock)
+    return paired_stats.hold(list(times), sample, lambda: FAST, seed=seed, enough=enough)
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_round_has_an_order_of_its_own_and_everybody_once() -> None:
-    found = rounds.hold(list("abcde"), lambda name: 1.0, lambda: None, seed=3, enough=lambda done: len(done) == 200)
+    found = paired_stats.hold(
+        list("abcde"), lambda name: 1.0, lambda: None, seed=3, enough=lambda done: len(done) == 200
+    )
     orders = [tuple(one.times_us) for one in found]
     assert {frozenset(order) for order in orders} == {frozenset("abcde")}
     assert len(set(orders)) > 60
     for name in "abcde":  # each place about 40 times
         assert all(20 < sum(order[place] == name for order in orders) < 65 for place in range(5))
-    again = rounds.hold(list("abcde"), lambda name: 1.0, lambda: None, seed=3, enough=lambda done: len(done) == 200)
+    again = paired_stats.hold(
+        list("abcde"), lambda name: 1.0, lambda: None, seed=3, enough=lambda done: len(done) == 200
+    )
     assert again == found, "the seed says it all"
 
 
@@ -73,34 +77,34 @@ def pulses(*clocks: int, **facts: object) -> list[Round]:
 
 def test_a_round_at_a_low_clock_is_discarded_with_the_reason() -> None:
     found = pulses(1980, 1975, 1700, 1985, 1790)
-    assert rounds.faults(found) == ["", "", "1700 MHz, usually 1975", "", ""]
-    assert rounds.good(found) == [found[0], found[1], found[3], found[4]]
+    assert paired_stats.faults(found) == ["", "", "1700 MHz, usually 1975", "", ""]
+    assert paired_stats.good(found) == [found[0], found[1], found[3], found[4]]
 
 
-@pytest.mark.parametrize("reason", rounds.UNFAIR)
+@pytest.mark.parametrize("reason", paired_stats.UNFAIR)
 def test_a_round_that_was_slowed_down_is_discarded(reason: str) -> None:
     slow = Round(times_us={"a": 1.0}, pulse=Pulse(clock_mhz=1980, slowed=False, reasons=("power cap", reason)))
-    assert rounds.faults([*pulses(1980, 1980), slow]) == ["", "", reason]
+    assert paired_stats.faults([*pulses(1980, 1980), slow]) == ["", "", reason]
     slow = Round(times_us={"a": 1.0}, pulse=Pulse(clock_mhz=1980, slowed=True))
-    assert rounds.faults([slow, *pulses(1980, 1980)]) == ["hardware slowdown", "", ""]
+    assert paired_stats.faults([slow, *pulses(1980, 1980)]) == ["hardware slowdown", "", ""]
 
 
 def test_the_power_cap_discards_nothing() -> None:
     capped = Round(times_us={"a": 1.0}, pulse=Pulse(clock_mhz=1900, slowed=False, reasons=("power cap",)))
-    assert rounds.faults([capped, *pulses(1980, 1980)]) == ["", "", ""]
+    assert paired_stats.faults([capped, *pulses(1980, 1980)]) == ["", "", ""]
 
 
 def test_a_card_that_is_always_slow_is_measured_as_it_is() -> None:
     slow = Round(times_us={"a": 1.0}, pulse=Pulse(clock_mhz=1200, slowed=True))
     found = [slow, slow, *pulses(1980, 1980)]
-    assert rounds.good(found) == found
-    assert rounds.good([slow] * 3) == [slow] * 3
+    assert paired_stats.good(found) == found
+    assert paired_stats.good([slow] * 3) == [slow] * 3
 
 
 def test_without_nvml_every_round_counts() -> None:
     found = [Round(times_us={"a": 1.0})] * 3
-    assert rounds.good(found) == found
-    assert rounds.good([]) == []
+    assert paired_stats.good(found) == found
+    assert paired_stats.good([]) == []
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -115,20 +119,20 @@ def test_the_ranks_are_those_of_the_binomial_distribution() -> None:
                 for rank in range(1, count // 2 + 1)
             ]
             expected = sum(one <= Fraction(alpha) for one in outside)
-            assert rounds._rank(count, alpha) == expected, (count, alpha)
+            assert paired_stats._rank(count, alpha) == expected, (count, alpha)
 
 
 def test_too_few_rounds_say_nothing() -> None:
     found = drawn({"a": 1.0, "b": 2.0}, LOOKS[0], 0)
-    assert rounds.interval(found[:7], "b", "a", finalists=2) is None
-    lead = rounds.interval(found, "b", "a", finalists=2)
+    assert paired_stats.interval(found[:7], "b", "a", finalists=2) is None
+    lead = paired_stats.interval(found, "b", "a", finalists=2)
     assert lead is not None
     assert lead.low > 1.8
 
 
 def test_an_interval_is_free_of_what_drifts_for_all() -> None:
     found = drawn({"a": 100.0, "b": 103.0}, 96, 1, spread=0.002, drift=0.2)
-    lead = rounds.interval(found, "b", "a", finalists=2)
+    lead = paired_stats.interval(found, "b", "a", finalists=2)
     assert lead is not None
     assert lead.low == pytest.approx(1.03, abs=0.003)
     assert lead.high == pytest.approx(1.03, abs=0.003)
@@ -136,7 +140,7 @@ def test_an_interval_is_free_of_what_drifts_for_all() -> None:
 
 def test_swapping_the_two_gives_the_reciprocal() -> None:
     found = drawn({"a": 100.0, "b": 103.0}, 49, 1)
-    one, other = (rounds.interval(found, *pair, finalists=3) for pair in (("b", "a"), ("a", "b")))
+    one, other = (paired_stats.interval(found, *pair, finalists=3) for pair in (("b", "a"), ("a", "b")))
     assert one is not None
     assert other is not None
     assert (one.low, one.ratio, one.high) == pytest.approx((1 / other.high, 1 / other.ratio, 1 / other.low))
@@ -151,7 +155,7 @@ def test_an_interval_holds_its_ratio(ends: tuple[float, float]) -> None:
 def looked(times: dict[str, float], seed: int, finalists: int) -> list[Interval | None]:
     """What somebody sees who looks at every planned look."""
     found = drawn(times, LOOKS[-1], seed)
-    return [rounds.interval(found[:look], "b", "a", finalists=finalists) for look in LOOKS]
+    return [paired_stats.interval(found[:look], "b", "a", finalists=finalists) for look in LOOKS]
 
 
 def test_without_a_difference_95_of_100_contests_say_so_at_every_look() -> None:
@@ -168,7 +172,7 @@ def test_without_a_difference_95_of_100_contests_say_so_at_every_look() -> None:
         found = drawn({"a": 100.0, "b": 100.0}, LOOKS[-1], seed)
         for look in LOOKS:
             ratios = sorted(one.times_us["b"] / one.times_us["a"] for one in found[:look])
-            rank = rounds._rank(look, rounds.ALPHA)
+            rank = paired_stats._rank(look, paired_stats.ALPHA)
             if not ratios[rank - 1] <= 1.0 <= ratios[-rank]:
                 naive += 1
                 break
@@ -197,21 +201,22 @@ FINALISTS = ["first", "second", "third", "fourth"]
 
 def test_who_is_clearly_slower_is_out_and_who_is_as_good_is_in() -> None:
     times = dict(zip(FINALISTS, (100.0, 100.1, 103.0, 140.0), strict=True))
-    found = rounds.ties(drawn(times, 192, 0), FINALISTS)
+    found = paired_stats.ties(drawn(times, 192, 0), FINALISTS)
     assert set(found.members) == set(found.near) == {"first", "second"}
 
 
 def test_the_class_has_the_truly_fastest_in_95_of_100_contests() -> None:
     times = dict(zip(FINALISTS, (100.0, 100.2, 100.6, 101.0), strict=True))
     kept = sum(
-        "first" in rounds.ties(played(times, FINALISTS, seed, outliers=0.02), FINALISTS).members for seed in range(60)
+        "first" in paired_stats.ties(played(times, FINALISTS, seed, outliers=0.02), FINALISTS).members
+        for seed in range(60)
     )
     assert kept / 60 >= 0.95
 
 
 def test_who_seems_much_slower_may_not_win_for_want_of_rounds() -> None:
     times = dict(zip(FINALISTS, (100.0, 100.3, 104.0, 140.0), strict=True))
-    found = rounds.ties(drawn(times, 4, 0, spread=0.001), FINALISTS)
+    found = paired_stats.ties(drawn(times, 4, 0, spread=0.001), FINALISTS)
     assert set(found.members) == set(FINALISTS), "four rounds exclude nobody"
     assert set(found.near) == {"first", "second"}
     assert not found.decided
@@ -219,7 +224,9 @@ def test_who_seems_much_slower_may_not_win_for_want_of_rounds() -> None:
 
 def test_the_leader_is_the_fastest_whatever_drifts() -> None:
     for seed in range(20):
-        assert rounds.leader(drawn({"a": 101.0, "b": 100.0}, 60, seed, spread=0.003, drift=0.3), ["a", "b"]) == "b"
+        assert (
+            paired_stats.leader(drawn({"a": 101.0, "b": 100.0}, 60, seed, spread=0.003, drift=0.3), ["a", "b"]) == "b"
+        )
 
 
 def test_a_clear_contest_ends_at_its_first_look() -> None:
@@ -231,9 +238,9 @@ def test_a_clear_contest_goes_on_until_its_ratios_are_known_to_a_percent() -> No
     taken = played({"a": 100.0, "b": 120.0, "sdpa": 150.0}, ["a", "b"], 0, spread=0.01)
     assert LOOKS[0] < len(taken) < LOOKS[-1]
     for name in ("b", "sdpa"):
-        lead = rounds.interval(taken, name, "a", finalists=2)
+        lead = paired_stats.interval(taken, name, "a", finalists=2)
         assert lead is not None
-        assert lead.high - lead.low <= 2 * rounds.PRECISE * lead.ratio
+        assert lead.high - lead.low <= 2 * paired_stats.PRECISE * lead.ratio
 
 
 def test_a_close_contest_goes_on_to_a_planned_look() -> None:
@@ -257,7 +264,7 @@ def test_the_first_look_is_waited_for_but_not_forever() -> None:
     clear = {"a": 100.0, "b": 120.0}
     assert len(played(clear, ["a", "b"], 0, seconds=6 * ROUND_SECONDS)) == LOOKS[0]
     assert len(played(clear, ["a", "b"], 0, seconds=2 * ROUND_SECONDS)) == pytest.approx(8, abs=1)
-    assert len(played(clear, ["a", "b"], 0, seconds=1e-9)) == rounds.MIN_ROUNDS
+    assert len(played(clear, ["a", "b"], 0, seconds=1e-9)) == paired_stats.MIN_ROUNDS
 
 
 def test_discarded_rounds_bring_no_look_closer() -> None:
@@ -268,7 +275,7 @@ def test_discarded_rounds_bring_no_look_closer() -> None:
         count += 1
         return Pulse(clock_mhz=1200 if count % 4 == 0 else 1980, slowed=False)
 
-    enough = rounds.stopper(["a", "b"], seconds=1e9, now=lambda: float(next(times)))
-    found = rounds.hold(["a", "b"], {"a": 100.0, "b": 150.0}.__getitem__, pulse, seed=0, enough=enough)
-    assert len(rounds.good(found)) == LOOKS[0]
+    enough = paired_stats.stopper(["a", "b"], seconds=1e9, now=lambda: float(next(times)))
+    found = paired_stats.hold(["a", "b"], {"a": 100.0, "b": 150.0}.__getitem__, pulse, seed=0, enough=enough)
+    assert len(paired_stats.good(found)) == LOOKS[0]
     assert len(found) > LOOKS[0]

@@ -13,11 +13,11 @@ from rarely import rarely
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autoattn import encodings, sass
-from autoattn.compile import inspect
+from autoattn.core.problem import DType
+from autoattn.core.trial import StaticReport
 from autoattn.errors import CompileError
-from autoattn.problem import DType
-from autoattn.trial import StaticReport
+from autoattn.kernels.compiler import inspect
+from autoattn.kernels.sass import disassembler, opcode_cache
 
 BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS = 64, 32, 64, 4
 
@@ -96,7 +96,7 @@ def compiled(tmp_path_factory):
 
 
 def read(kernel, arch):
-    return sass.read(
+    return disassembler.read(
         kernel.asm["cubin"], digest="d", arch=arch, shared_bytes=kernel.metadata.shared, num_warps=NUM_WARPS
     )
 
@@ -179,14 +179,14 @@ def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, mon
     kinds = ({"element": "fp16"}, {"element": "fp32"}, {}, {"split": False})  # each learns from those before it
     each = [compiled(arch, **kind).asm["cubin"] for kind in kinds]
     for name in ("_base", "_detail"):
-        monkeypatch.setattr(sass, name, {})
+        monkeypatch.setattr(disassembler, name, {})
     for cubin in each:
-        text = next(data for name, data in sass._sections(cubin).items() if name.startswith(".text."))
-        code = sass._decode(cubin, text, arch)
-        for at, name, rest in sass._disassemble(cubin):
+        text = next(data for name, data in disassembler._sections(cubin).items() if name.startswith(".text."))
+        code = disassembler._decode(cubin, text, arch)
+        for at, name, rest in disassembler._disassemble(cubin):
             base = name.partition(".")[0]
             seen, target, _ = code[at // 16]
-            assert seen == (sass._short(base, name, rest) if base in sass.DETAILED else base)
+            assert seen == (disassembler._short(base, name, rest) if base in disassembler.DETAILED else base)
             assert (target is not None) == (base == "BRA")
     targets = {target for _, target, _ in code if target is not None}
     assert targets == labelled(each[-1])
@@ -200,7 +200,7 @@ def labelled(cubin):
         file.write(cubin)
         file.flush()
         lines = subprocess.run(
-            [sass.disassembler(), "-c", "-ndf", file.name], capture_output=True, text=True, check=True
+            [disassembler.disassembler(), "-c", "-ndf", file.name], capture_output=True, text=True, check=True
         ).stdout.splitlines()
     places, waiting, wanted, last = {}, [], set(), -16
     for line in lines:
@@ -218,21 +218,21 @@ def labelled(cubin):
 def test_a_kernel_of_known_encodings_does_not_start_the_disassembler(compiled, monkeypatch):
     kernel = compiled(80)
     before = read(kernel, 80)
-    monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    monkeypatch.setattr(disassembler, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 80) == before
 
 
 @pytest.fixture(autouse=True)
 def encodings_of_this_test(monkeypatch, tmp_path):
     """Other tests share Triton's cache, where encodings are kept."""
-    monkeypatch.setattr(encodings, "_path", lambda tool: tmp_path / "encodings" / "tool.json")
+    monkeypatch.setattr(opcode_cache, "_path", lambda tool: tmp_path / "encodings" / "tool.json")
 
 
 def forget(monkeypatch):
     """As if another process began now, with the same cache folder."""
     for name in ("_base", "_detail"):
-        monkeypatch.setattr(sass, name, {})
-    monkeypatch.setattr(encodings, "_read_at", {})
+        monkeypatch.setattr(disassembler, name, {})
+    monkeypatch.setattr(opcode_cache, "_read_at", {})
 
 
 def test_what_one_process_learned_spares_the_next_one_the_disassembler(compiled, monkeypatch):
@@ -240,14 +240,14 @@ def test_what_one_process_learned_spares_the_next_one_the_disassembler(compiled,
     forget(monkeypatch)
     before = read(kernel, 90)
     forget(monkeypatch)
-    monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    monkeypatch.setattr(disassembler, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 90) == before
 
 
 def test_encodings_are_kept_in_tritons_cache(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert encodings._path(sass.disassembler()).parent == tmp_path / "autoattn"
+    assert opcode_cache._path(disassembler.disassembler()).parent == tmp_path / "autoattn"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'[[["x"], "FFMA"]]', b"[[[1], 2]]", b"[1]"])
@@ -255,12 +255,12 @@ def test_a_damaged_file_of_encodings_is_as_good_as_none(compiled, monkeypatch, d
     kernel = compiled(80)
     forget(monkeypatch)
     before = read(kernel, 80)
-    path = encodings._path(sass.disassembler())
+    path = opcode_cache._path(disassembler.disassembler())
     path.write_bytes(damage)
     forget(monkeypatch)
     assert read(kernel, 80) == before
     forget(monkeypatch)
-    monkeypatch.setattr(sass, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    monkeypatch.setattr(disassembler, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 80) == before, "the file is whole again"
 
 
@@ -268,7 +268,7 @@ def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):
     whole = compiled(80).asm["cubin"]
     for broken in (b"", b"\x7fELF", b"text" * 100, whole[:200], whole[:18] + struct.pack("<H", 62) + whole[20:]):
         with pytest.raises(CompileError, match="compile the kernel again"):
-            sass.read(broken, digest="d", arch=80, shared_bytes=0, num_warps=4)
+            disassembler.read(broken, digest="d", arch=80, shared_bytes=0, num_warps=4)
 
 
 @pytest.mark.parametrize(
@@ -282,15 +282,15 @@ def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):
     ],
 )
 def test_branches_are_read_from_their_encoding(arch, at, low, high, target, goes_on):
-    assert sass._flow("BRA", at, low, high, arch) == (target, goes_on)
+    assert disassembler._flow("BRA", at, low, high, arch) == (target, goes_on)
 
 
 @pytest.mark.parametrize("name", ["LDL.64", "STL.128"])
 @pytest.mark.parametrize(("moves", "measured"), [(0, True), (20, True), (21, False)])
 def test_a_hopper_loop_with_more_than_2_moves_of_registers_in_100_is_not_measured(monkeypatch, name, moves, measured):
     loop = {"HGMMA.64x128x16.F32.BF16.SS": 16, "UTMALDG.4D": 2, "FFMA": 1000 - 18 - moves, name: moves}
-    monkeypatch.setattr(sass, "_sections", lambda cubin: {".text.forward": b""})
-    monkeypatch.setattr(sass, "_decode", lambda cubin, text, arch: [(each, None, True) for each in loop])
+    monkeypatch.setattr(disassembler, "_sections", lambda cubin: {".text.forward": b""})
+    monkeypatch.setattr(disassembler, "_decode", lambda cubin, text, arch: [(each, None, True) for each in loop])
     facts: dict[str, Any] = {
         "digest": "d",
         "arch": 90,
@@ -299,7 +299,7 @@ def test_a_hopper_loop_with_more_than_2_moves_of_registers_in_100_is_not_measure
         "shared_bytes": 0,
         "num_warps": 4,
     }
-    reason = sass.why_slow(StaticReport(**facts, code_bytes=16, loop=loop, masked_loop={}), b"")
+    reason = disassembler.why_slow(StaticReport(**facts, code_bytes=16, loop=loop, masked_loop={}), b"")
     assert reason == ("" if measured else "each block of keys moves registers to and from memory in 21 instructions")
 
 

@@ -24,8 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import autoattn
-from autoattn import functional, sdpa_arguments
+from autoattn import functional
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError
+from autoattn.runtime.parse import sdpa_arguments
 
 ours: Callable[..., Tensor] = functional.scaled_dot_product_attention
 theirs: Callable[..., Tensor] = sdpa_calls.by_pytorch

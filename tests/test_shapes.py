@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from autoattn import shapes
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
 from autoattn.errors import ShapesError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
+from autoattn.shapes import shapes_file
 
 ONE: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
 
@@ -22,7 +22,7 @@ def file_of(*problems: object, **top: object) -> dict[str, Any]:
 
 
 def problems_of(*problems: object, **top: object) -> list[Problem]:
-    return [named.problem for named in shapes.parse(file_of(*problems, **top), "f.yaml")]
+    return [named.problem for named in shapes_file.parse(file_of(*problems, **top), "f.yaml")]
 
 
 def the_problem(**changes: object) -> Problem:
@@ -34,7 +34,7 @@ def the_problem(**changes: object) -> Problem:
 
 def refusal(document: object) -> str:
     with pytest.raises(ShapesError) as caught:
-        shapes.parse(document, "f.yaml")
+        shapes_file.parse(document, "f.yaml")
     message = str(caught.value)
     assert message.startswith("f.yaml")
     assert "\n" not in message
@@ -270,7 +270,7 @@ def test_the_nearest_value_counts() -> None:
         "defaults": {**ONE, "batch": 1, "heads": 1, "head_dim": 16},
         "groups": {"one": {"defaults": {"heads": 2, "head_dim": 32}, "problems": [{"head_dim": 64}, {}]}},
     }
-    found = [named.problem for named in shapes.parse(document, "f.yaml")]
+    found = [named.problem for named in shapes_file.parse(document, "f.yaml")]
     assert [(p.batch, p.heads_q, p.head_dim) for p in found] == [(1, 2, 64), (1, 2, 32)]
 
 
@@ -290,7 +290,7 @@ def test_the_other_spelling_of_a_default_gives_way(
     document = file_of({**values, "seq": 64, **above}, defaults=below)
     if "seq_q" in above:
         document = file_of({**values, **above}, defaults=below)
-    (found,) = shapes.parse(document, "f.yaml")
+    (found,) = shapes_file.parse(document, "f.yaml")
     assert found.problem == the_problem(**{"seq": 64, **expected})
 
 
@@ -331,7 +331,7 @@ def test_a_problem_listed_twice_is_one_with_all_its_groups() -> None:
             "third": {"problems": [{**ONE, "batch": [8, 9]}]},
         },
     }
-    found = shapes.parse(document, "f.yaml")
+    found = shapes_file.parse(document, "f.yaml")
     assert [(named.problem.batch, named.groups) for named in found] == [
         (2, ("first", "second")),
         (9, ("first", "third")),
@@ -385,10 +385,10 @@ def test_long_values_are_cut_in_messages(key: str) -> None:
 def test_load_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(file_of(ONE)))
-    assert [named.groups for named in shapes.load(path)] == [("one",)]
+    assert [named.groups for named in shapes_file.load(path)] == [("one",)]
     for content in ("", "version: 1\nversion: 1\n", "a: [", "version: 2\n"):
         path.write_text(content)
         with pytest.raises(ShapesError, match=re.escape(str(path))):
-            shapes.load(path)
+            shapes_file.load(path)
     with pytest.raises(ShapesError, match="there is none"):
-        shapes.load(tmp_path / "none.yaml")
+        shapes_file.load(tmp_path / "none.yaml")

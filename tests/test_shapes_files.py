@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autoattn import resources, shapes
+from autoattn.codegen import resources
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.errors import ShapesError
-from autoattn.mask import Mask
-from autoattn.problem import DType, Layout, Op, Precision, Problem
+from autoattn.shapes import shapes_file
 
 CHECKOUT = Path(__file__).parent.parent
 SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
@@ -35,11 +36,11 @@ OTHERS = (
 
 
 def in_group(group: str) -> list[Problem]:
-    return [named.problem for named in shapes.load(CHECKOUT / "shapes.yaml") if group in named.groups]
+    return [named.problem for named in shapes_file.load(CHECKOUT / "shapes.yaml") if group in named.groups]
 
 
 def test_the_root_file_holds_the_promise() -> None:
-    found = shapes.load(CHECKOUT / "shapes.yaml")
+    found = shapes_file.load(CHECKOUT / "shapes.yaml")
     assert Counter(named.groups for named in found) == {("seed-003",): 12, ("seed-001",): 81, ("seed-000",): 2}
 
 
@@ -93,14 +94,15 @@ def test_every_row_of_seed_000_is_a_problem_of_its_file() -> None:
     }
     assert len(published) == 12
     for group in ("seed-000", "seed-000-packed"):
-        listed = [named.problem for named in shapes.load(path) if group in named.groups]
+        listed = [named.problem for named in shapes_file.load(path) if group in named.groups]
         assert {(p.batch, p.seq_q, p.heads_q, p.head_dim, p.mask) for p in listed} == published
         assert {p.packed for p in listed} == {group == "seed-000-packed"}
 
 
 def test_the_other_files_hold_what_their_names_say() -> None:
     found = {
-        name: [named.problem for named in shapes.load(CHECKOUT / f"benchmarks/shapes/{name}.yaml")] for name in OTHERS
+        name: [named.problem for named in shapes_file.load(CHECKOUT / f"benchmarks/shapes/{name}.yaml")]
+        for name in OTHERS
     }
     assert [one.mask.density for one in found["sparse"]] == [0.0, 0.5, 7 / 64]
     assert {one.packed for one in found["packed"]} == {True, False}
@@ -120,7 +122,7 @@ def test_the_other_files_hold_what_their_names_say() -> None:
 
 
 def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on() -> None:
-    found = [named.problem for named in shapes.load(CHECKOUT / "benchmarks/shapes/h200_dense.yaml")]
+    found = [named.problem for named in shapes_file.load(CHECKOUT / "benchmarks/shapes/h200_dense.yaml")]
     facts = {(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, str(p.mask)) for p in found}
     training = [
         (batch, heads, heads, seq, seq, head_dim)
@@ -139,7 +141,7 @@ def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on(
 
 def test_the_backward_problems_of_the_h200_are_its_18_with_float32_and_deterministic_ones() -> None:
     path = CHECKOUT / "benchmarks/shapes/h200_backward.yaml"
-    found = {group: [named.problem for named in shapes.load(path) if group in named.groups]
+    found = {group: [named.problem for named in shapes_file.load(path) if group in named.groups]
              for group in ("training", "float32", "deterministic")}  # fmt: skip
     facts = {(p.batch, p.heads_q, p.seq_q, p.head_dim, str(p.mask)) for p in found["training"]}
     assert facts == {
@@ -213,7 +215,7 @@ def test_there_is_a_file_for_every_seed() -> None:
 
 @pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
 def test_the_promise_is_part_of_the_seeds_own_file(path: Path) -> None:
-    listed = {named.problem for named in shapes.load(path)}
+    listed = {named.problem for named in shapes_file.load(path)}
     assert listed
     assert set(in_group(path.stem.replace("_", "-"))) <= listed
 
@@ -233,7 +235,7 @@ def test_published_times_and_operations_agree_with_the_problems() -> None:
 
 def test_the_examples_of_the_documentation_load() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (CHECKOUT / "docs/shapes.md").read_text(), flags=re.DOTALL)
-    counts = [len(shapes.parse(yaml.safe_load(block), "docs/shapes.md")) for block in blocks]
+    counts = [len(shapes_file.parse(yaml.safe_load(block), "docs/shapes.md")) for block in blocks]
     assert counts == [1, 12, 1]
 
 
@@ -241,5 +243,5 @@ def test_the_error_of_the_documentation_is_the_real_one() -> None:
     wrong = {"dtype": "bfloat16", "batch": 4, "heads": 32, "heads_kv": 5, "seq": 2048, "head_dim": 128}
     document = {"version": 1, "groups": {"my-model": {"problems": [wrong]}}}
     with pytest.raises(ShapesError) as caught:
-        shapes.parse(document, "my-shapes.yaml")
+        shapes_file.parse(document, "my-shapes.yaml")
     assert str(caught.value) in (CHECKOUT / "docs/shapes.md").read_text()

@@ -12,12 +12,12 @@ import torch
 from interpreted import Run, run
 from rarely import rarely
 
-from autoattn import validate
-from autoattn.compile import load
-from autoattn.ops import forward
-from autoattn.problem import DType, Layout, Modifiers, Precision, Problem
-from autoattn.variant import Source
-from autoattn.workers import Pool
+from autoattn.core.problem import DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Source
+from autoattn.kernels import forward
+from autoattn.kernels.compiler import load
+from autoattn.search.worker_pool import Pool
+from autoattn.validation import output_check
 
 pytestmark = pytest.mark.interpreter
 
@@ -124,7 +124,7 @@ class Twice:
         outputs = []
         for filling in (float("nan"), 7.0):
             parts.fill_(filling)
-            output = validate.empty_output(self.problem, 0, interpreted.CPU)
+            output = output_check.empty_output(self.problem, 0, interpreted.CPU)
             arguments = forward._arguments(kernel, self.problem, operands, output, None)
             arguments |= {name: room, "partial_ptr": parts}
             kernel.launch(forward._grid(kernel, self.problem, operands), arguments)

@@ -11,12 +11,13 @@ import kernels
 import pytest
 import torch
 
-from autoattn import compile, gpu, render
-from autoattn.operands import Operands
-from autoattn.ops import forward
-from autoattn.problem import DType, Layout
-from autoattn.space import load
-from autoattn.variant import Value, Variant
+from autoattn.codegen import render
+from autoattn.codegen.search_space import load
+from autoattn.core.problem import DType, Layout
+from autoattn.core.variant import Value, Variant
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler, forward
+from autoattn.tensors.operands import Operands
 
 PROCESSES = 4
 SECONDS = 5.0
@@ -30,7 +31,7 @@ LOST_TILES: dict[str, Value] = {
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_no_launch_loses_a_tile_while_other_processes_use_the_card() -> None:
-    card = gpu.present()
+    card = nvidia.present()
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card")
     command = [sys.executable, str(Path(__file__))]
@@ -57,11 +58,11 @@ def launches_and_losses() -> tuple[int, int]:
         mask="window:1024,0",
         layout=Layout.BSHD,
     )
-    card = gpu.present()
+    card = nvidia.present()
     assert card is not None
     space = load("gluon/forward")
     variant = Variant.of(space.template, space.default(one, card).as_dict() | LOST_TILES)
-    kernel = compile.load(render.render(one, variant), torch.device("cuda"))
+    kernel = compiler.load(render.render(one, variant), torch.device("cuda"))
     shape = one.batch, one.seq_q, one.heads_q, one.head_dim
     three = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(3)]
     operands = Operands(query=three[0], key=three[1], value=three[2], scale=one.head_dim**-0.5)

@@ -18,11 +18,18 @@ from torch import Tensor
 from torch._inductor import config
 
 import autoattn
-from autoattn import cache, dispatch, functional, learning, prepared, rivals, short, space, transformer
-from autoattn.dispatch import Explanation
-from autoattn.mask import Mask
-from autoattn.problem import Modifiers, Problem
-from autoattn.timetable import Mode, Whose
+from autoattn import functional
+from autoattn.baselines import pytorch_sdpa
+from autoattn.bench import transformer
+from autoattn.bench.training_results import Mode, Whose
+from autoattn.cache import store
+from autoattn.codegen import search_space
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Modifiers, Problem
+from autoattn.runtime import prepared_calls
+from autoattn.runtime.plan import cache_lookup, launch_bound
+from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.run import autograd
 
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
 
@@ -35,19 +42,19 @@ def found(
 ) -> Explanation:
     """A pass whose kernel took so long for a problem."""
     return replace(
-        dispatch.sdpa("", one), entry=samples.beside(samples.measured(measured or one, time_us=time_us), factors)
+        cache_lookup.sdpa("", one), entry=samples.beside(samples.measured(measured or one, time_us=time_us), factors)
     )
 
 
 def passes(
     one: Problem, forward: float, backward: float, factors: dict[str, float] = FACTORS
 ) -> tuple[Explanation, Explanation]:
-    return found(one, forward, factors=factors), found(learning.backward_of(one), backward, factors=factors)
+    return found(one, forward, factors=factors), found(autograd.backward_of(one), backward, factors=factors)
 
 
 def route(*passes: Explanation) -> str | None:
     """Who answers in place of the kernels."""
-    told = short.answer(*passes)
+    told = launch_bound.answer(*passes)
     return None if told is None else told.route
 
 
@@ -76,7 +83,7 @@ def test_who_needs_least_of_the_cpu_and_the_gpu_answers(
 
 
 def test_the_reason_says_both_times() -> None:
-    told = short.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
+    told = launch_bound.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
     assert told is not None
     assert told.reason == (
         "both passes of kernels take the GPU about 60 us and the CPU 175, so that a step waits for the CPU, which "
@@ -92,8 +99,8 @@ def test_what_pytorch_does_more_for_than_call_a_backend_goes_to_pytorch_itself(c
 def test_a_neighbours_times_count_as_its_pairs_do() -> None:
     one = samples.problem(**SHORT)
     far = samples.problem(**SHORT | {"seq_q": 640, "seq_kv": 640})
-    several = found(one, 2000.0, far), found(learning.backward_of(one), 4000.0, learning.backward_of(far))
-    told = short.answer(*several)
+    several = found(one, 2000.0, far), found(autograd.backward_of(one), 4000.0, autograd.backward_of(far))
+    told = launch_bound.answer(*several)
     assert told is not None
     assert "the GPU about 6" in told.reason  # a hundredth of the pairs, and the diagonal's
 
@@ -136,13 +143,13 @@ def enter(
     with torch.no_grad():
         one = autoattn.explain(*tensors, causal=True, **given).problem
     assert one is not None
-    asked = learning.backward_of(one)
+    asked = autograd.backward_of(one)
     for each, variant in (
-        (one, space.load("triton/forward").default(one, samples.H200)),
+        (one, search_space.load("triton/forward").default(one, samples.H200)),
         (asked, gradient_kernels.variant()),
     ):
         entry = samples.beside(samples.tuned(each, variant, time_us=time_us), factors)
-        cache.merge(card["cache"], samples.H200, each.op, [entry])
+        store.merge(card["cache"], samples.H200, each.op, [entry])
     functional.forget()
 
 
@@ -177,7 +184,7 @@ def test_a_short_training_call_is_pytorchs(
 ) -> None:
     called: list[bool] = []
     monkeypatch.setitem(
-        rivals._OPERATORS, "sdpa-flash", lambda *three, **said: called.append(True) or on_the_cpu(*three, **said)
+        pytorch_sdpa._OPERATORS, "sdpa-flash", lambda *three, **said: called.append(True) or on_the_cpu(*three, **said)
     )
     tensors = three(layout)
     enter(card, tensors, factors={"sdpa": 0.9, backend: 1.4}, layout=layout)
@@ -195,7 +202,7 @@ def test_an_operator_alone_knows_only_the_kind_of_calls_it_was_bound_for(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """autocast would make other tensors of these, which an operator of PyTorch's does not see."""
-    monkeypatch.setitem(rivals._OPERATORS, "sdpa-flash", on_the_cpu)
+    monkeypatch.setitem(pytorch_sdpa._OPERATORS, "sdpa-flash", on_the_cpu)
     tensors = three()
     enter(card, tensors, factors={"sdpa": 0.9, "sdpa-flash": 1.4})
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
@@ -210,7 +217,7 @@ def test_an_operator_alone_knows_only_the_kind_of_calls_it_was_bound_for(
 def test_torch_func_differentiates_a_short_call(
     card: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(rivals._OPERATORS, "sdpa-flash", on_the_cpu)
+    monkeypatch.setitem(pytorch_sdpa._OPERATORS, "sdpa-flash", on_the_cpu)
     tensors = three()
     enter(card, tensors, factors={"sdpa": 0.9, backend: 1.4})
     given = [tensor.detach() for tensor in tensors]
@@ -273,7 +280,7 @@ def test_kernels_answer_while_a_cuda_graph_is_captured(
     enter(card, tensors)
     autoattn.attention(*tensors, causal=True)  # loads the kernels
     if not warm:
-        prepared.forget()
+        prepared_calls.forget()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for calls in (1, 2):
         assert_right(stepped(autoattn.attention, tensors), tensors)

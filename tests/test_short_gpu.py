@@ -17,7 +17,12 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import autoattn
-from autoattn import cache, functional, gpu, learning, rivals, space
+from autoattn import functional
+from autoattn.baselines import pytorch_sdpa
+from autoattn.cache import store
+from autoattn.codegen import search_space
+from autoattn.hardware import nvidia
+from autoattn.runtime.run import autograd
 
 pytestmark = pytest.mark.gpu
 
@@ -38,15 +43,15 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str) -> Iterat
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
     functional.forget()
     torch._dynamo.reset()
-    found, device = [normal(4, 12, 256, 64).requires_grad_() for _ in range(3)], gpu.present()
+    found, device = [normal(4, 12, 256, 64).requires_grad_() for _ in range(3)], nvidia.present()
     assert device is not None
     with torch.no_grad():
         one = autoattn.explain(*found, causal=True).problem
     assert one is not None
-    for each, family in ((one, "triton/forward"), (learning.backward_of(one), "triton/backward")):
-        variant = space.load(family).default(each, device)
+    for each, family in ((one, "triton/forward"), (autograd.backward_of(one), "triton/backward")):
+        variant = search_space.load(family).default(each, device)
         entry = samples.beside(samples.tuned(each, variant, time_us=20.0), {"sdpa": 0.9, route: 1.2})
-        cache.merge(tmp_path, device, each.op, [entry])
+        store.merge(tmp_path, device, each.op, [entry])
     functional.forget()
     with functorch.patch(enable_autograd_cache=False):  # it would give the graph of the route before
         yield found
@@ -58,8 +63,8 @@ def step(attend: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
     return [output, *torch.autograd.grad(output, tensors, torch.ones_like(output))]
 
 
-def expected(tensors: list[Tensor], route: str = rivals.SDPA) -> list[Tensor]:
-    with contextlib.nullcontext() if route == rivals.SDPA else sdpa_kernel(rivals.BACKENDS[route]):
+def expected(tensors: list[Tensor], route: str = pytorch_sdpa.SDPA) -> list[Tensor]:
+    with contextlib.nullcontext() if route == pytorch_sdpa.SDPA else sdpa_kernel(pytorch_sdpa.BACKENDS[route]):
         return step(
             lambda *given, causal: torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal), tensors
         )
@@ -77,7 +82,7 @@ def test_a_short_step_runs_what_pytorch_runs(
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
     assert not [one for one in launched if one.get()["name"].startswith(("forward", "backward"))]
     assert autoattn.explain(*three, causal=True).route == route
-    if route != rivals.SDPA:
+    if route != pytorch_sdpa.SDPA:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as told:
             step(attend, three)
         name = f"aten::_scaled_dot_product_{route.removeprefix('sdpa-')}_attention"
@@ -85,17 +90,17 @@ def test_a_short_step_runs_what_pytorch_runs(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", rivals.BACKENDS)
+@pytest.mark.parametrize("backend", pytorch_sdpa.BACKENDS)
 def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: bool) -> None:
     """The forward pass to the bit; backward passes add up in any order."""
     tensors = [normal(4, 256, 12, 64).transpose(1, 2).requires_grad_() for _ in range(3)]
     one = autoattn.explain(*tensors, causal=causal).problem
     assert one is not None
-    bound = rivals.bind(one, 0.2, backend)
+    bound = pytorch_sdpa.bind(one, 0.2, backend)
     assert bound is not None
 
     def named(*given: Tensor) -> Tensor:
-        with sdpa_kernel(rivals.BACKENDS[backend]):
+        with sdpa_kernel(pytorch_sdpa.BACKENDS[backend]):
             return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal, scale=0.2)
 
     (output, *grads), (expected_output, *expected_grads) = (
@@ -106,7 +111,7 @@ def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: 
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, rtol=1e-2, atol=1e-2)
     with torch.no_grad():
-        alone = rivals.bind(one, 0.2, backend, learns=False)
+        alone = pytorch_sdpa.bind(one, 0.2, backend, learns=False)
         assert alone is not None
         assert torch.equal(alone(*tensors), expected_output)
 
@@ -142,7 +147,7 @@ def test_an_operator_alone_sees_what_autocast_asks_for(three: list[Tensor]) -> N
 def test_a_cuda_graph_holds_kernels(three: list[Tensor], launched: list[Any], prepared: bool) -> None:
     step(autoattn.attention, three)
     if not prepared:
-        autoattn.prepared.forget()
+        autoattn.runtime.prepared_calls.forget()
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     launched.clear()
     with torch.cuda.graph(graph, stream=side):

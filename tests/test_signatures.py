@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import autoattn
-from autoattn.signatures import Arguments, PackedArguments
+from autoattn.runtime.parse.signatures import Arguments, PackedArguments
 
 ROOT = Path(__file__).parent.parent
 USER = """\
@@ -46,7 +46,7 @@ REVEALED = {
     11: f"tuple[{TENSOR}, {TENSOR}]",
     12: TENSOR,
     13: "str",
-    14: "autoattn.dispatch.Explanation",
+    14: "autoattn.runtime.plan.cache_lookup.Explanation",
 }
 
 

@@ -12,14 +12,16 @@ import pytest
 from rarely import rarely
 from samples import A30, measurement, prediction, problem
 
-from autoattn import recording, simulate, space, storage
+from autoattn.cache import search_recording
+from autoattn.cache.search_recording import NOT_RECORDED, Recording
+from autoattn.codegen import search_space
+from autoattn.core.trial import Evidence, Outcome, StaticReport, Trial
+from autoattn.core.variant import Variant
 from autoattn.errors import CacheError, UsageError
-from autoattn.ledger import Ledger, journalled
-from autoattn.recording import NOT_RECORDED, Recording
-from autoattn.simulate import Run
-from autoattn.study import DEFAULT, Sampler, Study
-from autoattn.trial import Evidence, Outcome, StaticReport, Trial
-from autoattn.variant import Variant
+from autoattn.search import replay, storage
+from autoattn.search.replay import Run
+from autoattn.search.shared_trials import Ledger, journalled
+from autoattn.search.study import DEFAULT, Sampler, Study
 
 RECORDINGS = Path(__file__).parent.parent / "benchmarks" / "data" / "recordings"
 PATHS = sorted(RECORDINGS.rglob("*.jsonl"))
@@ -45,7 +47,7 @@ def grid() -> Recording:
 
 
 def recorded(trials: list[Trial], evidence: Evidence = Evidence.MEASURED) -> Recording:
-    return recording.of_trials(
+    return search_recording.of_trials(
         trials, problem=problem(), device="a30", evidence=evidence, versions={"triton": "3.6.0"}, source="made up"
     )
 
@@ -66,7 +68,7 @@ class Worst:
 
 def runs(one: Recording, sampler: Sampler, *, count: int, trials: int) -> list[Run]:
     return [
-        simulate.run(one, simulate.search_of(one, sampler, seed=seed), trials=trials, window=8) for seed in range(count)
+        replay.run(one, replay.search_of(one, sampler, seed=seed), trials=trials, window=8) for seed in range(count)
     ]
 
 
@@ -90,14 +92,14 @@ def test_a_seed_gives_the_same_simulation(sampler: Sampler) -> None:
 @pytest.mark.parametrize("sampler", list(Sampler))
 def test_every_sampler_tries_every_recorded_variant_once_and_then_stops(sampler: Sampler) -> None:
     one = recorded([tried(variant(a, b)) for a in range(5) for b in range(5) if a != b])
-    found = simulate.run(one, simulate.search_of(one, sampler, seed=0), trials=100, window=4)
+    found = replay.run(one, replay.search_of(one, sampler, seed=0), trials=100, window=4)
     assert sorted(found.times_us) == sorted(trial.time_us for trial in one.trials.values() if trial.time_us is not None)
 
 
 def test_a_search_is_told_what_was_recorded_failures_too() -> None:
     one = grid()
-    search = simulate.search_of(one, Sampler.ORDER, seed=0)
-    found = simulate.run(one, search, trials=100)
+    search = replay.search_of(one, Sampler.ORDER, seed=0)
+    found = replay.run(one, search, trials=100)
     assert search.trials == one.trials
     assert search.trials[variant(9, 9)].outcome is Outcome.CRASH
     assert found.times_us[-1] == math.inf
@@ -108,7 +110,7 @@ def test_what_was_not_recorded_is_infeasible() -> None:
     one = grid()
     outside = Variant.of(TEMPLATE, {"a": 1, "b": 10})
     assert one.space.why_infeasible(outside, one.header.problem, A30) == NOT_RECORDED
-    search = simulate.search_of(one, Sampler.ORDER, seed=0, seeds=[outside, variant(4, 4)])
+    search = replay.search_of(one, Sampler.ORDER, seed=0, seeds=[outside, variant(4, 4)])
     assert search.propose() == variant(4, 4)
 
 
@@ -129,7 +131,7 @@ def test_results_come_late_when_proposals_fly() -> None:
         def record(self, trial: Trial) -> None:
             self.heard += 1
 
-    simulate.run(one, Counting(), trials=6, window=3)
+    replay.run(one, Counting(), trials=6, window=3)
     assert told == [0, 0, 0, 1, 2, 3]
 
 
@@ -148,8 +150,8 @@ def test_a_run_says_how_many_trials_it_needed_and_what_it_missed() -> None:
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem.split("_")[3])
 def test_a_search_that_proposes_the_worst_is_seen(path: Path) -> None:
-    one = recording.read(path)
-    broken = simulate.run(one, Worst(one), trials=64, window=8)
+    one = search_recording.read(path)
+    broken = replay.run(one, Worst(one), trials=64, window=8)
     assert broken.trials_to(0.05) is None
     assert broken.regret(64) > max(run.regret(64) for run in runs(one, DEFAULT, count=5, trials=64))
 
@@ -157,7 +159,7 @@ def test_a_search_that_proposes_the_worst_is_seen(path: Path) -> None:
 def test_there_are_recordings_of_both_kinds_apart() -> None:
     assert {path.parent.name for path in PATHS} == {one.value for one in Evidence}
     for path in PATHS:
-        assert recording.read(path).header.evidence.value == path.parent.name
+        assert search_recording.read(path).header.evidence.value == path.parent.name
 
 
 @pytest.mark.parametrize("count", rarely([10, 20], lambda count: count == 10))
@@ -168,7 +170,7 @@ def test_there_are_recordings_of_both_kinds_apart() -> None:
 )
 def test_the_default_search_comes_within_five_percent_of_the_recorded_best(path: Path, count: int) -> None:
     """Without seeds, as for a card that nobody tuned on; the numbers of trials are those of the efforts."""
-    found = runs(recording.read(path), DEFAULT, count=count, trials=64)
+    found = runs(search_recording.read(path), DEFAULT, count=count, trials=64)
     assert reached(found, 0.05) >= 0.9
 
 
@@ -177,13 +179,13 @@ def test_the_default_search_comes_within_five_percent_of_the_recorded_best(path:
 
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     one = grid()
-    recording.write(one, tmp_path / "folder" / "one.jsonl")
-    assert recording.read(tmp_path / "folder" / "one.jsonl") == one
+    search_recording.write(one, tmp_path / "folder" / "one.jsonl")
+    assert search_recording.read(tmp_path / "folder" / "one.jsonl") == one
     assert len((tmp_path / "folder" / "one.jsonl").read_text().splitlines()) == 101
 
 
 def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: Path) -> None:
-    shipped = space.load(TEMPLATE)
+    shipped = search_space.load(TEMPLATE)
     journal = tmp_path / "one.journal"
     one = Study(Ledger("a study", storage.journal(journal), shipped), shipped, problem(), A30, seed=3, budget=0)
     order = []
@@ -195,12 +197,12 @@ def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: 
         time_us = measurement(problem(), 300.0 + 17.5 * (number * 11 % 25)) if outcome is Outcome.OK else None
         one.record(Trial(variant=proposed, outcome=outcome, measurement=time_us, prediction=prediction(7.0)))
     assert list(journalled(journal)) == ["a study"]
-    made = simulate.of_journal(journal, "a study", problem=problem(), device="a30", versions={"triton": "3.6.0"})
+    made = replay.of_journal(journal, "a study", problem=problem(), device="a30", versions={"triton": "3.6.0"})
     assert made.header.evidence is Evidence.MEASURED
-    recording.write(made, tmp_path / "made.jsonl")
-    read = recording.read(tmp_path / "made.jsonl")
-    search = simulate.search_of(read, Sampler.TPE, seed=0, seeds=order)
-    found = simulate.run(read, search, trials=100)
+    search_recording.write(made, tmp_path / "made.jsonl")
+    read = search_recording.read(tmp_path / "made.jsonl")
+    search = replay.search_of(read, Sampler.TPE, seed=0, seeds=order)
+    found = replay.run(read, search, trials=100)
     times = [trial.time_us for trial in one.trials.values()]
     assert found.times_us == tuple(math.inf if time_us is None else time_us for time_us in times)
     assert [trial.outcome for trial in search.trials.values()] == [trial.outcome for trial in one.trials.values()]
@@ -210,9 +212,9 @@ def test_a_journal_without_the_study_names_those_it_has(tmp_path: Path) -> None:
     journal = tmp_path / "one.journal"
     Ledger("there", storage.journal(journal), grid().space)
     with pytest.raises(UsageError, match="'missing', got there"):
-        simulate.of_journal(journal, "missing", problem=problem(), device="a30", versions={})
+        replay.of_journal(journal, "missing", problem=problem(), device="a30", versions={})
     with pytest.raises(CacheError, match="must be a file"):
-        simulate.of_journal(tmp_path / "none.journal", "there", problem=problem(), device="a30", versions={})
+        replay.of_journal(tmp_path / "none.journal", "there", problem=problem(), device="a30", versions={})
     assert not (tmp_path / "none.journal").exists()
 
 
@@ -247,17 +249,17 @@ def test_a_recording_of_nothing_or_of_two_templates_is_refused() -> None:
 )
 def test_a_damaged_recording_is_named_with_its_line(tmp_path: Path, damage: object, words: str) -> None:
     path = tmp_path / "one.jsonl"
-    recording.write(grid(), path)
+    search_recording.write(grid(), path)
     path.write_bytes(b"\n".join(damage(path.read_bytes().splitlines())))  # type: ignore[operator]
     with pytest.raises(UsageError) as caught:
-        recording.read(path)
+        search_recording.read(path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.jsonl must be a recording"):
-        recording.read(tmp_path / "none.jsonl")
+        search_recording.read(tmp_path / "none.jsonl")
 
 
 def test_what_the_machine_code_says_is_kept_only_where_it_is_asked_for(tmp_path):
@@ -270,6 +272,6 @@ def test_what_the_machine_code_says_is_kept_only_where_it_is_asked_for(tmp_path)
         "problem": problem(), "device": "a30", "evidence": Evidence.MEASURED, "versions": {}, "source": "made up",
     }  # fmt: skip
     for reports, expected in ((True, report), (False, None)):
-        recording.write(recording.of_trials(trials, **facts, reports=reports), tmp_path / "one.jsonl")
-        assert recording.read(tmp_path / "one.jsonl").trials[variant(1, 1)].report == expected
+        search_recording.write(search_recording.of_trials(trials, **facts, reports=reports), tmp_path / "one.jsonl")
+        assert search_recording.read(tmp_path / "one.jsonl").trials[variant(1, 1)].report == expected
     assert "report" not in (tmp_path / "one.jsonl").read_text()

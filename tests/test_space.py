@@ -13,13 +13,13 @@ import yaml
 from kernels import every_point
 from samples import A30, H200, problem
 
-from autoattn import resources, space
-from autoattn.device import Device
+from autoattn.codegen import resources, search_space
+from autoattn.codegen.search_space import SearchSpace, facts_of
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError, UsageError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.space import SearchSpace, facts_of
-from autoattn.variant import Variant
 
 SMALL: dict[str, Any] = {
     "version": 1,
@@ -57,7 +57,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Sea
         if not isinstance(document, str | bytes):
             document = yaml.safe_dump(document, sort_keys=False)
         path.write_bytes(document.encode() if isinstance(document, str) else document)
-        return space.load.__wrapped__("triton/forward")
+        return search_space.load.__wrapped__("triton/forward")
 
     return loaded
 
@@ -195,22 +195,22 @@ def test_what_is_no_search_space_is_refused(refusal: Callable[[Any], str], text:
 def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "root", lambda: tmp_path)
     with pytest.raises(SpaceError, match=r"search_spaces/absent/forward\.yaml must be a YAML file, but there is none"):
-        space.load("absent/forward")
+        search_space.load("absent/forward")
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "triton", "", "triton/forward/x", "Triton/forward"])
 def test_no_name_leaves_the_folder(name: str) -> None:
     with pytest.raises(UsageError, match="a template is named family/operation"):
-        space.load(name)
+        search_space.load(name)
 
 
 def test_facts_are_what_the_loader_knows() -> None:
-    assert set(facts_of(problem(), A30)) == space.FACTS
+    assert set(facts_of(problem(), A30)) == search_space.FACTS
 
 
 def test_every_fact_is_documented() -> None:
     page = (Path(__file__).parent.parent / "docs" / "search-spaces.md").read_text(encoding="utf-8")
-    assert [name for name in sorted(space.FACTS) if f"`{name}`" not in page] == []
+    assert [name for name in sorted(search_space.FACTS) if f"`{name}`" not in page] == []
 
 
 def test_facts_are_the_problems_and_the_devices() -> None:

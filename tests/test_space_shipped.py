@@ -15,14 +15,16 @@ from kernels import covering, every_point
 from rarely import rarely
 from samples import A30, H200, problem
 
-from autoattn import profiles, shapes, space
+from autoattn.codegen import search_space
+from autoattn.codegen.search_space import SearchSpace, facts_of
+from autoattn.core import device_profiles
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Precision, Problem
+from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Modifiers, Numerics, Precision, Problem
-from autoattn.space import SearchSpace, facts_of
-from autoattn.variant import Variant
+from autoattn.shapes import shapes_file
 
-SHIPPED = space.load("triton/forward")
+SHIPPED = search_space.load("triton/forward")
 CHECKOUT = Path(__file__).parent.parent
 SHAPES = [CHECKOUT / "shapes.yaml", *sorted(CHECKOUT.glob("benchmarks/shapes/*.yaml"))]
 every_shipped_rule = pytest.mark.parametrize("place", range(len(SHIPPED.require)))
@@ -54,8 +56,8 @@ def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
     ids=lambda path: path.stem,
 )
 def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:
-    for asked in shapes.load(path):
-        for device in profiles.all_devices():
+    for asked in shapes_file.load(path):
+        for device in device_profiles.all_devices():
             if asked.problem.dtype is DType.FLOAT8 and device.arch < 89:
                 with pytest.raises(SpaceError, match=r"float8 products need an NVIDIA GPU of compute capability 8\.9"):
                     SHIPPED.default(asked.problem, device)
@@ -76,7 +78,7 @@ def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None
     ],
 )
 def test_every_problem_has_a_default_on_every_architecture(dtype: DType, precision: Precision, head_dim: int) -> None:
-    devices = {device.arch: device for device in profiles.all_devices()}.values()
+    devices = {device.arch: device for device in device_profiles.all_devices()}.values()
     sizes = covering({"seq_q": (1, 17, 4096), "seq_kv": (1, 16, 17, 4096), "heads_q": (1, 32)})
     for device, size in itertools.product(devices, sizes):
         asked = Problem(dtype=dtype, precision=precision, batch=1, heads_kv=1, head_dim=head_dim, **size)
@@ -87,7 +89,7 @@ def test_the_last_shipped_seed_is_feasible_for_every_problem_and_device() -> Non
     when, params = SHIPPED.seeds[-1]
     assert when({}) is True
     last = Variant.of(SHIPPED.template, params)
-    for device in profiles.all_devices():
+    for device in device_profiles.all_devices():
         for precision, head_dim, length in itertools.product(Precision, (8, 64, 256), (1, 4096)):
             asked = problem(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, seq_q=length, seq_kv=length)
             assert SHIPPED.why_infeasible(last, asked, device) is None
@@ -133,7 +135,7 @@ def test_a_shipped_seed_repeats_none_before_it() -> None:
 @pytest.mark.parametrize("mask", ["full", "causal", "window:1000,0"])
 @pytest.mark.parametrize("head_dim", [56, 64, 128, 256])
 def test_online_numerics_have_the_seeds_that_keep_no_maximum(name: str, mask: str, head_dim: int) -> None:
-    one = space.load(name)
+    one = search_space.load(name)
     asked = problem(head_dim=head_dim, mask=Mask.parse(mask), seq_q=8192, seq_kv=8192)
     online = dataclasses.replace(asked, numerics=Numerics.ONLINE)
     seeds = one.seeds_for(asked, H200)
@@ -146,7 +148,7 @@ def test_online_numerics_have_the_seeds_that_keep_no_maximum(name: str, mask: st
 def test_both_families_have_seeds_that_online_numerics_refuse() -> None:
     asked = problem(mask=Mask(), seq_q=8192, seq_kv=8192, dtype=DType.FLOAT16)
     for name in ("triton/forward", "gluon/forward"):
-        assert "first_max" in [seed["softmax"] for seed in space.load(name).seeds_for(asked, H200)]
+        assert "first_max" in [seed["softmax"] for seed in search_space.load(name).seeds_for(asked, H200)]
 
 
 def small_part() -> SearchSpace:
@@ -261,7 +263,7 @@ def test_a_random_variant_of_gluon_is_drawn_in_few_steps(monkeypatch: pytest.Mon
         return extend(self, *facts)
 
     monkeypatch.setattr(SearchSpace, "_extend", counted)
-    one = space.load("gluon/forward")
+    one = search_space.load("gluon/forward")
     for head_dim, mask in ((256, "causal"), (80, "window:600,64"), (128, "full")):
         asked = problem(heads_q=64, heads_kv=64, seq_q=4096, seq_kv=4096, head_dim=head_dim, mask=Mask.parse(mask))
         rng = random.Random(0)

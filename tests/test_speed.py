@@ -12,8 +12,10 @@ import planted_tuner
 import pytest
 import samples
 
-from autoattn import gpu, render, space, workshop
-from autoattn.ops import forward
+from autoattn.codegen import render, search_space
+from autoattn.hardware import nvidia
+from autoattn.kernels import forward
+from autoattn.search import trial_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import exhaustive
@@ -22,7 +24,7 @@ import speed
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index=None: samples.H200)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
 
 
 def test_two_shards_share_the_problems_and_keep_kinds_together() -> None:
@@ -39,10 +41,10 @@ def test_neighbours_are_feasible_and_differ_in_one_parameter() -> None:
     (winner, *_) = speed.sampled(problem, 1, speed.TEMPLATE, seed=0)
     near = exhaustive.neighbours(problem, winner, 5, random.Random(0))
     assert len(near) == len(set(near)) == 5
-    params = space.load(speed.TEMPLATE).params_of
+    params = search_space.load(speed.TEMPLATE).params_of
     for one in near:
         assert sum(params(one)[name] != value for name, value in params(winner).items()) == 1
-        assert space.load(speed.TEMPLATE).why_infeasible(one, problem, samples.H200) is None
+        assert search_space.load(speed.TEMPLATE).why_infeasible(one, problem, samples.H200) is None
 
 
 def test_a_list_has_the_seeds_and_is_the_same_for_the_same_seed() -> None:
@@ -77,8 +79,8 @@ def test_triton_autotune_is_given_each_variants_own_kernel_and_options(monkeypat
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that compile nothing and launch nothing."""
     for name, job in planted_tuner.PLANTED.items():
-        monkeypatch.setattr(workshop, name, job)
-    monkeypatch.setattr(workshop, "COMPILER_ROOM", "planted_tuner")
+        monkeypatch.setattr(trial_pipeline, name, job)
+    monkeypatch.setattr(trial_pipeline, "COMPILER_ROOM", "planted_tuner")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
 
 
@@ -105,7 +107,7 @@ def test_triton_autotune_leaves_out_what_fails_and_takes_the_fastest(monkeypatch
         return lambda call, quantiles: [call() or 10.0 - tried[-1]] * 3
 
     monkeypatch.setattr(speed.Rendered, "run", run)
-    monkeypatch.setattr(speed.validate, "full_case", lambda *_: object())
+    monkeypatch.setattr(speed.output_check, "full_case", lambda *_: object())
     monkeypatch.setattr(speed.triton.runtime.driver, "_active", type("Driver", (), {"get_benchmarker": timer})())
     assert speed.of_triton(problem, variants) == {"winner": 3, "right": 3}
 

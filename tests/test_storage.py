@@ -16,9 +16,9 @@ import pytest
 from servers import QUOTED, MySQL, Postgres, free_port, mysql_server, postgres_server  # noqa: F401
 from test_study import SPACE, trial, variant
 
-from autoattn import storage
 from autoattn.errors import AutoattnError, StorageError, UsageError
-from autoattn.ledger import Ledger
+from autoattn.search import storage
+from autoattn.search.shared_trials import Ledger
 
 
 @pytest.fixture(params=["postgres_server", "mysql_server"])

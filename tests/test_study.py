@@ -16,14 +16,15 @@ import filelock
 import pytest
 from samples import A30, prediction, problem
 
-from autoattn import space, storage, study
-from autoattn.arithmetic import Rule
+from autoattn.codegen import search_space
+from autoattn.codegen.search_space import Requirement, SearchSpace
+from autoattn.codegen.space_rules import Rule
+from autoattn.core.trial import Outcome, StaticReport, Trial
+from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
-from autoattn.ledger import Ledger
-from autoattn.space import Requirement, SearchSpace
-from autoattn.study import BAD, STARTUP, Study
-from autoattn.trial import Outcome, StaticReport, Trial
-from autoattn.variant import Variant
+from autoattn.search import storage, study
+from autoattn.search.shared_trials import Ledger
+from autoattn.search.study import BAD, STARTUP, Study
 
 TEMPLATE = "triton/forward"
 # 6 x 5 x 4 = 120 points, 60 of which are feasible.
@@ -214,7 +215,7 @@ def test_a_variant_that_nobody_proposed_is_remembered(open_study: Callable[..., 
 
 
 def test_the_shipped_space_can_be_studied(open_study: Callable[..., Study]) -> None:
-    shipped = space.load(TEMPLATE)
+    shipped = search_space.load(TEMPLATE)
     one = open_study(space=shipped)
     seeds = shipped.seeds_for(problem(), A30)
     one.enqueue(seeds)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoattn import expression, tangent
 from autoattn.errors import ProblemError
-from autoattn.expression import FUNCTIONS, SCORE_NAMES
-from autoattn.reference import FUNCTIONS as IN_TORCH
+from autoattn.expressions import derivative, language
+from autoattn.expressions.language import FUNCTIONS, SCORE_NAMES
+from autoattn.reference.attention_formula import FUNCTIONS as IN_TORCH
 
 TEXTS = (
     "score",
@@ -45,11 +45,11 @@ def test_it_is_what_autograd_finds(text: str) -> None:
         "kv_idx": torch.arange(6)[None, None, :],
         "captured0": torch.randn(4, generator=generator, dtype=torch.float64),
     }
-    answer = expression.parse(text, SCORE_NAMES).evaluate(names, IN_TORCH)
+    answer = language.parse(text, SCORE_NAMES).evaluate(names, IN_TORCH)
     expected = torch.zeros_like(score)
     if answer.requires_grad:
         (expected,) = torch.autograd.grad(answer.expand_as(score).sum(), score)
-    found = tangent.of(text).evaluate(names, IN_TORCH)
+    found = derivative.of(text).evaluate(names, IN_TORCH)
     found = found if isinstance(found, torch.Tensor) else torch.tensor(found)
     torch.testing.assert_close(found.double().expand_as(score), expected, rtol=1e-10, atol=1e-12)
 
@@ -57,7 +57,7 @@ def test_it_is_what_autograd_finds(text: str) -> None:
 def test_rounding_that_pytorch_does_not_differentiate_is_refused() -> None:
     for text in ("half = score // 2\nhalf + score", "3.0 % score", "score // q_idx"):
         with pytest.raises(ProblemError, match=r"must have a derivative in PyTorch, got (//|%) of a score"):
-            tangent.of(text)
+            derivative.of(text)
 
 
 def test_every_function_and_operator_is_among_them() -> None:
@@ -68,6 +68,6 @@ def test_every_function_and_operator_is_among_them() -> None:
 
 def test_what_is_no_step_is_computed_once() -> None:
     """Lines keep their names, and a line that grows has one more behind it, whose name is free."""
-    found = tangent.of("x = tanh(score)\ngrowth_of_x = x * x\ngrowth_of_x + q_idx")
+    found = derivative.of("x = tanh(score)\ngrowth_of_x = x * x\ngrowth_of_x + q_idx")
     assert [name for name, _ in found.steps] == ["x", "growth_of_x_", "growth_of_x", "growth_of_growth_of_x"]
     assert found.triton()[-1] == "return own_growth_of_growth_of_x"

@@ -20,12 +20,13 @@ from rarely import rarely
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autoattn import profiles, render, resources, space
-from autoattn.compile import build, inspect, load_module
+from autoattn.codegen import render, resources, search_space
+from autoattn.core import device_profiles
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Layout, Op, Precision, Problem
+from autoattn.core.variant import Source, Traits, Variant
 from autoattn.errors import CompileError
-from autoattn.mask import Mask
-from autoattn.problem import Bias, DType, Layout, Op, Precision, Problem
-from autoattn.variant import Source, Traits, Variant
+from autoattn.kernels.compiler import build, inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -99,8 +100,8 @@ def sources(template: str, arch: int) -> list[Source]:
 
     On a card like another one, every kind alone.
     """
-    device = profiles.named(CARDS[arch])
-    points = space.load(template)
+    device = device_profiles.named(CARDS[arch])
+    points = search_space.load(template)
     implied = set(points.implied.items())
     missing = {(name, value) for name, values in points.choices.items() for value in values} - implied
     rng = random.Random(arch)

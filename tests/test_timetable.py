@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from autoattn import bench, gpu, training
+from autoattn.bench import kernel_bench, training_bench
+from autoattn.bench.training_results import Mode, Numbers, Options, Row, Run, State, Times, Whose, over_ours
 from autoattn.cli.app import run
 from autoattn.errors import StateError
-from autoattn.report import timetable
-from autoattn.timetable import Mode, Numbers, Options, Row, Run, State, Times, Whose, over_ours
+from autoattn.hardware import nvidia
+from autoattn.report import training_tables
 
 HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
 
@@ -81,7 +82,7 @@ def test_ours_is_compared_within_a_case_alone_by_the_median_of_rounds() -> None:
 
 
 def test_the_table_says_every_time_share_and_reason() -> None:
-    text = timetable.markdown_text(run_of(*THREE))
+    text = training_tables.markdown_text(run_of(*THREE))
     lines = [line for line in text.splitlines() if line.startswith("| S 1,024 bf16 compiled")]
     assert lines[0] == (
         "| S 1,024 bf16 compiled | autoattn | 10.00 ± 1.00 | 20.00 ± 2.00 | 40.00 ± 4.00 | 1.00x | 45% | 1.82x | 3.00 "
@@ -95,7 +96,7 @@ def test_the_table_says_every_time_share_and_reason() -> None:
 
 
 def test_every_line_of_the_table_has_as_many_cells() -> None:
-    text = timetable.markdown_text(run_of(*THREE, lost(Whose.FLEX, State.FAILED, HOSTILE)))
+    text = training_tables.markdown_text(run_of(*THREE, lost(Whose.FLEX, State.FAILED, HOSTILE)))
     counts = {len(re.split(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")}
     assert len(counts) == 1
     assert "<script>" not in text
@@ -103,7 +104,7 @@ def test_every_line_of_the_table_has_as_many_cells() -> None:
 
 
 def test_the_csv_has_every_sample() -> None:
-    rows = list(csv.DictReader(io.StringIO(timetable.csv_text(run_of(*THREE)))))
+    rows = list(csv.DictReader(io.StringIO(training_tables.csv_text(run_of(*THREE)))))
     assert [row["attention"] for row in rows] == ["autoattn", "naive", "sdpa"]
     ours = rows[0]
     assert ours["total_samples_ms"] == "36 40 44"
@@ -112,7 +113,7 @@ def test_the_csv_has_every_sample() -> None:
     assert (rows[1]["state"], rows[1]["total_ms"], rows[1]["detail"]) == ("out of memory", "", "CUDA out of memory")
 
 
-@pytest.mark.parametrize("draw", [timetable.speed_text, timetable.memory_text])
+@pytest.mark.parametrize("draw", [training_tables.speed_text, training_tables.memory_text])
 def test_the_charts_have_a_bar_for_each_row_with_times(draw: Any) -> None:
     root = ElementTree.fromstring(draw(run_of(*THREE)))
     titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -124,7 +125,7 @@ def test_bars_of_memory_share_one_scale() -> None:
         row_of(Whose.OURS, 1.0, peak_bytes=1 << 30),
         row_of(Whose.OURS, 1.0, context=2048, peak_bytes=4 << 30),
     )
-    root = ElementTree.fromstring(timetable.memory_text(run_of(small, large)))
+    root = ElementTree.fromstring(training_tables.memory_text(run_of(small, large)))
     bars = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if one.find("{*}title") is not None]
     widths = [float(one.attrib["width"]) for one in bars]
     assert widths[1] == pytest.approx(4 * widths[0], rel=1e-2)
@@ -142,15 +143,15 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         asked.append(options)
         yield from THREE
 
-    monkeypatch.setattr(bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
-    monkeypatch.setattr(training, "rows", rows)
+    monkeypatch.setattr(kernel_bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
+    monkeypatch.setattr(training_bench, "rows", rows)
     return asked
 
 
 def test_without_a_gpu_the_command_refuses_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu, "present", lambda index=None: None)
+    monkeypatch.setattr(nvidia, "present", lambda index=None: None)
     assert run(["bench", "model", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert said == (
@@ -213,7 +214,7 @@ def test_an_interrupted_run_keeps_its_rows(
         yield THREE[0]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "rows", rows)
+    monkeypatch.setattr(training_bench, "rows", rows)
     assert run(["bench", "model", "--out", str(tmp_path)]) == 130
     assert "40.00 ± 4.00" in (tmp_path / "model.md").read_text(encoding="utf-8")
 
@@ -225,7 +226,7 @@ def test_a_broken_card_keeps_the_rows_before(
         yield THREE[0]
         raise StateError("the GPU must go on after each row")
 
-    monkeypatch.setattr(training, "rows", rows)
+    monkeypatch.setattr(training_bench, "rows", rows)
     assert run(["bench", "model", "--out", str(tmp_path)]) == 1
     assert "40.00 ± 4.00" in (tmp_path / "model.md").read_text(encoding="utf-8")
 

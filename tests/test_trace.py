@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
-from autoattn import captures, expression, reference
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Modifiers
 from autoattn.errors import ProblemError, TensorError
-from autoattn.expression import MASK_NAMES, SCORE_NAMES
-from autoattn.mask import Mask
-from autoattn.problem import Modifiers
-from autoattn.trace import trace
-from autoattn.workers import Pool
+from autoattn.expressions import captures, language
+from autoattn.expressions.fx_tracing import trace
+from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
+from autoattn.reference import attention_formula
+from autoattn.search.worker_pool import Pool
 
 B, H, Q, K = 2, 3, 7, 9
 GRID = (
@@ -44,7 +45,7 @@ WINDOW = 2
 def evaluated(function: Callable[..., Any] | str, names: tuple[str, ...]) -> Tensor:
     text, tensors = trace(function, names)
     known = dict(zip(SCORE_NAMES, GRID, strict=True)) | {f"captured{place}": one for place, one in enumerate(tensors)}
-    answer = expression.parse(text, names).evaluate(known, reference.FUNCTIONS)
+    answer = language.parse(text, names).evaluate(known, attention_formula.FUNCTIONS)
     return torch.as_tensor(answer).expand(B, H, Q, K)
 
 

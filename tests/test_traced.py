@@ -35,8 +35,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import autoattn
-from autoattn import answer, functional, masks
+from autoattn import functional, masks
 from autoattn.errors import AutoattnError, TensorError
+from autoattn.runtime.plan import planner
 
 ATTENTION = torch.ops.autoattn.attention.default
 Function = Callable[..., Any]
@@ -378,7 +379,7 @@ def test_classes_with_rules_of_their_own_keep_pytorchs_attention(monkeypatch: py
     function = attention(causal="top-left")
     ours = [TwoTensor(tensor, 2.0 * tensor) for tensor in inputs()]
     expected, eager = function(*(2.0 * tensor for tensor in inputs())), function(*ours)
-    monkeypatch.setattr(answer, "_why_no_kernel", None)  # Dynamo need not ask
+    monkeypatch.setattr(planner, "_why_no_kernel", None)  # Dynamo need not ask
     for output in (eager, whole(function)(*ours)):
         assert isinstance(output, TwoTensor)
         close(output.b, expected)
@@ -410,7 +411,7 @@ def test_torch_func_grad_is_pytorchs(given: dict[str, Any]) -> None:
 
 
 def test_torch_func_grad_of_what_pytorch_knows_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "_why_no_kernel", lambda problem, operands: None)  # as on a card with kernels
+    monkeypatch.setattr(planner, "_why_no_kernel", lambda problem, operands: None)  # as on a card with kernels
 
     def total(*tensors: Tensor) -> Tensor:
         return autoattn.attention(*tensors, causal="top-left").sin().sum()

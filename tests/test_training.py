@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoattn import functional, training, transformer
+from autoattn import functional
+from autoattn.bench import training_bench, transformer
+from autoattn.bench.training_results import Mode, Numbers, Options, Row, State, Times, Whose
+from autoattn.bench.transformer import Size
 from autoattn.errors import StateError
-from autoattn.timetable import Mode, Numbers, Options, Row, State, Times, Whose
-from autoattn.transformer import Size
 
 TINY = Size(name="tiny", width=32, hidden=64, layers=2, heads=2, vocabulary=50)
 NAMES = ("whole begins", "forward begins", "forward ends", "backward begins", "backward ends", "whole ends")
@@ -62,12 +63,12 @@ def timed(gauge: Gauge | None = None, size: Size = TINY, **options: Any) -> list
         "models": ("tiny",), "contexts": (32,), "batch": 2, "numbers": (Numbers.FLOAT32,), "modes": (Mode.EAGER,),
         "attention": (Whose.OURS, Whose.NAIVE, Whose.SDPA), "warmup": 2, "steps": 4,
     }  # fmt: skip
-    return list(training.rows([size], Options(**facts | options), gauge or Gauge()))
+    return list(training_bench.rows([size], Options(**facts | options), gauge or Gauge()))
 
 
 def test_forward_backward_and_total_are_each_between_events_of_their_own() -> None:
     gauge = Gauge()
-    times, found = training.step(
+    times, found = training_bench.step(
         gauge,
         lambda: gauge.log.append("forward") or torch.ones(()),  # type: ignore[func-returns-value]
         lambda loss: gauge.log.append("backward"),
@@ -90,19 +91,19 @@ def test_a_row_has_the_timed_steps_alone_and_the_peak_of_these() -> None:
     assert gauge.log[: gauge.log.index("peak forgotten")].count("whole ends") == 2, "warm-up comes before"
     assert gauge.log.count("peak forgotten") == 4, "of the steps that count"
     assert row.peak_bytes == 1 << 30
-    assert len(row.alone) == training.ALONE_STEPS
-    assert gauge.log.count("hidden") == training.ALONE_STEPS + 2, "attention alone, and not the model's steps"
+    assert len(row.alone) == training_bench.ALONE_STEPS
+    assert gauge.log.count("hidden") == training_bench.ALONE_STEPS + 2, "attention alone, and not the model's steps"
 
 
 def test_attentions_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Whose] = []
-    step = training._Trial.step
+    step = training_bench._Trial.step
 
-    def noted(one: training._Trial) -> None:
+    def noted(one: training_bench._Trial) -> None:
         taken.append(one.row.whose)
         step(one)
 
-    monkeypatch.setattr(training._Trial, "step", noted)
+    monkeypatch.setattr(training_bench._Trial, "step", noted)
     rows = timed(steps=8)
     assert [len(row.times) for row in rows] == [8] * 3
     rounds = [tuple(taken[begin : begin + 3]) for begin in range(0, 24, 3)]
@@ -134,7 +135,7 @@ def test_the_share_is_that_of_all_layers_and_amdahl_follows_from_it() -> None:
 def test_rows_have_the_same_loss(numbers: Numbers) -> None:
     rows = timed(numbers=(numbers,))
     assert [row.state for row in rows] == [State.OK] * 3
-    assert [row.loss for row in rows] == pytest.approx([rows[0].loss] * 3, rel=training.ALLOWED[numbers])
+    assert [row.loss for row in rows] == pytest.approx([rows[0].loss] * 3, rel=training_bench.ALLOWED[numbers])
 
 
 @pytest.mark.parametrize(("numbers", "dtype"), [(Numbers.FLOAT32, torch.float32), (Numbers.BFLOAT16, torch.bfloat16)])
@@ -152,7 +153,7 @@ def test_autoattn_runs_in_its_own_rows_alone(
     timed(attention=(Whose.NAIVE, Whose.SDPA), numbers=(numbers,))
     assert not asked
     (row,) = timed(attention=(Whose.OURS,), numbers=(numbers,), warmup=1, steps=3)
-    assert len(asked) == 3 * (4 * TINY.layers + 1 + training.ALONE_STEPS)
+    assert len(asked) == 3 * (4 * TINY.layers + 1 + training_bench.ALONE_STEPS)
     assert {one.dtype for one in asked} == {dtype}
     assert all(one.requires_grad for one in asked)
     assert row.ran.startswith("sdpa flash")
@@ -198,7 +199,7 @@ def test_weights_that_do_not_fit_are_told_in_each_row(monkeypatch: pytest.Monkey
     def full(*given: Any) -> transformer.Transformer:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(training, "Transformer", full)
+    monkeypatch.setattr(training_bench, "Transformer", full)
     rows = timed()
     assert [row.state for row in rows] == [State.MEMORY] * 3
     assert all("the weights" in row.detail for row in rows)
@@ -219,7 +220,7 @@ def test_no_row_leaves_gradients_behind(monkeypatch: pytest.MonkeyPatch) -> None
         built.append(make(*given))
         return built[-1]
 
-    monkeypatch.setattr(training, "Transformer", kept)
+    monkeypatch.setattr(training_bench, "Transformer", kept)
     timed(attention=(Whose.SDPA,))
     assert all(one.grad is None for one in built[0].parameters())
 
@@ -249,6 +250,6 @@ def test_attention_alone_has_tensors_that_lie_as_the_model_s(monkeypatch: pytest
 
     replaced(monkeypatch, Whose.SDPA, noted)
     (row,) = timed(attention=(Whose.SDPA,), numbers=(Numbers.BFLOAT16,), warmup=1, steps=3)
-    assert len(seen) == 2 * (4 * TINY.layers + 1 + training.ALONE_STEPS)
+    assert len(seen) == 2 * (4 * TINY.layers + 1 + training_bench.ALONE_STEPS)
     assert len(set(seen)) == 2
     assert row.timed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoattn import training
-from autoattn.timetable import Mode, Numbers, Options, State, Whose
-from autoattn.transformer import Size
+from autoattn.bench import training_bench
+from autoattn.bench.training_results import Mode, Numbers, Options, State, Whose
+from autoattn.bench.transformer import Size
 
 pytestmark = pytest.mark.gpu
 SMALL = Size(name="small", width=256, hidden=512, layers=2, heads=4, vocabulary=500)
@@ -17,7 +17,7 @@ SMALL = Size(name="small", width=256, hidden=512, layers=2, heads=4, vocabulary=
 @pytest.mark.parametrize("numbers", list(Numbers))
 def test_every_attention_is_timed_and_gives_the_same_loss(numbers: Numbers, mode: Mode) -> None:
     options = Options(models=("small",), contexts=(512,), numbers=(numbers,), modes=(mode,), steps=5)
-    rows = list(training.rows([SMALL], options))
+    rows = list(training_bench.rows([SMALL], options))
     assert {row.whose: (row.state, row.detail) for row in rows} == dict.fromkeys(Whose, (State.OK, ""))
     for row in rows:
         assert all(one.total_ms >= one.forward_ms + one.backward_ms > 0 for one in row.times)
@@ -30,7 +30,7 @@ def test_every_attention_is_timed_and_gives_the_same_loss(numbers: Numbers, mode
 def test_a_model_that_is_too_large_says_so_and_leaves_its_memory() -> None:
     huge = Size(name="huge", width=16384, hidden=65536, layers=64, heads=64)
     before = torch.cuda.memory_allocated()
-    rows = list(training.rows([huge], Options(models=("huge",), contexts=(256,), modes=(Mode.EAGER,))))
+    rows = list(training_bench.rows([huge], Options(models=("huge",), contexts=(256,), modes=(Mode.EAGER,))))
     assert {row.state for row in rows} == {State.MEMORY}
     assert torch.cuda.memory_allocated() - before < 1 << 20
 
@@ -42,5 +42,5 @@ def test_naive_attention_runs_out_of_memory_where_the_others_do_not() -> None:
         models=("small",), contexts=(context,), numbers=(Numbers.BFLOAT16,), modes=(Mode.EAGER,), batch=1,
         attention=(Whose.NAIVE, Whose.SDPA), warmup=1, steps=3,
     )  # fmt: skip
-    naive, sdpa = training.rows([SMALL], options)
+    naive, sdpa = training_bench.rows([SMALL], options)
     assert (naive.state, sdpa.state) == (State.MEMORY, State.OK)

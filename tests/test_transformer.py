@@ -11,11 +11,13 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import functional, shapes, transformer
-from autoattn.dispatch import Explanation, Level
-from autoattn.problem import Problem
-from autoattn.timetable import Mode, Whose
-from autoattn.transformer import SIZES, Size, Transformer
+from autoattn import functional
+from autoattn.bench import transformer
+from autoattn.bench.training_results import Mode, Whose
+from autoattn.bench.transformer import SIZES, Size, Transformer
+from autoattn.core.problem import Problem
+from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.shapes import shapes_file
 
 CPU = torch.device("cpu")
 TINY = Size(name="tiny", width=32, hidden=64, layers=2, heads=2, vocabulary=50)
@@ -30,7 +32,7 @@ def model_and_tokens(length: int = 32) -> tuple[Transformer, Tensor, Tensor]:
 def test_heads_and_head_dims_are_those_of_the_seed() -> None:
     file = [
         one
-        for one in shapes.load(Path(__file__).parent.parent / "benchmarks/shapes/seed_004.yaml")
+        for one in shapes_file.load(Path(__file__).parent.parent / "benchmarks/shapes/seed_004.yaml")
         if "seed-004-models" in one.groups
     ]
     assert {(one.problem.heads_q, one.problem.head_dim, one.problem.batch) for one in file} == {

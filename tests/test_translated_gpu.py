@@ -6,13 +6,16 @@ import kernels
 import pytest
 import torch
 
-from autoattn import compile, gpu, profiles, render, space
-from autoattn.problem import DType, Precision, Problem
-from autoattn.validate import Gate
+from autoattn.codegen import render, search_space
+from autoattn.core import device_profiles
+from autoattn.core.problem import DType, Precision, Problem
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler
+from autoattn.validation.output_check import Gate
 
 pytestmark = pytest.mark.gpu
 
-AMPERE = profiles.named("a100")
+AMPERE = device_profiles.named("a100")
 
 
 @pytest.mark.parametrize(
@@ -26,13 +29,13 @@ AMPERE = profiles.named("a100")
     ids=str,
 )
 def test_the_seeds_of_an_older_architecture_are_right_when_the_driver_translates_them(one: Problem) -> None:
-    card, device = torch.device("cuda"), gpu.present()
+    card, device = torch.device("cuda"), nvidia.present()
     assert device is not None
     if device.arch <= AMPERE.arch:
         pytest.skip("needs a card newer than sm_80")
     gate = Gate(one, card)
-    for variant in space.load(kernels.TEMPLATE).seeds_for(one, AMPERE):
-        kernel = compile.load(render.render(one, variant), card, ptx_arch=AMPERE.arch)
+    for variant in search_space.load(kernels.TEMPLATE).seeds_for(one, AMPERE):
+        kernel = compiler.load(render.render(one, variant), card, ptx_arch=AMPERE.arch)
         assert ".target sm_80" in kernel.compiled.asm["ptx"]
         verdict = gate.judge(kernel)
         assert verdict.ok, f"{variant}: {verdict.reason}"

@@ -11,10 +11,11 @@ import pytest
 import samples
 from pretended_workshop import SMALL, Pretended, pretended, remember, rival, run  # noqa: F401 - a fixture
 
-from autoattn import cache, finals, plan, tune
-from autoattn.entry import KERNEL
-from autoattn.problem import DType, Layout, Op, Precision
-from autoattn.trial import Evidence
+from autoattn.cache import store
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.problem import DType, Layout, Op, Precision
+from autoattn.core.trial import Evidence
+from autoattn.search import finals, search_options, tuner
 
 
 @pytest.mark.slow
@@ -25,7 +26,7 @@ def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_pat
     assert entry.report is not None
     assert entry.report.registers > 0
     assert summary.kernels == 3
-    assert cache.read(summary.written[0]).entries[SMALL.key].params == entry.params
+    assert store.read(summary.written[0]).entries[SMALL.key].params == entry.params
     again = run(tmp_path, trials=3)
     assert (again.kept, again.kernels) == (1, 0)
 
@@ -47,8 +48,8 @@ def test_an_entry_of_another_template_text_is_tuned_anew(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
-    source = cache.source_of
-    monkeypatch.setattr(cache, "source_of", lambda entry: replace(source(entry), text="another"))
+    source = store.source_of
+    monkeypatch.setattr(store, "source_of", lambda entry: replace(source(entry), text="another"))
     assert run(tmp_path).kept == 0
 
 
@@ -56,7 +57,7 @@ def test_an_entry_outlives_a_change_of_the_template_that_leaves_its_own_text_alo
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
-    monkeypatch.setattr("autoattn.render.template_digest", lambda template: "another")
+    monkeypatch.setattr("autoattn.codegen.render.template_digest", lambda template: "another")
     assert run(tmp_path).kept == 1
 
 
@@ -67,7 +68,7 @@ def test_an_entry_of_another_search_space_is_tuned_anew_and_its_variants_are_not
     params = {name: value for name, value in entry.params.items() if name != "HEAD_SPLIT"}
     search = replace(entry.search, spaces={"triton/forward": "0" * 16})
     old = replace(entry, params=params, space_digest="0" * 16, search=search)
-    cache.merge(tmp_path, samples.A30, Op.FORWARD, [old])
+    store.merge(tmp_path, samples.A30, Op.FORWARD, [old])
     assert run(tmp_path).kept == 0
     assert run(tmp_path).kept == 1
 
@@ -96,7 +97,7 @@ def test_ctrl_c_keeps_what_was_finished(pretended: type[Pretended], tmp_path: Pa
     pretended.interrupts = frozenset({other.key})
     summary = run(tmp_path, SMALL, other)
     assert summary.interrupted
-    assert list(cache.read(summary.written[0]).entries) == [SMALL.key]
+    assert list(store.read(summary.written[0]).entries) == [SMALL.key]
 
 
 def test_the_fastest_finalist_wins_and_the_kernel_is_the_choice(pretended: type[Pretended], tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_winner_of_another_kind_elsewhere_is_none_of_this_problems_business(
 def test_entries_that_another_card_measured_are_not_kept(pretended: type[Pretended], tmp_path: Path) -> None:
     run(tmp_path, measured=True)
     sister = replace(samples.H200, sm_count=78)
-    options = plan.Options(effort=plan.Effort.QUICK, trials=6, cache=tmp_path)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=6, cache=tmp_path)
     with pytest.raises(Exception, match="use another --cache DIR"):
-        tune.tune([SMALL], sister, measured=True, options=options)
-    assert cache.lookup(tmp_path, samples.H200, Op.FORWARD)
+        tuner.tune([SMALL], sister, measured=True, options=options)
+    assert store.lookup(tmp_path, samples.H200, Op.FORWARD)

@@ -11,17 +11,21 @@ import samples
 import typer.testing
 from pretended_workshop import GOOD, SMALL, Pretended, run
 
-from autoattn import cache, cachefile, dispatch, shapes, triton_release, tune
+from autoattn.cache import file_format, store
 from autoattn.cli import app
+from autoattn.core import triton_release
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.trial import Verdict
+from autoattn.core.variant import Variant
 from autoattn.errors import ShapesError
-from autoattn.jobs import Rehearse, kind_of
-from autoattn.mask import Mask
-from autoattn.problem import DType, Op, Problem
 from autoattn.report import figures
-from autoattn.trial import Verdict
-from autoattn.variant import Variant
-from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.runtime.plan import cache_lookup
+from autoattn.search import tuner
+from autoattn.search.gpu_jobs import Rehearse, kind_of
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure
+from autoattn.shapes import shapes_file
 
 BACKWARD = replace(SMALL, op=Op.BACKWARD)
 
@@ -36,7 +40,7 @@ class Both(Pretended):
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Both]:
     fresh = type("Fresh", (Both,), {"finals": [], "asked": []})
-    monkeypatch.setattr(tune, "Workshop", fresh)
+    monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 
 
@@ -45,20 +49,20 @@ def test_each_operation_has_a_file_of_its_own(pretended: type[Both], tmp_path: P
     assert not summary.failed
     folder = tmp_path / samples.H200.name
     release = triton_release.installed_release()
-    assert summary.written == tuple(folder / cachefile.name_of(op, release) for op in (Op.BACKWARD, Op.FORWARD))
+    assert summary.written == tuple(folder / file_format.name_of(op, release) for op in (Op.BACKWARD, Op.FORWARD))
     for problem in (SMALL, BACKWARD):
-        path = cache.path_of(tmp_path, samples.H200, problem.op)
-        assert list(cache.read(path).entries) == [problem.key]
-        assert cache.read(path).entries[problem.key].template.endswith(f"/{problem.op.value}")
+        path = store.path_of(tmp_path, samples.H200, problem.op)
+        assert list(store.read(path).entries) == [problem.key]
+        assert store.read(path).entries[problem.key].template.endswith(f"/{problem.op.value}")
     again = run(tmp_path, SMALL, BACKWARD, measured=True)
     assert again.kept == 2
 
 
 def test_a_tuned_backward_problem_is_explained_by_its_entry(pretended: type[Both], tmp_path: Path) -> None:
     entry = run(tmp_path, BACKWARD, measured=True).entries[BACKWARD.key]
-    found = dispatch.explain(BACKWARD, samples.H200, tmp_path)
-    assert (found.level, found.variant) == (dispatch.Level.EXACT, entry.variant)
-    assert dispatch.explain(SMALL, samples.H200, tmp_path).level is not dispatch.Level.EXACT
+    found = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
+    assert (found.level, found.variant) == (cache_lookup.Level.EXACT, entry.variant)
+    assert cache_lookup.explain(SMALL, samples.H200, tmp_path).level is not cache_lookup.Level.EXACT
 
 
 def test_without_the_card_it_says_that_nothing_predicts_gradients(pretended: type[Both], tmp_path: Path) -> None:
@@ -83,10 +87,10 @@ def test_forward_problems_keep_their_names_and_backward_ones_have_others() -> No
 def test_a_shapes_file_names_the_operation() -> None:
     line = {"dtype": "bf16", "batch": 1, "heads": 2, "seq": 64, "head_dim": 16, "operation": ["forward", "backward"]}
     document = {"version": 1, "groups": {"one": {"problems": [line]}}}
-    assert [named.problem.op for named in shapes.parse(document, "here")] == [Op.FORWARD, Op.BACKWARD]
+    assert [named.problem.op for named in shapes_file.parse(document, "here")] == [Op.FORWARD, Op.BACKWARD]
     line["operation"] = "decode"
     with pytest.raises(ShapesError, match="operation must be forward or backward, got 'decode'"):
-        shapes.parse(document, "here")
+        shapes_file.parse(document, "here")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
         asked.extend(jobs)
         return [GOOD for _ in jobs]
 
-    monkeypatch.setattr("autoattn.workers.Pool.results", results)
+    monkeypatch.setattr("autoattn.search.worker_pool.Pool.results", results)
     one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
     with Workshop(samples.H200, measured=False, jobs=1) as shop:
         verdict = shop.check(one, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked"))
@@ -140,6 +144,6 @@ def test_what_times_outputs_alone_refuses_gradients(tmp_path: Path) -> None:
 
 
 def test_gradients_that_nobody_measured_have_no_default(tmp_path: Path) -> None:
-    found = dispatch.explain(BACKWARD, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("sdpa", dispatch.Level.SDPA)
+    found = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
+    assert (found.route, found.level) == ("sdpa", cache_lookup.Level.SDPA)
     assert found.reason.startswith("no backward kernel was measured for it")

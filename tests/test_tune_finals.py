@@ -12,19 +12,20 @@ import pytest
 import samples
 from pretended_workshop import GOOD, SMALL, Pretended, pretended, remember, rival, run  # noqa: F401 - a fixture
 
-from autoattn import cache, contest, finals, plan, raw
-from autoattn.entry import KERNEL
+from autoattn.cache import finals_samples, store
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome, Verdict
+from autoattn.core.variant import Variant
 from autoattn.errors import UsageError
-from autoattn.jobs import Finished
-from autoattn.problem import Problem
-from autoattn.trial import Outcome, Verdict
-from autoattn.variant import Variant
-from autoattn.workers import Failure
+from autoattn.search import finals, multi_template, search_options
+from autoattn.search.gpu_jobs import Finished
+from autoattn.search.worker_pool import Failure
 
 
 def first_default() -> Variant:
     """What a call takes for which nothing was tuned."""
-    return contest.spaces(SMALL, samples.H200, True)[0].default(SMALL, samples.H200)
+    return multi_template.spaces(SMALL, samples.H200, True)[0].default(SMALL, samples.H200)
 
 
 def test_the_default_and_the_previous_winner_are_always_in_the_finals(
@@ -38,7 +39,7 @@ def test_the_default_and_the_previous_winner_are_always_in_the_finals(
     run(tmp_path, measured=True, trials=30)
     (finalists,) = pretended.finals
     assert {default, old} <= set(finalists)
-    assert len(finalists) == len(set(finalists)) == plan.PROFILES[plan.Effort.QUICK].finalists + 2
+    assert len(finalists) == len(set(finalists)) == search_options.PROFILES[search_options.Effort.QUICK].finalists + 2
 
 
 def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
@@ -119,7 +120,7 @@ def test_a_winner_that_keeps_its_first_maximum_has_its_worst_case_told(
     assert pretended.outgrown == [(entry.variant, 3)], "the winner alone, once"
     assert entry.worst is not None
     assert (entry.worst.slowdown, entry.worst.redone, entry.worst.tiles) == (2.5, 63, 64)
-    assert cache.read(summary.written[0]).entries[FIRST_MAX.key].worst == entry.worst
+    assert store.read(summary.written[0]).entries[FIRST_MAX.key].worst == entry.worst
 
 
 def test_another_winner_has_no_worst_case(
@@ -212,7 +213,9 @@ def test_a_prediction_without_right_numbers_is_none(
 
 def test_an_entry_keeps_five_runners_up_in_order(pretended: type[Pretended], tmp_path: Path) -> None:
     for measured in (False, True):
-        entry = run(tmp_path / str(measured), measured=measured, trials=30, effort=plan.Effort.MAX).entries[SMALL.key]
+        entry = run(tmp_path / str(measured), measured=measured, trials=30, effort=search_options.Effort.MAX).entries[
+            SMALL.key
+        ]
         times = [entry.time_us, *(candidate.time_us for candidate in entry.candidates)]
         assert len(times) == 6
         assert times == sorted(times)
@@ -245,7 +248,7 @@ def test_without_a_previous_winner_two_tunes_agree_among_equals(
 def test_the_raw_samples_are_kept_beside_the_journal(pretended: type[Pretended], tmp_path: Path) -> None:
     pretended.rivals = (rival("sdpa", 500.0),)
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
-    found = raw.read(raw.path_of(tmp_path, "h200", SMALL.key))
+    found = finals_samples.read(finals_samples.path_of(tmp_path, "h200", SMALL.key))
     assert found is not None
     assert (found.winner, found.fingerprint, found.problem) == (
         entry.source_digest, samples.H200.fingerprint, SMALL
@@ -263,10 +266,10 @@ def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
     monkeypatch.setattr(pretended, "joules", lambda self, variant: 1000.0 - self.time_us(variant))
     options: dict[str, Any] = {"measured": True, "trials": 30}
     fast = run(tmp_path, **options).entries[SMALL.key]
-    cool = run(tmp_path, objective=plan.Objective.ENERGY, **options).entries[SMALL.key]
+    cool = run(tmp_path, objective=search_options.Objective.ENERGY, **options).entries[SMALL.key]
     assert cool.time_us > fast.time_us
     assert cool.search.objective == "energy"
-    assert [one["energy_seconds"] for one in pretended.asked] == [0.0, plan.ENERGY_SECONDS]
+    assert [one["energy_seconds"] for one in pretended.asked] == [0.0, search_options.ENERGY_SECONDS]
     assert cool.finals is not None
     assert {one.energy is not None for one in cool.finals.finalists} == {True}
 
@@ -274,14 +277,14 @@ def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
 def test_an_entry_for_another_objective_is_not_up_to_date(pretended: type[Pretended], tmp_path: Path) -> None:
     options: dict[str, Any] = {"measured": True, "trials": 6}
     assert run(tmp_path, **options).kept == 0
-    assert run(tmp_path, objective=plan.Objective.ERROR, **options).kept == 0
-    assert run(tmp_path, objective=plan.Objective.ERROR, **options).kept == 1
+    assert run(tmp_path, objective=search_options.Objective.ERROR, **options).kept == 0
+    assert run(tmp_path, objective=search_options.Objective.ERROR, **options).kept == 1
     assert run(tmp_path, **options).kept == 0
 
 
-@pytest.mark.parametrize("objective", [plan.Objective.ENERGY, plan.Objective.ERROR])
+@pytest.mark.parametrize("objective", [search_options.Objective.ENERGY, search_options.Objective.ERROR])
 def test_energy_and_error_cannot_be_predicted(
-    pretended: type[Pretended], tmp_path: Path, objective: plan.Objective
+    pretended: type[Pretended], tmp_path: Path, objective: search_options.Objective
 ) -> None:
     with pytest.raises(UsageError, match="must be measured"):
         run(tmp_path, objective=objective)

@@ -11,12 +11,16 @@ import pytest
 import samples
 from pretended_workshop import SMALL, Pretended, pretended, run  # noqa: F401 - a fixture
 
-from autoattn import cache, gpu, plan, space, storage, triton_release, tune
+from autoattn.cache import store
+from autoattn.codegen import search_space
+from autoattn.core import triton_release
+from autoattn.core.problem import Op
+from autoattn.core.trial import Evidence
+from autoattn.core.variant import Variant
 from autoattn.errors import CacheError, UsageError
-from autoattn.ledger import Ledger, studies
-from autoattn.problem import Op
-from autoattn.trial import Evidence
-from autoattn.variant import Variant
+from autoattn.hardware import nvidia
+from autoattn.search import search_options, storage, tuner
+from autoattn.search.shared_trials import Ledger, studies
 
 
 @pytest.mark.parametrize(
@@ -27,11 +31,12 @@ def test_an_entry_is_kept_unless_more_effort_is_asked_for(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kept: int
 ) -> None:
     small = {
-        effort: replace(profile, trials=3 + place) for place, (effort, profile) in enumerate(plan.PROFILES.items())
+        effort: replace(profile, trials=3 + place)
+        for place, (effort, profile) in enumerate(search_options.PROFILES.items())
     }
-    monkeypatch.setattr(plan, "PROFILES", small)
-    run(tmp_path, effort=plan.Effort(before), trials=None)
-    assert run(tmp_path, effort=plan.Effort(after), trials=None).kept == kept
+    monkeypatch.setattr(search_options, "PROFILES", small)
+    run(tmp_path, effort=search_options.Effort(before), trials=None)
+    assert run(tmp_path, effort=search_options.Effort(after), trials=None).kept == kept
 
 
 @pytest.mark.parametrize("stale", ["search space", "source_digest", "triton"])
@@ -44,29 +49,29 @@ def test_an_entry_that_anything_changed_for_is_tuned_anew(
         "source_digest": {"source_digest": "0" * 16},
         "triton": {"versions": {"triton": f"{triton_release.installed_release()}.99"}},
     }
-    cache.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **changes[stale])])
+    store.merge(tmp_path, samples.A30, Op.FORWARD, [replace(entry, **changes[stale])])
     summary = run(tmp_path)
     assert summary.kept == 0
     assert run(tmp_path).kept == 1
 
 
 def test_a_prediction_is_measured_once_the_card_is_there(pretended: type[Pretended], tmp_path: Path) -> None:
-    options = plan.Options(effort=plan.Effort.QUICK, trials=6, cache=tmp_path)
-    tune.tune([SMALL], samples.H200, measured=False, options=options)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=6, cache=tmp_path)
+    tuner.tune([SMALL], samples.H200, measured=False, options=options)
     assert run(tmp_path, measured=True).kept == 0
-    assert cache.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key].evidence is Evidence.MEASURED
+    assert store.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key].evidence is Evidence.MEASURED
 
 
 def test_a_prediction_never_takes_a_measurements_place(pretended: type[Pretended], tmp_path: Path) -> None:
     measured = run(tmp_path, measured=True).entries[SMALL.key]
-    options = plan.Options(effort=plan.Effort.MAX, trials=12, cache=tmp_path)
-    tune.tune([SMALL], samples.H200, measured=False, options=options)
-    found = cache.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key]
+    options = search_options.Options(effort=search_options.Effort.MAX, trials=12, cache=tmp_path)
+    tuner.tune([SMALL], samples.H200, measured=False, options=options)
+    found = store.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key]
     assert (found.evidence, found.params) == (Evidence.MEASURED, measured.params)
 
 
 def test_seeds_are_tried_before_anything_else(pretended: type[Pretended], tmp_path: Path) -> None:
-    seeds = space.load(kernels.TEMPLATE).seeds_for(SMALL, samples.A30)
+    seeds = search_space.load(kernels.TEMPLATE).seeds_for(SMALL, samples.A30)
     entry = run(tmp_path, trials=len(seeds)).entries[SMALL.key]
     tried = [entry.variant, *(Variant.of(entry.template, one.params) for one in entry.candidates)]
     assert set(tried) <= set(seeds)
@@ -74,7 +79,7 @@ def test_seeds_are_tried_before_anything_else(pretended: type[Pretended], tmp_pa
 
 def test_what_won_for_a_sister_problem_is_tried_for_the_next(pretended: type[Pretended], tmp_path: Path) -> None:
     sister = replace(SMALL, batch=5)
-    points = space.load(kernels.TEMPLATE)
+    points = search_space.load(kernels.TEMPLATE)
 
     def time_us(self: Pretended, variant: Variant) -> float:
         fits_both = points.why_infeasible(variant, SMALL, samples.A30) is None
@@ -90,16 +95,16 @@ def test_what_won_for_a_sister_problem_is_tried_for_the_next(pretended: type[Pre
 
 
 def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(pretended: type[Pretended], tmp_path: Path) -> None:
-    def stop(progress: plan.Progress) -> None:
+    def stop(progress: search_options.Progress) -> None:
         if progress.tried == 4:
             raise KeyboardInterrupt
 
-    options = plan.Options(effort=plan.Effort.QUICK, trials=10, cache=tmp_path)
-    summary = tune.tune([SMALL], samples.A30, measured=False, options=options, listen=stop)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=10, cache=tmp_path)
+    summary = tuner.tune([SMALL], samples.A30, measured=False, options=options, listen=stop)
     assert (summary.interrupted, summary.entries, summary.kernels) == (True, {}, 4)
     assert summary.written == ()
     assert not list(tmp_path.rglob("forward.json"))
-    again = tune.tune([SMALL], samples.A30, measured=False, options=options)
+    again = tuner.tune([SMALL], samples.A30, measured=False, options=options)
     assert not again.interrupted
     assert again.kernels == 6, "the first four are in the journal"
     assert again.entries[SMALL.key].search.trials == 10
@@ -121,19 +126,19 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
 ) -> None:
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     names = []
-    named = tune._Run._study_name
-    monkeypatch.setattr(tune._Run, "_study_name", lambda self, one: names.append(named(self, one)) or names[-1])
+    named = tuner._Run._study_name
+    monkeypatch.setattr(tuner._Run, "_study_name", lambda self, one: names.append(named(self, one)) or names[-1])
     run(tmp_path / "none", trials=1, storage=url)
-    one = space.load("triton/forward")
+    one = search_space.load("triton/forward")
     other = Ledger(names[0], storage.server(url), one)
     (known,) = other.news().finished
     flying = [seed for seed in one.seeds_for(SMALL, samples.A30) if seed != known.variant][:2]
     assert all(other.claim(seed) for seed in flying)
     slept: list[float] = []
-    really_sleep = tune.time.sleep
+    really_sleep = tuner.time.sleep
 
     def sleep(seconds: float) -> None:
-        if seconds != tune.LISTEN_SECONDS:  # another thread of this process, which waits for something else
+        if seconds != tuner.LISTEN_SECONDS:  # another thread of this process, which waits for something else
             really_sleep(seconds)
             return
         slept.append(seconds)
@@ -141,7 +146,7 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
             other.finish(replace(known, variant=flying[0]), 1.0)
             other.leave()
 
-    monkeypatch.setattr(tune.time, "sleep", sleep)
+    monkeypatch.setattr(tuner.time, "sleep", sleep)
     entry = run(tmp_path / "here", trials=4, storage=url).entries[SMALL.key]
     assert len(slept) == 2
     assert entry.search.trials == 4
@@ -153,12 +158,12 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
 def test_studies_of_two_cards_never_mix(pretended: type[Pretended], tmp_path: Path) -> None:
     """Neither two models, nor one model of which parts are switched off."""
     url = f"sqlite:///{tmp_path / 'trials.db'}"
-    options = plan.Options(effort=plan.Effort.QUICK, trials=4, cache=tmp_path, storage=url)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=4, cache=tmp_path, storage=url)
     cards = (samples.H200, samples.A30, replace(samples.H200, sm_count=66))
     for card in cards:
-        assert tune.tune([SMALL], card, measured=True, options=options).kernels == 4
-        cache.path_of(tmp_path, card, Op.FORWARD).unlink()
-    tune.tune([SMALL], samples.H200, measured=False, options=options)
+        assert tuner.tune([SMALL], card, measured=True, options=options).kernels == 4
+        store.path_of(tmp_path, card, Op.FORWARD).unlink()
+    tuner.tune([SMALL], samples.H200, measured=False, options=options)
     names = [name for name, trials in studies(storage.server(url)).items() if trials]
     kinds = {" ".join(name.split()[2:5]).rpartition("/")[0] for name in names}
     assert kinds == {
@@ -172,7 +177,7 @@ def test_studies_of_two_cards_never_mix(pretended: type[Pretended], tmp_path: Pa
 def test_each_card_that_is_such_a_device_measures_unless_fewer_are_asked_for(
     pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "alike", lambda device: ("0", "3", "5"))
+    monkeypatch.setattr(nvidia, "alike", lambda device: ("0", "3", "5"))
     seen = []
     init = pretended.__init__
     monkeypatch.setattr(
@@ -189,7 +194,7 @@ def test_each_card_that_is_such_a_device_measures_unless_fewer_are_asked_for(
 
 
 def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pretended], tmp_path: Path) -> None:
-    path = cache.path_of(tmp_path, samples.A30, Op.FORWARD)
+    path = store.path_of(tmp_path, samples.A30, Op.FORWARD)
     path.parent.mkdir(parents=True)
     path.write_text("{", encoding="utf-8")
     with pytest.raises(CacheError, match="damaged"):
@@ -200,11 +205,11 @@ def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pre
 def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
     pretended: type[Pretended], tmp_path: Path
 ) -> None:
-    heard: list[plan.Progress] = []
+    heard: list[search_options.Progress] = []
     other = replace(SMALL, seq_q=128, seq_kv=128)
     pretended.fails = frozenset({other.key})
-    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=tmp_path)
-    tune.tune([SMALL, other], samples.H200, measured=True, options=options, listen=heard.append)
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=3, cache=tmp_path)
+    tuner.tune([SMALL, other], samples.H200, measured=True, options=options, listen=heard.append)
     phases = [(one.index, one.phase) for one in heard]
     assert phases == [(0, "search")] * 3 + [(0, "final"), (0, "done")] + [(1, "search")] * 3 + [(1, "done")]
     assert [one.tried for one in heard[:3]] == [1, 2, 3]
@@ -212,7 +217,7 @@ def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
     assert best == sorted(best, reverse=True), "it only falls"  # type: ignore[type-var]
     assert "ptxas said no" in heard[-1].detail
     heard.clear()
-    tune.tune([SMALL], samples.H200, measured=True, options=options, listen=heard.append)
+    tuner.tune([SMALL], samples.H200, measured=True, options=options, listen=heard.append)
     assert [one.phase for one in heard] == ["kept"]
 
 
@@ -220,17 +225,17 @@ LADDER = tuple(replace(SMALL, batch=batch) for batch in (1, 2, 3, 4))  # sister 
 
 
 def test_several_problems_are_searched_at_once_and_none_is_lost(pretended: type[Pretended], tmp_path: Path) -> None:
-    heard: list[plan.Progress] = []
-    options = plan.Options(effort=plan.Effort.QUICK, trials=3, cache=tmp_path)
+    heard: list[search_options.Progress] = []
+    options = search_options.Options(effort=search_options.Effort.QUICK, trials=3, cache=tmp_path)
     pretended.many = 2
-    summary = tune.tune(LADDER, samples.H200, measured=True, options=options, listen=heard.append)
+    summary = tuner.tune(LADDER, samples.H200, measured=True, options=options, listen=heard.append)
     assert list(summary.entries) == [one.key for one in LADDER]
     searched = [one.index for one in heard if one.phase == "search"]
     assert searched[:4] == [0, 1, 0, 1], "two take turns"
     begun = {index: place for place, index in reversed(list(enumerate(one.index for one in heard)))}
     ended = {one.index: place for place, one in enumerate(heard) if one.phase == "done"}
     assert all(begun[index] > ended[index - 2] for index in (2, 3)), "never three"
-    assert cache.read(summary.written[0]).entries.keys() == summary.entries.keys()
+    assert store.read(summary.written[0]).entries.keys() == summary.entries.keys()
 
 
 def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
@@ -238,9 +243,9 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
 ) -> None:
     """Two at once: the third learns from the first whether or not the second has ended."""
     asked: list[list[str]] = []
-    entry = tune._Run.entry
+    entry = tuner._Run.entry
     monkeypatch.setattr(
-        tune._Run,
+        tuner._Run,
         "entry",
         lambda self, siblings, old: asked.append([one.problem.key for one in siblings]) or entry(self, siblings, old),
     )
@@ -259,7 +264,10 @@ def test_without_the_card_siblings_kernels_come_first_and_few_new_ones_are_compi
     theirs = [variant for key, variant in pretended.tried if key == wider.key]
     known = {variant for key, variant in pretended.tried if key == SMALL.key}
     assert theirs[0] == first.variant
-    assert sum(variant not in known for variant in theirs) == plan.PROFILES[plan.Effort.QUICK].sibling_trials
+    assert (
+        sum(variant not in known for variant in theirs)
+        == search_options.PROFILES[search_options.Effort.QUICK].sibling_trials
+    )
 
 
 def test_ctrl_c_among_several_searches_gives_up_what_all_of_them_claimed(

@@ -34,10 +34,11 @@ from planted_calls import (
 )
 from torch import Tensor
 
-from autoattn import reference, validate
-from autoattn.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.validate import Case, Gate
-from autoattn.variant import Traits
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Traits
+from autoattn.reference import attention_formula
+from autoattn.validation import output_check
+from autoattn.validation.output_check import Case, Gate
 
 PLAIN = kernels.NUMBERS[:4]
 PROBLEMS = [
@@ -55,7 +56,7 @@ PROBLEMS = [
 def test_a_right_kernel_passes(one: Problem) -> None:
     verdict = judged(right, one)
     assert verdict.ok, verdict.reason
-    assert verdict.checks >= len(validate.LENGTHS)
+    assert verdict.checks >= len(output_check.LENGTHS)
     assert 0.0 < verdict.max_error <= verdict.allowed
     assert 0.0 < verdict.rms_error < verdict.allowed
 
@@ -64,7 +65,7 @@ def test_a_right_kernel_passes(one: Problem) -> None:
 def test_the_same_maths_in_the_low_precision_passes(one: Problem) -> None:
     def rough(call: Call) -> None:
         with torch.backends.mkldnn.flags(enabled=False):  # with AMX, its bfloat16 products of wild inputs gave NaN
-            call.output.copy_(reference.low_precision(*call.asked()))
+            call.output.copy_(attention_formula.low_precision(*call.asked()))
 
     verdict = judged(rough, one)
     assert verdict.ok, verdict.reason
@@ -93,7 +94,7 @@ def test_the_tiny_gate_refuses_a_kernel_that(body: Body, one: Problem | None) ->
 
 def test_products_in_tf32_are_refused_where_float32_was_asked_for() -> None:
     def coarse(call: Call) -> None:
-        call.output.copy_(reference.low_precision(*call.asked(precision=Precision.TF32)))
+        call.output.copy_(attention_formula.low_precision(*call.asked(precision=Precision.TF32)))
 
     one = kernels.problem(dtype=DType.FLOAT32, head_dim=64)
     assert not judged(coarse, one).ok
@@ -148,7 +149,7 @@ def test_a_refused_kernel_is_not_run_on_further_cases() -> None:
 
 
 def case_of(one: Problem, **facts: Any) -> Case:
-    return validate.make_case(one, CPU, torch.Generator().manual_seed(0), **facts)
+    return output_check.make_case(one, CPU, torch.Generator().manual_seed(0), **facts)
 
 
 def tensors_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +196,7 @@ def test_a_row_that_is_not_compared_must_be_written_all_the_same() -> None:
         call.output.copy_(call.right())
         call.output[:, :, spared] = math.nan
 
-    verdict = validate.judge(Planted(problem=one, body=forgets_a_row), [case])  # type: ignore[arg-type]
+    verdict = output_check.judge(Planted(problem=one, body=forgets_a_row), [case])  # type: ignore[arg-type]
     assert not verdict.ok
     assert "never written" in verdict.reason
 
@@ -203,7 +204,7 @@ def test_a_row_that_is_not_compared_must_be_written_all_the_same() -> None:
 def test_without_a_guard_the_inputs_are_contiguous() -> None:
     case = case_of(kernels.problem(), guard=0)
     assert all(tensor.is_contiguous() for tensor in tensors_of(case))
-    verdict = validate.judge(Planted(problem=case.problem, body=right), [case])  # type: ignore[arg-type]
+    verdict = output_check.judge(Planted(problem=case.problem, body=right), [case])  # type: ignore[arg-type]
     assert verdict.ok, verdict.reason
 
 
@@ -214,12 +215,12 @@ def test_a_kernel_with_an_lse_gets_room_for_it() -> None:
         rooms.append(call.lse)
         right(call)
         if call.lse is not None:
-            call.lse.copy_(reference.attention(*call.asked())[1])
+            call.lse.copy_(attention_formula.attention(*call.asked())[1])
 
     case = case_of(kernels.problem())
     for lse in (False, True):
         planted = Planted(problem=case.problem, body=looks, traits=Traits(lse=lse))
-        assert validate.judge(planted, [case]).ok  # type: ignore[arg-type]
+        assert output_check.judge(planted, [case]).ok  # type: ignore[arg-type]
     assert rooms[:2] == [None, None]
     assert [room.shape for room in rooms[2:] if room is not None] == [(2, 4, 33)] * 2
     assert all(room.dtype is torch.float32 for room in rooms[2:] if room is not None)
@@ -248,7 +249,7 @@ def test_an_lse_is_refused_that_is(wrong: Callable[[Tensor], Tensor]) -> None:
     def errs(call: Call) -> None:
         right(call)
         if call.lse is not None:
-            call.lse.copy_(wrong(reference.attention(*call.asked())[1]))
+            call.lse.copy_(wrong(attention_formula.attention(*call.asked())[1]))
 
     planted = Planted(problem=CAUSAL, body=errs, traits=Traits(lse=True))
     verdict = gate(CAUSAL).judge(planted)  # type: ignore[arg-type]
@@ -265,7 +266,7 @@ def test_the_verdict_states_the_case_that_came_closest() -> None:
         if call.query.shape[2] == 16:
             call.output[0, 0, 0, 0] = float(cases[1].expected[0, 0, 0, 0]) + 0.9 * cases[1].allowed
 
-    verdict = validate.judge(Planted(problem=one, body=errs_at_16), cases)  # type: ignore[arg-type]
+    verdict = output_check.judge(Planted(problem=one, body=errs_at_16), cases)  # type: ignore[arg-type]
     assert verdict.ok, verdict.reason
     assert verdict.checks == 3
     assert verdict.allowed == cases[1].allowed
@@ -295,8 +296,8 @@ def test_packed_cases_hold_empty_sequences_and_a_tail() -> None:
     for case in Gate(one, CPU, tiny=True).cases:
         lengths = [pair[1::2] for pair in case.operands.spans()]
         assert {(0, 0), (3, 0), (0, 9)} <= set(lengths)
-        assert case.problem.tokens_q - sum(pair[0] for pair in lengths) == validate.TAIL
-        assert (case.expected_lse[:, :, -validate.TAIL :] == -math.inf).all()
+        assert case.problem.tokens_q - sum(pair[0] for pair in lengths) == output_check.TAIL
+        assert (case.expected_lse[:, :, -output_check.TAIL :] == -math.inf).all()
 
 
 @pytest.mark.parametrize("modifiers", kernels.MODIFIERS[1:], ids=lambda modifiers: "-".join(modifiers.names))
@@ -307,7 +308,7 @@ def test_every_modifier_changes_the_gates_answers(modifiers: Modifiers) -> None:
     for name in modifiers.names:
         fewer, operands = forgotten(name)
         rest = replace(one, modifiers=replace(modifiers, **fewer))
-        answer, _ = reference.attention(rest, replace(right.operands, **operands))
+        answer, _ = attention_formula.attention(rest, replace(right.operands, **operands))
         assert float((answer - right.expected).abs().max()) > 3 * right.allowed, name
 
 
@@ -344,5 +345,5 @@ def test_a_value_that_spoils_rows_that_do_not_see_it_is_caught() -> None:
     one = kernels.problem(mask="causal")
     case = next(case for case in gate(one, tiny=True).cases if case.name.endswith("wild"))
     spoilt = case.expected.masked_fill(torch.ones_like(case.expected, dtype=torch.bool), math.nan)
-    assert not validate._same_wild(spoilt, case.expected)
-    assert validate._same_wild(case.expected.clone(), case.expected)
+    assert not output_check._same_wild(spoilt, case.expected)
+    assert output_check._same_wild(case.expected.clone(), case.expected)

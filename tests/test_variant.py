@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoattn.variant import Source, Traits, Value, Variant, digest_of
+from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
 
 PARAMS: dict[str, Value] = {"num_warps": 4, "BLOCK_M": 64, "softmax": "online"}
 values = st.integers() | st.booleans() | st.text(max_size=5)

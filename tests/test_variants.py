@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import planted_looks
 import variants
 
-from autoattn import recording, render, space
-from autoattn.problem import DType
-from autoattn.trial import Outcome, StaticReport
-from autoattn.variant import Variant
+from autoattn.cache import search_recording
+from autoattn.codegen import render, search_space
+from autoattn.core.problem import DType
+from autoattn.core.trial import Outcome, StaticReport
+from autoattn.core.variant import Variant
 
 CAUSAL = kernels.problem(
     dtype=DType.BFLOAT16, batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096, head_dim=64, mask="causal"
@@ -26,7 +27,7 @@ CAUSAL = kernels.problem(
 @pytest.mark.parametrize("template", variants.FAMILIES)
 def test_seeds_come_first_and_all_that_is_drawn_is_feasible_and_new(template):
     drawn = variants.drawn(CAUSAL, template, variants.DEVICE, 30, 1)
-    shipped = space.load(template)
+    shipped = search_space.load(template)
     seeds = shipped.seeds_for(CAUSAL, variants.DEVICE)
     assert drawn[: len(seeds)] == seeds
     assert len(set(drawn)) == 30
@@ -64,8 +65,8 @@ def test_a_survey_records_what_became_of_each_variant_with_its_machine_code(monk
     assert subject.done
     found = variants.recorded(subject, "a card that is made up")
     assert found is not None
-    recording.write(found, tmp_path / "found.jsonl")
-    read = recording.read(tmp_path / "found.jsonl")
+    search_recording.write(found, tmp_path / "found.jsonl")
+    read = search_recording.read(tmp_path / "found.jsonl")
     trials = {(one["BLOCK_M"], one["BLOCK_N"]): trial for one, trial in read.trials.items()}
     assert trials[64, 32].outcome is Outcome.WRONG_RESULT
     assert [trials[m, 16].time_us for m in (64, 128)] == [64.0, 128.0]

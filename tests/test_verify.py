@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import samples
 
-from autoattn import cache, dispatch, plan, resources, tune, verify
-from autoattn.entry import KERNEL, CacheEntry, Finding, Mark, Rival
+from autoattn.cache import store
+from autoattn.codegen import resources
+from autoattn.core.cache_entry import KERNEL, CacheEntry, Finding, Mark, Rival
+from autoattn.core.paired_stats import Round
+from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Outcome, Verdict
+from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
-from autoattn.jobs import Finished, Screened, finalist_name
-from autoattn.problem import Op, Problem
-from autoattn.rounds import Round
-from autoattn.trial import Outcome, Verdict
-from autoattn.variant import Variant
-from autoattn.verify import Verification, met
-from autoattn.workers import Failure
-from autoattn.workshop import Steps
+from autoattn.runtime.plan import cache_lookup
+from autoattn.search import search_options, tuner
+from autoattn.search.gpu_jobs import Finished, Screened, finalist_name
+from autoattn.search.trial_pipeline import Steps
+from autoattn.search.worker_pool import Failure
+from autoattn.tools import verify
+from autoattn.tools.verify import Verification, met
 
 GOOD = Verdict(ok=True, checks=13, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
 BAD = replace(GOOD, ok=False, reason="error 1 where 0.004 is allowed")
@@ -281,23 +285,23 @@ def test_only_the_card_lifts_a_mark() -> None:
 
 
 def written(folder: Path, *entries: CacheEntry) -> None:
-    cache.merge(folder, samples.H200, Op.FORWARD, entries)
+    store.merge(folder, samples.H200, Op.FORWARD, entries)
 
 
 def kept(folder: Path) -> dict[str, CacheEntry]:
-    return cache.lookup(folder, samples.H200, Op.FORWARD)
+    return store.lookup(folder, samples.H200, Op.FORWARD)
 
 
 def test_a_mark_is_written_and_lifted_and_an_entry_without_one_reads_as_ever(tmp_path: Path) -> None:
     written(tmp_path, ENTRY)
-    path = cache.path_of(tmp_path, samples.H200, Op.FORWARD)
+    path = store.path_of(tmp_path, samples.H200, Op.FORWARD)
     before = path.read_bytes()
     assert b'"mark"' not in before
     (entry,) = kept(tmp_path).values()
-    (changed,) = cache.mark(tmp_path, samples.H200, Op.FORWARD, [(entry, WRONG)])
+    (changed,) = store.mark(tmp_path, samples.H200, Op.FORWARD, [(entry, WRONG)])
     assert changed.mark == kept(tmp_path)[entry.problem.key].mark == WRONG
-    assert cache.mark(tmp_path, samples.H200, Op.FORWARD, [(changed, WRONG)]) == []
-    cache.mark(tmp_path, samples.H200, Op.FORWARD, [(changed, None)])
+    assert store.mark(tmp_path, samples.H200, Op.FORWARD, [(changed, WRONG)]) == []
+    store.mark(tmp_path, samples.H200, Op.FORWARD, [(changed, None)])
     assert path.read_bytes() == before
 
 
@@ -305,14 +309,14 @@ def test_an_entry_that_was_tuned_anew_meanwhile_is_not_marked(tmp_path: Path) ->
     written(tmp_path, ENTRY)
     (old,) = kept(tmp_path).values()
     written(tmp_path, replace(ENTRY, measurement=samples.measurement(ENTRY.problem, 300.0)))
-    assert cache.mark(tmp_path, samples.H200, Op.FORWARD, [(old, WRONG)]) == []
+    assert store.mark(tmp_path, samples.H200, Op.FORWARD, [(old, WRONG)]) == []
     assert kept(tmp_path)[ENTRY.problem.key].mark is None
 
 
 def test_an_entry_of_another_folder_is_added_only_with_a_mark(tmp_path: Path) -> None:
-    assert cache.mark(tmp_path, samples.H200, Op.FORWARD, [(ENTRY, None)]) == []
+    assert store.mark(tmp_path, samples.H200, Op.FORWARD, [(ENTRY, None)]) == []
     assert kept(tmp_path) == {}
-    cache.mark(tmp_path, samples.H200, Op.FORWARD, [(ENTRY, WRONG)])
+    store.mark(tmp_path, samples.H200, Op.FORWARD, [(ENTRY, WRONG)])
     assert kept(tmp_path)[ENTRY.problem.key].mark == WRONG
 
 
@@ -325,8 +329,8 @@ def test_a_finding_that_is_none_against_an_entry_is_no_mark() -> None:
 @pytest.mark.parametrize("finding", [Finding.WRONG, Finding.BROKEN])
 def test_a_call_never_runs_on_an_entry_that_is_held_back_and_says_why(tmp_path: Path, finding: Finding) -> None:
     written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=finding)))
-    found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("sdpa-cudnn", dispatch.Level.EXACT), "the fastest rival beside it"
+    found = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (found.route, found.level) == ("sdpa-cudnn", cache_lookup.Level.EXACT), "the fastest rival beside it"
     (step,) = [one for one in found.steps if finding.value in one]
     assert "autoattn verify found with autoattn 0.1.0, driver 600.1, torch 2.14.0, triton 3.6.0" in step
     assert "run autoattn tune again" in step
@@ -334,20 +338,22 @@ def test_a_call_never_runs_on_an_entry_that_is_held_back_and_says_why(tmp_path: 
 
 def test_a_slower_entry_serves_and_says_so(tmp_path: Path) -> None:
     written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=Finding.SLOWER, detail="by 6.0%")))
-    found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert (found.route, found.level) == (KERNEL, dispatch.Level.EXACT)
+    found = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (found.route, found.level) == (KERNEL, cache_lookup.Level.EXACT)
     assert any("slower, by 6.0%" in one for one in found.steps)
 
 
 def test_a_call_runs_on_the_rival_that_was_found_faster(tmp_path: Path) -> None:
     mark = replace(WRONG, finding=Finding.OVERTAKEN, detail="sdpa-cudnn is faster by 5%", choice="sdpa-cudnn")
     written(tmp_path, replace(ENTRY, mark=mark))
-    found = dispatch.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("sdpa-cudnn", dispatch.Level.EXACT)
+    found = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (found.route, found.level) == ("sdpa-cudnn", cache_lookup.Level.EXACT)
     assert "fastest when it was verified" in found.reason
     assert any("no longer the fastest" in one for one in found.steps)
     written(tmp_path, replace(ENTRY, mark=replace(mark, choice="rm -rf")))
-    assert dispatch.explain(ENTRY.problem, samples.H200, tmp_path).route == KERNEL, "what no call can take is not taken"
+    assert cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path).route == KERNEL, (
+        "what no call can take is not taken"
+    )
 
 
 def test_a_marked_copy_of_a_shipped_entry_shadows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,10 +362,10 @@ def test_a_marked_copy_of_a_shipped_entry_shadows_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(resources, "shipped_cache", lambda: shipped)
     written(shipped, ENTRY)
     written(user, replace(ENTRY, mark=WRONG))
-    assert dispatch.explain(ENTRY.problem, samples.H200).route == "sdpa-cudnn"
+    assert cache_lookup.explain(ENTRY.problem, samples.H200).route == "sdpa-cudnn"
     other = {**ENTRY.params, "num_stages": 1}
     written(user, samples.current(replace(ENTRY, params=other, mark=WRONG)))
-    assert dispatch.explain(ENTRY.problem, samples.H200).route == KERNEL, "another kernel was wrong"
+    assert cache_lookup.explain(ENTRY.problem, samples.H200).route == KERNEL, "another kernel was wrong"
 
 
 @pytest.mark.parametrize("finding", [Finding.WRONG, Finding.SLOWER, Finding.OVERTAKEN])
@@ -367,24 +373,25 @@ def test_a_marked_problem_is_tuned_again(finding: Finding) -> None:
     entry = replace(
         ENTRY,
         search=replace(
-            ENTRY.search, spaces=tune.contest.digests(tune.contest.spaces(ENTRY.problem, samples.H200, True))
+            ENTRY.search,
+            spaces=tuner.multi_template.digests(tuner.multi_template.spaces(ENTRY.problem, samples.H200, True)),
         ),
-        versions={**ENTRY.versions, "triton": tune.triton.__version__},
+        versions={**ENTRY.versions, "triton": tuner.triton.__version__},
     )
-    options = plan.Options(effort=plan.Effort.QUICK)
-    assert tune._up_to_date(entry, samples.H200, True, options)
+    options = search_options.Options(effort=search_options.Effort.QUICK)
+    assert tuner._up_to_date(entry, samples.H200, True, options)
     marked = replace(entry, mark=replace(WRONG, finding=finding))
-    assert not tune._up_to_date(marked, samples.H200, True, options)
+    assert not tuner._up_to_date(marked, samples.H200, True, options)
 
 
 def test_a_marked_entry_takes_no_place_and_leaves_in_no_bundle(tmp_path: Path) -> None:
-    from autoattn import bundle
+    from autoattn.tools import bundle
 
     written(tmp_path, ENTRY)
-    file = cache.read(cache.path_of(tmp_path, samples.H200, Op.FORWARD))
+    file = store.read(store.path_of(tmp_path, samples.H200, Op.FORWARD))
     (entry,) = file.entries.values()
     marked = replace(file, entries={entry.problem.key: replace(entry, mark=WRONG)})
-    (merged,) = cache.combine(tmp_path, [marked])
+    (merged,) = store.combine(tmp_path, [marked])
     assert list(merged.refused) == [entry.problem]
     with pytest.raises(CacheError, match="must hold"):
         bundle.pack([marked])

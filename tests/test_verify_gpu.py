@@ -11,10 +11,14 @@ import pytest
 import samples
 from planted_kernels import FAULTS
 
-from autoattn import cache, gpu, plan, render, tune, verify
-from autoattn.device import Device
-from autoattn.entry import KERNEL, CacheEntry, Candidate, Finding
-from autoattn.problem import DType
+from autoattn.cache import store
+from autoattn.codegen import render
+from autoattn.core.cache_entry import KERNEL, CacheEntry, Candidate, Finding
+from autoattn.core.device import Device
+from autoattn.core.problem import DType
+from autoattn.hardware import nvidia
+from autoattn.search import search_options, tuner
+from autoattn.tools import verify
 
 pytestmark = pytest.mark.gpu
 
@@ -26,22 +30,24 @@ SLOW = kernels.variant(BLOCK_M=16, BLOCK_N=16, num_warps=1, num_stages=1)
 
 @pytest.fixture(scope="module")
 def card() -> Device:
-    found = gpu.present()
+    found = nvidia.present()
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
 def entry(card: Device, tmp_path_factory: pytest.TempPathFactory) -> CacheEntry:
-    options = plan.Options(effort=plan.Effort.QUICK, trials=6, cache=tmp_path_factory.mktemp("cache"))
-    return tune.tune([PROBLEM], card, measured=True, options=options).entries[PROBLEM.key]
+    options = search_options.Options(
+        effort=search_options.Effort.QUICK, trials=6, cache=tmp_path_factory.mktemp("cache")
+    )
+    return tuner.tune([PROBLEM], card, measured=True, options=options).entries[PROBLEM.key]
 
 
 @pytest.fixture(autouse=True)
 def rendered_anew() -> Iterator[None]:
-    cache._rendered.cache_clear()
+    store._rendered.cache_clear()
     yield
-    cache._rendered.cache_clear()
+    store._rendered.cache_clear()
 
 
 def found(entry: CacheEntry, card: Device) -> verify.Verification:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from modelled import problem
 
-from autoattn import waves
-from autoattn.problem import Layout
+from autoattn.core.problem import Layout
+from autoattn.cost_model import tile_schedule
 
 MASKS = ["full", "causal", "causal:top-left", "window:40,-1", "window:-1,20", "window:70,0", "window:3,100"]
 
@@ -35,10 +35,10 @@ def walked(of, seq_q, seq_kv, block_m, block_n):
 def test_blocks_of_keys_are_those_that_a_walk_over_every_score_finds(mask, seq_q, seq_kv, block_m, block_n):
     of = problem(mask, seq_q=seq_q, seq_kv=seq_kv)
     expected = walked(of, seq_q, seq_kv, block_m, block_n)
-    plain, masked = waves.key_blocks(of, block_m, block_n, "split")
+    plain, masked = tile_schedule.key_blocks(of, block_m, block_n, "split")
     assert plain.tolist() == [whole for whole, _ in expected]
     assert (plain + masked).tolist() == [needed for _, needed in expected]
-    every, none = waves.key_blocks(of, block_m, block_n, "every")
+    every, none = tile_schedule.key_blocks(of, block_m, block_n, "every")
     assert every.tolist() == [needed for _, needed in expected]
     assert not none.any()
 
@@ -47,7 +47,7 @@ def test_blocks_of_keys_are_those_that_a_walk_over_every_score_finds(mask, seq_q
 def test_tiles_of_packed_sequences_stand_where_the_kernel_looks_for_them(mask):
     facts = {"layout": Layout.PACKED, "batch": 5, "seq_q": 100, "seq_kv": 130, "tokens_q": 260, "tokens_kv": 300}
     of = problem(mask, **facts)
-    plain, masked = waves.key_blocks(of, 32, 16, "split")
+    plain, masked = tile_schedule.key_blocks(of, 32, 16, "split")
     assert len(plain) == 260 // 32 + 5 + 1
     begin, expected = 0, np.zeros((len(plain), 2))
     for place, (seq_q, seq_kv) in enumerate(of.lengths()):
@@ -56,20 +56,22 @@ def test_tiles_of_packed_sequences_stand_where_the_kernel_looks_for_them(mask):
         begin += seq_q
     assert plain.tolist() == expected[:, 0].tolist()
     assert (plain + masked).tolist() == expected[:, 1].tolist()
-    assert waves.heads_of(of) == of.heads_q
+    assert tile_schedule.heads_of(of) == of.heads_q
 
 
 def test_tiles_of_a_block_table_walk_the_share_that_it_keeps():
     of = problem("blocks:128x64,0.25", seq_q=1000, seq_kv=4096)
-    plain, masked = waves.key_blocks(of, 64, 32, "split")
+    plain, masked = tile_schedule.key_blocks(of, 64, 32, "split")
     assert plain.tolist() == [0.25 * 64 * 2] * 16
     assert not masked.any()
     cut = replace(of, mask=replace(of.mask, mod="q_idx >= kv_idx"))
-    assert [part[0] for part in waves.key_blocks(cut, 64, 32, "split")] == [16.0, 16.0]
+    assert [part[0] for part in tile_schedule.key_blocks(cut, 64, 32, "split")] == [16.0, 16.0]
 
 
 def makespan(costs, heads, slots, *, descending=True, group=1, slowdown=lambda left: 1.0):
-    return waves.makespan(np.array(costs, float), heads, group, descending=descending, slots=slots, slowdown=slowdown)
+    return tile_schedule.makespan(
+        np.array(costs, float), heads, group, descending=descending, slots=slots, slowdown=slowdown
+    )
 
 
 def test_equal_tiles_run_in_whole_waves():
@@ -93,18 +95,18 @@ def test_longest_rows_first_end_no_later():
 
 
 def test_dealt_tiles_take_as_long_as_the_program_with_most_of_them():
-    dealt = waves.dealt_makespan(np.array([3.0, 1.0]), 4, 1, descending=False, programs=3, slots=3)
+    dealt = tile_schedule.dealt_makespan(np.array([3.0, 1.0]), 4, 1, descending=False, programs=3, slots=3)
     assert dealt == 7.0  # 3 1 3 1 3 1 3 1 dealt to three: 3+1+3, 1+3+1, 3+1
 
 
 def test_the_program_with_most_work_counts_wherever_it_is():
     """Four heads dealt together: of eight programs the second four have the long rows alone."""
-    dealt = waves.dealt_makespan(np.array([1.0, 5.0]), 8, 4, descending=False, programs=8, slots=8)
+    dealt = tile_schedule.dealt_makespan(np.array([1.0, 5.0]), 8, 4, descending=False, programs=8, slots=8)
     assert dealt == 10.0
 
 
 def test_persistent_programs_that_do_not_fit_at_once_run_one_after_another():
-    dealt = waves.dealt_makespan(np.array([2.0]), 8, 1, descending=False, programs=4, slots=2)
+    dealt = tile_schedule.dealt_makespan(np.array([2.0]), 8, 1, descending=False, programs=4, slots=2)
     assert dealt == 8.0  # two tiles each, two programs in turn
 
 
@@ -112,24 +114,24 @@ def test_persistent_programs_that_do_not_fit_at_once_run_one_after_another():
 
 
 def test_the_programs_that_share_a_tile_walk_its_blocks_in_equal_parts():
-    plain, masked = waves.shared(np.array([0.0, 3.0, 6.0, 15.0]), np.array([1.0, 1.0, 2.0, 1.0]), 4)
+    plain, masked = tile_schedule.shared(np.array([0.0, 3.0, 6.0, 15.0]), np.array([1.0, 1.0, 2.0, 1.0]), 4)
     assert plain.tolist() == [0.0, 3.0, 3.0, 3.0, *[3.75] * 4]
     assert masked.tolist() == [1.0, 1.0, 1.0, 1.0, *[0.25] * 4]
 
 
 def test_a_tile_is_shared_by_no_more_programs_than_it_has_blocks():
-    plain, _ = waves.shared(np.array([2.0, 2.0, 0.0]), np.zeros(3), 8)
+    plain, _ = tile_schedule.shared(np.array([2.0, 2.0, 0.0]), np.zeros(3), 8)
     assert plain.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_tile_of_packed_heads_walks_what_its_queries_see(mask):
     of = problem(mask, seq_q=100, seq_kv=300, heads_q=6, heads_kv=2)
-    plain, masked = waves.key_blocks(of, 64, 32, "split", 3)
+    plain, masked = tile_schedule.key_blocks(of, 64, 32, "split", 3)
     assert len(plain) == -(-300 // 64)
-    assert waves.heads_of(of, 3) == of.batch * 2
+    assert tile_schedule.heads_of(of, 3) == of.batch * 2
     for tile, blocks in enumerate((plain + masked).tolist()):
         first, last = tile * 64 // 3, min((tile * 64 + 63) // 3, 99)
         alone = replace(of, seq_q=100)
-        each = [sum(part) for part in zip(*waves.key_blocks(alone, 1, 32, "split"), strict=True)]
+        each = [sum(part) for part in zip(*tile_schedule.key_blocks(alone, 1, 32, "split"), strict=True)]
         assert max(each[first : last + 1]) <= blocks <= sum(each[first : last + 1])

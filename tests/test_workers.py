@@ -35,9 +35,9 @@ from planted_jobs import (
     Unpicklable,
 )
 
-from autoattn import workers
-from autoattn.trial import Outcome
-from autoattn.workers import Failure, Pool
+from autoattn.core.trial import Outcome
+from autoattn.search import worker_pool
+from autoattn.search.worker_pool import Failure, Pool
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
@@ -177,7 +177,7 @@ def test_an_idle_pool_has_no_results_and_starts_no_worker(pool: Pool) -> None:
 
 
 def test_a_worker_is_replaced_after_so_many_jobs(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "RECYCLE_AFTER", 2)
+    monkeypatch.setattr(worker_pool, "RECYCLE_AFTER", 2)
     assert [pool.result(Count(), LONG) for _ in range(4)] == [1, 2, 1, 2]
 
 
@@ -193,7 +193,7 @@ def test_workers_stand_behind_others_as_far_as_they_are_told_to() -> None:
 
 def test_the_workers_of_the_search_know_its_jobs() -> None:
     with Pool(size=1, environment={"PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""}) as pool:
-        assert pool.preload == "autoattn.jobs"
+        assert pool.preload == "autoattn.search.gpu_jobs"
         assert pool.result(Raise("x"), LONG).detail == "PlantedError: x"
 
 
@@ -278,7 +278,7 @@ def test_a_job_whose_worker_somebody_killed_runs_again(pool: Pool, tmp_path: Pat
     assert all_results(pool, 1)[ticket][1] == 1
 
 
-@pytest.mark.parametrize(("end", "times"), [("kill", workers.KILLS), ("segfault", 1), ("abort", 1)])
+@pytest.mark.parametrize(("end", "times"), [("kill", worker_pool.KILLS), ("segfault", 1), ("abort", 1)])
 def test_a_job_that_kills_its_workers_is_given_three_and_one_that_crashes_one(
     pool: Pool, tmp_path: Path, end: str, times: int
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_job_that_kills_its_workers_is_given_three_and_one_that_crashes_one(
 
 
 def test_a_worker_that_hangs_up_and_stays_is_ended(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "EXIT_SECONDS", 0.2)
+    monkeypatch.setattr(worker_pool, "EXIT_SECONDS", 0.2)
     pid = worker_of(pool)
     failure = pool.result(HangUp(), LONG)
     assert failure.outcome is Outcome.CRASH
@@ -368,10 +368,10 @@ def test_results_of_several_pools_are_awaited_at_once(make: Callable[..., Pool])
     worker_of(slow)
     worker_of(quick)
     first, second = slow.submit(Sleep(1.0), LONG), quick.submit(Echo(1), LONG)
-    ((pool, ticket, _),) = workers.next_results(slow, quick)
+    ((pool, ticket, _),) = worker_pool.next_results(slow, quick)
     assert (pool, ticket) == (quick, second)
-    assert workers.next_results(slow, quick) == [(slow, first, 1.0)]
-    assert workers.next_results(slow, quick) == []
+    assert worker_pool.next_results(slow, quick) == [(slow, first, 1.0)]
+    assert worker_pool.next_results(slow, quick) == []
 
 
 # Ends
@@ -408,7 +408,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import planted_jobs
-from autoattn.workers import Pool
+from autoattn.search.worker_pool import Pool
 pool = Pool(size=2, environment={}, preload="planted_jobs")
 note = Path(sys.argv[1])
 pool.submit(planted_jobs.Hang(note / "busy", child=True, locked=len(sys.argv) > 2), 600)
@@ -465,6 +465,6 @@ def test_workers_run_in_sessions_of_their_own(pool: Pool) -> None:
 def test_planted_jobs_import_nothing_slow() -> None:
     """The workers of these tests start in a moment only as long as this holds."""
     assert planted_jobs.__file__ is not None
-    script = "import planted_jobs, autoattn.workers, sys; print('torch' in sys.modules)"
+    script = "import planted_jobs, autoattn.search.worker_pool, sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "PYTHONPATH": PATHS})
     assert run.stdout == b"False\n"

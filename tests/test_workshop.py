@@ -24,15 +24,16 @@ from pretended_pool import (
     variants,
 )
 
-from autoattn import render, space, storage, workshop
+from autoattn.codegen import render, search_space
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision
+from autoattn.core.trial import Outcome, StaticReport, Trial
 from autoattn.errors import HostError
-from autoattn.jobs import Final, Prepare, Screen, Screened, kind_of
-from autoattn.ledger import Ledger
-from autoattn.problem import DType, Layout, Numerics, Op, Precision
-from autoattn.study import Study
-from autoattn.trial import Outcome, StaticReport, Trial
-from autoattn.workers import Failure
-from autoattn.workshop import Workshop
+from autoattn.search import storage, trial_pipeline
+from autoattn.search.gpu_jobs import Final, Prepare, Screen, Screened, kind_of
+from autoattn.search.shared_trials import Ledger
+from autoattn.search.study import Study
+from autoattn.search.trial_pipeline import Workshop
+from autoattn.search.worker_pool import Failure
 
 
 @pytest.fixture
@@ -210,7 +211,7 @@ def test_short_memory_costs_one_variant_which_is_counted_and_not_journalled(benc
     few = Failure(outcome=Outcome.OUT_OF_MEMORY, detail="too little")
     shop = Workshop(samples.A30, measured=False, jobs=1)
     bench.inspect = lambda job: few if job is asked(shop)[1] else report_of(job)
-    one = space.load("triton/forward")
+    one = search_space.load("triton/forward")
 
     def study() -> Study:
         ledger = Ledger("one", storage.journal(tmp_path / "one.journal"), one)
@@ -493,7 +494,7 @@ def test_each_card_is_made_ready_for_a_problem_before_its_first_look(bench: Benc
 
 
 def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: Path) -> None:
-    points = space.load(kernels.TEMPLATE)
+    points = search_space.load(kernels.TEMPLATE)
     ledger = Ledger("one", storage.journal(tmp_path / "journal"), points)
     study = Study(ledger, points, LARGE, samples.A30, seed=0, budget=20)
     study.enqueue(points.seeds_for(LARGE, samples.A30))
@@ -505,7 +506,7 @@ def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: P
 def test_finals_take_no_time_of_other_searches(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while they run nor when they have ended."""
     now = [100.0]
-    monkeypatch.setattr(workshop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(trial_pipeline.time, "monotonic", lambda: now[0])
     shop = Workshop(samples.A30, measured=True, jobs=2)
     steps = shop.final(LARGE, variants(2), seconds=0.5, seed=7)
     next(steps)
@@ -524,9 +525,9 @@ def test_the_seeds_of_every_template_are_inspected_and_those_that_the_model_know
         loop={"HGMMA.64x64x16.F32.BF16.SS": 8, "MUFU.EX2": 32},
     )  # fmt: skip
     with Workshop(samples.H200, measured=False, jobs=1) as shop:
-        for points in space.of(op):
+        for points in search_space.of(op):
             for variant in points.seeds_for(of, samples.H200):
-                slot = workshop._Slot(problem=of, variant=variant, source=render.render(of, variant))
+                slot = trial_pipeline._Slot(problem=of, variant=variant, source=render.render(of, variant))
                 trial = shop._inspected(slot, found)
                 assert trial.outcome is Outcome.OK
                 assert (trial.prediction is not None) == predicted

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoattn import zeros
-from autoattn.zeros import Room, Rooms
+from autoattn.kernels import zeroed_scratch
+from autoattn.kernels.zeroed_scratch import Room, Rooms
 
 
 @pytest.fixture
 def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(capturing=False, made=[], settled=[])
-    on_the_host = zeros._zeros
+    on_the_host = zeroed_scratch._zeros
     monkeypatch.setattr(
-        zeros, "_zeros", lambda size, index: (state.made.append((size, index)), on_the_host(size, index))[1]
+        zeroed_scratch, "_zeros", lambda size, index: (state.made.append((size, index)), on_the_host(size, index))[1]
     )
-    monkeypatch.setattr(zeros, "_settle", state.settled.append)
+    monkeypatch.setattr(zeroed_scratch, "_settle", state.settled.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
@@ -43,7 +43,7 @@ def test_launches_on_a_stream_share_a_room_and_others_have_their_own(card: Simpl
 
 
 def test_what_one_kind_of_launches_leaves_behind_is_no_zero_of_another(card: SimpleNamespace) -> None:
-    scratch, arrivals = (zeros.ROOMS[name].room(0, 7, 10) for name in ("scratch_ptr", "arrivals_ptr"))
+    scratch, arrivals = (zeroed_scratch.ROOMS[name].room(0, 7, 10) for name in ("scratch_ptr", "arrivals_ptr"))
     assert not overlap(scratch, arrivals)
 
 
@@ -55,15 +55,17 @@ def test_a_room_that_is_outgrown_gives_way_to_a_larger_one_and_is_zeroed_only_wh
         room = rooms.room(0, 7, size)
         assert room.size == room.tensor.numel() >= size
         assert room.address == room.tensor.data_ptr()
-    assert [size for size, _ in card.made if size != zeros.CAPTURED] == [4096, 8192]
+    assert [size for size, _ in card.made if size != zeroed_scratch.CAPTURED] == [4096, 8192]
 
 
 def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
     card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking: list[int] = []
-    plain = zeros._zeros_on
-    monkeypatch.setattr(zeros, "_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1])
+    plain = zeroed_scratch._zeros_on
+    monkeypatch.setattr(
+        zeroed_scratch, "_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1]
+    )
     Rooms().room(0, 7, 10)
     assert len(asking) == 2, "the room, and zeros for graphs"
     assert threading.get_ident() not in asking
@@ -79,7 +81,9 @@ def test_each_captured_launch_has_zeros_of_its_own_that_were_made_before(card: S
     assert card.made == made, "a graph holds no memset"
     assert [room.size for room in captured] == [10, 10, 100, 10]
     assert not any(room.tensor.any() for room in captured)
-    assert all(room.address % (4 * zeros.STEP) == captured[0].address % (4 * zeros.STEP) for room in captured)
+    assert all(
+        room.address % (4 * zeroed_scratch.STEP) == captured[0].address % (4 * zeroed_scratch.STEP) for room in captured
+    )
     for place, one in enumerate(captured):
         assert not any(overlap(one, other) for other in (*shared, *captured[:place]))
 
@@ -92,7 +96,7 @@ def test_a_graph_sets_its_own_zeros_where_none_are_left(card: SimpleNamespace) -
     card.capturing = False
     rooms.room(0, 7, 10)
     card.capturing = True
-    rooms.room(0, 7, zeros.CAPTURED - 5)
+    rooms.room(0, 7, zeroed_scratch.CAPTURED - 5)
     rooms.room(0, 7, 10)
     assert card.made[-1] == (10, 0)
 
@@ -115,6 +119,8 @@ def test_the_default_stream_which_no_graph_captures_is_not_asked(
 
 def test_streams_that_come_and_go_do_not_fill_the_memory(card: SimpleNamespace) -> None:
     rooms = Rooms()
-    for stream in range(10, 10 + 2 * zeros.MOST):
+    for stream in range(10, 10 + 2 * zeroed_scratch.MOST):
         rooms.room(0, stream, 10)
-    assert [*rooms._found] == [(0, 10 + zeros.MOST + number) for number in range(zeros.MOST)], "the latest"
+    assert [*rooms._found] == [(0, 10 + zeroed_scratch.MOST + number) for number in range(zeroed_scratch.MOST)], (
+        "the latest"
+    )

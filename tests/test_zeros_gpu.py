@@ -10,10 +10,10 @@ import streams
 import torch
 from torch import Tensor
 
-from autoattn import compile, gpu
-from autoattn.operands import Operands
-from autoattn.ops import forward
-from autoattn.zeros import ROOMS
+from autoattn.hardware import nvidia
+from autoattn.kernels import compiler, forward
+from autoattn.kernels.zeroed_scratch import ROOMS
+from autoattn.tensors.operands import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ ARRIVALS = ROOMS["arrivals_ptr"]
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
     """A launch of 128 tiles, each of which up to four programs share; returns its output, which no launch wrote to."""
-    if gpu.present() is None:
+    if nvidia.present() is None:
         pytest.skip("needs a card that autoattn knows")
     monkeypatch.setattr(ARRIVALS, "_found", {})
     one = kernels.problem(batch=2, heads_q=2, heads_kv=2, seq_q=512, seq_kv=4096, head_dim=64, mask="causal")
@@ -32,7 +32,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
         for length in (one.seq_q, one.seq_kv, one.seq_kv)
     ]
     operands = Operands(query=three[0], key=three[1], value=three[2], scale=one.head_dim**-0.5)
-    kernel = compile.load(kernels.source(one, SPLITS=4), torch.device("cuda"))
+    kernel = compiler.load(kernels.source(one, SPLITS=4), torch.device("cuda"))
 
     def launched() -> Tensor:
         output = forward.empty_output(one, operands.query).fill_(float("nan"))

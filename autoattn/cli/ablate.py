@@ -16,7 +16,7 @@ from autoattn.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoattn.ablation import Row, Run
+    from autoattn.bench.ablation import Row, Run
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --out ablations[/]\n\n"
@@ -45,25 +45,26 @@ def command(
     for problem in problems:
         if problem.op.value != "forward":
             raise UsageError(f"ablate times outputs alone, got {problem}; leave it out: bench times gradients")
-    from autoattn import ablate, ablation, gpu
+    from autoattn.bench import ablation, ablation_bench
+    from autoattn.hardware import nvidia
 
-    card, measured = gpu.resolve(device)
+    card, measured = nvidia.resolve(device)
     words = ["autoattn", "ablate", str(shapes), "--device", card.name]
     for name, values in (("--group", group), ("--only", only)):
         words += [word for value in values or () for word in (name, value)]
     run = ablation.Run(
-        machine=ablate.machine(card, measured=measured),
+        machine=ablation_bench.machine(card, measured=measured),
         command=shlex.join([*words, "--rounds", str(rounds), "--seed", str(seed), "--out", str(out)]),
         device=card,
         measured=measured,
         planned=len(problems),
     )
     settings = ablation.Options(rounds=rounds, seed=seed)
-    _go(run, ablate.run(problems, card, measured=measured, options=settings), out)
+    _go(run, ablation_bench.run(problems, card, measured=measured, options=settings), out)
 
 
 def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
-    from autoattn.report import ablation
+    from autoattn.report import ablation_tables
 
     numbers = count(1)
 
@@ -77,27 +78,27 @@ def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
         head=[f"{run.device.full_name}: {run.planned} problems, {how}"],
         keep=run.rows.extend,
         lines=told,
-        write=lambda: ablation.write(run, out),
+        write=lambda: ablation_tables.write(run, out),
         failed=lambda: all(row.baseline is None for row in run.rows),
     )
 
 
 def line(row: Row) -> str:
     """One finished problem with one template."""
-    from autoattn.report import ablation, figures
+    from autoattn.report import ablation_tables, figures
 
     head = f"{row.problem}, {row.template}: "
     if not row.cells:
         return head + figures.printable(row.note)
     if row.baseline is None:
-        return head + figures.printable(f"no baseline: {ablation.state(row.cells[0])}")
+        return head + figures.printable(f"no baseline: {ablation_tables.state(row.cells[0])}")
     words = [f"baseline {figures.tflops(row.tflops(row.baseline))} TFLOP/s"]
     if row.bound is not None:
         words.append(f"no softmax {figures.tflops(row.tflops(row.bound))}")
     others = [cell for cell in row.cells if cell not in (row.baseline, row.bound)]
     best = max(others, key=lambda cell: _or_nothing(row.over_baseline(cell)), default=None)
     if best is not None:
-        words.append(f"best change {best.change.name} {ablation.precise(row.over_baseline(best))}")
+        words.append(f"best change {best.change.name} {ablation_tables.precise(row.over_baseline(best))}")
     return head + ", ".join(words)
 
 

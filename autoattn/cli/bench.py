@@ -14,8 +14,8 @@ from autoattn.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from autoattn.comparison import Options, Row, Run
-    from autoattn.problem import Problem
+    from autoattn.bench.kernel_results import Options, Row, Run
+    from autoattn.core.problem import Problem
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn bench benchmarks/shapes/h200_dense.yaml --out bench[/]\n\n"
@@ -59,23 +59,29 @@ def command(
     options.at_least("--rounds", 1, rounds)
     options.seed(seed)
     problems = picked(shapes, group, only)
-    from autoattn import bench, gpu
-    from autoattn import peers as others
+    from autoattn.baselines import external as others
+    from autoattn.bench import kernel_bench
+    from autoattn.bench.kernel_results import Inputs, Options, Ours, Run
     from autoattn.cli import memory
-    from autoattn.comparison import Inputs, Options, Ours, Run
+    from autoattn.hardware import nvidia
 
     chosen = others.named(peers)
     settings = Options(seconds=seconds, rounds=rounds, inputs=Inputs(inputs), ours=Ours(ours), seed=seed)
     run = Run(
-        machine=bench.machine(chosen),
+        machine=kernel_bench.machine(chosen),
         command=_spelled(shapes, out, peers, group, only, settings),
         options=settings,
         peers=tuple(peer.name for peer in chosen),
         missing={peer.name: why for peer in chosen if (why := peer.why_missing()) is not None},
         planned=len(problems),
     )
-    card = gpu.present()
-    _go(run, bench.rows(problems, chosen, settings), out, memory.warning(problems, card) if card is not None else None)
+    card = nvidia.present()
+    _go(
+        run,
+        kernel_bench.rows(problems, chosen, settings),
+        out,
+        memory.warning(problems, card) if card is not None else None,
+    )
 
 
 def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> list[Problem]:
@@ -109,10 +115,10 @@ def _spelled(
 
 
 def _go(run: Run, found: Iterator[Row], out: Path, warning: str | None) -> None:
-    from autoattn.report import comparison
+    from autoattn.report import kernel_tables
 
     def standing() -> list[str]:
-        best = comparison.against_best(run.rows)
+        best = kernel_tables.against_best(run.rows)
         if best is None:
             return []
         return [
@@ -130,7 +136,7 @@ def _go(run: Run, found: Iterator[Row], out: Path, warning: str | None) -> None:
         ],
         keep=run.rows.append,
         lines=lambda row: [line(run, row)],
-        write=lambda: comparison.write(run, out),
+        write=lambda: kernel_tables.write(run, out),
         tail=standing,
         failed=lambda: any(row.ours is None for row in run.rows),
     )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoattn.bench.training_results import CONTEXTS, Mode, Numbers, Options, Row, Run, State, Whose
 from autoattn.cli import options, rows
-from autoattn.timetable import CONTEXTS, Mode, Numbers, Options, Row, Run, State, Whose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,13 +59,13 @@ def command(
         steps=steps,
         limit=limit,
     )
-    from autoattn import bench
+    from autoattn.bench import kernel_bench
 
-    machine = bench.machine(())
-    from autoattn import training, transformer
+    machine = kernel_bench.machine(())
+    from autoattn.bench import training_bench, transformer
 
     run = Run(machine=machine, command=spelled(settings, out), options=settings)
-    _go(run, training.rows([transformer.SIZES[name] for name in settings.models], settings), out)
+    _go(run, training_bench.rows([transformer.SIZES[name] for name in settings.models], settings), out)
 
 
 def spelled(settings: Options, out: Path) -> str:
@@ -86,25 +86,25 @@ def spelled(settings: Options, out: Path) -> str:
 
 
 def _go(run: Run, found: Iterator[Row], out: Path) -> None:
-    from autoattn.report import timetable
+    from autoattn.report import training_tables
 
     rows.take(
         found,
         head=[f"{run.machine['card']}: {run.options.planned} rows"],
         keep=run.rows.append,
         lines=lambda row: [line(run, row)],
-        write=lambda: timetable.write(run, out),
+        write=lambda: training_tables.write(run, out),
         failed=lambda: any(row.state in (State.FAILED, State.WRONG) for row in run.rows),
     )
 
 
 def line(run: Run, row: Row) -> str:
     """One finished row."""
-    from autoattn.report import figures, timetable
+    from autoattn.report import figures, training_tables
 
     planned = run.options.planned
-    head = f"[{len(run.rows):>{len(str(planned))}}/{planned}] {timetable.case_of(row)}, {row.whose.value}: "
+    head = f"[{len(run.rows):>{len(str(planned))}}/{planned}] {training_tables.case_of(row)}, {row.whose.value}: "
     if not row.timed:
         return head + figures.printable(f"{row.state.value}, {row.detail}")
     times = f"{row.mean('forward_ms'):.2f} + {row.mean('backward_ms'):.2f} ms, total {row.mean('total_ms'):.2f} ms"
-    return f"{head}{times}, attention {figures.percent(row.share)}, {timetable.gibibytes(row)} GiB, {row.ran}"
+    return f"{head}{times}, attention {figures.percent(row.share)}, {training_tables.gibibytes(row)} GiB, {row.ran}"

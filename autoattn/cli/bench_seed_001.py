@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoattn.bench.pass_results import Options, Row, Run, Table
+from autoattn.bench.training_results import Numbers, State, Whose
 from autoattn.cli import options, rows
-from autoattn.passes import Options, Row, Run, Table
-from autoattn.timetable import Numbers, State, Whose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,13 +56,13 @@ def command(
         seconds=seconds,
         seed=seed,
     )
-    from autoattn import bench
+    from autoattn.bench import kernel_bench
 
-    machine = bench.machine(())
-    from autoattn import passing
+    machine = kernel_bench.machine(())
+    from autoattn.bench import pass_bench
 
     run = Run(machine=machine, command=spelled(settings, out), options=settings)
-    _go(run, passing.rows(settings), out)
+    _go(run, pass_bench.rows(settings), out)
 
 
 def spelled(settings: Options, out: Path) -> str:
@@ -81,22 +81,22 @@ def spelled(settings: Options, out: Path) -> str:
 
 
 def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
-    from autoattn.report import passes
+    from autoattn.report import pass_tables
 
     rows.take(
         found,
         head=[f"{run.machine['card']}: {len(run.options.cases())} calls"],
         keep=run.cases.append,
         lines=lambda case: [line(run, case)],
-        write=lambda: passes.write(run, out),
+        write=lambda: pass_tables.write(run, out),
         failed=lambda: any(row.state in (State.FAILED, State.WRONG) for case in run.cases for row in case),
     )
 
 
 def line(run: Run, case: list[Row]) -> str:
     """One finished call."""
-    from autoattn.report import figures, passes
+    from autoattn.report import figures, pass_tables
 
     planned = len(run.options.cases())
-    words = [f"{row.whose.value} {passes.told(row)}" for row in case]
+    words = [f"{row.whose.value} {pass_tables.told(row)}" for row in case]
     return f"[{len(run.cases):>{len(str(planned))}}/{planned}] {case[0].case}: " + figures.printable("; ".join(words))

@@ -14,8 +14,8 @@ from autoattn.cli import completion, options, verify
 from autoattn.errors import StateError, UsageError
 
 if TYPE_CHECKING:
-    from autoattn.cachefile import CacheFile
-    from autoattn.inventory import Difference
+    from autoattn.cache.file_format import CacheFile
+    from autoattn.cache.inventory import Difference
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn cache list[/]\n\n[bold]autoattn cache merge bundle.zip cache[/]\n\n"
@@ -36,7 +36,7 @@ def list_(
 
     Shadowed entries give way to one of the same problem in the other cache: a call never takes them.
     """
-    from autoattn import inventory
+    from autoattn.cache import inventory
     from autoattn.cli import show, terminal
 
     combined = show.overlays(None, cache)
@@ -73,8 +73,9 @@ def diff(
 
     Exits with 1 when they differ. Times of two runs are compared as they stand: a few percent may be the day's.
     """
-    from autoattn import bundle, inventory
+    from autoattn.cache import inventory
     from autoattn.cli import show, terminal
+    from autoattn.tools import bundle
 
     others = (
         bundle.load(second)
@@ -110,8 +111,9 @@ def merge(
 
     Measurements of two cards that share a name are never mixed: the merge is refused.
     """
-    from autoattn import bundle, cache
+    from autoattn.cache import store
     from autoattn.cli import terminal
+    from autoattn.tools import bundle
 
     if into.exists() and not into.is_dir():
         raise UsageError(f"INTO must be a cache folder, got the file {into}; name the folder that holds its device's")
@@ -119,7 +121,7 @@ def merge(
     if not files:
         raise StateError(f"{source} must hold cache files, found none; name another folder, a file or a bundle")
     console = terminal.console()
-    for merged in cache.combine(into, files, any_time=replace):
+    for merged in store.combine(into, files, any_time=replace):
         counts = f"{len(merged.taken)} taken, {len(merged.same)} there already, {len(merged.refused)} not taken"
         console.print(terminal.printable(f"{merged.path}: {counts}"), soft_wrap=True)
         for verb, reasons in (("replaced", merged.replaced), ("not taken", merged.refused)):
@@ -157,9 +159,9 @@ def export(
     one. autoattn cache merge takes such a bundle after checking every digest. Stale entries have no kernel to pack: all
     leaves them out, and a name of one is refused.
     """
-    from autoattn import bundle
     from autoattn.cli import show, terminal
     from autoattn.report import files as writing
+    from autoattn.tools import bundle
 
     combined = show.overlays(device, cache)
     found = _picked([file for one in combined for file in one.by_release], problems, cache)
@@ -188,7 +190,7 @@ def prune(
     A journal that was written to in the last hour stays, since a tuner may be at it. What an older one knows of a
     search that was interrupted is lost.
     """
-    from autoattn import inventory
+    from autoattn.cache import inventory
     from autoattn.cli import terminal
 
     cache = inventory.folders(cache)[0]
@@ -223,11 +225,12 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 
 def _picked(files: list[CacheFile], wanted: list[str], named: Path | None) -> list[CacheFile]:
     """The files with the entries that are wanted; of all, those that hold. `named` is what --cache says."""
-    from autoattn import bundle, cache
+    from autoattn.cache import store
+    from autoattn.tools import bundle
 
     if wanted == [ALL]:
         return [
-            bundle.only(file, [entry for entry in file.entries.values() if cache.why_held_back(entry) is None])
+            bundle.only(file, [entry for entry in file.entries.values() if store.why_held_back(entry) is None])
             for file in files
         ]
     entries = [entry for file in files for entry in file.entries.values()]

@@ -10,31 +10,31 @@ from pathlib import Path
 
 import typer
 
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision
 from autoattn.errors import AutoattnError
-from autoattn.problem import DType, Layout, Numerics, Op, Precision
 
 Candidates = list[tuple[str, str]]  # (value, what it means)
 
 
 def devices(incomplete: str) -> Candidates:
     """The short names of the known devices, and auto."""
-    from autoattn import profiles
+    from autoattn.core import device_profiles
 
     known = [("auto", "the GPU in this machine")]
-    known += [(device.name, device.full_name) for device in profiles.all_devices()]
+    known += [(device.name, device.full_name) for device in device_profiles.all_devices()]
     return _beginning(incomplete, known)
 
 
 def groups(ctx: typer.Context, incomplete: str) -> Candidates:
     """The groups of the shapes file that the command line names."""
-    from autoattn import shapes
+    from autoattn.shapes import shapes_file
 
     # As an argument the file is still unread when the option in front of the cursor has no value yet.
     file = ctx.params.get("shapes") or next(iter(ctx.args), None)
     if file is None:
         return []
     try:
-        named = shapes.load(Path(file))
+        named = shapes_file.load(Path(file))
     except (AutoattnError, OSError):
         return []
     counts: dict[str, int] = {}
@@ -46,8 +46,8 @@ def groups(ctx: typer.Context, incomplete: str) -> Candidates:
 
 def problem_keys(ctx: typer.Context, incomplete: str) -> Candidates:
     """Keys of the problems of the cache that the command line names, else of the user's and the shipped one."""
-    from autoattn import resources
-    from autoattn.cache import read_folder
+    from autoattn.cache.store import read_folder
+    from autoattn.codegen import resources
 
     folder = ctx.params.get("cache")
     folders = [Path(folder)] if folder is not None else [resources.user_cache(), resources.shipped_cache()]

@@ -9,11 +9,12 @@ EXAMPLES = "Example: [bold]autoattn devices --json[/]"
 
 def command(json: options.Json = False) -> None:
     """List the GPUs that autoattn knows, and say which one is in this machine."""
-    from autoattn import gpu, profiles
     from autoattn.cli import terminal
+    from autoattn.core import device_profiles
+    from autoattn.hardware import nvidia
 
-    present = gpu.present()
-    known = list(profiles.all_devices())
+    present = nvidia.present()
+    known = list(device_profiles.all_devices())
     if present is not None and present.name not in {device.name for device in known}:
         known.append(present)
     if json:

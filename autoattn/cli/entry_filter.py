@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoattn.entry import CacheEntry
+    from autoattn.core.cache_entry import CacheEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,12 @@ class EntryFilter:
         Raises:
             UsageError: the route is unknown.
         """
-        from autoattn import resources, rivals
-        from autoattn.problem import Op
+        from autoattn.baselines import pytorch_sdpa
+        from autoattn.codegen import resources
+        from autoattn.core.problem import Op
 
         templates = [name for op in Op for name in resources.template_names(op)]
-        known = {"kernel", *templates, rivals.SDPA, *rivals.BACKENDS, *(entry.choice for entry in entries)}
+        known = {"kernel", *templates, pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS, *(entry.choice for entry in entries)}
         if self.route is not None and self.route not in known:
             raise UsageError(f"--route must be of {', '.join(sorted(known))}, got {self.route!r:.60}; correct it")
 

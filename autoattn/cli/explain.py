@@ -11,7 +11,7 @@ from autoattn.cli import completion, options
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoattn.dispatch import Explanation
+    from autoattn.runtime.plan.cache_lookup import Explanation
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn explain --device a30 --dtype bf16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1000 "
@@ -71,11 +71,12 @@ def command(
     for one in named:
         if lse and not training and one.problem.op.value == "backward":
             raise UsageError(f"--lse is a choice for outputs, got {one.problem}; leave it out, or add --training")
-    from autoattn import answer, gpu
     from autoattn.cli import terminal
+    from autoattn.hardware import nvidia
+    from autoattn.runtime.plan import planner
 
-    card = gpu.resolve(device)[0] if device is not None else gpu.present()
-    answers = [answer.explain(one.problem, card, cache, lse=lse, training=training) for one in named]
+    card = nvidia.resolve(device)[0] if device is not None else nvidia.present()
+    answers = [planner.explain(one.problem, card, cache, lse=lse, training=training) for one in named]
     if json:
         documents = [_document(answer) for answer in answers]
         terminal.print_json(documents[0] if problem is not None else documents)

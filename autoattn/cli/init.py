@@ -32,18 +32,18 @@ def command(
 
     The file is ready for autoattn tune --shapes FILE.
     """
-    from autoattn import shapes_text
     from autoattn.cli import terminal
+    from autoattn.shapes import starter_file
 
     if model is None:
         for name, given in (("--lengths", lengths), ("--dtype", dtype), ("--batch", batch)):
             if given is not None:
                 raise UsageError(f"{name} is a choice for --model, got no --model; add it, or edit the file")
-        text, notes = shapes_text.write(shapes_text.STARTER), tuple[str, ...]()
+        text, notes = starter_file.write(starter_file.STARTER), tuple[str, ...]()
     else:
         document, notes = models.document(model, dtype=dtype, batch=batch, lengths=lengths)
         about = [f"Model {terminal.printable(model)}.", *(f"Note: {terminal.printable(note)}." for note in notes), ""]
-        text = shapes_text.write(document, [*about, *shapes_text.HEAD])
+        text = starter_file.write(document, [*about, *starter_file.HEAD])
     try:
         with open(file, "w" if force else "x", encoding="utf-8") as opened:
             opened.write(text)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoattn.device import Device
-    from autoattn.problem import Problem
+    from autoattn.core.device import Device
+    from autoattn.core.problem import Problem
 
 GIB = 2**30
 LISTED = 3  # problems that a warning names

@@ -6,10 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from autoattn import model_config, shapes
 from autoattn.cli import options
 from autoattn.errors import ShapesError
-from autoattn.shapes import NamedProblem
+from autoattn.shapes import model_config, shapes_file
+from autoattn.shapes.shapes_file import NamedProblem
 
 WAY_OUT = "name a config.json, or a folder that holds one"
 
@@ -31,13 +31,13 @@ def document(
     wanted = options.lengths("--lengths", lengths) if lengths is not None else None
     config = model_config.read(_config(model), model)
     made = model_config.document(config, dtype=dtype, batch=batch if batch is not None else 1, lengths=wanted)
-    shapes.parse(made, f"--model {model}")  # what no kernel takes is refused before anything is written or tuned
+    shapes_file.parse(made, f"--model {model}")  # what no kernel takes is refused before anything is written or tuned
     return made, model_config.notes(config, dtype=dtype, lengths=wanted)
 
 
 def problems(document: dict[str, Any], model: str) -> list[NamedProblem]:
     """The problems of such a document."""
-    return shapes.parse(document, f"--model {model}")
+    return shapes_file.parse(document, f"--model {model}")
 
 
 def _config(model: str) -> object:

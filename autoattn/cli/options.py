@@ -13,8 +13,8 @@ from autoattn.cli import completion
 from autoattn.errors import ProblemError, ShapesError, UsageError
 
 if TYPE_CHECKING:
-    from autoattn.problem import Problem
-    from autoattn.shapes import NamedProblem
+    from autoattn.core.problem import Problem
+    from autoattn.shapes.shapes_file import NamedProblem
 
 Choice = TypeVar("Choice", bound=Enum)
 ONE = "One problem"
@@ -233,10 +233,10 @@ def _modifier(text: str) -> tuple[str, str | bool]:
 
 def _parsed(values: dict[str, Any]) -> Problem:
     """Reads the values as a shapes file's, so that both accept the same spellings and refuse in the same words."""
-    from autoattn import shapes
+    from autoattn.shapes import shapes_file
 
     try:
-        return shapes.parse({"version": 1, "groups": {"options": {"problems": [values]}}}, "options")[0].problem
+        return shapes_file.parse({"version": 1, "groups": {"options": {"problems": [values]}}}, "options")[0].problem
     except ShapesError as error:
         raise ProblemError(str(error).removeprefix("options: group 'options', problem 1: ")) from None
 
@@ -248,7 +248,7 @@ def problems_of(file: Path | None, groups: list[str] | None, problem: Problem | 
         UsageError: neither or both of them are there, or a group is not in the file.
         ShapesError: the file cannot be read.
     """
-    from autoattn import shapes
+    from autoattn.shapes import shapes_file
 
     if (file is None) == (problem is None):
         came = "neither" if file is None else "both"
@@ -258,9 +258,9 @@ def problems_of(file: Path | None, groups: list[str] | None, problem: Problem | 
     if problem is not None:
         if groups:
             raise UsageError(f"--group picks from a shapes file, got {groups[0]!r} without --shapes; leave it out")
-        return [shapes.NamedProblem(problem=problem, groups=("one problem",))]
+        return [shapes_file.NamedProblem(problem=problem, groups=("one problem",))]
     assert file is not None
-    return of_groups(shapes.load(file), groups, str(file))
+    return of_groups(shapes_file.load(file), groups, str(file))
 
 
 def of_groups(named: list[NamedProblem], groups: list[str] | None, source: str) -> list[NamedProblem]:

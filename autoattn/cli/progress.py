@@ -13,7 +13,7 @@ from rich.text import Text
 from autoattn.report import figures
 
 if TYPE_CHECKING:
-    from autoattn.plan import Progress as Report
+    from autoattn.search.search_options import Progress as Report
 
 FINISHED = ("done", "kept")
 

@@ -12,10 +12,10 @@ from autoattn.cli import options
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoattn.device import Device
-    from autoattn.entry import CacheEntry
-    from autoattn.problem import Problem
-    from autoattn.variant import Variant
+    from autoattn.core.cache_entry import CacheEntry
+    from autoattn.core.device import Device
+    from autoattn.core.problem import Problem
+    from autoattn.core.variant import Variant
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn render --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 "
@@ -80,31 +80,32 @@ def command(
 def _text(
     problem: Problem, device: str, cache: Path | None, template: str | None, settings: list[str], lse: bool
 ) -> str:
-    from autoattn import gpu, render, space
+    from autoattn.codegen import render, search_space
+    from autoattn.hardware import nvidia
 
-    card, _ = gpu.resolve(device)
+    card, _ = nvidia.resolve(device)
     entry = _winner(problem, card, cache) if template is None else None
     if entry is not None:
         variant, origin = entry.variant, f"{entry.evidence.value} winner of the cache"
     else:
-        variant = _default(problem, card) if template is None else space.load(template).default(problem, card)
+        variant = _default(problem, card) if template is None else search_space.load(template).default(problem, card)
         origin = f"default of {variant.template}"
     if settings:
         variant, origin = changed(variant, settings), f"{origin}, changed by --param"
     source = render.render(problem, variant, render.natural_traits(problem, lse=lse))
     header = [f"{problem}, for {card.full_name}", f"{origin}; source digest {source.digest}"]
-    if (reason := space.load(variant.template).why_infeasible(variant, problem, card)) is not None:
+    if (reason := search_space.load(variant.template).why_infeasible(variant, problem, card)) is not None:
         header.append(f"cannot run on that device: {reason}")
     return "".join(f"# {line}\n" for line in header) + source.text
 
 
 def _default(problem: Problem, card: Device) -> Variant:
     """What a call runs of a problem that was never tuned: the default of the first template that has one."""
-    from autoattn import space
+    from autoattn.codegen import search_space
     from autoattn.errors import SpaceError
 
     reasons = []
-    for one in space.of(problem.op):
+    for one in search_space.of(problem.op):
         try:
             return one.default(problem, card)
         except SpaceError as error:
@@ -113,11 +114,11 @@ def _default(problem: Problem, card: Device) -> Variant:
 
 
 def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:
-    from autoattn import cache, inventory
+    from autoattn.cache import inventory, store
 
     for one in inventory.overlays(folder, lambda _: card.fingerprint, card.name):
         place = one.counting.get(problem.key)
-        if place is not None and cache.why_held_back(place.entry) is None:
+        if place is not None and store.why_held_back(place.entry) is None:
             return place.entry
     return None
 
@@ -128,9 +129,9 @@ def changed(variant: Variant, settings: list[str]) -> Variant:
     Raises:
         UsageError: a setting is not NAME=VALUE, or the search space has no such parameter or value.
     """
-    from autoattn import space
+    from autoattn.codegen import search_space
 
-    searched = space.load(variant.template)
+    searched = search_space.load(variant.template)
     choices = searched.choices
     params = variant.as_dict()
     for setting in settings:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from autoattn.entry import CacheEntry
-    from autoattn.precedence import Overlay
+    from autoattn.cache.precedence import Overlay
+    from autoattn.core.cache_entry import CacheEntry
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn show --device h200 --evidence measured[/]\n\n"
@@ -97,10 +97,11 @@ def command(
 
 def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
     """What `cache` holds, else what the user's cache and the shipped one hold together, as a call combines them."""
-    from autoattn import gpu, inventory
+    from autoattn.cache import inventory
+    from autoattn.hardware import nvidia
 
-    name = gpu.resolve(device)[0].name if device is not None else None
-    return inventory.overlays(cache, gpu.fingerprint_of, name)
+    name = nvidia.resolve(device)[0].name if device is not None else None
+    return inventory.overlays(cache, nvidia.fingerprint_of, name)
 
 
 def print_left_out(console: Console, combined: list[Overlay]) -> None:
@@ -123,7 +124,7 @@ def print_left_out(console: Console, combined: list[Overlay]) -> None:
 
 def print_availability(console: Console, entries: Iterable[CacheEntry]) -> None:
     """Says which of these entries' kernels the installed Triton cannot run, and which another release tuned."""
-    from autoattn import availability
+    from autoattn.cache import availability
     from autoattn.cli import terminal
 
     for sentence in availability.sentences(entries):

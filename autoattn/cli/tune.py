@@ -14,10 +14,10 @@ from autoattn.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoattn.device import Device
-    from autoattn.plan import Options, Summary
-    from autoattn.problem import Problem
-    from autoattn.shapes import NamedProblem
+    from autoattn.core.device import Device
+    from autoattn.core.problem import Problem
+    from autoattn.search.search_options import Options, Summary
+    from autoattn.shapes.shapes_file import NamedProblem
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
@@ -116,8 +116,8 @@ def command(
         raise UsageError("--lengths is a choice for --model, got no --model; add it, or leave --lengths out")
     else:
         named, notes = options.problems_of(shapes, group, options.problem_of(dtype=dtype, batch=batch, **parts)), ()
-    from autoattn import resources
-    from autoattn.plan import Effort, Objective, Options
+    from autoattn.codegen import resources
+    from autoattn.search.search_options import Effort, Objective, Options
 
     settings = Options(
         effort=Effort(effort),
@@ -141,12 +141,12 @@ def _of_model(
     Raises:
         ShapesError: there is no such config, or problems cannot say its attention.
     """
-    from autoattn import gpu
     from autoattn.cli import model as models
+    from autoattn.hardware import nvidia
 
     document, notes = models.document(model, dtype=dtype, batch=batch, lengths=lengths)
     named = options.of_groups(models.problems(document, model), group, f"--model {model}")
-    if gpu.resolve(device)[1]:
+    if nvidia.resolve(device)[1]:
         return named, notes
     forward = [one for one in named if one.problem.op.value == "forward"]
     if len(forward) == len(named):
@@ -156,25 +156,25 @@ def _of_model(
 
 def _tune(device: str, named: list[NamedProblem], settings: Options, notes: tuple[str, ...]) -> None:
     """Says what is about to happen, tunes, and says what came of it."""
-    from autoattn import gpu
     from autoattn.cli import memory, terminal
+    from autoattn.hardware import nvidia
 
-    card, measured = gpu.resolve(device)
+    card, measured = nvidia.resolve(device)
     console = terminal.console()
-    console.print(opening(card, measured, gpu.present()), soft_wrap=True)
+    console.print(opening(card, measured, nvidia.present()), soft_wrap=True)
     effort = settings.effort.value
     console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
     for note in notes:
         console.print(terminal.printable(f"Note: {note}."), soft_wrap=True)
     if (shortage := memory.warning([one.problem for one in named], card)) is not None:
         console.print(terminal.printable(shortage), soft_wrap=True)
-    from autoattn import storage, tune
     from autoattn.cli.progress import Display
+    from autoattn.search import storage, tuner
 
     if settings.storage is not None:
         console.print(f"Sharing trials at {storage.shown(settings.storage)}", soft_wrap=True)
     with Display(console, measured=measured) as display:
-        summary = tune.tune([one.problem for one in named], card, measured=measured, options=settings, listen=display)
+        summary = tuner.tune([one.problem for one in named], card, measured=measured, options=settings, listen=display)
     close(console, named, summary)
     if summary.interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -10,7 +10,7 @@ import typer
 from autoattn.cli import options
 
 if TYPE_CHECKING:
-    from autoattn.precedence import Overlay, Placed
+    from autoattn.cache.precedence import Overlay, Placed
 
 EXAMPLES = "Examples:\n\n[bold]autoattn verify --device a30 --cache cache[/]\n\n[bold]autoattn cache verify --mark[/]"
 
@@ -34,14 +34,15 @@ def command(
     A call never runs on an entry that is marked as wrong or as one that does not run; of other marks autoattn explain
     tells, and autoattn tune searches marked problems again.
     """
-    from autoattn import cache as caching
-    from autoattn import gpu, resources
+    from autoattn.cache import store as caching
     from autoattn.cli import show, terminal
+    from autoattn.codegen import resources
+    from autoattn.core.problem import Op
     from autoattn.errors import StateError
-    from autoattn.problem import Op
-    from autoattn.verify import verify
+    from autoattn.hardware import nvidia
+    from autoattn.tools.verify import verify
 
-    card, here = gpu.resolve(device)
+    card, here = nvidia.resolve(device)
     combined = show.overlays(card.name, cache)
     places = _verifiable(combined)
     # No call here takes what another card measured, and times of two cards do not compare.

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import jinja2
 
-from autoattn import gpu, inventory
+from autoattn.cache import inventory
 from autoattn.errors import StateError
-from autoattn.report import contents, figures, files, finals, listing
+from autoattn.hardware import nvidia
+from autoattn.report import contents, figures, files, finals_table, listing
 
 FOLDER = Path(__file__).parent
 # What stands below predictions beside published times.
@@ -37,7 +38,7 @@ def build(cache_folder: Path | None, out: Path) -> tuple[Path, ...]:
         CacheError: `cache_folder` is no folder, or a cache file is damaged, newer or foreign.
         OSError: `out` cannot be written.
     """
-    overlays = inventory.overlays(cache_folder, gpu.fingerprint_of)
+    overlays = inventory.overlays(cache_folder, nvidia.fingerprint_of)
     homes = {(one.device, key): place.folder for one in overlays for key, place in one.counting.items()}
     sections = contents.gather([one.file for one in overlays], homes)
     if not sections:
@@ -82,7 +83,7 @@ def fenced(text: str, language: str = "") -> Verbatim:
 def _facts(sections: list[contents.Section], source: Path | None) -> dict[str, object]:
     named = f" --cache {shlex.quote(str(source))}" if source is not None else ""
     command = f"autoattn report{named} --out report"
-    return {"sections": sections, "command": command, "finals_head": finals.HEAD, "proves": PROVES}
+    return {"sections": sections, "command": command, "finals_head": finals_table.HEAD, "proves": PROVES}
 
 
 def _place(percent: float) -> str:

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoattn import profiles
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
+from autoattn.core import device_profiles
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.paired_stats import Interval
+from autoattn.core.problem import DType, Precision, Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Value
 from autoattn.errors import DeviceError
-from autoattn.importance import params_of
-from autoattn.problem import DType, Precision, Problem
 from autoattn.report import figures
 from autoattn.report.history import History
 from autoattn.report.plot import SHAPES, Key, Line, Mark, Plot, Scale, Tick, path, staircase
-from autoattn.rounds import Interval
-from autoattn.trial import Outcome, Trial
-from autoattn.variant import Value
+from autoattn.search.importance import params_of
 
 # Time over the best -> class of a line and its words; the last is for all that are slower.
 BANDS = ((1.02, "q0", "within 2% of the best"), (1.1, "q1", "within 10%"), (1.5, "q2", "within 50%"),
@@ -133,7 +133,7 @@ def _rival(name: str, lead: float | Interval, scale: Scale, style: str, shape: s
 def device_of(name: str) -> Device | None:
     """What is known of a card; None where nobody described it."""
     try:
-        return profiles.named(name)
+        return device_profiles.named(name)
     except DeviceError:
         return None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from autoattn.entry import CacheEntry
-from autoattn.problem import Bias, DType, Modifiers, Numerics, Op, Problem
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Op, Problem
 
 
 def reproduce(entry: CacheEntry, device: str) -> str:

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoattn import published, quality
-from autoattn.device import Device
-from autoattn.entry import CacheEntry
-from autoattn.published import Published
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.paired_stats import Interval
+from autoattn.core.trial import Energy, Evidence, Measurement
+from autoattn.cost_model import accuracy, published_times
+from autoattn.cost_model.published_times import Published
 from autoattn.report import charts, figures, history, listing
 from autoattn.report.charts import Detail, Parallel, Strips
 from autoattn.report.commands import rendering, reproduce
-from autoattn.report.finals import Contestant, contestants
+from autoattn.report.finals_table import Contestant, contestants
 from autoattn.report.history import History, Importance, Reason
 from autoattn.report.listing import Choice, Difference, Listing, Shelf
 from autoattn.report.plot import Plot
-from autoattn.rounds import Interval
-from autoattn.trial import Energy, Evidence, Measurement
 
 if TYPE_CHECKING:
-    from autoattn.cachefile import CacheFile
+    from autoattn.cache.file_format import CacheFile
 
 Homes = Mapping[tuple[str, str], Path]  # device and problem key -> the cache folder of the entry
 
@@ -151,7 +151,7 @@ class Section:
     @property
     def quality(self) -> str:
         """How well predictions for such a card rank, as far as it is known."""
-        return quality.known(self.facts.arch if self.facts is not None else 0)
+        return accuracy.known(self.facts.arch if self.facts is not None else 0)
 
 
 def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
@@ -250,7 +250,7 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
         history=found,
         progress=charts.progress(found, detail, measured=entry.evidence is Evidence.MEASURED),
         parallel=tuple((template, plot) for template, plot in drawn if plot is not None),
-        published=None if entry.measurement is not None else published.time_of(entry.problem, name),
+        published=None if entry.measurement is not None else published_times.time_of(entry.problem, name),
     )
 
 

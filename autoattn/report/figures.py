@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from autoattn.entry import KERNEL, CacheEntry, Rival
-from autoattn.rounds import Interval
-from autoattn.trial import Evidence
-from autoattn.variant import Value, Variant
+from autoattn.core.cache_entry import KERNEL, CacheEntry, Rival
+from autoattn.core.paired_stats import Interval
+from autoattn.core.trial import Evidence
+from autoattn.core.variant import Value, Variant
 
 OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoattn import importance, ledger
-from autoattn.entry import CacheEntry
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.trial import Evidence, Outcome, Trial
 from autoattn.errors import CacheError
-from autoattn.trial import Evidence, Outcome, Trial
+from autoattn.search import importance, shared_trials
 
 MOST_REASONS = 12  # that a report lists
 
@@ -68,7 +68,7 @@ def read(folder: Path | None, device: str, entry: CacheEntry) -> History:
             missing=f"there is no journal studies/{path.name} beside the cache file: it stays on the machine that tuned"
         )
     try:
-        studies = ledger.dated(path)
+        studies = shared_trials.dated(path)
     except CacheError as error:
         return History(missing=str(error).replace(str(path), f"studies/{path.name}"))
     wanted = [trials for name, trials in studies.items() if _belongs(name, entry)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field, replace
 
-from autoattn import cache, space
-from autoattn.entry import CacheEntry, Candidate
+from autoattn.cache import store
+from autoattn.codegen import search_space
+from autoattn.core.cache_entry import CacheEntry, Candidate
+from autoattn.core.variant import Value, Variant, digest_of
 from autoattn.errors import AutoattnError
-from autoattn.importance import params_of
 from autoattn.report import figures
-from autoattn.variant import Value, Variant, digest_of
+from autoattn.search.importance import params_of
 
 # Characters of kernels and differences in one report; beyond it a command stands in their place.
 ROOM = 1_300_000
@@ -93,9 +94,9 @@ class Shelf:
 def rendered(entry: CacheEntry, variant: Variant) -> tuple[str, str]:
     """The text of an entry's winner or runner-up as it was tuned, or in words why there is none."""
     try:
-        if not space.load(variant.template).holds(variant.as_dict()):
+        if not search_space.load(variant.template).holds(variant.as_dict()):
             return "", f"The kernel cannot be rendered: it was tuned in another search space of {variant.template}."
-        return cache.source_of(replace(entry, template=variant.template, params=variant.as_dict())).text, ""
+        return store.source_of(replace(entry, template=variant.template, params=variant.as_dict())).text, ""
     except (AutoattnError, OSError) as error:
         return "", f"The kernel cannot be rendered: {error}"
 
@@ -130,7 +131,7 @@ def _params(candidate: Candidate, entry: CacheEntry) -> dict[str, Value]:
 
 def _about(template: str) -> dict[str, str]:
     try:
-        return space.load(template).about
+        return search_space.load(template).about
     except (AutoattnError, OSError):
         return {}
 

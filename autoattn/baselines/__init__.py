@@ -1,0 +1,1 @@
+"""Attention of others: PyTorch's backends and installed packages."""

@@ -1,0 +1,363 @@
+"""The other ways to compute the same attention: what the user has without autoattn."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend
+
+from autoattn.baselines import deterministic_sdpa
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Precision, Problem
+from autoattn.reference import attention_formula
+from autoattn.tensors.operands import Operands
+
+SDPA = "sdpa"  # as PyTorch itself chooses a backend: what the user had
+EAGER = "eager"  # plain PyTorch, one head at a time: for what no fused attention of PyTorch's knows
+VARLEN = "varlen-flash"  # torch.nn.attention.varlen: FlashAttention-2 on packed sequences
+BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_TINY = torch.finfo(torch.float32).tiny
+MASK_ELEMENTS = 2**30  # of a mask that is written out for PyTorch: 1 GiB of booleans
+
+
+def why_not_sdpa(problem: Problem) -> str | None:
+    """Why F.scaled_dot_product_attention cannot compute a problem; None when it can."""
+    modifiers = problem.modifiers
+    if problem.packed:
+        return "it takes no packed sequences"
+    for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
+        if getattr(modifiers, name):
+            return f"it has no {name}" if name != "dropout" else "its dropout draws other numbers"
+    if problem.dtype is DType.FLOAT8 or problem.precision is Precision.TF32X3:
+        return f"it has no {problem.precision.value if problem.dtype is DType.FLOAT32 else problem.dtype.value}"
+    if _written_out(problem) and problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv > MASK_ELEMENTS:
+        return "the mask would have to be written out, and is too large for that"
+    return None
+
+
+def sdpa(problem: Problem, operands: Operands, *, backend: str = SDPA) -> Tensor:
+    """F.scaled_dot_product_attention with the problem's own mask: [batch, heads_q, seq_q, head_dim_v].
+
+    A query that sees no key gives 0, as everywhere in autoattn; PyTorch's backends disagree on it.
+
+    Raises:
+        RuntimeError: the named backend does not take these inputs.
+    """
+    mask = _dense_mask(problem, operands)
+    return _by_backend(problem, operands, backend, mask, _blind(mask))
+
+
+def eager(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Output and LSE by the reference's formulas, in float32 or, for float64 inputs, in float64 throughout."""
+    if operands.query.dtype is torch.float64:
+        return attention_formula.attention(problem, operands, dtype=torch.float64)
+    output, lse = attention_formula.attention(problem, operands, dtype=torch.float32)
+    return output.to(attention_formula.TORCH_DTYPE[problem.dtype.output]), lse.float()
+
+
+def call_of(name: str, problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+    """One rival, ready to be timed: what it needs as a mask is written out before."""
+    if name == VARLEN:
+        return partial(_varlen, problem, operands)
+    return partial(_by_backend, problem, operands, name, *_prepared(problem, operands))
+
+
+def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor]]:
+    """The rivals that take these operands, ready to be timed: each was run once."""
+    candidates: dict[str, Callable[[], Tensor]] = {}
+    if problem.packed:
+        candidates[VARLEN] = lambda: _varlen(problem, operands)
+    elif why_not_sdpa(problem) is None:
+        masks = _prepared(problem, operands)
+        for name in (SDPA, *BACKENDS):
+            candidates[name] = partial(_by_backend, problem, operands, name, *masks)
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name, call in candidates.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch warns why a backend does not take the inputs
+                call()
+            if operands.query.is_cuda:
+                torch.cuda.synchronize(operands.query.device)
+        except (RuntimeError, ImportError, TypeError):  # no kernel of this backend for these inputs, or out of memory
+            if operands.query.is_cuda:
+                torch.cuda.empty_cache()
+            continue
+        found[name] = call
+    return found
+
+
+def gradient_calls(
+    problem: Problem, operands: Operands, output_grad: Tensor
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """The backward passes of the rivals that take these operands, ready to be timed: each was run once.
+
+    A call gives the gradients of query, key and value alone, of a forward pass that is done and whose graph is kept.
+    Those of a deterministic problem are of PyTorch's deterministic algorithms, which cuDNN's attention has not. None
+    gives that of a bias: PyTorch's backward passes refuse some that need one, so that no call goes there. None takes
+    slopes at all.
+    """
+    if problem.modifiers.bias is Bias.LEARNED:
+        return {}
+    repeated = problem.deterministic
+    leaves = tuple(
+        tensor.detach().clone().requires_grad_() for tensor in (operands.query, operands.key, operands.value)
+    )
+    traced = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
+    found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    with deterministic_sdpa.switched_on(repeated):
+        candidates = calls(problem, traced)
+    for name, call in candidates.items():
+        try:
+            with deterministic_sdpa.switched_on(repeated):
+                output = call()
+            backward = partial(differentiated, output, leaves, output_grad, repeated)
+            backward()
+            if output_grad.is_cuda:
+                torch.cuda.synchronize(output_grad.device)
+        except RuntimeError:  # no backward of this backend for these inputs, or out of memory
+            if output_grad.is_cuda:
+                torch.cuda.empty_cache()
+            continue
+        found[name] = backward
+    return found
+
+
+def differentiated(
+    output: Tensor, leaves: tuple[Tensor, ...], output_grad: Tensor, repeated: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of the leaves by autograd, which keeps the graph; by deterministic algorithms if `repeated`."""
+    with deterministic_sdpa.switched_on(repeated):
+        found: tuple[Tensor, ...] = torch.autograd.grad(output, leaves, output_grad, retain_graph=True)
+    return found
+
+
+def bind(
+    problem: Problem, scale: float, backend: str = SDPA, *, learns: bool = True
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """`sdpa` of a problem and scale for any query, key and value; None where these do not go to PyTorch as they are.
+
+    Args:
+        learns: whether somebody may differentiate the output.
+    """
+    if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
+        return None
+    if is_one_operator(problem, backend):
+        return partial(_OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
+    mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
+    if backend == SDPA and _says(mask, problem.seq_q, problem.seq_kv):
+        return partial(attend, is_causal=mask.causal, scale=scale)  # one call less, which short steps wait for
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if backend == SDPA:
+            return _plain(mask, attend, query, key, value, scale)
+        with _only(backend):
+            return _plain(mask, attend, query, key, value, scale)
+
+    return call
+
+
+def is_one_operator(problem: Problem, backend: str) -> bool:
+    """Whether F.scaled_dot_product_attention hands a problem that a backend takes to its operator, as it is.
+
+    It repeats heads, pads odd head dims, and knows which backends align a causal mask in which way. SDPA itself
+    chooses a backend each time.
+    """
+    return (
+        backend in _OPERATORS
+        and problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
+        and problem.heads_q == problem.heads_kv
+        and problem.head_dim == problem.head_dim_v
+        and problem.head_dim % 8 == 0
+        and (not problem.mask.causal or problem.seq_q == problem.seq_kv)
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    found: tuple[Tensor, ...] = torch._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
+    return found[0]
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    found: tuple[Tensor, ...] = torch._scaled_dot_product_cudnn_attention(
+        query, key, value, None, learns, 0.0, causal, False, scale=scale
+    )
+    return found[0]
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
+    found: tuple[Tensor, ...] = torch._scaled_dot_product_efficient_attention(
+        query, key, value, None, learns, 0.0, causal, scale=scale
+    )
+    return found[0]
+
+
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "sdpa-flash": _flash,
+    "sdpa-cudnn": _cudnn,
+    "sdpa-efficient": _efficient,
+}
+
+
+class _only:  # noqa: N801 - a context, as torch.no_grad
+    """PyTorch's sdpa_kernel for one backend, in 1 us where that takes 9.
+
+    PyTorch keeps which backends it may take for the whole process, so that threads must take turns.
+    """
+
+    _turn = threading.RLock()
+    _switches = (
+        (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        (SDPBackend.CUDNN_ATTENTION, cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        (SDPBackend.EFFICIENT_ATTENTION, cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (SDPBackend.MATH, cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    )
+
+    def __init__(self, backend: str) -> None:
+        self.backend = BACKENDS[backend]
+        self.before: list[tuple[Callable[[bool], None], bool]] = []
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        for backend, enabled, enable in self._switches:
+            if enabled() is not (wanted := backend is self.backend):
+                self.before.append((enable, not wanted))
+                enable(wanted)
+
+    def __exit__(self, *error: object) -> None:
+        for enable, before in self.before:
+            enable(before)
+        self._turn.release()
+
+
+def _by_backend(
+    problem: Problem, operands: Operands, backend: str, mask: Tensor | None, blind: Tensor | None
+) -> Tensor:
+    """PyTorch's attention with what `_dense_mask` and `_blind` gave, which is made once where a call is timed."""
+    if backend != SDPA:
+        with _only(backend):
+            return _sdpa(problem, operands, mask, blind)
+    return _sdpa(problem, operands, mask, blind)
+
+
+def _prepared(problem: Problem, operands: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """What a timed call need not do: the mask, and the rows that see no key, where there are any."""
+    mask = _dense_mask(problem, operands)
+    blind = _blind(mask)
+    return mask, blind if blind is not None and bool(blind.any()) else None
+
+
+def _blind(mask: Tensor | None) -> Tensor | None:
+    """Which rows of a mask see no key; its last axis is 1."""
+    if mask is None:
+        return None
+    seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+    return ~seen.any(-1, keepdim=True)
+
+
+def _attend(heads_q: int, heads_kv: int) -> Callable[..., Tensor]:
+    """PyTorch's attention for as many heads."""
+    attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+    return partial(attend, enable_gqa=True) if heads_q != heads_kv else attend
+
+
+def _written_out(problem: Problem) -> bool:
+    """Whether PyTorch needs the mask as a tensor of all pairs."""
+    mask = problem.mask
+    banded = mask.bounded_left or mask.right is not None
+    return banded or mask.sparse or (mask.causal and problem.modifiers.bias is not Bias.NONE)
+
+
+def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
+    """What PyTorch takes as attn_mask: None, booleans or numbers to add, that broadcast to all pairs."""
+    bias = operands.bias
+    if not _written_out(problem):
+        return bias
+    rows = torch.arange(problem.seq_q, device=operands.query.device)
+    seen = torch.stack([
+        attention_formula.visible(problem, operands, rows, sequence)
+        for sequence in range(problem.batch if problem.mask.sparse else 1)
+    ])  # fmt: skip
+    if bias is None:
+        return seen
+    return seen & bias if bias.dtype is torch.bool else torch.where(seen, bias, -torch.inf)
+
+
+def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None, blind: Tensor | None) -> Tensor:
+    query, key, value, scale = operands.query, operands.key, operands.value, operands.scale
+    # Decided by us: traced with symbolic sizes, PyTorch's own comparison is no bool.
+    attend = _attend(query.shape[1], key.shape[1])
+    # PyTorch's fused backends scale what they have masked, and -inf times 0 or less is no mask.
+    if scale < 0.0:
+        query, scale = -query, -scale
+    if scale < _TINY:
+        query, scale = query * 0.0, 1.0
+    if mask is not None:
+        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+        output = attend(query, key, value, attn_mask=mask, scale=scale)
+        return output if blind is None else output.masked_fill(blind, 0.0)
+    return _plain(problem.mask, attend, query, key, value, scale)
+
+
+def _plain(
+    mask: Mask, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """Full and causal masks, which need no tensor."""
+    seq_q, seq_kv = query.shape[2], key.shape[2]
+    if _says(mask, seq_q, seq_kv):
+        return attend(query, key, value, is_causal=mask.causal, scale=scale)
+    blind = max(0, seq_q - seq_kv)  # aligned bottom-right, the first rows see no key
+    if blind == 0:
+        return attend(query, key, value, attn_mask=_lower_right(query, seq_kv), scale=scale)
+    seen = attend(query[:, :, blind:], key, value, is_causal=True, scale=scale)
+    return torch.cat((seen.new_zeros(*seen.shape[:2], blind, seen.shape[3]), seen), dim=2)
+
+
+def _says(mask: Mask, seq_q: int, seq_kv: int) -> bool:
+    """Whether is_causal alone says a full or causal mask: PyTorch's is aligned top-left."""
+    return not mask.causal or seq_q == seq_kv or mask.alignment.value == "top-left"
+
+
+def _lower_right(query: Tensor, seq_kv: int) -> Tensor:
+    """A causal mask aligned bottom-right, as PyTorch's fused backends know it, unless Dynamo would have to trace it."""
+    seq_q = query.shape[2]
+    if torch.compiler.is_compiling():
+        return torch.ones(seq_q, seq_kv, dtype=torch.bool, device=query.device).tril(seq_kv - seq_q)
+    # Imported here because it pulls in all of torch._dynamo, a second that most programs need not spend.
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias: Tensor = causal_lower_right(seq_q, seq_kv)
+    return bias
+
+
+def _varlen(problem: Problem, operands: Operands) -> Tensor:
+    """FlashAttention-2 on packed sequences, where PyTorch has it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    mask, modifiers = problem.mask, problem.modifiers
+    if modifiers.names or problem.group_size > 1 or problem.dtype not in (DType.FLOAT16, DType.BFLOAT16):
+        raise RuntimeError("varlen_attn takes plain attention in 16 bits")
+    if mask.bounded_left or (mask.bounded_right and not mask.causal):
+        raise RuntimeError("varlen_attn takes no windows")
+    # Views of which autograd copies nothing; behind tensor[0] it would fill and copy a tensor.
+    tokens = [tensor.squeeze(0).transpose(0, 1) for tensor in (operands.query, operands.key, operands.value)]
+    lengths = (operands.cu_seqlens_q, operands.cu_seqlens_kv, problem.seq_q, problem.seq_kv)
+    window = {"window_size": (-1, 0)} if mask.causal else {}
+    try:
+        output = varlen_attn(*tokens, *lengths, scale=operands.scale, **window)
+    except TypeError:  # torch 2.11 has neither scale nor windows
+        output = varlen_attn(*tokens, *lengths, is_causal=mask.causal)
+    return output.transpose(0, 1)[None]

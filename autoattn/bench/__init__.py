@@ -1,0 +1,1 @@
+"""Benchmarks: kernels, passes, models and ablations, each checked before it is timed."""

@@ -1,0 +1,277 @@
+"""What the contestants of a bench's row call, and what their answers are held to: outputs, and gradients.
+
+Calls are made when they are first run, so that whatever goes wrong with one is its contestant's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch
+
+from autoattn import functional
+from autoattn.baselines import deterministic_sdpa, external, pytorch_sdpa
+from autoattn.baselines.external import Peer
+from autoattn.bench.kernel_results import LOOSE, Contestant, Inputs, Options
+from autoattn.codegen import render
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.device import Device
+from autoattn.core.problem import Bias, DType, Layout, Op, Precision, Problem
+from autoattn.core.variant import Variant
+from autoattn.kernels import backward, compiler, forward
+from autoattn.kernels.backward import Gradients
+from autoattn.reference.inputs import Scores
+from autoattn.runtime.parse.arguments import Call
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.run import autograd
+from autoattn.tensors.operands import Operands
+from autoattn.validation import gradient_check, output_check
+
+OURS = "autoattn"  # what a call of autoattn.attention runs, or what differentiates one
+ROWS = 32  # query rows whose outputs are compared with the reference, of all heads and sequences
+Run: TypeAlias = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """An answer beside the reference's."""
+
+    max_error: float
+    allowed: float  # what the gate allows our kernels
+    wrong: str = ""  # why it is, in words
+
+
+class Answers(Protocol):
+    """One problem with its inputs, and what is expected of everybody."""
+
+    problem: Problem
+
+    def ours(self, card: Device | None) -> tuple[Explanation, Contestant, Run]:
+        """What dispatch says of the problem, and the first contestant with its call."""
+
+    def by_kernel(self, variant: Variant) -> Run:
+        """A call of one kernel of ours."""
+
+    def by_peer(self, peer: Peer) -> Run:
+        """A peer's call."""
+
+    def judge(self, found: Any, again: Run, *, ours: bool) -> Judged:
+        """Compares what a call gave with the reference.
+
+        Args:
+            again: runs the same call once more.
+        """
+
+
+def of(problem: Problem, device: torch.device, options: Options) -> Answers:
+    """Inputs for a problem, with what its operation asks of contestants.
+
+    Raises:
+        AutoattnError: there are no such inputs.
+        torch.cuda.OutOfMemoryError: they do not fit.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    scores = Scores.TRAINED if options.inputs is Inputs.TRAINED else Scores.PLAIN
+    if problem.op is Op.BACKWARD:
+        return BackwardPasses(gradient_check.full_case(problem, device, generator, scores=scores))
+    return Outputs(output_check.make_case(problem, device, generator, scores=scores, rows=ROWS, guard=0))
+
+
+def of_cache(told: Explanation) -> list[Variant]:
+    """The backward kernel that was found for a problem, also where a training call takes a rival instead."""
+    return [told.variant] if told.entry is not None and told.variant is not None else []
+
+
+@contextmanager
+def settled(problem: Problem) -> Iterator[None]:
+    """How PyTorch is set while a problem's contestants run."""
+    before = torch.get_float32_matmul_precision()
+    # Peers may form float32 products as the problem allows ours to.
+    torch.set_float32_matmul_precision("high" if problem.precision is Precision.TF32 else "highest")
+    try:
+        with ExitStack() as stack:
+            if problem.op is Op.BACKWARD:
+                # A compiled backward pass may overwrite what was saved for it, unless it is told that it runs again.
+                # PyTorch keeps that by thread, so that this one, and none of autograd's own, runs the passes.
+                stack.enter_context(functorch.patch(donated_buffer=False))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _Late:
+    """A call that is made when it is first run."""
+
+    def __init__(self, make: Callable[[], Run]) -> None:
+        self.make = make
+        self.call: Run | None = None
+
+    def __call__(self) -> Any:
+        if self.call is None:
+            self.call = self.make()
+        return self.call()
+
+
+class Outputs:
+    """Contestants give the output."""
+
+    def __init__(self, case: output_check.Case) -> None:
+        self.case, self.problem = case, case.problem
+
+    def ours(self, card: Device | None) -> tuple[Explanation, Contestant, Run]:
+        """A call from the front door on.
+
+        Raises:
+            AutoattnError: there is no plan for it.
+        """
+        problem, operands = self.problem, self.case.operands
+        told = planner.plan(Call(problem=problem, operands=operands), lse=False).explanation
+        route = told.variant.template if told.route == KERNEL and told.variant is not None else told.route
+        first = Contestant(name=OURS, ours=True, route=route, level=told.level.value)
+        if told.route == KERNEL and told.variant is not None:
+            first = replace(first, variant=told.variant)
+        return told, first, front_door(problem, operands)
+
+    def by_kernel(self, variant: Variant) -> Run:
+        """A launch that allocates its output."""
+        return _Late(partial(self._launch, variant))
+
+    def _launch(self, variant: Variant) -> Run:
+        problem, operands = self.problem, self.case.operands
+        kernel = compiler.load(render.render(problem, variant), operands.query.device)
+
+        def launch() -> Tensor:
+            output = forward.empty_output(problem, operands.query)
+            forward.launch(kernel, problem, operands, output, None)
+            return output
+
+        return launch
+
+    def by_peer(self, peer: Peer) -> Run:
+        """A call on tensors in the peer's own layout."""
+        return _Late(partial(peer.prepare, self.problem, self.case.operands))
+
+    def judge(self, found: Tensor, again: Run, *, ours: bool) -> Judged:
+        """By the error at some rows."""
+        error = output_check.errors(found, self.case)[0]
+        limit = self.case.allowed * (1.0 if ours else LOOSE)
+        wrong = "" if error <= limit else f"error {error:.3g} where {limit:.3g} is allowed"
+        return Judged(max_error=error, allowed=self.case.allowed, wrong=wrong)
+
+
+class BackwardPasses:
+    """Contestants give the gradients of query, key and value; their forward passes are done before."""
+
+    def __init__(self, case: gradient_check.Case) -> None:
+        self.case, self.problem = case, case.problem
+
+    def ours(self, card: Device | None) -> tuple[Explanation, Contestant, Run]:
+        """The kernel that the cache has; where it has none, what autograd runs behind a call.
+
+        Raises:
+            AutoattnError: a cache file is damaged or newer, or there is no plan for a call.
+        """
+        told = cache_lookup.explain(self.problem, card)
+        for variant in of_cache(told):
+            first = Contestant(
+                name=OURS, ours=True, route=variant.template, level=told.level.value, variant=variant,
+                detail=f"a training call is left to PyTorch: {why}" if (why := autograd.why_not_by(told)) else "",
+            )  # fmt: skip
+            return told, first, self.by_kernel(variant)
+        operands, modifiers = self.case.operands, self.problem.modifiers
+        given = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
+        given["bias"] = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
+        given["slopes"] = operands.slopes if modifiers.learned_slopes else None
+        leaves = {name: one.detach().requires_grad_() for name, one in given.items() if one is not None}
+        asked = replace(self.problem, op=Op.FORWARD, deterministic=False)
+        call = Call(problem=asked, operands=self._traced(leaves), deterministic=self.problem.deterministic)
+        plan = planner.plan(call, lse=False)
+        first = Contestant(name=OURS, ours=True, route=plan.explanation.route, level=told.level.value)
+        return told, first, _Late(partial(self._behind, call, plan, leaves))
+
+    def _traced(self, leaves: dict[str, Tensor]) -> Operands:
+        """The operands of a call of which autograd knows the leaves."""
+        operands, bias = self.case.operands, leaves.get("bias")
+        found = replace(operands, **{name: one for name, one in leaves.items() if name != "bias"})
+        if bias is None or operands.bias is None:
+            return found
+        return replace(found, narrow_bias=bias, bias=bias.expand(operands.bias.shape))
+
+    def _behind(self, call: Call, plan: planner.Plan, leaves: dict[str, Tensor]) -> Run:
+        repeated = self.problem.deterministic
+        with deterministic_sdpa.switched_on(repeated):
+            output, _ = planner.run(call, plan, lse=False)
+        three = tuple(leaves.values())
+
+        def differentiate() -> Gradients:
+            found = pytorch_sdpa.differentiated(output, three, self.case.saved.output_grad, repeated)
+            return Gradients(**dict(zip(leaves, found, strict=True)))
+
+        return differentiate
+
+    def by_kernel(self, variant: Variant) -> Run:
+        """All launches of a backward pass, as autograd runs them: gradients and scratch are allocated anew."""
+        return _Late(partial(self._launch, variant))
+
+    def _launch(self, variant: Variant) -> Run:
+        operands, saved = self.case.operands, self.case.saved
+        kernel = compiler.load(render.render(self.problem, variant), operands.query.device)
+        launch = backward.ready(kernel, self.problem, operands, saved)
+
+        def differentiate() -> Gradients:
+            found = backward.empty_gradients(self.problem, operands)
+            launch(found)
+            return found
+
+        return differentiate
+
+    def by_peer(self, peer: Peer) -> Run:
+        """A backward pass of autograd's, on tensors in the peer's own layout."""
+        facts = peer, self.problem, self.case.operands, self.case.saved.output_grad
+        return _Late(partial(external.backward_pass, *facts))
+
+    def judge(self, found: Gradients, again: Run, *, ours: bool) -> Judged:
+        """By the errors at some heads; deterministic gradients must also be the same ones in a second run."""
+        each = gradient_check.errors_by_name(found, self.case)
+        max_error, _, allowed = gradient_check.joined(each, self.case)
+        wrong = ""
+        for name, (error, _) in each.items():
+            limit = self.case.allowed[name] * (1.0 if ours else LOOSE)
+            if not error <= limit:
+                wrong = f"the {name}'s gradient has error {error:.3g} where {limit:.3g} is allowed"
+        if not wrong and self.problem.deterministic and (second := again()) is not None:
+            wrong = gradient_check.unlike(found, second)
+        return Judged(max_error=max_error, allowed=allowed, wrong=wrong)
+
+
+def front_door(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+    """A call of `autoattn.attention`; from its plan on where other tensors than query, key and value take part."""
+    special = problem.packed or problem.mask.sparse or problem.modifiers.names or problem.dtype is DType.FLOAT8
+    if special:
+        call = Call(problem=problem, operands=operands)
+        plan = planner.plan(call, lse=False)
+        return lambda: planner.run(call, plan, lse=False)[0]
+    swapped = problem.layout is Layout.BSHD
+    tensors = (operands.query, operands.key, operands.value)
+    query, key, value = (tensor.transpose(1, 2) if swapped else tensor for tensor in tensors)
+    facts: dict[str, Any] = {
+        "mask": problem.mask,
+        "layout": problem.layout.value,
+        "precision": problem.precision.value if problem.dtype is DType.FLOAT32 else None,
+        "numerics": problem.numerics.value,
+    }
+
+    def attend() -> Tensor:
+        output = functional.attention(query, key, value, **facts)
+        assert isinstance(output, Tensor)
+        return output.transpose(1, 2) if swapped else output
+
+    return attend

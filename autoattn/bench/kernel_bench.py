@@ -1,0 +1,311 @@
+"""Our kernel and its peers side by side: one process, the same inputs, all checked, in interleaved rounds.
+
+Everything that goes wrong with one contestant becomes a value in its row, and the others go on.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+import triton
+
+import autoattn
+from autoattn.baselines.external import Peer
+from autoattn.bench import entrants
+from autoattn.bench.entrants import Answers
+from autoattn.bench.kernel_results import Contestant, Options, Ours, Row, State, Timing
+from autoattn.codegen import render, search_space
+from autoattn.core.device import Device
+from autoattn.core.paired_stats import Pulse
+from autoattn.core.problem import Op, Problem
+from autoattn.core.variant import Source, Variant
+from autoattn.errors import AutoattnError, DeviceError, StateError
+from autoattn.hardware import nvidia, timer
+from autoattn.hardware.timer import Stopwatch
+from autoattn.runtime.plan import cache_lookup
+from autoattn.search.compile_job import Inspect
+from autoattn.search.worker_pool import Pool, cores
+
+SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
+GRAPH_CALLS = 20  # in one replay, at most
+WORTH_A_POOL = 3  # kernels; starting workers takes as long as compiling a few
+COMPILE_SECONDS = 120.0  # for one kernel
+GRAPH_US = 1000.0  # of work in one replay; fewer calls when they are longer
+BACKWARD_SPINS = 4  # autograd and the launches of several kernels keep the host up to four times as long
+
+
+def machine(peers: Iterable[Peer]) -> dict[str, str]:
+    """What stands in the header: the card, and versions of all that takes part.
+
+    Raises:
+        DeviceError: there is no CUDA GPU.
+    """
+    card = nvidia.present()
+    if card is None:
+        raise DeviceError("autoattn bench needs an NVIDIA GPU in this machine, found none; run it where there is one")
+    return {
+        "card": f"{card.full_name}, sm_{card.arch}, {card.sm_count} SMs",
+        "driver": nvidia.driver_version() or "unknown",
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "triton": triton.__version__,
+        "Python": platform.python_version(),
+        "autoattn": autoattn.__version__,
+        **{peer.package: peer.version() for peer in peers if peer.package != "torch" and not peer.why_missing()},
+    }
+
+
+def rows(problems: Iterable[Problem], peers: list[Peer], options: Options) -> Iterator[Row]:
+    """Benches one problem after the other, on the current CUDA device.
+
+    Raises:
+        StateError: a contestant has broken the CUDA context, so that nothing more can run in this process.
+    """
+    problems = list(problems)
+    bench = _Bench(peers, options)
+    if bench.card is not None:
+        compile_ahead(sources(problems, bench.card, options.ours), bench.card.arch)
+    for problem in problems:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a peer has to say of itself, once a row
+            row = bench.row(problem)
+        yield row
+
+
+def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Source]:
+    """The distinct kernels that the rows will run, as calls on contiguous tensors need them."""
+    found: dict[Source, None] = {}
+    for problem in problems:
+        told = cache_lookup.explain(problem, card)
+        ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else cache_lookup.variants(told, card)[:1]
+        for variant in [*ran, *(_variants(told, None, card) if ours is Ours.VARIANTS else ())]:
+            with suppress(AutoattnError):  # it is told where the row runs
+                found[render.render(problem, variant)] = None
+    return list(found)
+
+
+def compile_ahead(kernels: list[Source], arch: int) -> None:
+    """Fills Triton's cache by all cores, while nothing is timed; what the compiler refuses is told in its row."""
+    if len(kernels) < WORTH_A_POOL:
+        return
+    with Pool(size=min(len(kernels), cores())) as pool:
+        for kernel in kernels:
+            pool.submit(Inspect(source=kernel, arch=arch), COMPILE_SECONDS)
+        while pool.next_results():
+            pass
+
+
+def _variants(told: cache_lookup.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
+    """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
+    problem, found = told.problem, []
+    if told.entry is not None:
+        found = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
+    if problem is not None and card is not None:
+        for one in search_space.of(problem.op):
+            found += one.seeds_for(problem, card)
+    return [variant for variant in dict.fromkeys(found) if variant != ran]
+
+
+class _Guarded:
+    """A call that remembers what it raised and how long it kept the host; once it failed, it does nothing."""
+
+    def __init__(self, contestant: Contestant, call: Callable[[], object] | None) -> None:
+        self.contestant, self.call = contestant, call
+        self.host_us: list[float] = []
+        self.failed = call is None
+
+    def __call__(self) -> object:
+        if self.failed or self.call is None:
+            return None
+        begin = time.perf_counter()
+        try:
+            answer = self.call()
+        except Exception as error:
+            self.fail(error)
+            return None
+        self.host_us.append((time.perf_counter() - begin) * 1e6)
+        return answer
+
+    def recorded(self) -> None:
+        """The call as a CUDA graph takes it: what goes wrong there is raised."""
+        if self.call is not None:
+            self.call()
+
+    def fail(self, error: Exception) -> None:
+        """Makes the error the contestant's outcome."""
+        self.failed = True
+        self.contestant = replace(self.contestant, state=state_of(error), detail=reason_of(error))
+
+    def mark(self, **facts: object) -> None:
+        """Notes facts of the contestant."""
+        self.contestant = replace(self.contestant, **facts)  # type: ignore[arg-type]
+
+    def note(self, words: str) -> None:
+        """Adds to what is told of the contestant."""
+        self.mark(detail="; ".join(filter(None, (self.contestant.detail, words))))
+
+
+def state_of(error: Exception) -> State:
+    """Running out of memory is told from other failures."""
+    return State.MEMORY if isinstance(error, torch.cuda.OutOfMemoryError) else State.FAILED
+
+
+def reason_of(error: Exception) -> str:
+    """An exception on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
+
+
+class _Bench:
+    """What all rows share."""
+
+    def __init__(self, peers: list[Peer], options: Options) -> None:
+        self.peers, self.options = peers, options
+        self.device = _device()
+        self.card = nvidia.present(self.device.index)
+        self.stopwatches: dict[Op, Stopwatch] = {}
+
+    def row(self, problem: Problem) -> Row:
+        """Checks and times all contestants of one problem."""
+        torch.cuda.empty_cache()
+        try:
+            answers = entrants.of(problem, self.device, self.options)
+        except (torch.cuda.OutOfMemoryError, AutoattnError) as error:
+            return Row(problem=problem, note=f"no inputs: {reason_of(error)}")
+        with entrants.settled(problem):
+            found = [*self._ours(answers), *self._peers(answers)]
+            for entrant in found:
+                self._check(entrant, answers)
+            right = [one for one in found if one.contestant.state is State.OK]
+            try:
+                timing, pulses, note = self._time(right, problem.op)
+            except RuntimeError as error:
+                raise _broken(f"one of {', '.join(one.contestant.name for one in right)}", problem, error) from None
+        return Row(
+            problem=problem,
+            contestants=tuple(one.contestant for one in found),
+            timing=timing,
+            pulses=pulses,
+            note=note,
+        )
+
+    def _ours(self, answers: Answers) -> Iterator[_Guarded]:
+        """What a call runs, and on demand the kernels that it could have run."""
+        try:
+            told, first, call = answers.ours(self.card)
+        except AutoattnError as error:
+            yield _Guarded(Contestant(name=entrants.OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
+            return
+        yield _Guarded(first, call)
+        if self.options.ours is not Ours.VARIANTS:
+            return
+        for number, variant in enumerate(_variants(told, first.variant, self.card), start=1):
+            facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=variant)
+            yield _Guarded(facts, answers.by_kernel(variant))
+
+    def _peers(self, answers: Answers) -> Iterator[_Guarded]:
+        for peer in self.peers:
+            entrant = _Guarded(Contestant(name=peer.name), answers.by_peer(peer))
+            why_not = peer.why_not(answers.problem)
+            if why_not is not None:
+                entrant.mark(state=State.ABSENT, detail=why_not)
+            yield entrant
+
+    def _check(self, entrant: _Guarded, answers: Answers) -> None:
+        """Runs a contestant and compares it with the reference."""
+        if entrant.contestant.state is not State.OK:
+            return
+        begin = time.perf_counter()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            answer = entrant()
+        if entrant.failed and (why := _why(said)):
+            entrant.mark(detail=f"{entrant.contestant.detail} ({why})")
+        try:
+            self._settle(entrant, answers.problem)
+            entrant.mark(first_s=time.perf_counter() - begin)
+            if not entrant.failed:
+                judged = answers.judge(answer, entrant, ours=entrant.contestant.ours)
+                entrant.mark(max_error=judged.max_error, allowed=judged.allowed)
+                if judged.wrong:
+                    entrant.mark(state=State.WRONG, detail=judged.wrong)
+        except torch.cuda.OutOfMemoryError as error:
+            entrant.fail(error)
+        if entrant.contestant.state is not State.OK:
+            entrant.call = None  # and its copies of the inputs with it
+            torch.cuda.empty_cache()
+
+    def _settle(self, entrant: _Guarded, problem: Problem) -> None:
+        """Waits for the GPU, which tells what went wrong there."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise _broken(entrant.contestant.name, problem, error) from None
+
+    def _stopwatch(self, op: Op) -> Stopwatch:
+        if op not in self.stopwatches:
+            self.stopwatches[op] = Stopwatch(self.device, spins=BACKWARD_SPINS if op is Op.BACKWARD else 1)
+        return self.stopwatches[op]
+
+    def _time(self, right: list[_Guarded], op: Op) -> tuple[Timing, tuple[Pulse, ...], str]:
+        """Times those that are right, all in the same way."""
+        if not right:
+            return Timing.EVENTS, (), ""
+        stopwatch = self._stopwatch(op)
+        stopwatch.warm()
+        guesses = {one.contestant.name: min(stopwatch.samples(one, 3)) for one in right}
+        named = {one.contestant.name: one for one in right if not one.failed}
+        counts, note = dict.fromkeys(named, 1), ""
+        calls: dict[str, timer.Call] = {**named}
+        # Autograd runs a backward pass on the stream of its forward pass, which is not the one that a graph records.
+        by_graph = op is Op.FORWARD and any(guesses[name] < SMALL_US for name in named)
+        if by_graph:
+            try:
+                for name, one in named.items():
+                    counts[name] = max(1, min(GRAPH_CALLS, int(GRAPH_US / guesses[name])))
+                    calls[name] = stopwatch.graph(one.recorded, counts[name])
+            except Exception as error:  # then all are timed without, in the same way
+                torch.cuda.synchronize(self.device)
+                calls, counts, by_graph = {**named}, dict.fromkeys(named, 1), False
+                note = f"timed without CUDA graphs: {reason_of(error)}"
+        for one in right:
+            one.host_us.clear()
+        taken = stopwatch.rounds(
+            calls, seconds=self.options.seconds * len(named), seed=self.options.seed, count=self.options.rounds
+        )
+        for name, one in named.items():
+            if one.failed:
+                continue
+            times = tuple(sample / counts[name] for sample in taken.times_us[name])
+            host = statistics.median(one.host_us) if one.host_us and not by_graph else None
+            one.mark(times_us=times, calls=counts[name], host_us=host)
+            if host is not None and host > stopwatch.hidden_us:
+                one.note(
+                    f"its host takes more than the {stopwatch.hidden_us:.0f} us that are hidden; its time has some"
+                )
+        return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
+
+
+def _why(said: Iterable[warnings.WarningMessage]) -> str:
+    """What PyTorch warns of when a backend does not take the inputs, without what it says of the other backends."""
+    texts = [" ".join(str(one.message).split()).split(" (Triggered internally")[0] for one in said]
+    return "; ".join(text for text in texts if not re.search(r"not used because|runtime disabled", text))[:300]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _broken(who: str, problem: Problem, error: Exception) -> StateError:
+    return StateError(
+        f"the GPU must go on after each contestant, but {who} broke it on {problem} ({reason_of(error)}); bench "
+        "without it, or the other rows with --only"
+    )

@@ -1,0 +1,1 @@
+"""Search spaces and rendered kernels: from YAML and Jinja templates to a kernel's source."""

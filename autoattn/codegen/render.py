@@ -1,0 +1,338 @@
+"""Variant -> Source: the only door to Jinja for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import jinja2
+
+from autoattn.codegen import resources, search_space
+from autoattn.core import triton_release
+from autoattn.core.mask import Alignment, Mask, MaskKind
+from autoattn.core.problem import Bias, DType, Layout, Op, Problem, padded, pieces
+from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
+from autoattn.errors import CompileError, ProblemError
+from autoattn.expressions import derivative, language
+from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Expression
+
+# Triton's names
+ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
+
+MAX_LINE = 120  # characters of a rendered line
+
+# The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
+# so that no cache entry can hold it and no call runs it.
+NO_SOFTMAX = "none"
+FIRST_MAX = "first_max"  # the one that keeps its first maximum, and computes a tile twice that outgrows it
+AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
+
+
+def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None) -> Source:
+    """Renders the kernel of `variant` for the kind of call that `problem` is.
+
+    Batch, heads and lengths never reach the text, so problems that differ only in them share one source.
+
+    Args:
+        release: of Triton, as "3.9", whose names the text has; None is the one that is installed.
+
+    Raises:
+        CompileError: the tensors do not lie as the template's loads need them.
+    """
+    traits = traits if traits is not None else natural_traits(problem)
+    if (reason := why_not(variant, problem, traits)) is not None:
+        raise CompileError(reason)
+    template = _environment().get_template(f"{variant.template}.py.j2")
+    text = template.render(
+        _facts(problem, variant, traits),
+        problem=_kind(problem),
+        variant=variant,
+        gluon=triton_release.gluon_names(release or triton_release.installed_release()),
+        **search_space.load(variant.template).params_of(variant),
+    )
+    return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)
+
+
+def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
+    """Why a template has no such kernel for tensors that lie as `traits` say, in one sentence; None when it has."""
+    if (
+        variant.as_dict().get("softmax") == NO_SOFTMAX
+        and (reason := _why_no_bound(variant, problem, traits)) is not None
+    ):
+        return reason
+    if problem.op is Op.BACKWARD and problem.modifiers.score_mod:
+        try:
+            derivative.of(problem.modifiers.score_mod)
+        except ProblemError as error:
+            return str(error)
+    step = traits.alignment * problem.dtype.bytes
+    needed = search_space.load(variant.template).step_bytes
+    if step >= needed:
+        return None
+    return (
+        f"the TMA unit reads rows that begin at multiples of {needed} bytes, got tensors where only {step} divide "
+        "every step; make them contiguous, or use triton/forward"
+    )
+
+
+def _why_no_bound(variant: Variant, problem: Problem, traits: Traits) -> str | None:
+    """Why a kernel without softmax cannot be; None when it can."""
+    bare = not (problem.modifiers.names or problem.mask.sparse or problem.packed or traits.lse)
+    bare = bare and variant.as_dict().get("SPLITS", 1) == 1
+    if variant.template == "triton/forward" and bare and problem.dtype is not DType.FLOAT8:
+        return None
+    return (
+        "only triton/forward has a kernel without softmax, for dense problems that change no scores, want no LSE and "
+        f"split no keys, got {variant.template} and {problem}; leave this bound out"
+    )
+
+
+def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
+    """The traits of contiguous tensors: a row of `head_dim` elements decides what divides the strides."""
+    alignment = 16 // problem.dtype.bytes  # elements in the widest load of one thread, 16 bytes
+    while problem.head_dim % alignment or problem.head_dim_v % alignment:
+        alignment //= 2
+    # A step in the sequence passes all heads, unless a head's rows lie together.
+    heads = 1 if problem.layout is Layout.BHSD else problem.heads_q
+    reach = max(problem.seq_q, problem.seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
+    added = ELEMENT[problem.dtype.output]
+    bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
+    return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias)
+
+
+def template_digest(template: str) -> str:
+    """Names the text of a template, of its parts, which lie in a folder of its name, and of those that its family, or
+    all families, share.
+    """
+    path = resources.template_path(template)
+    parts = sorted((path.parent / path.name.partition(".")[0]).glob("*.j2"))
+    parts += sorted(part for part in path.parent.glob("*.j2") if not part.name.endswith(".py.j2"))
+    parts += sorted(path.parent.parent.glob("*.j2"))
+    return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
+
+
+def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, object]:
+    """Everything that a template may ask of a problem; numbers of the launch are left out on purpose."""
+    mask, modifiers = problem.mask, problem.modifiers
+    points = search_space.load(variant.template)
+    params = {**points.fixed, **points.params_of(variant)}
+    products = params["products"]
+    facts = {
+        "dtype": problem.dtype.value,
+        "element": ELEMENT[problem.dtype],
+        "element_bytes": problem.dtype.bytes,
+        "input_precision": products if products != AS_ASKED else problem.precision.value,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "left": mask.bounded_left,
+        "right": bool(mask.right),
+        "last": mask.bounded_right,
+        "bottom_right": mask.alignment is Alignment.BOTTOM_RIGHT,
+        "on_scores": modifiers.on_scores,
+        "softcap": modifiers.softcap,
+        "alibi": modifiers.alibi,
+        "alignment": traits.alignment,
+        "strided": traits.alignment == 1,
+        "offset": "i64" if traits.wide else "i32",
+    }
+    if problem.op is Op.BACKWARD:
+        return facts | _backward_facts(problem, params, traits)
+    return facts | _forward_facts(problem, variant, params, traits)
+
+
+def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
+    """What the templates of gradients ask beside."""
+    widths = problem.head_dim_padded, problem.head_dim_v_padded
+    score = _expression(problem.modifiers.score_mod, SCORE_NAMES)
+    keep = _expression(problem.mask.mod, MASK_NAMES)
+    # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
+    readable = traits.alignment * problem.dtype.bytes >= 16
+    return {
+        "turned": params.get("copies") == "turned",
+        "width_qk": widths[0],
+        "width_v": widths[1],
+        "padded_qk": widths[0] > problem.head_dim,
+        "padded_v": widths[1] > problem.head_dim_v,
+        "packed": problem.packed,
+        "bias": problem.modifiers.bias.value,
+        "bias_element": traits.bias,
+        "learned": problem.modifiers.bias is Bias.LEARNED,
+        "sloped": problem.modifiers.learned_slopes,
+        "dropout": problem.modifiers.dropout,
+        "lse": traits.lse,
+        "ends_at_keys": _ends_at_keys(problem.mask),
+        "sparse": problem.mask.sparse,
+        "block_q": problem.mask.block_q,
+        "block_kv": problem.mask.block_kv,
+        "score_lines": score.triton() if score else [],
+        "growth_lines": derivative.of(problem.modifiers.score_mod).triton() if score else [],
+        "mask_lines": keep.triton() if keep else [],
+        "score_captures": _captures(score),
+        "mask_captures": _captures(keep),
+        "queries_boxes": readable and params["queries_loads"] == "descriptor",
+        "keys_boxes": readable and params["keys_loads"] == "descriptor",
+    }
+
+
+def _forward_facts(
+    problem: Problem, variant: Variant, params: Mapping[str, Value], traits: Traits
+) -> dict[str, object]:
+    """What the templates of outputs ask beside."""
+    mask, modifiers = problem.mask, problem.modifiers
+    score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
+    hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
+    hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
+    split = bool(params["HEAD_SPLIT"])
+    least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
+    return {
+        "output_element": ELEMENT[problem.dtype.output],
+        "float8": problem.dtype is DType.FLOAT8,
+        "parts_qk": _parts(problem.head_dim, split, least),
+        "parts_v": _parts(problem.head_dim_v, params["HEAD_SPLIT"] == 1, least),
+        "whole_qk": _parts(problem.head_dim, False, least),
+        "whole_v": _parts(problem.head_dim_v, False, least),
+        "tiles_n": _key_tiles(int(variant["BLOCK_N"])),
+        "packed": problem.packed,
+        "sparse": mask.sparse,
+        "block_q": mask.block_q,
+        "block_kv": mask.block_kv,
+        "visible": _visible(problem),
+        "needs_mask": _needs_mask(problem),
+        # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
+        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
+        "bias": modifiers.bias.value,
+        "bias_element": traits.bias,
+        "sinks": modifiers.sinks,
+        "dropout": modifiers.dropout,
+        "score_lines": score.triton() if score else [],
+        "growth_lines": [],
+        "mask_lines": keep.triton() if keep else [],
+        "score_captures": _captures(score),
+        "mask_captures": _captures(keep),
+        "lse": traits.lse,
+    }
+
+
+def _visible(problem: Problem) -> str:
+    """Triton for: which pairs of a block the mask's shape keeps."""
+    mask = problem.mask
+    tests = []
+    if mask.bounded_right:
+        tests.append("o_n[None, :] <= o_m[:, None] + last")
+    if mask.bounded_left:
+        tests.append("o_n[None, :] >= o_m[:, None] + first")
+    if not _ends_at_keys(mask):
+        tests.append("o_n[None, :] < seq_kv")
+    return tests[0] if len(tests) == 1 else " & ".join(f"({test})" for test in tests)
+
+
+def _ends_at_keys(mask: Mask) -> bool:
+    """Whether the mask ends at seq_kv by itself, as a causal one that is aligned bottom-right does."""
+    return (mask.causal and mask.alignment is Alignment.BOTTOM_RIGHT) or mask.right == 0
+
+
+def _needs_mask(problem: Problem) -> str:
+    """Triton for: whether a block holds a pair that the mask's shape may hide."""
+    mask = problem.mask
+    end = "start_n + BLOCK_N > " + ("tl.minimum(seq_kv, tl.min(o_m) + last + 1)" if mask.bounded_right else "seq_kv")
+    return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
+
+
+def _parts(head_dim: int, split: bool, least: int) -> list[dict[str, object]]:
+    """The tiles that hold a head dim: one, or two powers of two that waste less; none narrower than `least`."""
+    widths = pieces(head_dim) if split else (padded(head_dim),)
+    if min(widths) < least:
+        widths = (max(least, padded(head_dim)),)
+    suffixes = ("",) if len(widths) == 1 else ("_low", "_high")
+    begins = (0, widths[0])
+    return [
+        {"suffix": suffix, "begin": begin, "width": width, "masked": begin + width > head_dim}
+        for suffix, begin, width in zip(suffixes, begins, widths, strict=False)
+    ]
+
+
+def _key_tiles(block_n: int) -> list[dict[str, object]]:
+    """The tiles that hold a block of keys: one, or two where the block is no power of two."""
+    widths = pieces(block_n)
+    if len(widths) == 1:
+        return [{"suffix": "", "begin": 0, "width": block_n, "size": "BLOCK_N"}]
+    return [
+        {"suffix": "", "begin": 0, "width": widths[0], "size": "TILE_N"},
+        {"suffix": "_rest", "begin": widths[0], "width": widths[1], "size": "REST_N"},
+    ]
+
+
+def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
+    return language.parse(text, names) if text else None
+
+
+def _captures(found: Expression | None) -> list[tuple[str, str]]:
+    """(name, type) of the arguments with which an expression reads its tensors."""
+    return [argument for capture in (found.captures if found else ()) for argument in capture.arguments()]
+
+
+def _kind(problem: Problem) -> str:
+    """What the kernel is compiled for, in words."""
+    mask = problem.mask
+    if mask.causal:
+        shape = f"causal ({mask.alignment.value})"
+    elif mask.kind is MaskKind.WINDOW:
+        shape = "window bounded on the " + " and the ".join(
+            side for side, bounded in (("left", mask.bounded_left), ("right", mask.bounded_right)) if bounded
+        )
+    else:
+        shape = f"a table of blocks of {mask.block_q} by {mask.block_kv}" if mask.sparse else "no mask"
+    precision = f" ({problem.precision.value} products)" if problem.dtype is DType.FLOAT32 else ""
+    dims = f"head dim {problem.head_dim}"
+    dims += f", values {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
+    words = [f"{problem.dtype.value}{precision}", dims, shape, *(["packed"] if problem.packed else [])]
+    return ", ".join([*words, *problem.modifiers.names])
+
+
+def _folded(text: str) -> str:
+    """The text with lines of at most MAX_LINE characters: longer ones go on behind a comma or "&" in their brackets."""
+    lines: list[str] = []
+    depth = 0  # of brackets that are open where a line begins
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        if depth == 0:
+            indent += "        " if line.startswith("def ") else "    "
+        while len(line) > MAX_LINE and (cut := _cut(line, depth)):
+            lines.append(line[:cut])
+            depth += _opened(line[:cut])
+            line = indent + line[cut + 1 :]
+        lines.append(line)
+        depth += _opened(line)
+    return "\n".join(lines)
+
+
+def _cut(line: str, depth: int) -> int:
+    """Behind which character to go on in a new line: the last comma that fits, as far outside as there is one, or else
+    the last "&"; 0 when there is none."""
+    best, outside, index, last_and = 0, 0, 0, 0
+    for place, letter in enumerate(line[:MAX_LINE], start=1):
+        depth += (letter in "([{") - (letter in ")]}")
+        index += (letter == "[") - (letter == "]")
+        if depth <= 0 or index or line[place : place + 1] != " ":
+            continue  # an index stays in one piece
+        if letter == "," and (not best or depth <= outside):
+            best, outside = place, depth
+        last_and = place if letter == "&" else last_and
+    return best or last_and
+
+
+def _opened(text: str) -> int:
+    """How many more brackets open than close."""
+    return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(resources.root() / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )

@@ -1,0 +1,373 @@
+"""YAML -> SearchSpace: which variants there are, and in words why one cannot work."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Annotated
+
+import msgspec
+
+from autoattn.codegen import resources
+from autoattn.codegen.space_rules import Rule
+from autoattn.core import triton_release
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Op, Problem, pieces
+from autoattn.core.variant import Value, Variant, digest_of
+from autoattn.errors import SpaceError
+
+VERSION = 1
+_SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
+_DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
+_PROBLEM_FACTS = (
+    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
+    *("packed", "queries", "keys_per_row"),
+    *("split", "head_dim_split", "head_dim_v_split"),
+    *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
+    *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
+)
+_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float"))
+FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
+
+
+class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
+    choices: Annotated[list[int | str], msgspec.Meta(min_length=1)]
+    about: Annotated[str, msgspec.Meta(min_length=1)]
+    implied: int | str | None = None
+
+
+class _Requirement(msgspec.Struct, forbid_unknown_fields=True):
+    rule: str
+    because: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    template: str
+    interpreted: bool
+    parameters: Annotated[dict[str, _Parameter], msgspec.Meta(min_length=1)]
+    let: dict[str, str]
+    require: list[_Requirement]
+    seeds: Annotated[list[dict[str, int | str]], msgspec.Meta(min_length=1)]
+    base: dict[str, int | str]
+    fixed: dict[str, int | str] = {}
+    triton: list[str] = []
+    step_bytes: int = 1
+    deterministic: str = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """A rule that every variant meets, and what it means in words."""
+
+    rule: Rule
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchSpace:
+    """The variants of one template."""
+
+    template: str
+    interpreted: bool  # whether Triton's interpreter runs the template's kernels
+    digest: str  # of the file
+    choices: dict[str, tuple[Value, ...]]  # parameter -> values, in the file's order
+    about: dict[str, str]  # parameter -> what it does
+    let: dict[str, Rule]  # name -> what it stands for; each may ask for those before it
+    require: tuple[Requirement, ...]
+    seeds: tuple[tuple[Rule, dict[str, Value]], ...]
+    triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
+    step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
+    deterministic: Rule = field(default_factory=lambda: Rule("1"))  # of parameters; see `repeats`
+    fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
+    # What a variant has that does not state a parameter. It states none at this value, so that kernels that are older
+    # than the parameter keep their names and texts.
+    implied: dict[str, Value] = field(default_factory=dict)
+
+    def why_infeasible(self, variant: Variant, problem: Problem, device: Device) -> str | None:
+        """The first rule that the variant breaks, in words; None when it breaks none.
+
+        Raises:
+            SpaceError: the variant is not a point of this space.
+        """
+        self.check(variant.as_dict())
+        params = self.params_of(variant)
+        if (reason := self.why_unavailable()) is not None:
+            return reason
+        facts = _Named(facts_of(problem, device) | params, self.let)
+        for requirement in self.require:
+            if not requirement.rule(facts):
+                return f"{requirement.because} (needs {requirement.rule.text})"
+        return self._why_not_repeated(params, problem)
+
+    def why_unavailable(self) -> str | None:
+        """Why the Triton that is installed cannot compile the template; None when it can."""
+        if not self.triton or triton_release.installed_release() in self.triton:
+            return None
+        releases = f"{', '.join(self.triton[:-1])} or {self.triton[-1]}" if len(self.triton) > 1 else self.triton[0]
+        return (
+            f"{self.template} is written for Triton {releases}, whose language moves, and this is "
+            f"{triton_release.installed()}"
+        )
+
+    def repeats(self, variant: Variant) -> bool:
+        """Whether two launches of a variant on the same inputs agree to the bit."""
+        return bool(self.deterministic(self.params_of(variant)))
+
+    def _why_not_repeated(self, params: Mapping[str, Value], problem: Problem) -> str | None:
+        if not problem.deterministic or self.deterministic(params):
+            return None
+        return (
+            f"such kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic "
+            f"(needs {self.deterministic.text})"
+        )
+
+    def variant(self, params: Mapping[str, Value]) -> Variant:
+        """The variant with these parameters, which states none that is implied."""
+        stated = {name: value for name, value in params.items() if self.implied.get(name) != value}
+        return Variant.of(self.template, stated)
+
+    def params_of(self, variant: Variant) -> dict[str, Value]:
+        """All parameters of a variant, stated or implied."""
+        return {**self.implied, **variant.as_dict()}
+
+    def holds(self, params: Mapping[str, Value]) -> bool:
+        """Whether `params` is a point of this space; one that was tuned in another may not be."""
+        try:
+            self.check(params)
+        except SpaceError:
+            return False
+        return True
+
+    def check(self, params: Mapping[str, Value]) -> None:
+        """Checks that `params` names every parameter that is not implied, and takes each value from its choices."""
+        if set(params) | set(self.implied) != set(self.choices):
+            wrong = ", ".join(sorted((set(params) | set(self.implied)) ^ set(self.choices)))
+            raise SpaceError(
+                f"a variant of {self.template} sets {', '.join(self.choices)}, got {wrong!r:.200} amiss; correct it"
+            )
+        for name, value in params.items():
+            # 1, 1.0 and True are equal, and differ in a kernel's text.
+            if not any(value == choice and type(value) is type(choice) for choice in self.choices[name]):
+                options = ", ".join(str(choice) for choice in self.choices[name])
+                raise SpaceError(f"{name} of {self.template} must be one of {options}, got {value!r:.60}; correct it")
+
+    def feasible(self, problem: Problem, device: Device, rng: random.Random | None = None) -> Iterator[Variant]:
+        """Every feasible variant, in the file's order or, with `rng`, in a random one.
+
+        A rule is tried as soon as all parameters that it speaks of are set, so whole branches fall early.
+        """
+        if self.why_unavailable():
+            return iter(())
+        order = list(self.choices)
+        rules = self._rules_by_depth(order, problem)
+        facts = facts_of(problem, device)
+        return self._extend(order, rules, facts, {}, rng)
+
+    def seeds_for(self, problem: Problem, device: Device) -> list[Variant]:
+        """The seeds that speak of this problem and are feasible, in the file's order."""
+        facts = facts_of(problem, device)
+        found = []
+        for when, params in self.seeds:
+            if when(_Named(facts | self.implied | params, self.let)):
+                variant = self.variant(params)
+                if variant not in found and self.why_infeasible(variant, problem, device) is None:
+                    found.append(variant)
+        return found
+
+    def default(self, problem: Problem, device: Device) -> Variant:
+        """The template's default: the first feasible seed.
+
+        Raises:
+            SpaceError: no seed is feasible; the last one should be wherever the device can run the problem at all.
+        """
+        found = self.seeds_for(problem, device)
+        if not found:
+            last = self.variant(self.seeds[-1][1])
+            reason = self.why_infeasible(last, problem, device) or "its last seed does not speak of it"
+            raise SpaceError(
+                f"{self.template} must have a feasible seed to run {problem} on {device.name}, but {reason}; choose "
+                "another problem or device"
+            )
+        return found[0]
+
+    def _rules_by_depth(self, order: list[str], problem: Problem) -> list[list[Requirement]]:
+        """For each parameter in order, the rules that can be tried once it is set."""
+        needs = {name: {name} for name in order}
+        for name, rule in self.let.items():
+            needs[name] = set().union(*(needs.get(other, set()) for other in rule.names))
+        ready: list[list[Requirement]] = [[] for _ in order]
+        repeated = Requirement(rule=self.deterministic, because="the problem is deterministic")
+        for requirement in (*self.require, *([repeated] if problem.deterministic else [])):
+            used = set().union(*(needs.get(name, set()) for name in requirement.rule.names))
+            ready[max((order.index(name) for name in used), default=0)].append(requirement)
+        return ready
+
+    def _extend(
+        self,
+        order: list[str],
+        rules: list[list[Requirement]],
+        facts: dict[str, Value | float],
+        chosen: dict[str, Value],
+        rng: random.Random | None,
+    ) -> Iterator[Variant]:
+        depth = len(chosen)
+        if depth == len(order):
+            yield self.variant(chosen)
+            return
+        name = order[depth]
+        values = list(self.choices[name])
+        if rng is not None:
+            rng.shuffle(values)
+        for value in values:
+            params = {**chosen, name: value}
+            known = _Named(facts | params, self.let)
+            if all(requirement.rule(known) for requirement in rules[depth]):
+                yield from self._extend(order, rules, facts, params, rng)
+
+
+class _Named(dict[str, "Value | float"]):
+    """Facts and parameters, and what a space's `let` makes of them: worked out when a rule first asks for it."""
+
+    __slots__ = ("_let",)
+
+    def __init__(self, facts: Mapping[str, Value | float], let: Mapping[str, Rule]) -> None:
+        super().__init__(facts)
+        self._let = let
+
+    def __missing__(self, name: str) -> Value | float:
+        found: Value | float = self._let[name](self)
+        self[name] = found
+        return found
+
+
+def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
+    """What rules may ask of a problem and a device; what holds or does not is 1 or 0."""
+    modifiers = problem.modifiers
+    queries = problem.tokens_q if problem.packed else problem.batch * problem.seq_q
+    return {
+        **{name: getattr(problem, name) for name in (*_SIZES, *_DIMS)},
+        "dtype": problem.dtype.value,
+        "precision": problem.precision.value,
+        "numerics": problem.numerics.value,
+        "deterministic": int(problem.deterministic),
+        "element_bytes": problem.dtype.bytes,
+        "float8": int(problem.dtype is DType.FLOAT8),
+        "packed": int(problem.packed),
+        "queries": queries,
+        "keys_per_row": max(1.0, problem.kept_pairs() / queries),
+        **_split_facts(problem),
+        **_mask_facts(problem.mask),
+        "on_scores": int(modifiers.on_scores),
+        "score_mod": int(bool(modifiers.score_mod)),
+        "biased": int(modifiers.bias is not Bias.NONE),
+        "learned_bias": int(modifiers.bias is Bias.LEARNED),
+        "sinks": int(modifiers.sinks),
+        "dropout": int(modifiers.dropout),
+        **{name: getattr(device, name) for name in _DEVICE_FACTS},
+    }
+
+
+def _split_facts(problem: Problem) -> dict[str, Value | float]:
+    """What becomes of the head dims when they are held in two powers of two."""
+    low_waste = [pieces(head_dim) for head_dim in (problem.head_dim, problem.head_dim_v)]
+    return {
+        "split": int(any(len(widths) == 2 for widths in low_waste)),
+        "head_dim_split": sum(low_waste[0]),
+        "head_dim_v_split": sum(low_waste[1]),
+    }
+
+
+def _mask_facts(mask: Mask) -> dict[str, Value | float]:
+    return {
+        "causal": int(mask.causal),
+        "bounded_left": int(mask.bounded_left),
+        "bounded_right": int(mask.bounded_right),
+        "window_left": mask.left or 0,
+        "sparse": int(mask.sparse),
+        "block_q": mask.block_q,
+        "block_kv": mask.block_kv,
+    }
+
+
+def of(op: Op) -> tuple[SearchSpace, ...]:
+    """The spaces of an operation's templates; the default is taken from the first that has one."""
+    return tuple(load(template) for template in resources.template_names(op))
+
+
+@lru_cache(maxsize=16)
+def load(template: str) -> SearchSpace:
+    """Reads the search space of a template.
+
+    Raises:
+        SpaceError: the file is not a search space; the sentence says where.
+        UsageError: the template's name is none.
+    """
+    path = resources.space_path(template)
+    try:
+        file = msgspec.convert(resources.read_yaml(path, SpaceError), _File)
+    except msgspec.ValidationError as error:
+        raise SpaceError(f"{path} must be a search space, but {error}; see docs/search-spaces.md") from None
+    if file.version != VERSION:
+        raise SpaceError(f"{path} must have version {VERSION}, got {file.version}; use a matching autoattn")
+    if file.template != template:
+        raise SpaceError(f"{path} must speak of the template {template}, got {file.template!r}; correct it")
+    try:
+        return _checked(file, digest_of(path.read_text(encoding="utf-8")))
+    except SpaceError as error:
+        raise SpaceError(f"in {path}, {error}") from None
+
+
+def _checked(file: _File, digest: str) -> SearchSpace:
+    """The search space of a file whose every name is known before the search asks for it."""
+    known = set(FACTS)
+    for name, parameter in file.parameters.items():
+        _define(name, known)
+        if len(set(parameter.choices)) != len(parameter.choices):
+            raise SpaceError(f"the choices of {name} must differ, got {parameter.choices}; remove the double")
+    implied = {name: one.implied for name, one in file.parameters.items() if one.implied is not None}
+    let: dict[str, Rule] = {}
+    for name, text in file.let.items():
+        let[name] = _rule(text, known)  # a let builds on those before it
+        _define(name, known)
+    space = SearchSpace(
+        template=file.template,
+        interpreted=file.interpreted,
+        digest=digest,
+        choices={name: tuple(parameter.choices) for name, parameter in file.parameters.items()},
+        about={name: parameter.about for name, parameter in file.parameters.items()},
+        let=let,
+        require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
+        triton=tuple(file.triton),
+        step_bytes=file.step_bytes,
+        deterministic=_rule(file.deterministic, file.parameters),
+        fixed=dict(file.fixed),
+        implied=implied,
+        seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
+    )
+    space.check({**{name: values[0] for name, values in space.choices.items()}, **space.implied})
+    for _, params in space.seeds:
+        space.check(params)
+    return space
+
+
+def _define(name: str, known: set[str]) -> None:
+    if not name.isidentifier() or Rule(name).names != {name}:
+        raise SpaceError(f"a parameter or let must be named by a word that rules can hold, got {name!r}; rename it")
+    if name in known:
+        raise SpaceError(f"each name must mean one thing, got {name!r} a second time; rename it")
+    known.add(name)
+
+
+def _rule(text: str, known: Collection[str]) -> Rule:
+    rule = Rule(text)
+    unknown = sorted(rule.names - set(known))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise SpaceError(f"the rule {text!r} must speak of what is known to it, got {unknown[0]}; {hint}correct it")
+    return rule

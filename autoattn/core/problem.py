@@ -1,0 +1,379 @@
+"""One attention call, or its gradients, as facts: what is computed, never how."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from autoattn.core.mask import Alignment, Mask, MaskKind
+from autoattn.errors import ProblemError
+
+MAX_HEAD_DIM = 256  # of query and key
+MAX_HEAD_DIM_V = 512
+MAX_SIZE = 2**31 - 1  # batch, heads and lengths travel to the GPU as int32
+
+
+class Op(str, Enum):
+    """The operation; also the stem of its template, search space, cache file and module."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # the gradients of query, key and value, from the output's gradient and what was saved
+
+
+class DType(str, Enum):
+    """Element type of query, key and value; the output has it too, but for float8, whose output is bfloat16."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT8 = "float8_e4m3"  # with one float32 scale for each tensor and key head
+
+    @property
+    def bytes(self) -> int:
+        """Of one element."""
+        return {DType.FLOAT32: 4, DType.FLOAT8: 1}.get(self, 2)
+
+    @property
+    def output(self) -> DType:
+        """The dtype of the output: float8 is too coarse for one."""
+        return DType.BFLOAT16 if self is DType.FLOAT8 else self
+
+
+class Precision(str, Enum):
+    """How float32 products are formed; other types always multiply exactly and sum in float32."""
+
+    IEEE = "ieee"
+    TF32 = "tf32"  # operands cut to 10 bits of mantissa
+    TF32X3 = "tf32x3"  # three tf32 products a product, which keep about 21 bits
+
+
+class Numerics(str, Enum):
+    """Which ways of keeping the softmax's maximum may compute the answer; each is right for every input."""
+
+    ANY = "any"
+    ONLINE = "online"  # those whose time no growth of the scores changes
+
+
+class Layout(str, Enum):
+    """Order of the axes in memory: batch, heads, sequence, head dim."""
+
+    BHSD = "bhsd"
+    BSHD = "bshd"
+    PACKED = "packed"  # [tokens, heads, head dim]: sequences of their own lengths one behind the other
+
+
+class Bias(str, Enum):
+    """What a tensor adds to the scores."""
+
+    NONE = "none"
+    KEYS = "keys"  # booleans for each key, alike for all queries: key padding; False hides
+    BOOLEAN = "boolean"  # booleans for each pair; False hides
+    ADDITIVE = "additive"  # numbers for each pair, added to the scaled score
+    LEARNED = "learned"  # the same of a backward problem that gives their gradient too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modifiers:
+    """What changes scores and weights beside the mask. In the order in which it acts: scale, score_mod, softcap, ALiBi,
+    bias, mask, softmax with sinks, dropout.
+    """
+
+    score_mod: str = ""  # an expression of score, b, h, q_idx and kv_idx; see autoattn.expression
+    softcap: bool = False  # scores become cap * tanh(score / cap)
+    alibi: bool = False  # minus slope * distance, a slope for each head
+    learned_slopes: bool = False  # of alibi, in a backward problem that gives their gradient too
+    bias: Bias = Bias.NONE
+    sinks: bool = False  # a learned score for each head that takes its share of the softmax and gives nothing
+    dropout: bool = False  # weights are dropped at random and the others grow in return
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modifiers that are there, in words; the text of a score_mod as a digest."""
+        found = [f"mod-{digest(self.score_mod)}"] if self.score_mod else []
+        found += [name for name in ("softcap", "alibi", "sinks", "dropout") if getattr(self, name)]
+        found = [f"{name}-learned" if name == "alibi" and self.learned_slopes else name for name in found]
+        return (*found, *([f"bias-{self.bias.value}"] if self.bias is not Bias.NONE else []))
+
+    def forward(self) -> Modifiers:
+        """The same in a forward problem: who learns a bias or slopes adds them like any others."""
+        bias = Bias.ADDITIVE if self.bias is Bias.LEARNED else self.bias
+        return replace(self, bias=bias, learned_slopes=False)
+
+    @property
+    def on_scores(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return bool(self.score_mod) or self.softcap or self.alibi or self.bias is not Bias.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention call.
+
+    query is [batch, heads_q, seq_q, head_dim], key [batch, heads_kv, seq_kv, head_dim], value [batch, heads_kv, seq_kv,
+    head_dim_v] and the output [batch, heads_q, seq_q, head_dim_v] (axes 1 and 2 swapped in memory when the layout is
+    BSHD). When it is PACKED, query is [tokens_q, heads_q, head_dim] and so on, `batch` sequences lie one behind the
+    other, and seq_q and seq_kv are the lengths of the longest.
+
+    Raises:
+        ProblemError: a size is not a positive integer, the heads do not divide, a head dim is too large, or two facts
+            contradict one another.
+    """
+
+    dtype: DType
+    batch: int  # sequences
+    heads_q: int  # query heads
+    heads_kv: int  # key and value heads; divides heads_q
+    seq_q: int  # query tokens per sequence
+    seq_kv: int  # key tokens per sequence
+    head_dim: int  # elements of a query and of a key, 1..256
+    head_dim_v: int = 0  # elements of a value, 1..512; 0 becomes head_dim
+    mask: Mask = field(default_factory=Mask)
+    modifiers: Modifiers = field(default_factory=Modifiers)
+    layout: Layout = Layout.BHSD
+    tokens_q: int = 0  # of all sequences together, when packed; else 0
+    tokens_kv: int = 0
+    precision: Precision = Precision.IEEE
+    numerics: Numerics = Numerics.ANY
+    op: Op = Op.FORWARD
+    deterministic: bool = False  # of gradients: each call on the same inputs gives the same bits; outputs always do
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == 0 and not isinstance(self.head_dim_v, bool):
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        self._check_sizes()
+        self._check_combinations()
+        if self.op is Op.FORWARD:
+            object.__setattr__(self, "modifiers", self.modifiers.forward())
+        # The two alignments are one mask when the lengths agree; one name keeps one cache entry.
+        if self.mask.causal and self.seq_q == self.seq_kv and self.mask.alignment is Alignment.TOP_LEFT:
+            object.__setattr__(self, "mask", Mask(kind=MaskKind.CAUSAL))
+
+    def _check_sizes(self) -> None:
+        names = ["batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "head_dim_v"]
+        for name in names + ["tokens_q", "tokens_kv"] * self.packed:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+                raise ProblemError(f"{name} must be a whole number from 1 to {MAX_SIZE}, got {size!r}; correct it")
+        if self.heads_q % self.heads_kv:
+            raise ProblemError(
+                f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}; "
+                "repeat key and value heads until it is"
+            )
+        for name, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
+            if getattr(self, name) > most:
+                raise ProblemError(
+                    f"{name} must be at most {most}, got {getattr(self, name)}; use F.scaled_dot_product_attention"
+                )
+
+    def _check_combinations(self) -> None:
+        if self.precision is not Precision.IEEE and self.dtype is not DType.FLOAT32:
+            raise ProblemError(
+                f"precision {self.precision.value} is a choice for float32 alone, got {self.dtype.value}; leave it out"
+            )
+        if self.deterministic and self.op is not Op.BACKWARD:
+            raise ProblemError(
+                f"deterministic is a choice for the operation backward alone, got {self.op.value}; leave it out, since "
+                "outputs always agree to the bit"
+            )
+        if self.modifiers.learned_slopes and not self.modifiers.alibi:
+            raise ProblemError("learned_slopes must come with alibi, whose slopes they are, got no alibi; add it")
+        for longest, tokens in (("seq_q", "tokens_q"), ("seq_kv", "tokens_kv")):
+            most, total = getattr(self, longest), getattr(self, tokens)
+            if not self.packed and total:
+                raise ProblemError(f"{tokens} belongs to the layout packed, got {self.layout.value}; leave it out")
+            if self.packed and total < most:
+                raise ProblemError(f"{tokens} must be at least {longest}, {most}, got {total}; correct it")
+        if self.packed and (self.mask.sparse or self.modifiers.bias is not Bias.NONE):
+            what = "a block table" if self.mask.sparse else "a bias"
+            raise ProblemError(
+                f"packed sequences take full, causal and window masks, got {what}; pad the sequences to one length, or "
+                "say it with score_mod"
+            )
+        if self.packed and self.mask.alignment is Alignment.TOP_LEFT:
+            raise ProblemError(
+                "packed sequences align a causal mask bottom-right, got top-left; use F.scaled_dot_product_attention "
+                "on a nested tensor"
+            )
+
+    def simplified(self) -> Problem:
+        """The same problem under its simplest name: a window that is wider than the sequence has no bound on that side.
+
+        The last query stands at the last key, so `left` binds below seq_kv - 1; the first stands seq_q - 1 before it,
+        so `right` binds below seq_q - 1. (FlashAttention-2 compares `right` with seq_kv, which is wrong for
+        seq_q > seq_kv: Dao-AILab/flash-attention issue 895.)
+        """
+        left, right = self.mask.left, self.mask.right
+        if self.mask.kind is not MaskKind.WINDOW:
+            return self
+        left = -1 if left is None or left >= self.seq_kv - 1 else left
+        right = -1 if right is None or (right >= self.seq_q - 1 and right > 0) else right
+        return replace(self, mask=Mask.window(left, right))
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences of their own lengths stand one behind the other."""
+        return self.layout is Layout.PACKED
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def head_dim_padded(self) -> int:
+        """The head dim that tiles are padded to: a power of two that a tensor core can chew, at least 16."""
+        return padded(self.head_dim)
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        """The same of a value."""
+        return padded(self.head_dim_v)
+
+    @property
+    def key(self) -> str:
+        """A sortable name that holds every fact and can stand in a file name; what few ask for stands last."""
+        mask = str(self.mask).replace(":", "-").replace(",", "-").replace("--1", "-all")
+        mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
+        tokens = f"_t{self.tokens_q}-{self.tokens_kv}" if self.packed else ""
+        numerics = f"_{self.numerics.value}" if self.numerics is not Numerics.ANY else ""
+        numerics += "_deterministic" * self.deterministic
+        return (
+            f"{self.op.value}_{self.family}_b{self.batch}_h{self.heads_q}-{self.heads_kv}"
+            f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}"
+        )
+
+    @property
+    def order(self) -> tuple[str | int, ...]:
+        """What people expect lists of problems to be sorted by: kind first, then sizes as numbers."""
+        dims = (self.head_dim, self.head_dim_v)
+        sizes = (self.seq_q, self.seq_kv, self.batch, self.heads_q, self.heads_kv, self.tokens_q, self.tokens_kv)
+        kind = (self.op.value, self.dtype.value, self.precision.value, *dims, " ".join(self.modifiers.names))
+        return (*kind, *sizes, str(self.mask), self.layout.value, self.key)
+
+    @property
+    def family(self) -> str:
+        """Dtype, precision, head dims and modifiers: what a kernel is compiled for, whatever the mask and the sizes."""
+        precision = f"-{self.precision.value}" if self.dtype is DType.FLOAT32 else ""
+        value = f"-{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""
+        return "_".join([f"{self.dtype.value}{precision}_d{self.head_dim}{value}", *self.modifiers.names])
+
+    def shares_kernels(self, other: Problem) -> bool:
+        """Whether one kernel's text serves both: they differ only in the numbers of a launch, or in their numerics."""
+        ours, theirs = ((one.op, one.family, one.mask.structure, one.packed) for one in (self, other))
+        return ours == theirs
+
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) of each sequence. A packed problem does not say them, so this is a mix that fits: the longest
+        comes first, the others rise like a ramp.
+        """
+        if not self.packed:
+            return ((self.seq_q, self.seq_kv),) * self.batch
+        queries = ramp(self.batch, self.seq_q, self.tokens_q)
+        keys = ramp(self.batch, self.seq_kv, self.tokens_kv)
+        return tuple(zip(queries, keys, strict=True))
+
+    def kept_pairs(self) -> int:
+        """(query, key) pairs that the mask keeps, in one head of all sequences."""
+        if self.mask.sparse:
+            return self.batch * round(self.seq_q * self.seq_kv * self.mask.density)
+        if not self.packed:
+            return self.batch * self._kept_pairs(self.seq_q, self.seq_kv)
+        return sum(self._kept_pairs(*lengths) for lengths in self.lengths())
+
+    def _kept_pairs(self, seq_q: int, seq_kv: int) -> int:
+        first, last = self.band(seq_q, seq_kv)
+        seen = seq_q * seq_kv if last is None else ramp_sum(last + 1, seq_q, seq_kv)
+        return seen - (0 if first is None else ramp_sum(first, seq_q, seq_kv))
+
+    def band(self, seq_q: int, seq_kv: int) -> tuple[int | None, int | None]:
+        """(first, last): query i of a sequence sees the keys i + first..i + last; None is no bound."""
+        mask = self.mask
+        shift = seq_kv - seq_q if mask.alignment is Alignment.BOTTOM_RIGHT else 0
+        first = None if mask.left is None else shift - mask.left
+        last = shift if mask.causal else None if mask.right is None else shift + mask.right
+        return first, last
+
+    def flops(self) -> int:
+        """Floating-point operations of the kept pairs: 2 operations per pair and element of a product.
+
+        Forward has two products; backward has five, of which three sum or give elements of the head dim and two those
+        of a value.
+        """
+        elements = self.head_dim + self.head_dim_v
+        if self.op is Op.BACKWARD:
+            elements = 3 * self.head_dim + 2 * self.head_dim_v
+        return 2 * self.heads_q * self.kept_pairs() * elements
+
+    def bytes(self) -> int:
+        """Bytes that must cross device memory: each input read once, each output written once.
+
+        Forward reads query, key and value and writes the output; backward reads all four, the output's gradient and
+        the LSE, and writes three gradients. A bias may have any size, and is left out.
+        """
+        queries = self.heads_q * (self.tokens_q if self.packed else self.batch * self.seq_q)
+        keys = self.heads_kv * (self.tokens_kv if self.packed else self.batch * self.seq_kv)
+        read = (queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)) * self.dtype.bytes
+        output = queries * self.head_dim_v * self.dtype.output.bytes
+        return 2 * read + 2 * output + 4 * queries if self.op is Op.BACKWARD else read + output
+
+    def __str__(self) -> str:
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
+        dtype = re.sub("float", "fp", self.dtype.value).replace("bfp", "bf").replace("fp8_e4m3", "fp8")
+        if self.dtype is DType.FLOAT32:
+            dtype += f":{self.precision.value}"
+        dims = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        mask = self.mask.kind.value if self.mask.causal and self.seq_q == self.seq_kv else str(self.mask)
+        mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
+        layout = "" if self.layout is Layout.BHSD else f" {self.layout.value}"
+        layout += f" {self.tokens_q}x{self.tokens_kv} tokens" if self.packed else ""
+        asked = [self.numerics.value] if self.numerics is not Numerics.ANY else []
+        asked += ["deterministic"] * self.deterministic
+        name = "" if self.op is Op.FORWARD else f"{self.op.value} "
+        name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
+        return " ".join([name, *self.modifiers.names, *asked])
+
+
+def padded(head_dim: int) -> int:
+    """The power of two, at least 16, that a tile's axis of `head_dim` elements is padded to."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def pieces(head_dim: int) -> tuple[int, ...]:
+    """The one or two powers of two that hold `head_dim` elements in the least room: 80 -> (64, 16), 56 -> (64,)."""
+    whole = padded(head_dim)
+    low = whole // 2
+    if head_dim <= low or low < 16:
+        return (whole,)
+    high = padded(head_dim - low)
+    return (low, high) if low + high < whole else (whole,)
+
+
+def ramp(count: int, longest: int, total: int) -> tuple[int, ...]:
+    """`count` lengths that sum to `total`, none above `longest`, the first one equal to it, the others rising.
+
+    Where so many cannot fill `total`, all are as long as they may be.
+    """
+    others = count - 1
+    rest = min(total - longest, others * longest)
+    lengths = [min(longest, 2 * rest * place // (others * (others + 1))) for place in range(1, others + 1)]
+    missing = rest - sum(lengths)
+    for place in reversed(range(others)):
+        more = min(longest - lengths[place], missing)
+        lengths[place] += more
+        missing -= more
+    return (longest, *lengths)
+
+
+def ramp_sum(offset: int, rows: int, most: int) -> int:
+    """The sum of min(max(row + offset, 0), most) over all rows from 0."""
+    first = min(max(0, -offset), rows)  # first row that counts
+    growing = min(max(first, most - offset), rows)  # first row that counts in full
+    steps = growing - first
+    return steps * (first + offset) + steps * (steps - 1) // 2 + (rows - growing) * most
+
+
+def digest(text: str) -> str:
+    """Eight hexadecimal digits that name an expression."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

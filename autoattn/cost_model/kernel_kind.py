@@ -1,0 +1,63 @@
+"""How a kernel's programs divide their work, and whose machine code it is: what the model asks before it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from autoattn.core.trial import StaticReport
+from autoattn.core.variant import Value
+
+ROWS = 64  # of a warpgroup that computes, in kernels whose warps specialise
+WARPGROUP = ("HGMMA", "QGMMA")  # products of a warpgroup, of 16 or 32 bits and of 8
+SYNCHRONOUS = ("HMMA", "QMMA")  # of a warp, which waits for them
+
+
+class Path(str, Enum):
+    """Kinds of machine code that each have constants of their own."""
+
+    WARPGROUP = "warpgroup"  # wgmma, as Triton's compiler arranges it
+    SPECIALISED = "specialised"  # wgmma, by warpgroups beside one that loads
+    SYNCHRONOUS = "synchronous"  # mma.sync, Ampere's and Ada's and that of Hopper's small tiles
+    LANES = "lanes"  # float32 without tensor cores
+
+
+def path_of(report: StaticReport, params: Mapping[str, Value]) -> Path:
+    """Whose constants hold for a kernel."""
+    if "schedule" in params:
+        return Path.SPECIALISED
+    if any(opcode.startswith(WARPGROUP) for opcode in report.loop):
+        return Path.WARPGROUP
+    return Path.SYNCHRONOUS if any(opcode.startswith(SYNCHRONOUS) for opcode in report.loop) else Path.LANES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program is one worker, or several that walk the same keys, each with rows of its own."""
+
+    block_m: int  # query rows of all workers
+    block_n: int  # keys of a pass
+    workers: int
+    rows: int  # of a worker
+    warps: int  # of a worker
+    specialised: bool  # other warps load, so that these wait less
+    persistent: int  # programs an SM that walk all tiles; 0 is a program a tile
+    dealt: bool  # tiles are dealt out round robin, whoever is ready first
+    ahead: bool  # a worker's next product runs beside its softmax
+
+
+def program_of(params: Mapping[str, Value], report: StaticReport) -> Program:
+    """From a variant's parameters, of either family."""
+    block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
+    if "schedule" not in params:
+        return Program(
+            block_m=block_m, block_n=block_n, workers=1, rows=block_m, warps=report.num_warps,
+            specialised=False, persistent=int(params["PERSISTENT"]), dealt=True, ahead=False,
+        )  # fmt: skip
+    walking = params["schedule"] != "one_tile"
+    return Program(
+        block_m=block_m, block_n=block_n, workers=block_m // ROWS, rows=ROWS, warps=4, specialised=True,
+        persistent=int(params.get("CTAS", 1)) if walking else 0, dealt=params["schedule"] == "persistent",
+        ahead=bool(params["overlap"]),
+    )  # fmt: skip

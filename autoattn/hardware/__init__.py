@@ -1,0 +1,1 @@
+"""The card and the host of this process: identity, timing, faults."""

@@ -1,0 +1,273 @@
+"""The host side of the backward kernels: gradients of query, key and value, of sinks, learned slopes and biases."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from autoattn.core.problem import Bias, DType, Problem
+from autoattn.kernels import bound_launch, forward
+from autoattn.kernels.bound_launch import Bound
+from autoattn.kernels.compiler import Descriptor, Kernel, described
+from autoattn.tensors import block_table
+from autoattn.tensors.operands import Operands, empty_as
+
+COPIES = ("query", "key", "output_grad")  # of which kernels make turned copies, where they do
+# The order in which bound launches take the addresses of a call's tensors: 0 for one that is not there, and none of
+# copies where there are none.
+POINTERS = (
+    *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
+    *("row_lse_ptr", "delta_ptr", "query_sums_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
+    *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr"),
+    *(f"{name}_copy_ptr" for name in COPIES),
+)
+ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
+SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """What the forward pass leaves, and what comes back from behind it."""
+
+    output: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, as the forward pass rounded it
+    lse: Tensor  # [batch, heads_q, seq_q] float32, contiguous, in natural logarithms
+    output_grad: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, the output's dtype
+    lse_grad: Tensor | None = None  # like the LSE; only for kernels whose traits say so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gradients:
+    """Of the tensors of the same names, in their shapes and dtypes."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None  # [heads_q] float32
+    bias: Tensor | None = None  # as Operands.narrow_bias; where the problem's bias is learned
+    slopes: Tensor | None = None  # [batch, heads_q] float32, contiguous; where the problem's slopes are learned
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """(name, gradient) of those that every call has."""
+        return ("query", self.query), ("key", self.key), ("value", self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scratch:
+    """What the kernels of a launch leave for one another; all of it is written before it is read."""
+
+    # [2 or 3, batch, heads_q, rows] float32: each query's LSE in powers of two, its delta, and what it gives to the
+    # gradient of a learned slope.
+    rows: Tensor
+    sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
+    turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
+    copies: dict[str, Tensor] = field(default_factory=dict)  # of COPIES -> [batch, heads, head_dim, rows]; maybe none
+
+
+def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
+    """New gradients, each in memory as its tensor lies, as [batch, heads, seq, head_dim] views.
+
+    Args:
+        problem: backward; it says whether a bias and slopes have gradients.
+    """
+    three = operands.query, operands.key, operands.value
+    query, key, value = (empty_as(tensor, tensor.shape[3]) for tensor in three)
+    sinks = torch.empty_like(operands.sinks) if operands.sinks is not None else None
+    narrow = operands.narrow_bias
+    bias = narrow.new_empty(narrow.shape) if narrow is not None and problem.modifiers.bias is Bias.LEARNED else None
+    slopes = None
+    if operands.slopes is not None and problem.modifiers.learned_slopes:
+        slopes = operands.slopes.new_empty(operands.slopes.shape)
+    return Gradients(query=query, key=key, value=value, sinks=sinks, bias=bias, slopes=slopes)
+
+
+def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
+    """Runs the kernels on the current stream of the tensors' device."""
+    scratch = empty_scratch(kernel, problem, operands.query)
+    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
+    grids = _grids(kernel, problem, operands, gradients)
+    for part in kernel.parts:
+        part.launch(grids[part.name], arguments)
+    if gradients.bias is not None and (sums := arguments["bias_sums_ptr"]) is not gradients.bias:
+        assert isinstance(sums, Tensor)
+        gradients.bias.copy_(sums.sum([axis for axis in (2, 3) if gradients.bias.shape[axis] == 1], keepdim=True))
+    if operands.sinks is not None and gradients.sinks is not None:
+        gradients.sinks.copy_(_of_sinks(operands.sinks, scratch.rows[:2, ..., : operands.query.shape[2]]))
+
+
+def bind(
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch
+) -> tuple[Bound, ...]:
+    """The same launches, for calls that differ from this one in addresses alone, which they take in the order of
+    POINTERS; there must be no other tensors.
+    """
+    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
+    grids = _grids(kernel, problem, operands, gradients)
+    return tuple(bound_launch.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
+
+
+def may_bind(problem: Problem, query: Tensor) -> bool:
+    """Whether a call has no tensors but those of POINTERS, and runs on a card rather than in Triton's interpreter."""
+    modifiers = problem.modifiers
+    more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
+    return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
+
+
+def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) -> Callable[[Gradients], None]:
+    """What launches the kernels on these tensors again and again, each time with a scratch of its own.
+
+    Where it may, it costs the host what a prepared call does: less than is hidden from who times it.
+    """
+    if not may_bind(problem, operands.query):
+        return partial(launch, kernel, problem, operands, saved)
+    like = empty_gradients(problem, operands), empty_scratch(kernel, problem, operands.query)
+    launches = bind(kernel, problem, operands, saved, *like)
+
+    def again(gradients: Gradients) -> None:
+        scratch = empty_scratch(kernel, problem, operands.query)
+        addresses = addresses_of(operands, saved, gradients, scratch)
+        for one in launches:
+            one(addresses)
+
+    return again
+
+
+def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch) -> tuple[int, ...]:
+    """What bound launches take: addresses in the order of POINTERS."""
+    tensors = (
+        operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
+        scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
+        operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns, *map(scratch.copies.get, COPIES),
+    )  # fmt: skip
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def _grids(kernel: Kernel, problem: Problem, operands: Operands, gradients: Gradients) -> dict[str, tuple[int]]:
+    sizes = (problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2])
+    if gradients.bias is not None:
+        sizes += gradients.bias.shape[:2]
+    grids: dict[str, tuple[int]] = kernel.module.grids(*sizes)
+    for name, programs in getattr(kernel.module, "PERSISTENT", {}).items():
+        grids[name] = (min(*grids[name], programs * kernel.sm_count),)
+    return grids
+
+
+def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of a sink, which is a score without a value: minus its weight times delta, over all queries."""
+    row_lse, delta = rows
+    weights = torch.exp2(sinks[:, None] * math.log2(math.e) - row_lse)
+    return -(weights * delta).sum((0, 2))
+
+
+def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
+    """Room for what the kernels of one launch leave for one another."""
+    batch, heads_q, seq_q, _ = query.shape
+    numbers = 3 if problem.modifiers.learned_slopes else 2
+    rows = query.new_empty((numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
+    sums, turns = (
+        query.new_empty(getattr(kernel.module, name)(problem.batch, problem.heads_q, seq_q), dtype=dtype)
+        if hasattr(kernel.module, name)
+        else None
+        for name, dtype in (("sums", torch.float32), ("turns", torch.int32))
+    )
+    sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
+    shapes = kernel.module.copies(*sizes) if hasattr(kernel.module, "copies") else {}
+    copies = {name: query.new_empty(shape) for name, shape in shapes.items()}
+    return Scratch(rows=rows, sums=sums, turns=turns, copies=copies)
+
+
+def _arguments(
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch
+) -> dict[str, object]:
+    """All that a signature may name."""
+    arguments: dict[str, object] = {
+        "lse_ptr": saved.lse,
+        "lse_grad_ptr": saved.lse_grad,
+        "row_lse_ptr": scratch.rows[0],
+        "delta_ptr": scratch.rows[1],
+        "query_sums_ptr": scratch.sums,
+        "turns_ptr": scratch.turns,
+        "stride_r": scratch.rows.shape[3],
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "cu_seqlens_q_ptr": operands.cu_seqlens_q,
+        "cu_seqlens_kv_ptr": operands.cu_seqlens_kv,
+        "tokens_q": operands.query.shape[2],
+        "tokens_kv": operands.key.shape[2],
+        "seq_q": operands.query.shape[2],
+        "seq_kv": operands.key.shape[2],
+        "scale": operands.scale,
+        "window_left": problem.mask.left,
+        "window_right": problem.mask.right,
+    }
+    if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
+        arguments |= forward.modifiers(operands)
+    if operands.table is not None:
+        arguments |= forward.listed(operands.table)
+        arguments |= forward.listed(block_table.turned(operands.table, operands.key.shape[2]), "turned_")
+    if scratch.copies:
+        arguments |= {f"{name}_copy_ptr": copy for name, copy in scratch.copies.items()}
+        arguments["stride_c"] = scratch.copies["key"].shape[3]
+    if gradients.slopes is not None:
+        arguments |= {"slope_rows_ptr": scratch.rows[2], "slope_grad_ptr": gradients.slopes}
+    if gradients.bias is not None:
+        arguments |= _of_bias(kernel, operands, gradients.bias)
+    tensors = (
+        *(("q", "query", operands.query), ("k", "key", operands.key), ("v", "value", operands.value)),
+        *(("o", "output", saved.output), ("do", "output_grad", saved.output_grad)),
+        *((f"d{name[0]}", f"{name}_grad", gradient) for name, gradient in gradients.named()),
+    )
+    for short, name, tensor in tensors:
+        arguments[f"{name}_ptr"] = tensor
+        for axis, stride in zip("bhsd", tensor.stride(), strict=True):
+            arguments[f"stride_{short}{axis}"] = stride
+    read = {name: tensor for _, name, tensor in tensors}
+    read |= {"row_lse": scratch.rows[0].view(-1), "delta": scratch.rows[1].view(-1)}
+    if scratch.sums is not None:
+        read["query_sums"] = scratch.sums.view(-1, SUMS_IN_LINE)
+    for name, kind in kernel.module.SIGNATURE.items():
+        if kind.startswith("tensordesc"):
+            arguments[name] = _box(kernel, read[described(name)], kind)
+    return arguments
+
+
+def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, object]:
+    """What the gradient of a bias takes beside: where to write it, or float32 sums of the tiles that share it."""
+    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
+    batch, heads, queries, keys = grad.shape
+    sums = grad
+    if (queries, keys) != (seq_q, seq_kv):
+        tile = kernel.module.QUERIES_BLOCK_M.value, kernel.module.QUERIES_BLOCK_N.value
+        rows = seq_q if queries == seq_q else -(-seq_q // tile[0])
+        columns = seq_kv if keys == seq_kv else -(-seq_kv // tile[1])
+        sums = grad.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    found: dict[str, object] = {
+        "bias_grad_ptr": grad,
+        "bias_sums_ptr": sums,
+        **{f"stride_g{axis}": stride for axis, stride in zip("bhsn", grad.stride(), strict=True)},
+        **{f"bias_{axis}": size for axis, size in zip(("batch", "heads", "queries", "keys"), grad.shape, strict=True)},
+    }
+    if operands.table is not None:
+        states = block_table.states_of(operands.table, seq_kv)
+        found["states_ptr"] = states
+        for place, axis in enumerate("bh"):
+            found[f"states_step_{axis}"] = states.stride(place) if states.shape[place] > 1 else 0
+    return found
+
+
+def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescriptor:
+    """What a kernel reads boxes of a tensor with: for the TMA unit, or for the interpreter that stands in for it."""
+    described = Descriptor.of(tensor)
+    if kernel.device.type == "cuda":
+        return described
+    found = re.search(r"\[(.*)\]", kind)
+    assert found is not None
+    block = [int(size) for size in found[1].split(",")]
+    return TensorDescriptor(tensor, list(described.shape), list(described.strides), block)

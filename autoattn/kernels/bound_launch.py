@@ -1,0 +1,235 @@
+"""Launches of which all is known but the addresses: a compiled kernel, called with as little as a launch can take.
+
+What Triton's own way costs at each call is paid once here: TMA descriptors are encoded once for an address, and the C
+function beneath Triton's launcher is called by itself, with its arguments in the release's order (`_Direct`). Where the
+installed Triton has another launcher, its own serves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import driver
+
+from autoattn.core import triton_release
+from autoattn.kernels.compiler import Descriptor, Kernel, described, make_current
+from autoattn.kernels.zeroed_scratch import ROOMS, Rooms
+
+Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
+MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
+_STREAM = 3  # its place among what a launch takes, behind the grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bound:
+    """A launch of a kernel that takes the addresses of its call's tensors."""
+
+    compiled: Any  # Triton's CompiledKernel
+    launch: Callable[..., object]
+    given: list[object]  # what `launch` takes: grid, stream, settings, hooks, arguments; None where one moves
+    hooks: int  # the place of the launch's metadata, behind which its two hooks stand
+    begin: int  # the place of the first argument
+    listed: bool  # whether `launch` takes the arguments as one list
+    index: int  # of the device
+    pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
+    maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
+    zeros: tuple[int, int, int, Rooms] | None  # (place in `given`, place among the addresses, numbers, whose)
+    device_of: Callable[[], int]  # -> current device
+    stream_of: Callable[[int], int]  # device -> handle of its current stream
+
+    def __call__(self, addresses: Addresses) -> None:
+        """Launches on the current stream of the kernel's device.
+
+        Where the kernel needs zeros and their address is 0, the launch takes those of its stream.
+        """
+        if self.device_of() != self.index:
+            with torch.cuda.device(self.index):
+                self._launch(addresses)
+            return
+        self._launch(addresses)
+
+    def _launch(self, addresses: Addresses) -> None:
+        """Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is."""
+        given = self.given.copy()
+        for place, number in self.pointers:
+            given[place] = addresses[number]
+        for place, number, maps in self.maps:
+            given[place] = maps[addresses[number]]
+        given[_STREAM] = stream = self.stream_of(self.index)
+        if self.zeros is not None:
+            place, number, size, rooms = self.zeros
+            if not addresses[number]:
+                room = rooms.room(self.index, stream, size)  # held until the launch is in the stream
+                given[place] = room.address
+        begin, hooks = self.begin, triton.knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # as _set, without calling it
+            facts = self.compiled.launch_metadata(tuple(given[:_STREAM]), stream, *given[begin:])
+            given[self.hooks : self.hooks + 3] = facts, _set(enter), _set(leave)
+        if self.listed:
+            self.launch(*given[:begin], given[begin:])
+        else:
+            self.launch(*given)
+
+
+def _set(hook: Any) -> Any:
+    """A launch hook; None for Triton's chain of hooks that holds none, which would be called all the same."""
+    return hook if getattr(hook, "calls", hook) else None
+
+
+def bind(
+    kernel: Kernel,
+    grid: tuple[int],
+    arguments: Mapping[str, object],
+    order: tuple[str, ...],
+    zeros: tuple[str, int] | None,
+) -> Bound:
+    """The launch `kernel.launch(grid, arguments)`, ready for tensors that lie elsewhere.
+
+    Args:
+        order: names of the arguments whose addresses a launch takes, in its order. The descriptors of a
+            tensor `name` go by the address of `name`_ptr.
+        zeros: the argument that takes int32 zeros, and how many; None where the kernel has none.
+    """
+    boxes = any(isinstance(arguments.get(name), Descriptor) for name in kernel.parameters)
+    direct, compiled = _Direct.of(kernel, boxes=boxes), kernel.compiled
+    triton_takes = (compiled.function, compiled.packed_metadata), ()
+    settings, behind = direct.settings(compiled) if direct else triton_takes
+    flat: list[object] = [*grid, 1, 1, None, *settings]
+    hooks = len(flat)
+    flat += [None, None, None, *behind]
+    begin = len(flat)
+    pointers: list[tuple[int, int]] = []
+    maps: list[tuple[int, int, _Maps]] = []
+    taken = None
+    for name in kernel.parameters:
+        given = arguments.get(name)
+        if isinstance(given, Descriptor):
+            encode = direct.encoder(len(maps), kernel.device) if direct else None
+            maps.append((len(flat), order.index(f"{described(name)}_ptr"), _Maps(given, encode)))
+            flat += [None, *given.shape, *given.strides] if direct else [None]
+            continue
+        if name in order:
+            pointers.append((len(flat), order.index(name)))
+            if zeros is not None and name == zeros[0]:
+                taken = len(flat), order.index(name), zeros[1], ROOMS[name]
+        flat.append(None if name in order else given)
+    return Bound(
+        compiled=compiled,
+        launch=direct.launch if direct else compiled.run,
+        given=flat,
+        hooks=hooks,
+        begin=begin,
+        listed=direct is not None and direct.listed is not None,
+        index=kernel.device.index,
+        pointers=tuple(pointers),
+        maps=tuple(maps),
+        zeros=taken,
+        device_of=getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
+        stream_of=driver.active.get_current_stream,
+    )
+
+
+# --- Triton's launcher ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Direct:
+    """The C function beneath Triton's launcher. It takes encoded descriptors, each followed by its shape and strides.
+
+    Triton 3.6 compiles one for each signature. It takes: grid, stream, function, cooperative, dependent, scratch,
+    profile scratch, metadata, launch metadata, hooks, and each argument.
+    Since 3.7 there is one for all signatures. It takes: grid, stream, function, cooperative, dependent, metadata,
+    launch metadata, hooks, scratch, profile scratch, annotations, signature, and a list of the arguments.
+    """
+
+    launch: Callable[..., object]
+    cooperative: bool
+    dependent: bool
+    listed: tuple[object, object] | None  # annotations and signature, where arguments are one list; None in Triton 3.6
+    encode: Callable[..., list[Any]] | None  # (descriptor, facts, ...) -> [encoded, *shape, *strides]
+    facts: list[Any]  # how each descriptor is to be encoded, by its place among them
+
+    @classmethod
+    def of(cls, kernel: Kernel, *, boxes: bool) -> _Direct | None:
+        """None where the installed Triton's launcher does not look like that, or allocates memory of its own.
+
+        Args:
+            boxes: whether the kernel takes descriptors
+        """
+        launcher = kernel.compiled.run
+        release = triton_release.release_of(triton.__version__)
+        if release not in triton_release.SUPPORTED:
+            return None
+        try:
+            if launcher.global_scratch_size or launcher.profile_scratch_size:
+                return None
+            launch, encode, facts = launcher.launch, None, []
+            if boxes:
+                inside = inspect.getclosurevars(launch)
+                launch, facts = inside.nonlocals["launcher"], inside.nonlocals["tensordesc_meta"]
+                encode = {**inside.globals, **inside.nonlocals}["make_tensordesc_arg"]
+                if None in facts:
+                    return None
+            return cls(
+                launch=launch,
+                cooperative=launcher.launch_cooperative_grid,
+                dependent=launcher.launch_pdl,
+                listed=None if release == "3.6" else (launcher.arg_annotations, launcher.kernel_signature),
+                encode=encode,
+                facts=list(facts),
+            )
+        except (AttributeError, KeyError, TypeError):
+            return None
+
+    def settings(self, compiled: Any) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """What stands between the stream and the launch's metadata, and what between its hooks and the arguments."""
+        kernel = compiled.function, self.cooperative, self.dependent
+        if self.listed is None:
+            return (*kernel, None, None, compiled.packed_metadata), ()
+        return (*kernel, compiled.packed_metadata), (None, None, *self.listed)
+
+    def encoder(self, place: int, device: torch.device) -> Callable[[Descriptor], Any]:
+        """What encodes the descriptor at a place among them."""
+        encode, facts = self.encode, self.facts[place]
+        assert encode is not None
+        # Since 3.8 an encoder is also told what the launch takes before its arguments, and does not ask for it.
+        ignored = (None,) * (len(inspect.signature(encode).parameters) - 2)
+
+        def encoded(descriptor: Descriptor) -> Any:
+            make_current(device)
+            return encode(descriptor, facts, *ignored)[0]
+
+        return encoded
+
+
+class _Maps(dict[int, Any]):
+    """Address -> what a launch takes for the descriptor of a tensor there, made when it is first asked for."""
+
+    __slots__ = ("__weakref__", "descriptor", "encode")
+
+    def __init__(self, descriptor: Descriptor, encode: Callable[[Descriptor], Any] | None) -> None:
+        super().__init__()
+        self.descriptor, self.encode = descriptor, encode
+
+    def __missing__(self, address: int) -> Any:
+        here = replace(self.descriptor, address=address)
+        made = here if self.encode is None else self.encode(here)
+        with _writing:
+            if len(_filled) >= MOST_MAPS:  # calls on ever new addresses, or ever new shapes
+                for maps in {id(maps): maps for maps in _filled}.values():
+                    maps.clear()
+                _filled.clear()
+            _filled.append(self)
+            self[address] = made
+        return made
+
+
+_filled: list[_Maps] = []  # one for each encoded descriptor: where it is
+_writing = threading.Lock()

@@ -1,0 +1,362 @@
+"""Source -> machine code: the only door to Triton's compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import io
+import linecache
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
+
+from autoattn.core.trial import StaticReport
+from autoattn.core.variant import Source
+from autoattn.errors import CompileError
+from autoattn.kernels import assembler
+from autoattn.kernels.sass import disassembler, loops
+
+if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their start
+    import torch
+    from torch import Tensor
+
+WARP_SIZE = 32
+# Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
+# wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
+MAX_SPILLED = 2048
+_JIT_INPUT_PTX = 1  # CU_JIT_INPUT_PTX of cuda.h
+BEFORE = "_before"  # behind the name of a kernel: the one that is launched before it
+
+
+@lru_cache(maxsize=4096)
+def load_module(source: Source) -> ModuleType:
+    """Imports a rendered kernel from its text; no file is written.
+
+    Triton reads a kernel's text through `inspect`, which asks `linecache`; so do tracebacks.
+    """
+    name = f"autoattn_rendered_{source.digest}"
+    path = f"{name}.py"
+    # An entry without a time is one that linecache never looks for on the disk.
+    linecache.cache[path] = (len(source.text), None, source.text.splitlines(keepends=True), path)
+    module = ModuleType(name)
+    module.__file__ = path
+    exec(compile(source.text, path, "exec"), module.__dict__)
+    return module
+
+
+def build(source: Source, arch: int, name: str | None = None) -> Any:
+    """Compiles for compute capability `arch` (80, 90, ...), which need not be in this machine.
+
+    Returns Triton's CompiledKernel; `compiled[grid](*arguments)` launches it where it fits the current device.
+
+    Args:
+        name: which kernel of the source; None is its main one.
+
+    Raises:
+        CompileError: the compiler refused, in its own words.
+    """
+    module = _imported(source)
+    function = getattr(module, name or source.name)
+    names = function.arg_names
+    divisible = {each: by for each, by in module.DIVISIBLE.items() if each in names}
+    kernel = _ast_source(function)(
+        fn=function,
+        signature={each: module.SIGNATURE[each] for each in names},
+        constexprs={},
+        attrs={(names.index(each),): [["tt.divisibility", by]] for each, by in divisible.items()},
+    )
+    options = getattr(module, "PARTS", {}).get(name) or module.OPTIONS
+    try:
+        with triton.knobs.compilation.scope():
+            # Part of Triton's cache key, so the same everywhere; line tables make a cubin four times as large.
+            triton.knobs.compilation.disable_line_info = True
+            # Every Triton up to 3.9 fuses by default; 3.9 warns that the next one will not.
+            options = {**options, "enable_fp_fusion": True}
+            silent = contextlib.redirect_stdout(io.StringIO())  # where Triton prints whole kernels that ptxas refuses
+            with silent, assembler.older_ptxas(arch) as added:
+                return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options={**options, **added})
+    except Exception as error:  # Triton raises many types, some of them bare RuntimeError
+        reason = " ".join(str(error).split())[:300]
+        raise CompileError(
+            f"Triton {triton.__version__} cannot compile this variant for sm_{arch}: {reason}"
+        ) from error
+
+
+def _ast_source(function: Any) -> Any:
+    """What Triton compiles a function from: each of its two languages has its own."""
+    if not _in_gluon(function):
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def _in_gluon(function: Any) -> bool:
+    """Whether a kernel is written in Gluon rather than in Triton; a rendered file may hold both."""
+    return bool(hasattr(function, "is_gluon") and function.is_gluon())
+
+
+def _imported(source: Source) -> ModuleType:
+    try:
+        return load_module(source)
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: a release may lack or move it
+        raise CompileError(f"Triton {triton.__version__} cannot import this variant: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernel:
+    """A kernel that is ready to launch on one device, or in Triton's interpreter."""
+
+    source: Source
+    module: ModuleType
+    compiled: Any  # Triton's CompiledKernel; None in the interpreter, and where there are parts
+    device: torch.device
+    sm_count: int
+    name: str = ""  # of a part's function, which takes some of SIGNATURE; empty is a whole source's, which takes all
+    before: Kernel | None = None  # what takes the same arguments, on `module.grid_before`, and makes input ready for it
+    parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
+
+    @property
+    def parameters(self) -> Iterable[str]:
+        """The names of what a launch takes, in its order."""
+        names: Iterable[str] = getattr(self.module, self.name).arg_names if self.name else self.module.SIGNATURE
+        return names
+
+    def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
+        """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
+        ordered = [arguments[name] for name in self.parameters]
+        if self.compiled is None:
+            getattr(self.module, self.name or self.source.name)[grid](*ordered)
+            return
+        import torch
+
+        with torch.cuda.device(self.device):
+            make_current(self.device)
+            self.compiled[(*grid, 1, 1)](*ordered)
+
+
+def make_current(device: torch.device) -> None:
+    """Makes the driver know, on this thread, the context of the current device.
+
+    PyTorch leaves that to the first call that needs one. In a thread where there was none yet, as in autograd's when
+    attention is the last of a model, the driver refuses to encode a descriptor ("invalid device context").
+    """
+    import torch
+
+    known = _current.__dict__.setdefault("known", set())
+    # The question is itself a call that makes a context current, and the only one that no capture forbids.
+    if device.index not in known and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest
+        known.add(device.index)
+
+
+_current = threading.local()  # known: indices of devices
+
+
+def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -> Kernel:
+    """Compiles for the card `device` and makes the kernel ready to launch there.
+
+    A CPU device gives a kernel that runs in Triton's interpreter, in a process started with TRITON_INTERPRET=1.
+
+    Args:
+        ptx_arch: an older compute capability to write the PTX for, of which the driver then makes the card's machine
+            code; so an Ampere kernel's numbers can be checked on Hopper. None means the card's own.
+
+    Raises:
+        CompileError: the compiler refused, or the kernel does not fit the card.
+    """
+    module = _imported(source)
+    if device.type == "cpu":
+        if hasattr(module, "DESCRIPTORS"):
+            raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
+        from autoattn.kernels import interpreter  # which imports numpy; compilers need none
+
+        interpreter.repair()
+        kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+        return replace(kernel, parts=tuple(replace(kernel, name=name) for name in parts_of(module)))
+    import torch
+
+    if device.index is None:  # launches ask for the stream of a numbered device
+        device = torch.device(device.type, torch.cuda.current_device())
+    if names := parts_of(module):
+        parts = tuple(replace(_ready(source, module, device, ptx_arch, name), name=name) for name in names)
+        return replace(parts[0], name="", compiled=None, parts=parts)
+    before = None
+    if hasattr(module, source.name + BEFORE):
+        before = _ready(source, module, device, ptx_arch, source.name + BEFORE)
+    return replace(_ready(source, module, device, ptx_arch, source.name), before=before)
+
+
+def parts_of(module: ModuleType) -> tuple[str, ...]:
+    """The kernels of a rendered file that do its work together, in the order of their launches; none where one does."""
+    return tuple(getattr(module, "PARTS", ()))
+
+
+def _ready(source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, name: str) -> Kernel:
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    compiled = build(source, ptx_arch or properties.major * 10 + properties.minor, name)
+    if ptx_arch is not None:
+        compiled.kernel = translated(compiled.asm["ptx"], device)
+    try:
+        with torch.cuda.device(device):
+            compiled.run  # noqa: B018 - loads the module onto the card now, not at the first launch
+    except OutOfResources as error:
+        raise CompileError(f"this variant does not fit {properties.name}: {error}") from None
+    _check_spills(compiled, compiled.n_spills * 4)
+    return Kernel(
+        source=source, module=module, compiled=compiled, device=device, sm_count=properties.multi_processor_count
+    )
+
+
+@lru_cache(maxsize=256)
+def translated(ptx: str, device: torch.device) -> bytes:
+    """The cubin that the driver makes for a card of a PTX text, which may be written for an older one.
+
+    Raises:
+        CompileError: the driver refused; it says why only in its number of the error.
+    """
+    import torch
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    link, cubin, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+    text = ptx.encode() + b"\0"
+    steps: list[Callable[[], int]] = [
+        lambda: driver.cuLinkCreate_v2(0, None, None, ctypes.byref(link)),
+        lambda: driver.cuLinkAddData_v2(link, _JIT_INPUT_PTX, text, ctypes.c_size_t(len(text)), b"", 0, None, None),
+        lambda: driver.cuLinkComplete(link, ctypes.byref(cubin), ctypes.byref(size)),
+    ]
+    torch.cuda.synchronize(device)  # makes the card's context this thread's own
+    try:
+        for step in steps:
+            if error := step():
+                raise CompileError(f"the driver must translate older PTX, got CUDA error {error}; update the driver")
+        return ctypes.string_at(cubin, size.value)
+    finally:
+        if link:
+            driver.cuLinkDestroy(link)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """What Triton's launcher asks of a tensor to make a TMA descriptor of it."""
+
+    address: int  # a multiple of 16
+    shape: tuple[int, ...]  # [batch, heads, seq, head_dim], or [batch, heads_kv, heads of one key, seq, head_dim]
+    strides: tuple[int, ...]  # in elements; multiples of 16 bytes, but the last, which is 1
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False  # asked for since Triton 3.7
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Descriptor:
+        """Of such a view."""
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        # An axis of one element may step by anything, which the TMA unit would refuse.
+        steps = [step if size > 1 else -(-shape[-1] // 8) * 8 for size, step in zip(shape, strides, strict=True)]
+        return cls(address=tensor.data_ptr(), shape=shape, strides=(*steps[:-1], 1))
+
+    @property
+    def base(self) -> Descriptor:
+        """Where Triton looks for the address."""
+        return self
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+def described(name: str) -> str:
+    """The tensor that a descriptor's argument is of: one that is read in several boxes has one for each, as key_low."""
+    for suffix in ("_low", "_high", "_rest", "_tile", "_step"):
+        name = name.removesuffix(suffix)
+    return name
+
+
+def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:
+    """Compiles and reads the machine code.
+
+    Of kernels that work together, the report names the most that any of them needs, and all their code and loops.
+
+    Args:
+        ptx_arch: an older compute capability to write the PTX for; ptxas then makes code for `arch` of it, as the
+            driver does where `load` is given the same.
+
+    Raises:
+        CompileError: the compiler refused, or it made code of warpgroup products that is no use.
+    """
+    module = _imported(source)
+    reports = [_inspected(source, arch, ptx_arch, name) for name in parts_of(module) or (source.name,)]
+    return reports[0] if len(reports) == 1 else _together(reports)
+
+
+def _inspected(source: Source, arch: int, ptx_arch: int | None, name: str) -> StaticReport:
+    compiled = build(source, ptx_arch or arch, name)
+    cubin = compiled.asm["cubin"] if ptx_arch is None else assembler.assemble(compiled.asm["ptx"], arch)
+    report = disassembler.read(
+        cubin,
+        digest=source.digest,
+        arch=arch,
+        shared_bytes=compiled.metadata.shared,
+        num_warps=compiled.metadata.num_warps,
+    )
+    _check_spills(compiled, report.spilled_bytes)
+    module = load_module(source)
+    if _in_gluon(getattr(module, name)) and (reason := disassembler.why_slow(report, cubin)):
+        raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
+    code = hashlib.sha256(compiled.asm["cubin"])
+    code.update(repr((report.num_warps, report.shared_bytes, _launch_facts(module))).encode())
+    if name + BEFORE in vars(module):  # into Triton's cache, while the card is busy with another variant
+        code.update(build(source, arch, name + BEFORE).asm["cubin"])
+    return replace(report, code=code.hexdigest()[:16])
+
+
+def _launch_facts(module: ModuleType) -> list[object]:
+    """What the host side of a rendered kernel says: its tables, its functions, and the constants that they read."""
+    facts: list[object] = []
+    for name, value in sorted(vars(module).items()):
+        if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA", "PARTS", "PERSISTENT"):
+            facts.append((name, repr(value)))
+        elif isinstance(value, FunctionType) and value.__module__ == module.__name__:  # Triton's are of other types
+            read = [(one, repr(getattr(module, one))) for one in value.__code__.co_names if hasattr(module, one)]
+            facts.append((name, value.__code__.co_code, value.__code__.co_consts, read))
+    return facts
+
+
+def _together(reports: Sequence[StaticReport]) -> StaticReport:
+    """One report of kernels that run one after another; loops are of those with tensor core products, if any has."""
+    walks = [one for one in reports if any(name.startswith(loops.TENSOR) for name in one.loop)] or reports
+    most = ("registers", "spilled_bytes", "shared_bytes", "num_warps")
+    return replace(
+        reports[0],
+        code=hashlib.sha256(" ".join(report.code for report in reports).encode()).hexdigest()[:16],
+        code_bytes=sum(report.code_bytes for report in reports),
+        loop=dict(sum((Counter(one.loop) for one in walks), Counter())),
+        masked_loop=dict(sum((Counter(one.masked_loop) for one in walks), Counter())),
+        **{name: max(getattr(report, name) for report in reports) for name in most},
+    )
+
+
+def was_killed(error: CompileError) -> bool:
+    """Whether ptxas or nvdisasm was killed, by a person or a system short of memory: the variant is not to blame."""
+    cause, killed = error.__cause__, -signal.SIGKILL
+    return getattr(cause, "returncode", 0) == killed or f"failed with error code {killed}" in str(cause)
+
+
+def _check_spills(compiled: Any, spilled_bytes: int) -> None:
+    if spilled_bytes > MAX_SPILLED and "wgmma" in compiled.asm["ptx"]:
+        raise CompileError(
+            f"kernels with warpgroup products must spill at most {MAX_SPILLED} bytes a thread to be trusted, got "
+            f"{spilled_bytes}; choose smaller tiles or more warps"
+        )

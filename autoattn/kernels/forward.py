@@ -1,0 +1,263 @@
+"""The host side of the forward kernel: what memory asks of its code, and what it is launched with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Traits
+from autoattn.errors import TensorError
+from autoattn.kernels import bound_launch
+from autoattn.kernels.bound_launch import Bound
+from autoattn.kernels.compiler import Descriptor, Kernel, described
+from autoattn.kernels.zeroed_scratch import ROOMS
+from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
+from autoattn.tensors.operands import BlockTable, Operands, empty_as, strides_as
+
+DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
+# Triton's names of what a bias may hold; booleans lie in bytes.
+BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
+POINTERS = (
+    *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
+    *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+)
+FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
+TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
+MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
+ALIGNED = 15  # of an address: what kernels may be made for is that 16 or less divides it, see traits_of
+
+
+def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -> Traits:
+    """What the memory of query, key, value and output, as [batch, heads, seq, head_dim] views, asks of the code."""
+    element = tensors[0].element_size()
+    alignment = 16 // element
+    wide = False
+    for tensor in tensors:
+        _, _, seq, head_dim = tensor.shape
+        stride_b, stride_h, stride_s, stride_d = tensor.stride()
+        reach = (seq - 1) * stride_s + max(head_dim - 1, 1) * stride_d
+        wide = wide or reach + TILE_ROWS * stride_s >= 2**31
+        if stride_d != 1:
+            alignment = 1
+        for step in (stride_b, stride_h, stride_s, tensor.data_ptr() // element):
+            alignment = math.gcd(alignment, step)
+        if tensor.data_ptr() % element:
+            raise TensorError(f"tensors must start at a multiple of their element size, {element} bytes; clone them")
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype] if bias is not None else "")
+
+
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the output for query, key and value of a dtype."""
+    return dtype if dtype is torch.float64 else TORCH_DTYPE[DTYPE[dtype].output]
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the LSE for query, key and value of a dtype."""
+    return dtype if dtype is torch.float64 else torch.float32
+
+
+def reaches_far(query: Tensor, head_dim_v: int) -> bool:
+    """Whether offsets inside one head of one sequence of the output can pass 2**31 elements."""
+    return bool((query.shape[2] + TILE_ROWS) * strides_as(query, head_dim_v)[2] >= 2**31)
+
+
+def empty_output(problem: Problem, query: Tensor) -> Tensor:
+    """A new output that lies in memory as the query does, as a [batch, heads, seq, head_dim_v] view."""
+    return empty_as(query, problem.head_dim_v, TORCH_DTYPE[problem.dtype.output])
+
+
+def launch(
+    kernel: Kernel,
+    problem: Problem,
+    operands: Operands,
+    output: Tensor,
+    lse: Tensor | None,
+    *,
+    counting: bool = False,
+) -> Tensor | None:
+    """Runs the kernel on the current stream of the tensors' device.
+
+    Args:
+        output: [batch, heads_q, seq_q, head_dim_v] view
+        lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
+        counting: give the launch a scratch that nobody else writes to later.
+
+    Returns:
+        [tiles] int32, 1 where a tile was computed again; None where a kernel does not say, or nobody counts.
+    """
+    columns = None
+    if hasattr(kernel.module, "turned"):  # room for the values, of which they are copied for each launch
+        columns = operands.value.new_empty(kernel.module.turned(problem.batch, problem.heads_kv, operands.key.shape[2]))
+    arguments = _arguments(kernel, problem, operands, output, lse, columns)
+    room = None
+    if (needed := zeros(kernel, problem, operands.query)) is not None:
+        name, size = needed
+        if counting or kernel.device.type != "cuda":
+            room = operands.query.new_zeros(size, dtype=torch.int32)
+        else:
+            room = ROOMS[name].here(kernel.device, size)
+        arguments[name] = room
+    if size := partials(kernel, problem, operands.query):
+        arguments["partial_ptr"] = operands.query.new_empty(size, dtype=torch.float32)
+    if kernel.before is not None:
+        grid = kernel.module.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
+        kernel.before.launch(grid, arguments)
+    kernel.launch(_grid(kernel, problem, operands), arguments)
+    number = tiles(kernel, problem, operands.query)
+    return room[FLAGS : FLAGS + number] if counting and room is not None and number else None
+
+
+def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:
+    """The same launch, for calls that differ from this one in addresses alone, which it takes in the order of POINTERS.
+
+    The call must have no other tensors, and its kernel none that runs before it.
+    """
+    arguments = _arguments(kernel, problem, operands, output, lse)
+    return bound_launch.bind(
+        kernel, _grid(kernel, problem, operands), arguments, POINTERS, zeros(kernel, problem, operands.query)
+    )
+
+
+def zeros(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[str, int] | None:
+    """The argument for int32 zeros that a launch has to itself while it runs, and how many; None where it needs none.
+
+    scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
+    """
+    for name in ("scratch", "arrivals"):
+        if hasattr(kernel.module, name):
+            return f"{name}_ptr", int(getattr(kernel.module, name)(*_sizes(kernel, problem, query)))
+    return None
+
+
+def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
+    """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
+    if not hasattr(kernel.module, "tiles"):
+        return 0
+    return int(kernel.module.tiles(*_sizes(kernel, problem, query)))
+
+
+def partials(kernel: Kernel, problem: Problem, query: Tensor) -> int:
+    """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
+    if not hasattr(kernel.module, "partials"):
+        return 0
+    return int(kernel.module.partials(*_sizes(kernel, problem, query)))
+
+
+def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
+    grid: tuple[int] = kernel.module.grid(*_sizes(kernel, problem, operands.query), kernel.sm_count)
+    return grid
+
+
+def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, int]:
+    """Batch, heads and rows of each, as a kernel deals them out: heads that share keys may be the rows of one."""
+    seq = query.shape[2]
+    if hasattr(kernel.module, "HEADS"):
+        return problem.batch, problem.heads_kv * -(-problem.group_size // kernel.module.HEADS.value), seq
+    if hasattr(kernel.module, "PACK_GQA"):
+        return problem.batch, problem.heads_kv, seq * problem.group_size
+    return problem.batch, problem.heads_q, seq
+
+
+def _arguments(
+    kernel: Kernel,
+    problem: Problem,
+    operands: Operands,
+    output: Tensor,
+    lse: Tensor | None,
+    columns: Tensor | None = None,
+) -> dict[str, object]:
+    """All that a signature may name, but for zeros; `columns` is room for the values that a kernel turns first."""
+    arguments: dict[str, object] = {
+        **_numbers(problem, operands),
+        "query_ptr": operands.query,
+        "key_ptr": operands.key,
+        "value_ptr": operands.value,
+        "output_ptr": output,
+        "lse_ptr": lse,
+    }
+    tensors = (("q", operands.query), ("k", operands.key), ("v", operands.value), ("o", output))
+    for name, tensor in tensors:
+        for axis, stride in zip("bhsd", tensor.stride(), strict=True):
+            arguments[f"stride_{name}{axis}"] = stride
+    if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
+        arguments |= modifiers(operands)
+    if operands.table is not None:
+        arguments |= listed(operands.table)
+    if hasattr(kernel.module, "DESCRIPTORS"):
+        views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
+        if columns is not None:
+            views["value_columns"] = arguments["value_columns_ptr"] = columns
+        if hasattr(kernel.module, "HEADS"):  # a tile has some of the heads that share keys, and none of the next ones
+            for name in ("query", "output"):
+                views[name] = views[name].unflatten(1, (problem.heads_kv, problem.group_size))
+        arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.module.DESCRIPTORS}
+    return arguments
+
+
+def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:
+    """Sizes, and what a kernel without modifiers takes."""
+    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
+    return {
+        "cu_seqlens_q_ptr": operands.cu_seqlens_q,
+        "cu_seqlens_kv_ptr": operands.cu_seqlens_kv,
+        "batch": problem.batch,
+        "tokens_q": seq_q,
+        "tokens_kv": seq_kv,
+        "batch_heads": problem.batch * problem.heads_q,
+        "seq_q": seq_q,
+        "seq_kv": seq_kv,
+        "heads_q": problem.heads_q,
+        "group_size": problem.group_size,
+        "scale": operands.scale,
+        "scale_log2": operands.scale * math.log2(math.e),
+        "window_left": problem.mask.left,
+        "window_right": problem.mask.right,
+        "query_scale_ptr": operands.query_scale,
+        "key_scale_ptr": operands.key_scale,
+        "value_scale_ptr": operands.value_scale,
+        "sinks_ptr": operands.sinks,
+    }
+
+
+def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
+    """What changes scores and weights, by the names of a signature."""
+    found: dict[str, Tensor | int | float | None] = {
+        "softcap": operands.softcap,
+        "slopes_ptr": operands.slopes,
+        "seed": operands.seed,
+        "drop_below": drop_below(operands.dropout),
+        "keep_scale": 1.0 / (1.0 - operands.dropout),
+    }
+    if operands.slopes is not None:
+        found["stride_sb"], found["stride_sh"] = operands.slopes.stride()
+    if operands.bias is not None:
+        found["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
+        for axis, stride in zip("bhsn", operands.bias.stride(), strict=True):
+            found[f"stride_b{axis}"] = stride
+    for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
+        for place, tensor in enumerate(captures):
+            found[f"{owner}_captured{place}_ptr"] = tensor
+            for number, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+                found[f"{owner}_captured{place}_stride{number}"] = stride
+                found[f"{owner}_captured{place}_size{number}"] = size
+    return found
+
+
+def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | float | None]:
+    """A block table, by the names of a signature; its two lists have the same rows."""
+    stride_b, stride_h, _ = table.full_counts.stride()
+    found: dict[str, Tensor | int | float | None] = {
+        "full_counts_ptr": table.full_counts,
+        "full_blocks_ptr": table.full_blocks,
+        "partial_counts_ptr": table.partial_counts,
+        "partial_blocks_ptr": table.partial_blocks,
+        "stride_tb": stride_b if table.full_counts.shape[0] > 1 else 0,
+        "stride_th": stride_h if table.full_counts.shape[1] > 1 else 0,
+        "full_width": table.full_blocks.shape[3],
+        "partial_width": table.partial_blocks.shape[3],
+    }
+    return {f"{prefix}{name}": value for name, value in found.items()}

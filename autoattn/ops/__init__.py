@@ -1,1 +1,0 @@
-"""The host side of each operation: one module per stem."""

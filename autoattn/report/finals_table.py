@@ -1,0 +1,174 @@
+"""The finals of one problem as a table: time, error, energy and resources of each contestant, and who is not beaten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoattn.baselines.pytorch_sdpa import SDPA
+from autoattn.core import device_profiles
+from autoattn.core.cache_entry import CacheEntry, Finalist
+from autoattn.core.device import Device
+from autoattn.core.paired_stats import Interval
+from autoattn.core.problem import DType, Precision, Problem
+from autoattn.core.trial import Energy
+from autoattn.core.variant import Variant
+from autoattn.cost_model import occupancy
+from autoattn.errors import DeviceError
+from autoattn.report import figures
+
+HEAD = (
+    "Contestant", "Median us", "Over the winner's", "Max error", "RMS error", "RMS over SDPA's", "mJ a call", "W",
+    "Registers", "Spilled", "Shared", "Blocks per SM", "Of tensor peak", "Of bandwidth", "Place",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """One row: a finalist, or a rival, which has no resources of ours."""
+
+    name: str
+    winner: bool = False
+    tied: bool = False
+    median_us: float
+    lead: Interval | None  # its time over the winner's
+    max_error: float | None
+    rms_error: float | None
+    error_ratio: float | None  # its RMS error over SDPA's on the same inputs
+    energy: Energy | None
+    registers: int | None = None
+    spilled_bytes: int | None = None
+    shared_bytes: int | None = None
+    occupancy: int | None = None  # blocks that fit on one SM
+    tensor_share: float | None  # of the tensor cores' peak, by the kept pairs
+    bandwidth_share: float | None  # of the memory's peak, each input and output moved once
+    front: bool = False  # nobody here is at least as good in time, error and energy and better in one of them
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What stands under HEAD."""
+        energy = (f"{self.energy.joules * 1e3:.3g}", f"{self.energy.watts:.0f}") if self.energy else ("-", "-")
+        marks = [word for word, there in (("winner", self.winner), ("tied", self.tied and not self.winner)) if there]
+        return (
+            self.name,
+            figures.microseconds(self.median_us),
+            "-" if self.lead is None else figures.within(self.lead),
+            figures.error(self.max_error),
+            figures.error(self.rms_error),
+            "-" if self.error_ratio is None else f"{self.error_ratio:.2f}",
+            *energy,
+            *("-" if one is None else f"{one:,}" for one in (self.registers, self.spilled_bytes, self.shared_bytes)),
+            "-" if self.occupancy is None else str(self.occupancy),
+            *("-" if one is None else f"{one:.0%}" for one in (self.tensor_share, self.bandwidth_share)),
+            ", ".join([*marks, *(["front"] if self.front else [])]),
+        )
+
+
+def contestants(entry: CacheEntry, device: str) -> tuple[Contestant, ...]:
+    """The finalists and the rivals, fastest first; none where the entry does not tell of its finals."""
+    if entry.finals is None:
+        return ()
+    try:
+        card = device_profiles.named(device)
+    except DeviceError:  # a card that nobody described: its peaks are not known
+        card = None
+    base = next((rival.rms_error for rival in entry.rivals if rival.name == SDPA), None)
+    rows = [_kernel(entry, one, card, base) for one in entry.finals.finalists]
+    rows += [
+        Contestant(
+            name=rival.name,
+            median_us=rival.measurement.median_us,
+            lead=rival.lead,
+            max_error=rival.max_error,
+            rms_error=rival.rms_error,
+            error_ratio=_ratio(rival.rms_error, base),
+            energy=rival.energy,
+            tensor_share=_tensor_share(entry.problem, card, rival.measurement.median_us),
+            bandwidth_share=_bandwidth_share(entry.problem, card, rival.measurement.median_us),
+        )
+        for rival in entry.rivals
+        if rival.name not in figures.OURS  # they are finalists
+    ]
+    unbeaten = front([_point(one) for one in rows])
+    return tuple(
+        sorted(
+            (_marked(row, there) for row, there in zip(rows, unbeaten, strict=True)),
+            key=lambda row: (row.median_us, row.name),
+        )
+    )
+
+
+def front(points: Sequence[tuple[float | None, ...]]) -> list[bool]:
+    """Whether each point is on the Pareto front: no other is as small in all coordinates and smaller in one.
+
+    A coordinate that some point does not know counts for nobody.
+    """
+    places = range(len(points[0]) if points else 0)
+    known = [place for place in places if all(one[place] is not None for one in points)]
+    plain = [tuple(one[place] or 0.0 for place in known) for one in points]
+    return [
+        not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in plain)
+        for one in plain
+    ]
+
+
+def _point(row: Contestant) -> tuple[float | None, ...]:
+    return row.median_us, row.rms_error, row.energy.joules if row.energy is not None else None
+
+
+def _marked(row: Contestant, unbeaten: bool) -> Contestant:
+    return replace(row, front=unbeaten)
+
+
+def _kernel(entry: CacheEntry, one: Finalist, card: Device | None, base: float | None) -> Contestant:
+    facts = (one.registers, one.shared_bytes, one.num_warps)
+    fitting = None
+    if card is not None and None not in facts:
+        fitting = occupancy.occupancy(card, *(fact or 0 for fact in facts))
+    return Contestant(
+        name=_name(entry, one),
+        winner=one.source_digest == entry.source_digest,
+        tied=one.tied,
+        median_us=one.median_us,
+        lead=one.lead,
+        max_error=one.max_error,
+        rms_error=one.rms_error,
+        error_ratio=_ratio(one.rms_error, base),
+        energy=one.energy,
+        registers=one.registers,
+        spilled_bytes=one.spilled_bytes,
+        shared_bytes=one.shared_bytes,
+        occupancy=fitting,
+        tensor_share=_tensor_share(entry.problem, card, one.median_us),
+        bandwidth_share=_bandwidth_share(entry.problem, card, one.median_us),
+    )
+
+
+def _name(entry: CacheEntry, one: Finalist) -> str:
+    """Its tile, where the entry has its parameters, and how its digest begins."""
+    known: dict[str, Variant] = {each.source_digest: each.variant for each in entry.candidates}
+    variant = {**known, entry.source_digest: entry.variant}.get(one.source_digest)
+    short = one.source_digest[:8]
+    return f"{variant.template} {figures.tile_of(variant)} {short}" if variant is not None else short
+
+
+def _ratio(error: float | None, base: float | None) -> float | None:
+    return error / base if error is not None and base else None
+
+
+def _tensor_share(problem: Problem, card: Device | None, time_us: float) -> float | None:
+    peak = _peak(problem, card.peak_flops) if card is not None else None
+    return problem.flops() / time_us * 1e6 / peak if peak else None
+
+
+def _bandwidth_share(problem: Problem, card: Device | None, time_us: float) -> float | None:
+    return problem.bytes() / time_us * 1e6 / card.bandwidth if card is not None and card.bandwidth else None
+
+
+def _peak(problem: Problem, peaks: Mapping[str, float]) -> float | None:
+    """Flop per second of the tensor cores in the problem's own type; None where there is no such rate."""
+    if problem.dtype is DType.FLOAT8:  # twice the rate of 16 bits on every card that has it, by their data sheets
+        return 2 * peaks.get(DType.FLOAT16.value, 0.0)
+    if problem.dtype is DType.FLOAT32:
+        return peaks.get("tf32") if problem.precision is not Precision.IEEE else None
+    return peaks.get(problem.dtype.value)

@@ -1,0 +1,1 @@
+"""What runs a call: parse the arguments, plan, run, remember. It never imports the search."""

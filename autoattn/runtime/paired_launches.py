@@ -1,0 +1,210 @@
+"""Both passes of calls that differ from one made before in addresses alone: memory, and launches.
+
+Where sequences are short, a training step waits for the CPU. So nothing is looked at twice: sizes, strides and launches
+are those of the first call, and a node of autograd keeps the tensors and these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoattn.core.problem import Layout
+from autoattn.kernels import backward
+from autoattn.kernels.backward import Saved
+from autoattn.kernels.bound_launch import Bound
+from autoattn.kernels.forward import ALIGNED
+from autoattn.runtime.run import autograd
+from autoattn.tensors.operands import Operands, as_given, empty_as, viewed
+
+Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
+_ALIGNED_NUMBERS = 4  # of 4 bytes
+_MOST = 64  # kinds of output gradients that are kept
+_FLOAT32 = torch.float32
+_transforms = torch._C._are_functorch_transforms_active
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pair:
+    """Launches of two passes. Tensors are the caller's; behind them stand the offsets of packed sequences."""
+
+    both: autograd.Pass
+    scale: float
+    softcap: float
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
+    output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
+    gradients: tuple[Steps, Steps, Steps]  # of query, key and value
+    rows: int  # bytes of each query's LSE, and of its delta
+    sums: int  # bytes behind these, in which queries' gradients are added up
+    numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
+    copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
+    # (strides of an output gradient, address modulo 16) -> launches
+    launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Any:
+        """Output, or output and LSE where the backward kernels take its gradient; autograd knows both."""
+        apply = _Attention.apply if _transforms() else _apply
+        output, lse = apply(query, key, value, *(offsets or (None, None)), self)
+        return (output, lse) if self.both.backward.source.traits.lse else output
+
+    def differentiate(
+        self, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+        output: Tensor, lse: Tensor, *offsets: Tensor,
+    ) -> Three:  # fmt: skip
+        """Gradients of query, key and value; where that of the output or the LSE is missing, it is 0."""
+        if output_grad is None:
+            output_grad = torch.zeros_like(output)
+        push = output_grad.data_ptr()
+        kind = output_grad.stride(), push & ALIGNED
+        launches = None if output_grad.is_neg() else self.launches.get(kind)
+        if launches is None:
+            if not autograd.reads(self.both.backward, self._view(output_grad)):
+                copy = output_grad.clone(memory_format=torch.contiguous_format)
+                return self.differentiate(copy, lse_grad, query, key, value, output, lse, *offsets)
+            launches = self._bind(kind, output_grad, query, key, value, output, lse, *offsets)
+        if self.both.backward.source.traits.lse:
+            lse_grad = autograd.lse_grad_as_read(lse_grad, lse)
+        of_query, of_key, of_value = self.gradients
+        query_grad = query.new_empty_strided(*of_query)
+        key_grad = key.new_empty_strided(*of_key)
+        value_grad = value.new_empty_strided(*of_value)
+        scratch = query.new_empty_strided((self.numbers,), (1,), dtype=_FLOAT32)
+        room = scratch.data_ptr()
+        starts, ends = (tensor.data_ptr() for tensor in offsets) if offsets else (0, 0)
+        addresses: tuple[int, ...] = (  # in the order of backward.POINTERS
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            lse.data_ptr(),
+            push,
+            0 if lse_grad is None else lse_grad.data_ptr(),
+            room,
+            room + self.rows,
+            room + 2 * self.rows,
+            query_grad.data_ptr(),
+            key_grad.data_ptr(),
+            value_grad.data_ptr(),
+            starts,
+            ends,
+            room + 2 * self.rows + self.sums,
+        )
+        if self.copies:
+            addresses += tuple(room + begin for begin in self.copies)
+        for launch in launches:
+            launch(addresses)
+        return query_grad, key_grad, value_grad
+
+    def _bind(
+        self, kind: tuple[tuple[int, ...], int], output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+        output: Tensor, lse: Tensor, *offsets: Tensor,
+    ) -> tuple[Bound, ...]:  # fmt: skip
+        asked, kernel = self.both.asked, self.both.backward
+        operands = self._operands(query, key, value, *offsets)
+        sums = lse[None] if self.both.problem.packed else lse
+        saved = Saved(
+            output=self._view(output),
+            lse=sums,
+            output_grad=self._view(output_grad),
+            lse_grad=sums if kernel.source.traits.lse else None,  # only what it is like counts
+        )
+        scratch = backward.empty_scratch(kernel, asked, operands.query)
+        made = backward.bind(kernel, asked, operands, saved, backward.empty_gradients(asked, operands), scratch)
+        if len(self.launches) >= _MOST:
+            self.launches.clear()
+        self.launches[kind] = made
+        return made
+
+    def _operands(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Operands:
+        return Operands(
+            query=self._view(query), key=self._view(key), value=self._view(value), scale=self.scale,
+            softcap=self.softcap, **dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), offsets, strict=False)),
+        )  # fmt: skip
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        return viewed(tensor, self.both.problem.layout)
+
+
+def pair(
+    both: autograd.Pass,
+    operands: Operands,
+    tensors: tuple[Tensor, ...],
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    output: tuple[int, ...],
+) -> Pair | None:
+    """Both passes of calls like this one; None where its launches need more than addresses.
+
+    Args:
+        operands: the call's, which autoattn.runtime.prepared_calls has found to be its tensors and nothing else.
+        tensors: query, key, value as the caller gave them, and offsets.
+        forward, output: the forward pass of such calls, and the strides of its output.
+    """
+    if not backward.may_bind(both.asked, operands.query):
+        return None
+    scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
+    assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"
+    rows, sums, turns = (0 if one is None else one.numel() for one in (scratch.rows, scratch.sums, scratch.turns))
+    sizes = [scratch.copies[name].numel() for name in backward.COPIES if name in scratch.copies]
+    *begins, end = accumulate(sizes, initial=-(-(rows + sums + turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
+    query, key, value = (_gradient_of(tensor, both.problem.layout) for tensor in tensors[:3])
+    return Pair(
+        both=both,
+        scale=operands.scale,
+        softcap=operands.softcap,
+        forward=forward,
+        output=output,
+        gradients=(query, key, value),
+        rows=4 * (rows // 2),
+        sums=4 * sums,
+        numbers=end,
+        copies=tuple(4 * begin for begin in begins),
+    )
+
+
+def _gradient_of(tensor: Tensor, layout: Layout) -> Steps:
+    """Sizes and strides, as the caller has them."""
+    nowhere = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    grad = as_given(empty_as(viewed(nowhere, layout), tensor.shape[-1]), layout)
+    return tuple(grad.shape), grad.stride()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, ends: Tensor | None, one: Pair
+    ) -> tuple[Tensor, Tensor]:
+        offsets = () if starts is None or ends is None else (starts, ends)
+        output, lse = one.forward(query, key, value, *offsets)
+        ctx.save_for_backward(query, key, value, output, lse, *offsets)
+        ctx.one = one
+        ctx.set_materialize_grads(False)
+        if not one.both.backward.source.traits.lse:
+            ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *pulls: Tensor | None) -> tuple[Tensor | None, ...]:
+        once = _Gradients.apply if torch.is_grad_enabled() else _gradients  # somebody may ask for second derivatives
+        return *once(*pulls, *ctx.saved_tensors, ctx.one), None, None, None
+
+
+# PyTorch's own `apply` first asks for transforms of torch.func, as `Pair` does, and looks in each tensor for what is
+# left of one that ended, whose address `prepared.key` could not have read. That takes a third of its time.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _gradients(*given: Any) -> Three:
+    made: Three = given[-1].differentiate(*given[:-1])
+    return made
+
+
+class _Gradients(autograd.Once):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Three:
+        return _gradients(*given)

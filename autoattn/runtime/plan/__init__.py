@@ -1,0 +1,1 @@
+"""Which kernel, or which backend of PyTorch, answers a call, and why."""

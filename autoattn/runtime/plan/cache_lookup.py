@@ -1,0 +1,377 @@
+"""Problem + device -> which kernel runs, and why: exact, bucket, nearest, predicted, default, SDPA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import torch
+import triton
+
+from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
+from autoattn.cache import availability, inventory, precedence, store
+from autoattn.cache.file_format import CacheFile
+from autoattn.cache.precedence import Placed, WhyNot
+from autoattn.codegen import search_space
+from autoattn.core.cache_entry import KERNEL, CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.mask import MaskKind
+from autoattn.core.problem import Numerics, Op, Problem
+from autoattn.core.variant import Variant
+from autoattn.errors import SpaceError, UsageError
+
+MIN_ARCH = 80  # Triton's tensor core path needs Ampere
+ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
+NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
+FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
+
+
+class Level(str, Enum):
+    """How close what was found is to what was asked."""
+
+    EXACT = "exact"  # this problem was measured on this card
+    BUCKET = "bucket"  # a problem whose lengths and heads round to the same powers of two was
+    NEAREST = "nearest"  # some problem with the same kernels was
+    PREDICTED = "predicted"  # this problem was tuned for this kind of card without having one
+    DEFAULT = "default"  # nothing was; the template's default runs
+    SDPA = "sdpa"  # no kernel of ours can run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What runs for a problem, and why."""
+
+    problem: Problem | None
+    route: str  # "kernel", or the name of the rival that runs: "sdpa", "sdpa-cudnn", ...
+    level: Level
+    reason: str  # one sentence
+    steps: tuple[str, ...] = ()  # what was tried before, one sentence each
+    entry: CacheEntry | None = None
+    variant: Variant | None = None
+    unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
+
+    def __str__(self) -> str:
+        return f"{self.route} ({self.level.value}): {self.reason}"
+
+
+def sdpa(reason: str, problem: Problem | None = None, steps: Sequence[str] = ()) -> Explanation:
+    """The explanation of a call that PyTorch answers."""
+    return Explanation(problem=problem, route=SDPA, level=Level.SDPA, reason=reason, steps=tuple(steps))
+
+
+def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
+    """What would run for `problem` on `device`; None is the CPU.
+
+    Reads the cache in `folder`, or the user's cache over the shipped one. Never tunes and never compiles.
+
+    Raises:
+        CacheError: a cache file is damaged or newer, or `folder` is no folder.
+    """
+    folders = inventory.folders(folder)
+    if device is None:
+        return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
+    if device.arch < MIN_ARCH:
+        return sdpa(f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem)
+    return _Search(problem, device, folders).run()
+
+
+def differentiates(device: Device | None) -> bool:
+    """Whether any gradients were measured to be the fastest by a kernel on a device.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    if device is None:
+        return False
+    files = _files(inventory.folders(None), device, Op.BACKWARD)
+    places = [place for _, place in _counting(files, device, store.why_held_back)]
+    return any(place.measured and place.entry.choice == KERNEL for place in places)
+
+
+def _files(folders: Sequence[Path], device: Device, op: Op) -> list[tuple[Path, CacheFile]]:
+    """The cache files of a device and an operation, with the folder of each."""
+    return [(folder, file) for folder in folders for file in store.files_of(folder, device, op)]
+
+
+def _counting(files: list[tuple[Path, CacheFile]], device: Device, why_not: WhyNot) -> Iterator[tuple[str, Placed]]:
+    """The entries that count on a card, by the problem's key: of each kind of evidence the first in the overlay."""
+    for overlay in precedence.overlay(files, why_not=why_not, card=lambda _: device.fingerprint):
+        for key, places in overlay.ranked.items():
+            kinds: dict[bool, Placed] = {}
+            for place in places:
+                if not place.measured or place.fingerprint == device.fingerprint:
+                    kinds.setdefault(place.measured, place)
+            for place in kinds.values():
+                yield key, place
+
+
+def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
+    """What to compile for an explanation, best first; nothing when a rival runs.
+
+    Whether a variant fits the card and how the tensors lie, only compiling tells; one that does not makes way for the
+    seeds of the operation's templates.
+    """
+    if explanation.route != KERNEL or explanation.variant is None:
+        return []
+    if explanation.problem is None or device is None:
+        return [explanation.variant]
+    spaces = search_space.of(explanation.problem.op)
+    seeds = [variant for one in spaces for variant in one.seeds_for(explanation.problem, device)]
+    return list(dict.fromkeys([explanation.variant, *seeds]))
+
+
+def without(explanation: Explanation, variant: Variant, reason: str) -> Explanation:
+    """The explanation, once `variant` was refused."""
+    return replace(explanation, steps=(*explanation.steps, f"{variant.template}: {reason}"))
+
+
+def by(explanation: Explanation, variant: Variant) -> Explanation:
+    """The explanation, once `variant` is what runs."""
+    planned = explanation.variant
+    if planned is None or variant == planned:
+        return explanation
+    if explanation.level is not Level.DEFAULT:
+        reason = f"{explanation.reason}, but its kernel cannot run here, so a default of {variant.template} does"
+        return replace(explanation, level=Level.DEFAULT, reason=reason, variant=variant)
+    return replace(explanation, reason=_default_reason(variant.template), variant=variant)
+
+
+def _default_reason(template: str) -> str:
+    return f"no tuned entry can serve it, so a default of {template} runs; autoattn tune finds a better one"
+
+
+class _Search:
+    """One walk down the levels; what fails on the way is kept as steps."""
+
+    def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
+        self.problem, self.device = problem, device
+        # What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude; what was
+        # tuned for any gradients serves deterministic ones likewise.
+        asked = (problem, replace(problem, numerics=Numerics.ANY))
+        self.keys = dict.fromkeys(one.key for one in (*asked, *(replace(one, deterministic=False) for one in asked)))
+        self.steps: list[str] = []
+        self.unavailable = ""
+        self.measured: dict[str, CacheEntry] = {}
+        self.predicted: dict[str, CacheEntry] = {}
+        self._read(folders)
+
+    def run(self) -> Explanation:
+        """The first level that has an answer."""
+        explanation = self._exact() or self._neighbour() or self._predicted() or self._default()
+        return replace(explanation, unavailable=self.unavailable)
+
+    def _read(self, folders: tuple[Path, ...]) -> None:
+        """Takes in the entries that count; an entry that cannot serve this problem gives way to one that can."""
+        files = _files(folders, self.device, self.problem.op)
+        for folder, file in files:
+            if file.fingerprint != self.device.fingerprint:
+                path = store.path_in(folder, file)
+                self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
+        for key, place in _counting(files, self.device, self._why_not):
+            (self.measured if place.measured else self.predicted)[key] = place.entry
+
+    def _exact(self) -> Explanation | None:
+        entries = [self.measured[key] for key in self.keys if key in self.measured]
+        if not entries:
+            self.steps.append("exact: this problem was not measured on this card")
+        return self._first(entries, Level.EXACT, "this problem was measured on this card")
+
+    def _neighbour(self) -> Explanation | None:
+        """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
+        related = [
+            (entry.problem.deterministic is not self.problem.deterministic, far, key, entry)
+            for key, entry in self.measured.items()
+            if key not in self.keys
+            and self.problem.shares_kernels(entry.problem)
+            and (far := distance(entry.problem, self.problem)) <= FARTHEST
+        ]
+        excluded: Explanation | None = None
+        # Those whose gradients were tuned as these are asked for come first, however far the others are.
+        for _, far, _, entry in sorted(related, key=lambda item: item[:3]):
+            level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
+            reason = f"{entry.problem} is {far:.1f} octaves away and was measured on this card"
+            found = self._use(entry, level, reason)
+            if found is not None:
+                return found
+            if excluded is None and (why := self._why_excluded(entry)) is not None:
+                excluded = self._instead(entry, level, f"{reason}, but {why}")
+        if excluded is not None:  # what was measured beside it, before a default that nobody measured
+            return excluded
+        self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
+        return None
+
+    def _predicted(self) -> Explanation | None:
+        entries = [self.predicted[key] for key in self.keys if key in self.predicted]
+        if not entries:
+            self.steps.append("predicted: nobody predicted this problem for this kind of card")
+        return self._first(entries, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
+
+    def _default(self) -> Explanation:
+        if self.problem.op is Op.BACKWARD:  # nobody's gradients go to a kernel that nobody measured
+            reason = (
+                "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"
+            )
+            return sdpa(reason, self.problem, self.steps)
+        for one in search_space.of(self.problem.op):
+            try:
+                variant = one.default(self.problem, self.device)
+            except SpaceError as error:
+                self.steps.append(f"default: {error}")
+            else:
+                return self._by_default(one.template, variant)
+        return sdpa(self.steps.pop().removeprefix("default: "), self.problem, self.steps)
+
+    def _by_default(self, template: str, variant: Variant) -> Explanation:
+        return Explanation(
+            problem=self.problem,
+            route=KERNEL,
+            level=Level.DEFAULT,
+            reason=_default_reason(template),
+            steps=tuple(self.steps),
+            variant=variant,
+        )
+
+    def _first(self, entries: list[CacheEntry], level: Level, reason: str) -> Explanation | None:
+        """The first that can serve."""
+        return next((found for entry in entries if (found := self._use(entry, level, reason)) is not None), None)
+
+    def _use(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
+        """The entry as an answer, or a step that says why it is none."""
+        worthless = self._why_worthless(entry)
+        infeasible = None if worthless is not None else self._why_infeasible(entry)
+        why_not = worthless or infeasible or self._why_unrepeated(entry)
+        if why_not is not None:
+            self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
+            self.unavailable = self.unavailable or availability.why_unavailable(entry) or ""
+            words = "its kernel cannot run here" if infeasible else why_not
+            served = level is Level.EXACT and (not worthless or self._why_excluded(entry) is not None)
+            return self._instead(entry, level, f"{reason}, but {words}") if served else None
+        tuned_with = entry.versions.get("triton")
+        if tuned_with != triton.__version__:
+            self.steps.append(f"{entry.problem} was tuned with Triton {tuned_with}, this is {triton.__version__}")
+        if entry.mark is not None:
+            self.steps.append(f"{entry.problem} is marked, {entry.mark}; run autoattn tune again")
+            if entry.mark.choice in ROUTES:
+                return self._overtaken(entry, entry.mark.choice, level, reason)
+        if entry.choice != KERNEL:
+            if (other := entry.versions.get("torch")) != str(torch.__version__):
+                self.steps.append(f"{entry.choice} was the fastest with torch {other}, this is {torch.__version__}")
+            rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
+            gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
+            reason += f", and {entry.choice} was the fastest{gain}"
+        return Explanation(
+            problem=self.problem,
+            route=entry.choice,
+            level=level,
+            reason=reason,
+            steps=tuple(self.steps),
+            entry=entry,
+            variant=entry.variant,
+        )
+
+    def _overtaken(self, entry: CacheEntry, route: str, level: Level, reason: str) -> Explanation:
+        """The rival that a verification found faster than the entry's own choice."""
+        return Explanation(
+            problem=self.problem,
+            route=route,
+            level=level,
+            reason=f"{reason}, and {route} was the fastest when it was verified",
+            steps=tuple(self.steps),
+            entry=entry,
+            variant=entry.variant,
+        )
+
+    def _why_excluded(self, entry: CacheEntry) -> str | None:
+        """Why an entry's kernel must not run here though its times hold; a default may be the same one, or slower."""
+        if entry.mark is not None and entry.mark.holds_back:
+            return "its kernel is marked"
+        if store.why_stale(entry) is not None or availability.why_unavailable(entry) is None:
+            return None
+        return "its kernel cannot run here"
+
+    def _instead(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
+        """The fastest of what was measured beside a choice that cannot serve here: kernels and rivals."""
+        seeds = (seed for one in search_space.of(self.problem.op) for seed in one.seeds_for(self.problem, self.device))
+        seed = next(seeds, None)  # for calls that ask for more than a rival gives
+        # A rival that may repeat itself takes at least the time that it takes when it need not.
+        routes = [name for name in ROUTES if not self._is_looser(entry) or name not in NEVER_ALIKE]
+        found = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in routes]
+        if self._why_not(entry) is None:
+            found.append((entry.time_us, KERNEL, entry.variant))
+        for one in entry.candidates:
+            alike = replace(entry, template=one.template, params=one.params, source_digest=one.source_digest)
+            if self._why_not(alike) is None:
+                found.append((one.time_us, KERNEL, one.variant))
+        if not found:
+            return None
+        _, route, variant = min(found, key=lambda one: one[0])
+        words = route
+        if route == KERNEL and variant is not None:
+            words = f"{'its kernel' if variant == entry.variant else 'a runner-up'} of {variant.template}"
+        return Explanation(
+            problem=self.problem,
+            route=route,
+            level=level,
+            reason=f"{reason}; {words} was the fastest beside it",
+            steps=tuple(self.steps),
+            entry=entry,
+            variant=variant,
+        )
+
+    def _why_not(self, entry: CacheEntry) -> str | None:
+        return self._why_worthless(entry) or self._why_infeasible(entry)
+
+    def _why_worthless(self, entry: CacheEntry) -> str | None:
+        """Why nothing may rest on an entry."""
+        if (reason := store.why_held_back(entry)) is not None:
+            return reason
+        if entry.choice not in (KERNEL, *ROUTES):
+            return f"its choice {entry.choice} is none of PyTorch's backends"
+        return None
+
+    def _is_looser(self, entry: CacheEntry) -> bool:
+        """Whether gradients must repeat to the bit here, and needed not where the entry was tuned."""
+        return self.problem.deterministic and not entry.problem.deterministic
+
+    def _why_unrepeated(self, entry: CacheEntry) -> str | None:
+        """Why an entry's choice says nothing of gradients that must repeat to the bit."""
+        chosen = entry.mark.choice if entry.mark is not None and entry.mark.choice in ROUTES else entry.choice
+        if not self._is_looser(entry) or chosen == KERNEL:
+            return None
+        return f"{chosen} was timed there with gradients that may differ from run to run"
+
+    def _why_infeasible(self, entry: CacheEntry) -> str | None:
+        # Gradients that repeat to the bit are as good as any.
+        problem = replace(self.problem, deterministic=self.problem.deterministic or entry.problem.deterministic)
+        try:
+            return search_space.load(entry.template).why_infeasible(entry.variant, problem, self.device)
+        except UsageError as error:
+            return str(error)
+
+
+def bucket(problem: Problem) -> tuple[int, ...]:
+    """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
+    sizes = (*_sizes(problem), problem.seq_kv)
+    return tuple((max(1, int(size)) - 1).bit_length() for size in sizes)
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
+    return sum(abs(math.log2(left / right)) for left, right in zip(_sizes(one), _sizes(other), strict=True))
+
+
+def _sizes(problem: Problem) -> tuple[float, ...]:
+    """Queries of a mean sequence, its keys, heads of all sequences, and group size.
+
+    Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block
+    table and where lengths are mixed.
+    """
+    queries, keys = float(problem.seq_q), float(problem.seq_kv)
+    if problem.packed:
+        queries = problem.tokens_q / problem.batch
+    if problem.packed or problem.mask.kind in (MaskKind.WINDOW, MaskKind.BLOCKS):
+        keys = max(1.0, problem.kept_pairs() / (queries * problem.batch))
+    return queries, keys, problem.batch * problem.heads_q, problem.group_size

@@ -1,0 +1,1 @@
+"""Runs both passes of a planned call."""

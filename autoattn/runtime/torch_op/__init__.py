@@ -1,0 +1,1 @@
+"""torch.ops.autoattn.attention: the operator that torch.compile, torch.export and FakeTensors see."""

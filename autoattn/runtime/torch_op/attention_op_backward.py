@@ -1,0 +1,238 @@
+"""The backward pass of torch.ops.autoattn.attention, itself an operator: torch.ops.autoattn.attention_backward.
+
+Where kernels serve both passes, the forward one left the LSE and the backward ones take it. Else the call is computed
+once more, from query, key and value, and PyTorch differentiates that. What is saved is linear in the lengths.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.utils.flop_counter import register_flop_formula
+
+from autoattn.core.problem import Layout
+from autoattn.errors import TensorError
+from autoattn.hardware import nvidia
+from autoattn.runtime import prepared_calls
+from autoattn.runtime.paired_launches import Pair
+from autoattn.runtime.plan import cache_lookup, launch_bound, planner
+from autoattn.runtime.run import autograd
+from autoattn.runtime.torch_op import attention_op
+from autoattn.runtime.torch_op.attention_op import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
+from autoattn.tensors import operands
+
+Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
+
+library.define(
+    f"attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse, {INPUTS}, *, "
+    f"bool[] learns, {WORDS}) -> Tensor[]"
+)
+_operator = torch.ops.autoattn.attention_backward.default
+_BEFORE = 4  # arguments of it that stand in front of the inputs
+_THREE = LEARNING[:3]
+
+
+def _by_kernel(
+    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, given: dict[str, Any]
+) -> dict[str, Tensor | None] | None:
+    """Gradients by kernels, of all tensors that they give one of; None where none serves."""
+    call = attention_op.read(given)
+    if (both := attention_op.plan_both(call, given).passes(call.problem)) is None:
+        return None
+    made = [None if one is None else attention_op.as_read(one, given) for one in (output, grad_output)]
+    sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
+    found = autograd.differentiate(both.backward, both.asked, call.operands, made[0], sums[0], made[1], sums[1])
+    layout = Layout(given["layout"])
+    named: dict[str, Tensor | None] = {name: operands.as_given(one, layout) for name, one in found.named()}
+    sinks = given["sinks"]
+    named["sinks"] = found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)
+    named["bias"] = found.bias if found.bias is None else found.bias.reshape(given["bias"].shape)
+    slopes = given["alibi_slopes"]
+    named["alibi_slopes"] = found.slopes if found.slopes is None else found.slopes.sum_to_size(slopes.shape)
+    return named
+
+
+def _by_pytorch(
+    grad_output: Tensor | None, grad_lse: Tensor | None, given: dict[str, Any], learners: list[str]
+) -> dict[str, Tensor | None]:
+    """Gradients of the named tensors by computing the call once more; None for 0."""
+    asked = {**given, "return_lse": grad_lse is not None}
+    with torch.enable_grad():
+        leaves = {name: given[name].detach().requires_grad_() for name in learners}
+        again, again_lse = attention_op.answered(asked | leaves)
+        pairs = [
+            (made, push) for made, push in ((again, grad_output), (again_lse, grad_lse)) if made is not None is not push
+        ]
+        made, pushes = zip(*pairs, strict=True)
+        found = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
+    """Gradients of those of LEARNING that learn, in its order; each lies in memory as its tensor does."""
+    found = _at_once(tensors, learns, words)
+    return _ordinary(tensors, learns, words) if found is None else found
+
+
+def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor] | None:
+    """Gradients where both passes are prepared; None where they are not."""
+    known = prepared_calls.find(attention_op.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
+    if not isinstance(known, Pair):
+        return None
+    *pulls, output, lse, query, key, value = tensors[: _BEFORE + 3]
+    if output.stride() != known.output or not lse.is_contiguous():
+        return None
+    made = known.differentiate(*pulls, query, key, value, output, lse, *attention_op.offsets_of(tensors[_BEFORE:]))
+    return [one for one, learnt in zip(made, learns, strict=False) if learnt]
+
+
+def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
+    given = attention_op.named(tensors[_BEFORE:], words)
+    # The dispatcher has left autograd behind, so that nothing would be recorded.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        grad_output, grad_lse, output, lse = tensors[:_BEFORE]
+        learners = _learners(learns)
+        found = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
+        if found is None:
+            found = _by_pytorch(grad_output, grad_lse, given, learners)
+    return [_settled(found[name], name, given) for name in learners]
+
+
+def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
+    given = attention_op.named(tensors[_BEFORE:], words)
+    return [_empty(name, given) for name in _learners(learns)]
+
+
+library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("autoattn::attention_backward", _shapes, lib=library)
+
+
+def _empty(name: str, given: dict[str, Any]) -> Tensor:
+    tensor = given[name]
+    if name in _THREE:
+        return attention_op.empty_as(tensor, tensor.shape[-1], given)
+    return tensor.new_empty(tensor.shape)
+
+
+def _settled(grad: Tensor | None, name: str, given: dict[str, Any]) -> Tensor:
+    """A gradient as `_empty` says that it lies; zeros where there is none."""
+    if grad is None:
+        return _empty(name, given).zero_()
+    if name in _THREE:
+        return attention_op.as_given(attention_op.as_read(grad, given), given[name], given)
+    return grad.contiguous()
+
+
+def _learners(learns: list[bool]) -> list[str]:
+    return [name for name, one in zip(LEARNING, learns, strict=True) if one]
+
+
+# --- Autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
+    """Keeps the inputs, the output and the LSE; nothing that grows with queries times keys."""
+    ctx.set_materialize_grads(False)
+    if not keyword_only_inputs["return_lse"]:
+        ctx.mark_non_differentiable(output[1])
+    ctx.words = keyword_only_inputs
+    ctx.lengths = [-1 if one is None else len(one) if isinstance(one, list) else 1 for one in inputs]
+    flat = [part for one in inputs for part in (one if isinstance(one, list) else [one]) if part is not None]
+    ctx.save_for_backward(*output, *flat)
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    output, lse, *flat = ctx.saved_tensors
+    inputs: list[Any] = []
+    for name, length in zip(TENSORS, ctx.lengths, strict=True):
+        parts = [flat.pop(0) for _ in range(length)]
+        inputs.append(None if length < 0 else parts if name in LISTS else parts[0])
+    nothing: list[Any] = [[None] * len(one) if isinstance(one, list) else None for one in inputs]
+    if grad_output is None and grad_lse is None:
+        return tuple(nothing[: len(ctx.needs_input_grad)])
+    given = len(ctx.needs_input_grad)  # the dispatcher leaves out what is the default, and wants no gradients of it
+    learns = [place < given and bool(ctx.needs_input_grad[place]) for place in range(len(LEARNING))]
+    found = torch.ops.autoattn.attention_backward(
+        grad_output, grad_lse, output, lse, *inputs, learns=learns, **ctx.words
+    )
+    for place, one in enumerate(learns):
+        if one:
+            nothing[place] = found.pop(0)
+    return tuple(nothing[:given])
+
+
+def _no_second(ctx: Any, *pushes: Any) -> Gradients:
+    raise TensorError(
+        "torch.ops.autoattn.attention must be differentiated once, got a second derivative, for which there is no "
+        "formula; write attention in plain PyTorch where it is needed"
+    )
+
+
+# torch.library.register_autograd registers these as they are. Each then goes through the dispatcher to come to the same
+# Python once more, which takes as long again as all else that a short call waits for; so what is prepared is answered
+# here where nothing is recorded, as in each graph that torch.compile made.
+_recorded = make_autograd_impl(attention_op.operator, Info(_differentiate, _save))
+_recorded_backward = make_autograd_impl(_operator, Info(_no_second, None))
+
+
+def _attention(keys: torch.DispatchKeySet, *tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
+    find = _in_parts if torch.is_grad_enabled() else attention_op.at_once
+    found = find(tensors, words)
+    return _recorded(keys, *tensors, **words) if found is None else found
+
+
+def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """PyTorch's own attention in place of the operator, for whoever traces a training step that is better off with it.
+
+    A graph in which lengths are symbols, and one for CUDA graphs, keep the operator.
+    """
+    query, key, value, *others = tensors
+    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(one is not None for one in others):
+        return None
+    if not all(type(size) is int for one in (query, key, value) for size in one.shape) or _for_cuda_graphs():
+        return None
+    given = attention_op.named(tensors, words)
+    if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
+        return None
+    call = attention_op.read(given)
+    card = nvidia.present(query.device.index)
+    found = [cache_lookup.explain(one, card) for one in (call.problem, autograd.backward_of(call.problem))]
+    theirs = launch_bound.answer(found[0], found[1])
+    if theirs is None:
+        return None
+    output, _ = planner.run(call, planner.Plan(theirs), lse=False)
+    return attention_op.as_given(output, query, given), attention_op.empty_lse(given)
+
+
+_TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not load their modules
+
+
+def _for_cuda_graphs() -> bool:
+    """Whether torch.compile makes a graph that CUDA graphs will hold, as in its mode reduce-overhead."""
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return inductor is not None and bool(inductor.triton.cudagraphs)
+
+
+def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
+    found = None if torch.is_grad_enabled() else _at_once(tensors, learns, words)
+    return _recorded_backward(keys, *tensors, learns=learns, **words) if found is None else found
+
+
+library.impl("attention", _attention, "Autograd", with_keyset=True)
+library.impl("attention_backward", _attention_backward, "Autograd", with_keyset=True)
+
+
+def _flops(grad: Any, grad_lse: Any, output: Any, lse: Any, *shapes: Any, **words: Any) -> int:
+    """Three products with the query's head dim (scores again, gradients of query and key) and two with the value's."""
+    query, key, value = shapes[:3]
+    narrow, wide = attention_op.products(query, key, value, words)
+    return 3 * narrow + 2 * wide
+
+
+register_flop_formula(torch.ops.autoattn.attention_backward)(_flops)

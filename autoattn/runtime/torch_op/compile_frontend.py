@@ -1,0 +1,275 @@
+"""Calls that somebody traces, or watches the dispatcher for: the functions' arguments -> torch.ops.autoattn.attention.
+
+Dynamo follows this code, so it is plain: what is no tensor becomes words and numbers of the operator while it traces,
+and no length is compared with anything. Wrong arguments raise the sentence that the functions have for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoattn import functional, masks
+from autoattn.baselines import deterministic_sdpa
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Layout, Precision
+from autoattn.errors import ProblemError, TensorError
+from autoattn.expressions import captures, fx_tracing
+from autoattn.expressions.captures import Traced
+from autoattn.expressions.language import SCORE_NAMES
+from autoattn.hardware import nvidia
+from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
+from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.torch_op import attention_op
+from autoattn.tensors import cu_seqlens
+
+Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
+_WHOLE = Mask()
+_SAYABLE = (str, Tensor, Mask, masks.BlockSparse)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:
+    """`autoattn.attention` as one operator; all arguments are given."""
+    mod = _mod(given["score_mod"], query)
+    mask = given["mask"]
+    if mod is None or not (mask is None or isinstance(mask, _SAYABLE) or not torch.compiler.is_dynamo_compiling()):
+        broken: Answer = _eagerly(functional.attention, query, key, value, **given)
+        return broken
+    if _is_pytorchs(query, key, value) or _is_better_by_pytorch(query, key, value, given):
+        return _by_pytorch(query, key, value, **given)
+    layout = arguments.layout_of(given["layout"])
+    query, key, value, precision = _three(query, key, value, layout, given["precision"])
+    words, table, bias = _seen(mask, given["causal"], given["window"], given["bias"])
+    if bias is not None:
+        modifier_arguments.check_tensor("bias", bias, query.device)
+    asked = {**_asked(query, given), **mod, **_pieces(table)}
+    slopes = given["alibi_slopes"]
+    found: tuple[Tensor, Tensor] = attention_op.operator(
+        query, key, value, bias, mask=words, layout=layout.value, precision=precision,
+        keep_lse=_learns(query, key, value, given["sinks"], bias, slopes),
+        learns_bias=_learns(bias), learns_slopes=_learns(slopes), **asked,
+    )  # fmt: skip
+    return found if given["return_lse"] else found[0]
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, **given: Any,
+) -> Answer:  # fmt: skip
+    """`autoattn.packed_attention` as one operator; all arguments are given."""
+    mod = _mod(given["score_mod"], query)
+    if mod is None:
+        tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+        broken: Answer = _eagerly(functional.packed_attention, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+        return broken
+    query, key, value, precision = _three(query, key, value, Layout.PACKED, given["precision"])
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        cu_seqlens.check_form(name, offsets, query.device)
+    cu_seqlens.check_pair(cu_seqlens_q, cu_seqlens_kv)
+    found: tuple[Tensor, Tensor] = attention_op.operator(
+        query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
+        max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
+        mask=str(mask_arguments.band(given["causal"], given["window"])), layout=Layout.PACKED.value,
+        precision=precision, keep_lse=_learns(query, key, value, given["sinks"], given["alibi_slopes"]),
+        learns_slopes=_learns(given["alibi_slopes"]), **_asked(query, given), **mod,
+    )  # fmt: skip
+    return found if given["return_lse"] else found[0]
+
+
+# --- What goes another way --------------------------------------------------------------------------------------------
+
+
+def _outside(function: Callable[..., Answer], *tensors: Any, **given: Any) -> Answer:
+    """The call as it is, outside of the graph: here torch.compile breaks it."""
+    return function(*tensors, **given)
+
+
+_eagerly = torch.compiler.disable(
+    _outside,
+    reason="a BlockMask, or a score_mod that reads tensors or numbers of its surroundings, must be read before; give "
+    "what autoattn.masks.from_block_mask or autoattn.masks.score makes of it",
+)
+
+
+def _is_pytorchs(*tensors: Tensor) -> bool:
+    """Whether Dynamo traces what knows PyTorch's attention alone.
+
+    That are DTensor and other classes with rules of their own, and derivatives by torch.func.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    if any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors):
+        return True
+    return _is_differentiated()
+
+
+def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
+    """Whether Dynamo traces a training step that PyTorch's own attention says in full, and no gradients were tuned.
+
+    The operator would compute such a call twice.
+    """
+    if not torch.compiler.is_dynamo_compiling() or not _learns(query, key, value):
+        return False
+    if _learns(given["mask"], given["bias"]):  # of which PyTorch's backward passes refuse some
+        return False
+    if _is_asked_alone(given):  # the operator switches PyTorch's algorithms when it runs; a graph cannot
+        return False
+    biased = isinstance(given["mask"], Tensor) or given["bias"] is not None
+    plain = (
+        (given["mask"] is None or isinstance(given["mask"], Tensor))
+        and not (biased and given["causal"])
+        and (given["softcap"], given["dropout"], given["window"]) == (0.0, 0.0, None)
+        and not given["return_lse"]
+        and given["precision"] != Precision.TF32X3.value
+        and len([name for name in _SELDOM if given[name] is not None]) == 0
+    )
+    return plain and (arguments.why_no_kernel(query, value) != "" or not _differentiates(query.device.index))
+
+
+def _is_asked_alone(given: dict[str, Any]) -> bool:
+    """Whether a call asks for gradients that repeat to the bit, and PyTorch was not told to run all of it so."""
+    return given["deterministic"] is True and not torch.are_deterministic_algorithms_enabled()
+
+
+_SELDOM = ("alibi_slopes", "sinks", "score_mod", "query_scale", "key_scale", "value_scale")
+
+
+def _differentiates(index: int | None) -> bool:
+    return cache_lookup.differentiates(nvidia.present(index))
+
+
+_differentiates._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_differentiated() -> bool:
+    return attention_op.transforms() not in ((), (attention_op.VMAP,))
+
+
+_is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo guards on the transforms itself
+
+
+def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any) -> Answer:
+    """PyTorch's own attention, traced."""
+    if _is_asked_alone(given) and (_learns(query, key, value) or _is_differentiated()):
+        raise TensorError(
+            "deterministic=True must not be asked where torch.compile traces PyTorch's attention, got it with a tensor "
+            f"class or a transform that takes no kernel; {deterministic_sdpa.WAY_OUT}"
+        )
+    call = arguments.read(query, key, value, **given)
+    planned = planner.plan_without_kernel(call, "Dynamo traces what a kernel cannot follow", lse=return_lse)
+    output, lse = planner.run(call, planned, lse=return_lse)
+    output = output.transpose(1, 2) if given["layout"] == Layout.BSHD.value else output
+    return output if lse is None else (output, lse)
+
+
+# --- The operator's arguments -----------------------------------------------------------------------------------------
+
+
+def _three(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, precision: Any
+) -> tuple[Tensor, Tensor, Tensor, str | None]:
+    """Query, key and value as autocast makes them, and the precision, which is a choice of float32 alone."""
+    given = getattr(query, "dtype", None)
+    query, key, value = arguments.autocast(query, key, value)
+    arguments.check_tensors(query, key, value, arguments.AXES[layout])
+    _check_words("precision", precision, "ieee, tf32, tf32x3")
+    cast = given is torch.float32 and query.dtype is not torch.float32
+    return query, key, value, None if cast else precision
+
+
+def _seen(mask: Any, causal: Any, window: Any, bias: Any) -> tuple[str, Any, Tensor | None]:
+    """The words of a mask, a table of blocks, and a bias."""
+    shape = mask_arguments.band(causal, window)
+    if mask is None:
+        return str(shape), None, bias
+    if isinstance(mask, Tensor):
+        if bias is not None:
+            raise mask_arguments.two_tensors()
+        return str(shape), None, mask
+    words = mask if isinstance(mask, str) else str(mask) if isinstance(mask, Mask) else None
+    if shape != _WHOLE:
+        raise mask_arguments.contradiction(words, causal, window)
+    return (str(_WHOLE), mask, bias) if words is None else (words, None, bias)
+
+
+def _pieces(table: Any) -> dict[str, Any]:
+    """A table of blocks as the operator takes it."""
+    if table is None:
+        return {}
+    if not isinstance(table, masks.BlockSparse):  # FlexAttention's, and nobody follows this code
+        with _disable_current_modes():
+            table = masks.from_block_mask(table)
+    sparse, table = table, table.table
+    return {
+        "table": [table.full_counts, table.full_blocks, table.partial_counts, table.partial_blocks],
+        "table_sizes": [table.block_q, table.block_kv, sparse.seq_q, sparse.seq_kv],
+        "density": sparse.mask.density,
+        "mask_mod": sparse.mask.mod,
+        "mask_captures": list(sparse.captures) or None,
+    }
+
+
+def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """What changes weights, and what both functions have."""
+    dropout, seed = modifier_arguments.dropout_of(given["dropout"]), given["seed"]
+    _check_words("numerics", given["numerics"], "any, online")
+    asked: dict[str, Any] = {
+        "softcap": modifier_arguments.softcap_of(given["softcap"]),
+        "dropout": dropout,
+        "scale": arguments.scale_of(given["scale"]),
+        "numerics": given["numerics"],
+        "deterministic": arguments.deterministic_of(given["deterministic"]),
+        "return_lse": bool(given["return_lse"]),
+    }
+    if dropout > 0.0:
+        # A number that is drawn while the graph runs, and that the backward pass gets again.
+        asked.update(
+            {"drawn_seed": modifier_arguments.draw()} if seed is None else {"seed": modifier_arguments.seed_of(seed)}
+        )
+    for name in attention_op.LEARNING[4:]:
+        if given[name] is not None:
+            modifier_arguments.check_tensor(name, given[name], query.device)
+            asked[name] = given[name]
+    return asked
+
+
+def _learns(*tensors: Any) -> bool:
+    """Whether some of the tensors need a gradient."""
+    learners = [one for one in tensors if isinstance(one, Tensor) and one.requires_grad]
+    return torch.is_grad_enabled() and len(learners) > 0  # Dynamo of torch 2.11 knows no truth of a list
+
+
+def _check_words(name: str, given: Any, known: str) -> None:
+    """Refuses what the operator cannot even take; which words there are, the function checks when it runs."""
+    if given is not None and not isinstance(given, str):
+        raise TensorError(f"{name} must be {known} or None, got {given!r}; correct it")
+
+
+def _mod(score_mod: Any, query: Tensor) -> dict[str, Any] | None:
+    """A score_mod as the operator takes it; None for a function that may mean another thing in the next call."""
+    if score_mod is None or isinstance(score_mod, str):
+        return {"score_mod": score_mod or ""}
+    if isinstance(score_mod, Traced):
+        return {"score_mod": score_mod.text, "score_captures": list(score_mod.captures) or None}
+    if torch.compiler.is_dynamo_compiling():
+        text = _text(score_mod)
+        return None if text is None else {"score_mod": text}
+    with _disable_current_modes():
+        text, captured = fx_tracing.trace(score_mod, SCORE_NAMES, query.device)
+    return {"score_mod": text, "score_captures": list(captured) or None}
+
+
+def _text(function: Any) -> str | None:
+    """The text of a function whose code says all, which is what Dynamo knows it by; None for others."""
+    try:
+        return fx_tracing.trace(function, SCORE_NAMES)[0] if captures.is_fixed(function) else None
+    except ProblemError:  # outside of the graph it is raised with its sentence
+        return None
+
+
+_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces

@@ -1,0 +1,1 @@
+"""From a problem to a cache entry: propose, render, compile, check, time, choose."""

@@ -1,0 +1,214 @@
+"""A finished search -> the entry of the cache: by the finals where the card is here, else by the model's ranking."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import triton
+
+from autoattn import __version__
+from autoattn.cache import finals_samples
+from autoattn.codegen import render
+from autoattn.codegen.search_space import SearchSpace
+from autoattn.core.cache_entry import KERNEL, CacheEntry, Candidate, SearchRecord, WorstCase
+from autoattn.core.device import Device
+from autoattn.core.paired_stats import Round
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Evidence, Outcome, Trial, Verdict
+from autoattn.core.variant import Variant
+from autoattn.hardware import nvidia
+from autoattn.search import finals, multi_template
+from autoattn.search.gpu_jobs import finalist_name
+from autoattn.search.multi_template import Contest
+from autoattn.search.search_options import Options
+from autoattn.search.trial_pipeline import Steps, Workshop, outcome_of, reason_of
+from autoattn.search.worker_pool import Failure
+
+CANDIDATES = 5  # runners-up that an entry keeps
+# A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
+# says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
+ELSEWHERE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """One problem's finished search, and the workshop in which the rest is done."""
+
+    problem: Problem
+    device: Device
+    options: Options
+    shop: Workshop
+    study: Contest
+    spaces: Mapping[str, SearchSpace]  # by template
+
+    @property
+    def working(self) -> list[Trial]:
+        """The trials that may win."""
+        return [trial for trial in self.study.trials.values() if trial.outcome is Outcome.OK]
+
+    def why_none(self) -> str:
+        """In words, why no trial works."""
+        if not self.study.trials:
+            return "the search was given no time or no trials; allow more with --trials or --timeout"
+        failed = Counter(f"{trial.outcome.value}: {trial.detail}" for trial in self.study.trials.values())
+        return f"none of {len(self.study.trials)} variants worked; {_most_common(failed)}"
+
+
+def _most_common(failed: Counter[str]) -> str:
+    """The reason that ended the most variants, in words."""
+    ((reason, count),) = failed.most_common(1)
+    return f"{count} ended with {reason}"
+
+
+def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
+    """The predicted entry, or in words why there is none.
+
+    By the model, leaning on `elsewhere`, what was measured on other cards; numerics by Triton's interpreter.
+    """
+
+    def rank(trial: Trial) -> tuple[float, str]:
+        assert trial.prediction is not None
+        return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
+
+    ranked: list[Trial] = []
+    failed: dict[Variant, tuple[Outcome, str]] = {}  # in the interpreter
+    coming = sorted(search.working, key=rank)
+    while coming and len(ranked) <= CANDIDATES:
+        wanted = 1 + CANDIDATES - len(ranked)
+        some, coming = coming[:wanted], coming[wanted:]
+        verdicts = search.shop.rehearse(search.problem, *(trial.variant for trial in some))
+        for trial, verdict in zip(some, verdicts, strict=True):
+            if outcome_of(verdict) is Outcome.OK:
+                ranked.append(trial)
+            else:
+                failed[trial.variant] = outcome_of(verdict), reason_of(verdict)
+    if not ranked:
+        reasons = Counter(f"{outcome.value}: {reason}" for outcome, reason in failed.values())
+        return f"none of {len(failed)} variants passed Triton's interpreter; {_most_common(reasons)}"
+    others = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
+    return _entry(search, ranked[0], others, rejected={variant: outcome for variant, (outcome, _) in failed.items()})
+
+
+def measured(search: Searched, default: Variant, previous: Variant | None) -> Steps[CacheEntry | str]:
+    """The measured entry, or in words why there is none; yields while the finals run.
+
+    The best few of the search, the template's default and the previous winner meet the rivals in the finals. A winner
+    that keeps its first maximum is timed once more where that does it no good.
+    """
+    trials = {trial.variant: trial for trial in search.working}
+    objective, profile = search.options.objective, search.options.profile
+    chosen = [trial.variant for trial in finals.shortlist(search.working, profile.finalists, objective)]
+    variants = list(dict.fromkeys([*chosen, *(one for one in (default, previous) if one in trials)]))
+    result = yield from search.shop.final(
+        search.problem,
+        variants,
+        seconds=profile.final_seconds,
+        seed=search.options.seed,
+        energy_seconds=search.options.energy_seconds,
+    )
+    if isinstance(result, Failure):
+        return f"the finals ended with a {result.outcome.value}: {result.detail}"
+    finalists = [trials[variant] for variant in variants]
+    decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
+    if isinstance(decision, str):
+        return decision
+    worst: WorstCase | Failure | None = None
+    if decision.winner.variant.as_dict().get("softmax") == render.FIRST_MAX:
+        worst = yield from search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
+    if isinstance(worst, Failure):
+        return f"the winner's worst case ended with a {worst.outcome.value}: {worst.detail}"
+    _keep(search, finalists, result.rounds, decision.winner)
+    return _entry(search, decision.winner, decision.others, decision, worst)
+
+
+def _keep(search: Searched, finalists: list[Trial], taken: tuple[Round, ...], winner: Trial) -> None:
+    """Keeps the raw samples beside the journal."""
+    if not taken:
+        return
+    names = {finalist_name(place): trial.digest for place, trial in enumerate(finalists)}
+    samples = finals_samples.Samples(
+        problem=search.problem,
+        fingerprint=search.device.fingerprint,
+        winner=winner.digest,
+        seed=search.options.seed,
+        kernels={name: digest for name, digest in names.items() if name in taken[0].times_us},
+        rounds=taken,
+        versions=versions(on_card=True),
+    )
+    finals_samples.write(finals_samples.path_of(search.options.cache, search.device.name, search.problem.key), samples)
+
+
+def _entry(
+    search: Searched,
+    winner: Trial,
+    candidates: Sequence[tuple[Trial, float]],
+    decision: finals.Decision | None = None,
+    worst: WorstCase | None = None,
+    rejected: Mapping[Variant, Outcome] = MappingProxyType({}),
+) -> CacheEntry:
+    """The entry of the winner; measured where the finals decided, and else predicted.
+
+    Args:
+        rejected: what became in the interpreter of variants that compiled and failed there.
+    """
+    trials = search.study.trials
+    outcomes = Counter(rejected.get(variant, trial.outcome).value for variant, trial in trials.items())
+    return CacheEntry(
+        problem=search.problem,
+        evidence=Evidence.MEASURED if decision is not None else Evidence.PREDICTED,
+        choice=decision.choice if decision is not None else KERNEL,
+        template=winner.variant.template,
+        params=winner.variant.as_dict(),
+        source_digest=winner.digest,
+        space_digest=search.spaces[winner.variant.template].digest,
+        verdict=_both(winner.verdict, decision.verdict) if decision is not None else None,
+        measurement=decision.measurement if decision is not None else None,
+        prediction=winner.prediction,
+        report=winner.report,
+        rivals=decision.rivals if decision is not None else (),
+        candidates=tuple(
+            Candidate(
+                template=trial.variant.template,
+                params=trial.variant.as_dict(),
+                source_digest=trial.digest,
+                time_us=time_us,
+            )
+            for trial, time_us in candidates[:CANDIDATES]
+        ),
+        finals=decision.finals if decision is not None else None,
+        worst=worst,
+        search=SearchRecord(
+            effort=search.options.effort.value,
+            seed=search.options.seed,
+            trials=len(search.study.trials),
+            objective=search.options.objective.value,
+            outcomes=dict(sorted(outcomes.items())),
+            spaces=multi_template.digests(search.spaces.values()),
+        ),
+        versions=versions(on_card=decision is not None),
+    )
+
+
+def _both(small: Verdict | None, full: Verdict) -> Verdict:
+    """One verdict over the small cases and the full size: the closer call speaks."""
+    if small is None:
+        return full
+    closer = max((small, full), key=lambda verdict: verdict.max_error / verdict.allowed)
+    return Verdict(
+        ok=True,
+        checks=small.checks + full.checks,
+        max_error=closer.max_error,
+        rms_error=max(small.rms_error, full.rms_error),
+        allowed=closer.allowed,
+    )
+
+
+def versions(*, on_card: bool) -> dict[str, str]:
+    """What an entry is made with: autoattn, torch, triton and, on the card, its driver."""
+    found = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
+    driver = nvidia.driver_version() if on_card else None
+    return found | ({"driver": driver} if driver is not None else {})

@@ -1,0 +1,123 @@
+"""Several templates in one search: which take part, and whose turn it is to propose a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from autoattn.codegen import search_space
+from autoattn.codegen.search_space import SearchSpace
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Trial
+from autoattn.core.variant import Variant
+from autoattn.errors import SpaceError
+from autoattn.search.study import Study
+
+TURNS = 4  # once all seeds are tried, the template that is ahead takes all of so many turns but one
+
+
+class Contest:
+    """The studies of one problem, a template each, that share a budget.
+
+    Their parameters differ, so no sampler could learn from one about another; what they share is which is ahead.
+    """
+
+    def __init__(self, studies: Sequence[Study]) -> None:
+        self.problem = studies[0].problem
+        self._studies = {study.space.template: study for study in studies}
+        self._turn = 0
+
+    @property
+    def trials(self) -> dict[Variant, Trial]:
+        """What was tried, of all templates."""
+        return {variant: trial for study in self._studies.values() for variant, trial in study.trials.items()}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether variants that were enqueued are still to be tried."""
+        return any(study.waiting for study in self._studies.values())
+
+    @property
+    def taken(self) -> int:
+        """How many variants were tried or are being tried, by whomever."""
+        return sum(study.taken for study in self._studies.values())
+
+    @property
+    def elsewhere(self) -> int:
+        """How many variants other processes were trying when they were last heard of."""
+        return sum(study.elsewhere for study in self._studies.values())
+
+    def hear(self) -> None:
+        """Takes what other processes finished or gave up."""
+        for study in self._studies.values():
+            study.hear()
+
+    def close(self) -> None:
+        """Gives up what was proposed and not recorded, for others to try."""
+        for study in self._studies.values():
+            study.close()
+
+    def enqueue(self, variants: Iterable[Variant]) -> None:
+        """Has these tried first, where their template takes part and they are feasible and new."""
+        for variant in variants:
+            if variant.template in self._studies:
+                self._studies[variant.template].enqueue([variant])
+
+    def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
+        """The next variant to try; None when every feasible one was tried.
+
+        Args:
+            more: whether there is another one to try when another process was faster with one.
+        """
+        self._turn += 1
+        for study in self._by_turn():
+            variant = study.propose(more)
+            if variant is not None or not more():
+                return variant
+        return None
+
+    def record(self, trial: Trial) -> None:
+        """Takes what became of a proposed variant."""
+        self._studies[trial.variant.template].record(trial)
+
+    def _by_turn(self) -> list[Study]:
+        """Who may propose, most wanted first: in turn while seeds wait, then mostly the one that is ahead."""
+        studies = list(self._studies.values())
+        first = self._turn % len(studies)
+        turns = studies[first:] + studies[:first]
+        if self.waiting:
+            return sorted(turns, key=lambda study: not study.waiting)
+        if self._turn % TURNS == 0:
+            return turns
+        return sorted(turns, key=lambda study: study.best_us)
+
+
+def spaces(problem: Problem, device: Device, measured: bool) -> list[SearchSpace]:
+    """The spaces that have a variant; without the GPU, of templates that the interpreter can rehearse."""
+    return [
+        one
+        for one in search_space.of(problem.op)
+        if (measured or one.interpreted) and _why_no_default(one, problem, device) is None
+    ]
+
+
+def _why_no_default(one: SearchSpace, problem: Problem, device: Device) -> str | None:
+    try:
+        one.default(problem, device)
+    except SpaceError as error:
+        return str(error)
+    return None
+
+
+def why_no_space(problem: Problem, device: Device) -> str:
+    """Why no template has a variant, in words."""
+    reasons = (
+        _why_no_default(one, problem, device) or f"{one.template} must be tuned on the card, since no model predicts it"
+        for one in search_space.of(problem.op)
+    )
+    return "; ".join(reasons)
+
+
+def digests(found: Iterable[SearchSpace]) -> dict[str, str]:
+    """Template -> digest of its search space."""
+    return {one.template: one.digest for one in found}

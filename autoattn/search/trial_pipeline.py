@@ -1,0 +1,443 @@
+"""Variant -> Trial: renders, compiles ahead in worker processes, then predicts or, on the GPU, validates and times."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from autoattn.codegen import render
+from autoattn.core.cache_entry import WorstCase
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.paired_stats import PATIENCE
+from autoattn.core.problem import DType, Op, Precision, Problem, padded, pieces
+from autoattn.core.trial import Measurement, Outcome, StaticReport, Trial, Verdict
+from autoattn.core.variant import Source, Variant
+from autoattn.cost_model import occupancy, predictor
+from autoattn.errors import HostError
+from autoattn.search.compile_job import ALLOCATOR, Inspect
+from autoattn.search.gpu_jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
+from autoattn.search.multi_template import Contest
+from autoattn.search.worker_pool import Failure, Job, Pool, cores, next_results
+
+COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
+GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
+FINAL_SECONDS = 180.0  # beside the rounds and the energy
+ENERGY_SHARE = 40.0  # times the energy of one contestant: all of them, and what each warms up
+PREPARE_SECONDS = 120.0  # random operands and their reference, at most
+MEASURED_WINDOW = 8  # variants in flight in one search: a sampler that waits for fewer results proposes worse
+BUSY = 4  # compilers that such a search keeps at work: results are heard in order, so all wait for the slowest
+WINDOW_SHARE = 8  # one in so many of a search's variants may be in flight where that is more
+LARGE_BYTES = 2**32  # operands of a problem that is searched alone: the card would hold no other's beside them
+COMPILER_NICENESS = 10  # below whoever times kernels: there is a compiler for each core
+REHEARSAL_SECONDS = 120.0
+REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
+# One thread: more would wait for the compilers' cores at every small product.
+INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+COMPILER_ROOM = "autoattn.search.compile_job"
+COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **ALLOCATOR}
+
+
+_RUNS = object()
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # work that yields whenever it must wait for a worker
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Slot:
+    """A variant on its way."""
+
+    problem: Problem
+    variant: Variant
+    source: Source
+    inspected: Trial | None = None  # that awaits its look on a GPU
+    trial: Trial | None = None  # what became of it
+
+
+class Workshop:
+    """Worker pools, and what they found out, shared by all problems of a run."""
+
+    def __init__(self, device: Device, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
+        """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
+        self.device, self.measured = device, measured
+        self._jobs = jobs if jobs is not None else cores()
+        self._compilers = Pool(size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_ROOM)
+        # One worker a GPU, so that nothing else runs while it times; without one, interpreters that time nothing.
+        apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
+        self._cards = max(1, len(cards))
+        if measured:
+            self._bench = Pool(size=self._cards, apart=apart)
+        else:
+            self._bench = Pool(size=self._jobs, environment=INTERPRETER)
+        self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
+        self._tickets: dict[int, str] = {}
+        self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket
+        self._looked_at: dict[tuple[Problem, str], Screened] = {}  # by problem and machine code
+        self._finals: dict[int, Any] = {}  # what came of the finals, by ticket; _RUNS for those that still run
+        self._finals_begun: dict[int, float] = {}  # those that still run
+        self._finals_seconds = 0.0
+        self._passed: dict[tuple[Problem, str], Verdict] = {}  # by kind of problem and machine code
+        self._verdicts: dict[str, Verdict] = {}  # of the interpreter, by the digest of a structure
+        self.outcomes: Counter[Outcome] = Counter()  # of trials
+        self.rehearsals: Counter[Outcome] = Counter()  # of variants that the interpreter was asked about
+        self.reasons: Counter[str] = Counter()  # why variants failed, in words
+
+    @property
+    def kernels(self) -> int:
+        """Distinct kernels whose machine code was read in this run."""
+        return sum(isinstance(report, StaticReport) for report in self._reports.values())
+
+    @property
+    def begun(self) -> int:
+        """Distinct kernels whose compile was begun in this run."""
+        return len(self._reports) + len(self._tickets)
+
+    @property
+    def busy_seconds(self) -> tuple[float, float]:
+        """Seconds that compilers and GPUs had work, each kind's workers added up."""
+        return self._compilers.busy_seconds, self._bench.busy_seconds
+
+    def close(self) -> None:
+        """Ends all workers."""
+        self._compilers.close()
+        self._bench.close()
+
+    def __enter__(self) -> Workshop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def at_once(self, problem: Problem) -> int:
+        """How many problems may be searched together, so that all compilers have work while this one is searched."""
+        if not self.measured or problem.bytes() > LARGE_BYTES:
+            return 1
+        return max(1, self._jobs // BUSY)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no worker has anything to do."""
+        return not (self._tickets or self._looks or self._finals_begun)
+
+    @property
+    def finals_seconds(self) -> float:
+        """Seconds in which finals had a GPU to themselves: no time of other problems' searches."""
+        now = time.monotonic()
+        return self._finals_seconds + sum(now - begun for begun in self._finals_begun.values())
+
+    def wait(self) -> None:
+        """Waits until some worker is done with something.
+
+        Raises:
+            HostError: the machine lacks what every variant needs.
+        """
+        for pool, ticket, result in next_results(self._compilers, self._bench):
+            _stop_if_hopeless(result)
+            if pool is self._compilers:
+                self._reports[self._tickets.pop(ticket)] = result
+            elif ticket in self._looks:
+                slot = self._looks.pop(ticket)
+                slot.trial = self._looked(slot, result)
+            elif ticket in self._finals:
+                self._finals[ticket] = result
+                self._finals_seconds += time.monotonic() - self._finals_begun.pop(ticket)
+
+    def search(
+        self,
+        study: Contest,
+        *,
+        budget: int = 0,
+        more: Callable[[], bool],
+        late: Callable[[], bool],
+        heard: Callable[[Trial], None],
+    ) -> Steps[None]:
+        """Tries what the study proposes while `more()` holds; once late, leaves what is begun.
+
+        Variants are compiled ahead, but reported to the study in the order in which it proposed them, so that a seed
+        gives the same search whatever the compiler's timing.
+
+        Args:
+            budget: variants that the search will try: the more, the more of them may be in flight.
+        """
+        pending: deque[_Slot] = deque()
+        best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
+        if self.measured:
+            for place in range(self._cards):
+                self._bench.submit(Prepare(problem=study.problem), PREPARE_SECONDS, place=place)
+        while True:
+            if late():  # what is on a GPU by now is waited for, the rest is not
+                pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
+            else:
+                self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
+                while len(pending) < self._window(study, budget) and more():
+                    if (variant := study.propose(more)) is None:
+                        break
+                    pending.append(self._begin(study.problem, variant))
+                self._look_ahead(pending, best_us)
+            if not pending:
+                return
+            trial = pending[0].trial
+            if trial is None:
+                yield
+                continue
+            pending.popleft()
+            self._count(self.outcomes, trial.outcome, trial.detail)
+            if trial.time_us is not None and (best_us is None or trial.time_us < best_us):
+                best_us = trial.time_us
+            study.record(trial)
+            heard(trial)
+
+    def alone(self, steps: Steps[T]) -> T:
+        """Does some work and nothing beside it."""
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            self.wait()
+
+    def compiled(self, problem: Problem, variants: Sequence[Variant]) -> Steps[list[Variant]]:
+        """Compiles variants ahead of their finals; gives those that the compiler takes."""
+        slots = [self._begin(problem, variant) for variant in variants]
+        while any(slot.source.digest not in self._reports for slot in slots):
+            yield
+        return [slot.variant for slot in slots if isinstance(self._reports[slot.source.digest], StaticReport)]
+
+    def rehearse(self, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+        """Checks the structures of variants in interpreters, each structure once; counts what became of the variants.
+
+        Raises:
+            HostError: the machine lacks what every variant needs.
+        """
+        structures = [self._structure(problem, variant) for variant in variants]
+        new = {
+            source.digest: Rehearse(problem=kind, source=source)
+            for kind, source in structures
+            if source.digest not in self._verdicts
+        }
+        found = dict(zip(new, self._bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
+        for result in found.values():
+            _stop_if_hopeless(result)
+        self._verdicts |= {digest: one for digest, one in found.items() if isinstance(one, Verdict)}
+        results = [found.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
+        for result in results:
+            self._count(self.rehearsals, outcome_of(result), reason_of(result))
+        return results
+
+    def _count(self, counts: Counter[Outcome], outcome: Outcome, detail: str) -> None:
+        counts[outcome] += 1
+        if outcome is not Outcome.OK:
+            self.reasons[f"{outcome.value}: {detail}"] += 1
+
+    def check(self, problem: Problem, variant: Variant) -> Screened | Verdict | Failure:
+        """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter.
+
+        Raises:
+            HostError: the machine lacks what every variant needs.
+        """
+        if not self.measured:
+            return self.rehearse(problem, variant)[0]
+        job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
+        result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+        _stop_if_hopeless(result)
+        return result
+
+    def final(
+        self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int, energy_seconds: float = 0.0
+    ) -> Steps[Finished | Failure]:
+        """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ.
+
+        Asks what each costs, if `energy_seconds`.
+        """
+        job = Final(
+            problem=problem,
+            finalists=tuple(render.render(problem, variant) for variant in variants),
+            seconds=seconds,
+            seed=seed,
+            energy_seconds=energy_seconds,
+        )
+        limit = FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds
+        result: Finished | Failure = yield from self._ended(job, limit)
+        return result
+
+    def _ended(self, job: Job, seconds: float) -> Steps[Any]:
+        """Has the finals' GPU do a job, and yields until it is done."""
+        ticket = self._bench.submit(job, seconds, place=0)
+        self._finals[ticket], self._finals_begun[ticket] = _RUNS, time.monotonic()
+        while self._finals[ticket] is _RUNS:
+            yield
+        return self._finals.pop(ticket)
+
+    def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[WorstCase | Failure]:
+        """Times a finalist that keeps its first maximum where it computes its tiles twice, on the finals' GPU."""
+        job = Outgrow(problem=problem, source=render.render(problem, variant), seed=seed)
+        result: WorstCase | Failure = yield from self._ended(job, FINAL_SECONDS)
+        return result
+
+    def _window(self, study: Contest, budget: int) -> int:
+        """Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more."""
+        if not self.measured:
+            return 4 * self._jobs
+        if study.waiting:  # they are tried whatever comes of the others
+            return sys.maxsize
+        return max(min(2 * self._jobs, max(MEASURED_WINDOW, budget // WINDOW_SHARE)), 2 * self._cards)
+
+    def _begin(self, problem: Problem, variant: Variant) -> _Slot:
+        source = render.render(problem, variant)
+        if source.digest not in self._reports and source.digest not in self._tickets.values():
+            ticket = self._compilers.submit(Inspect(source=source, arch=self.device.arch), COMPILE_SECONDS)
+            self._tickets[ticket] = source.digest
+        return _Slot(problem=problem, variant=variant, source=source)
+
+    def _look_ahead(self, pending: deque[_Slot], best_us: float | None) -> None:
+        """Settles what can be settled, and gives each free GPU a variant, in the order of the proposals."""
+        for slot in list(pending)[: 2 * self._cards - 1]:
+            found = self._reports.get(slot.source.digest)
+            if found is None or len(self._looks) == self._cards:
+                return
+            if slot.trial is not None or slot.inspected is not None:
+                continue
+            trial = self._inspected(slot, found)
+            if not self.measured or isinstance(found, Failure) or trial.outcome is not Outcome.OK:
+                slot.trial = trial
+                continue
+            slot.inspected = trial
+            same = self._looked_at.get((slot.problem, _code(slot, found)))  # another text with the same machine code
+            if same is not None:
+                slot.trial = self._looked(slot, same)
+                continue
+            verdict = self._passed.get((kind_of(slot.problem), _code(slot, found)))
+            job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
+            self._looks[self._bench.submit(job, GPU_SECONDS)] = slot
+
+    def _inspected(self, slot: _Slot, report: StaticReport | Failure) -> Trial:
+        """What the machine code says of a variant."""
+        trial = Trial(variant=slot.variant, outcome=Outcome.OK, digest=slot.source.digest)
+        if isinstance(report, Failure):
+            return replace(trial, outcome=report.outcome, detail=report.detail)
+        trial = replace(trial, report=report)
+        reason = occupancy.why_unlaunchable(self.device, report)
+        if reason is not None:
+            return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
+        if predictor.why_unknown(slot.problem, self.device) is None:
+            prediction = predictor.predict(slot.problem, self.device, slot.variant.as_dict(), report)
+            trial = replace(trial, prediction=prediction)
+        return trial
+
+    def _looked(self, slot: _Slot, result: Screened | Failure) -> Trial:
+        """What a first look on a GPU says of a variant."""
+        assert slot.inspected is not None
+        if isinstance(result, Failure):
+            return replace(slot.inspected, outcome=result.outcome, detail=result.detail)
+        found = self._reports[slot.source.digest]
+        assert isinstance(found, StaticReport)
+        code = _code(slot, found)
+        self._passed[kind_of(slot.problem), code] = result.verdict
+        self._looked_at[slot.problem, code] = result
+        looked = Measurement(
+            median_us=result.median_us,
+            p20_us=result.median_us,
+            p80_us=result.median_us,
+            samples=result.samples,
+            tflops=slot.problem.flops() / result.median_us / 1e6,
+        )
+        return replace(slot.inspected, verdict=result.verdict, measurement=looked)
+
+    def _structure(self, problem: Problem, variant: Variant) -> tuple[Problem, Source]:
+        """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly.
+
+        Barriers are left out, since the interpreter runs one program's threads as one.
+        """
+        dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
+        if problem.op is Op.BACKWARD:
+            return _gradient_structure(replace(problem, dtype=dtype), variant)
+        split = bool(variant["HEAD_SPLIT"])
+        odd = render.natural_traits(problem).alignment == 1  # nothing divides the strides: a branch of its own
+        head_dim = head_dim_v = _small_head_dim(problem.head_dim, split=split, odd=odd)
+        if problem.head_dim_v != problem.head_dim:
+            head_dim_v = _small_head_dim(problem.head_dim_v, split=split, odd=odd)
+            # Two head dims stay two, also where one number would have the branches of both.
+            if head_dim_v == head_dim:
+                head_dim_v += 16 if head_dim == 16 else 32
+        mask = problem.mask
+        if mask.sparse:  # one step a block where it was one, else two
+            steps = [2 if block > int(variant[tile]) else 1 for tile, block in _tiles(mask).items()]
+            mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+        # The interpreter knows no bfloat16 products, and tf32 ones take their factors in another order.
+        products = variant["products"] != render.AS_ASKED
+        kind = replace(
+            kind_of(replace(problem, mask=mask)),
+            dtype=dtype,
+            precision=Precision.IEEE if products else problem.precision,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+        )
+        small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
+        # As constants, not as branches
+        numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}
+        numbers |= {"SPLITS": 2} if "SPLITS" in variant.as_dict() else {}
+        params = variant.as_dict() | small | numbers | {"barrier": "none", "products": render.AS_ASKED}
+        return kind, render.render(kind, Variant.of(variant.template, params))
+
+
+def outcome_of(result: Verdict | Failure) -> Outcome:
+    """What a rehearsal came to."""
+    if isinstance(result, Failure):
+        return result.outcome
+    return Outcome.OK if result.ok else Outcome.WRONG_RESULT
+
+
+def reason_of(result: Verdict | Failure) -> str:
+    """Why a rehearsal failed, in words; empty where it did not."""
+    return result.detail if isinstance(result, Failure) else result.reason
+
+
+def _stop_if_hopeless(result: object) -> None:
+    """Raises where a job failed of what would fail every other one, too."""
+    if isinstance(result, Failure) and result.outcome.ends_run:
+        raise HostError(f"{result.outcome.value}: {result.detail}")
+
+
+def _code(slot: _Slot, report: StaticReport) -> str:
+    """Names the kernel that a variant's text became."""
+    return report.code or slot.source.digest
+
+
+def _gradient_structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
+    """The same of kernels for gradients."""
+    odd = render.natural_traits(problem).alignment == 1
+    head_dim = _small_head_dim(problem.head_dim, split=False, odd=odd)
+    head_dim_v = head_dim
+    if problem.head_dim_v != problem.head_dim:
+        head_dim_v = _small_head_dim(problem.head_dim_v, split=False, odd=odd)
+        head_dim_v += 16 * (head_dim_v == head_dim)
+    mask = problem.mask
+    if mask.sparse:  # two steps a block where it held several of either kernel's
+        steps = [
+            2 if any(block > int(variant[f"{owner}_{tile}"]) for owner in ("QUERIES", "KEYS")) else 1
+            for tile, block in _tiles(mask).items()
+        ]
+        mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+    kind = replace(kind_of(replace(problem, mask=mask)), head_dim=head_dim, head_dim_v=head_dim_v)
+    least = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1}
+    tiles = {name: value for name in variant.as_dict() for end, value in least.items() if name.endswith(end)}
+    params = variant.as_dict() | tiles | {"HEAD_GROUP": 4, "products": render.AS_ASKED}
+    return kind, render.render(kind, Variant.of(variant.template, params))
+
+
+def _tiles(mask: Mask) -> dict[str, int]:
+    return {"BLOCK_M": mask.block_q, "BLOCK_N": mask.block_kv}
+
+
+def _small_head_dim(head_dim: int, *, split: bool, odd: bool) -> int:
+    """A small head dim that is held in as many tiles, and fills the last one just when `head_dim` does."""
+    widths = pieces(head_dim) if split else (padded(head_dim),)
+    if sum(widths) == head_dim:
+        return 16 if len(widths) == 1 else 48  # 32 + 16
+    small = 24 if len(widths) == 1 else 40
+    return small + odd

@@ -1,0 +1,1 @@
+"""Where problems to tune come from: shapes files and configs of models."""

@@ -1,0 +1,118 @@
+"""The tensors and numbers of one attention call, as views that the kernels and the reference both take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autoattn.core.problem import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockTable:
+    """Which blocks of keys each block of queries sees; lists as FlexAttention's BlockMask keeps them.
+
+    The first `counts[..., i]` numbers of `blocks[..., i, :]` are the blocks that query block i sees; the rest is
+    padding. Blocks on the full lists are seen by all their queries and lie wholly inside the sequence; those on the
+    partial lists are cut at the end of the sequence and by the mask's expression.
+    """
+
+    block_q: int  # queries of a block
+    block_kv: int  # keys of a block
+    full_counts: Tensor  # [batch or 1, heads_q or 1, query blocks] int32, contiguous
+    full_blocks: Tensor  # [batch or 1, heads_q or 1, query blocks, at least 1] int32, contiguous
+    partial_counts: Tensor  # the same
+    partial_blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operands:
+    """What one call computes on. All tensors are on one device; what the problem does not have is None.
+
+    Packed tensors are [1, heads, tokens, head_dim] views.
+    """
+
+    query: Tensor  # [batch, heads_q, seq_q, head_dim]
+    key: Tensor  # [batch, heads_kv, seq_kv, head_dim]
+    value: Tensor  # [batch, heads_kv, seq_kv, head_dim_v]
+    scale: float  # what products of query and key are multiplied by
+    cu_seqlens_q: Tensor | None = None  # [batch + 1] int32: where each packed sequence begins, and where the last ends
+    cu_seqlens_kv: Tensor | None = None
+    query_scale: Tensor | None = None  # [batch, heads_kv] float32: what the stored float8 numbers are multiplied by
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    bias: Tensor | None = None  # [batch, heads_q, seq_q or 1 for keys alone, seq_kv], expanded; bool, or to be added
+    narrow_bias: Tensor | None = None  # one that is added, before it was expanded: an axis that shares it is 1 long
+    softcap: float = 0.0
+    slopes: Tensor | None = None  # [batch, heads_q] float32, expanded
+    sinks: Tensor | None = None  # [heads_q] float32
+    dropout: float = 0.0  # share of the weights that is dropped
+    seed: int = 0  # of dropout, 64 bits
+    table: BlockTable | None = None
+    mask_captures: tuple[Tensor, ...] = ()  # what the mask's expression reads, contiguous
+    score_captures: tuple[Tensor, ...] = ()  # what the score_mod reads, contiguous
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """(first query, queries, first key, keys) of each sequence inside its batch entry; waits for the GPU."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_kv is None:
+            return [(0, self.query.shape[2], 0, self.key.shape[2])] * self.query.shape[0]
+        queries, keys = self.cu_seqlens_q.tolist(), self.cu_seqlens_kv.tolist()
+        return [
+            (queries[place], queries[place + 1] - queries[place], keys[place], keys[place + 1] - keys[place])
+            for place in range(len(queries) - 1)
+        ]
+
+
+def as_they_lie(operands: Operands) -> Operands:
+    """The operands, with views that stand for the negatives of what lies in memory copied, since kernels read that.
+
+    PyTorch makes such views of a conjugate's imaginary part (Tensor.is_neg).
+    """
+    if torch.compiler.is_compiling():  # the dispatcher copies them
+        return operands
+    given = {name: getattr(operands, name) for name in Operands.__dataclass_fields__ if name != "bias"}
+    copied = {name: one.resolve_neg() for name, one in given.items() if isinstance(one, Tensor) and one.is_neg()}
+    if "narrow_bias" in copied and operands.bias is not None:
+        copied["bias"] = copied["narrow_bias"].expand_as(operands.bias)
+    return replace(operands, **copied) if copied else operands
+
+
+def viewed(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor of a layout as a [batch, heads, seq, head_dim] view; the batch is 1 when packed."""
+    if layout is Layout.PACKED:
+        return tensor.transpose(0, 1)[None]
+    return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
+
+
+def as_given(tensor: Tensor, layout: Layout) -> Tensor:
+    """Such a view as a tensor of the layout."""
+    if layout is Layout.PACKED:
+        return tensor[0].transpose(0, 1)
+    return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
+
+
+def strides_as(like: Tensor, head_dim: int) -> tuple[int, int, int, int]:
+    """Strides of a [batch, heads, seq, head_dim] tensor without gaps that lies in memory as `like` does.
+
+    Heads lie within tokens where they do in `like`, as a projection leaves them, else tokens within heads. So does
+    PyTorch's own attention, and what a model does with the result needs no copies.
+    """
+    _, heads, seq, _ = like.shape
+    if 0 < like.stride(1) < like.stride(2):
+        return heads * seq * head_dim, head_dim, heads * head_dim, 1
+    return heads * seq * head_dim, seq * head_dim, head_dim, 1
+
+
+def empty_as(like: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor like `like`, a [batch, heads, seq, head_dim] view, but for gaps, the head dim and the dtype."""
+    return like.new_empty_strided((*like.shape[:3], head_dim), strides_as(like, head_dim), dtype=dtype or like.dtype)
+
+
+def lying_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor, or a copy that lies in memory as `like` does; both are [batch, heads, seq, head_dim] views."""
+    wanted = strides_as(like, tensor.shape[3])
+    if all(size == 1 or step == at for size, step, at in zip(tensor.shape, tensor.stride(), wanted, strict=True)):
+        return tensor
+    return empty_as(like, tensor.shape[3], tensor.dtype).copy_(tensor)

@@ -1,0 +1,1 @@
+"""What is done with tuned entries: verify them, pack them into a bundle."""

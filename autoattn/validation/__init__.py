@@ -1,0 +1,1 @@
+"""The gate: a kernel's numbers against the reference."""
