@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
-from autoattn.runtime import prepared_calls, recent_calls
+from autoattn.runtime import call, prepared_calls, recent_calls
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Explanation
-from autoattn.runtime.plan.planner import forget as forget
-from autoattn.runtime.torch_op import attention_op
 from autoattn.runtime.torch_op import (
     attention_op_backward as attention_op_backward,  # registers the backward pass of the operator
 )
@@ -30,6 +27,12 @@ if TYPE_CHECKING:
     from autoattn.runtime.parse.signatures import Arguments, PackedArguments
 
 SDPA_MISTAKES = (SdpaError, SdpaTypeError, SdpaIndexError)
+
+
+def forget() -> None:
+    """Drops what this process decided and prepared, so that a cache written since is read anew."""
+    planner.forget()
+    prepared_calls.forget()
 
 
 @overload
@@ -139,35 +142,16 @@ def attention(
         if seldom is None:
             prepared_calls.remember(query, key, value, words, known)
         return found
-    return _not_answered_before(
-        asked, query, key, value, mask=mask, causal=causal, window=window, bias=bias, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed, scale=scale,
-        layout=layout, precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
-        key_scale=key_scale, value_scale=value_scale, return_lse=return_lse,
-    )  # fmt: skip
-
-
-def _not_answered_before(
-    asked: prepared_calls.Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` with all of its arguments, read, planned and run; prepares for the next such call."""
+    given: dict[str, Any] = {
+        "mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "score_mod": score_mod, "dropout": dropout, "seed": seed,
+        "scale": scale, "layout": layout, "precision": precision, "numerics": numerics,
+        "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
+        "value_scale": value_scale, "return_lse": return_lse,
+    }  # fmt: skip
     if asked is None and sdpa_arguments.is_recorded_by_fx(query, key, value):
-        return sdpa_arguments.record(attention, (query, key, value), {**given, "return_lse": return_lse})
-    if asked is None and sdpa_arguments.are_nested(query, key, value):
-        return sdpa_arguments.nested(query, key, value, {**given, "return_lse": return_lse})()
-    by_jit = sdpa_arguments.is_traced_by_jit()
-    if by_jit or (asked is None and attention_op.is_watched(query, key, value)):
-        from autoattn.runtime.torch_op import compile_frontend  # which imports this module, and is for those who trace
-
-        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
-            return compile_frontend.attention(query, key, value, return_lse=return_lse, **given)
-    call = arguments.read(query, key, value, **given)
-    plan = planner.plan(call, lse=return_lse)
-    made = planner.run(call, plan, lse=return_lse)
-    output, lse = made[0].transpose(1, 2) if given["layout"] == "bshd" else made[0], made[1]
-    found = output if lse is None else (output, lse)
-    prepared_calls.keep(asked, (query, key, value), call, plan, made, found)
-    return found
+        return sdpa_arguments.record(attention, (query, key, value), given)
+    return call.new_attention(asked, query, key, value, **given)
 
 
 @overload
@@ -256,32 +240,15 @@ def packed_attention(
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (found := known(*tensors)) is not None:
             return found
-    by_jit, by_fx = sdpa_arguments.is_traced_by_jit(), asked is None and sdpa_arguments.is_recorded_by_fx(*tensors)
-    if by_jit or by_fx or (asked is None and attention_op.is_watched(*tensors)):
-        given: dict[str, Any] = {
-            "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
-            "score_mod": score_mod, "dropout": dropout, "seed": seed, "scale": scale, "precision": precision,
-            "numerics": numerics, "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
-            "value_scale": value_scale, "return_lse": return_lse,
-        }  # fmt: skip
-        if by_fx:
-            return sdpa_arguments.record(packed_attention, (*tensors, max_seqlen_q, max_seqlen_kv), given)
-        from autoattn.runtime.torch_op import compile_frontend
-
-        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
-            return compile_frontend.packed_attention(*tensors, max_seqlen_q, max_seqlen_kv, **given)
-    call = arguments.read_packed(
-        query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, causal=causal, window=window,
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, dropout=dropout, seed=seed,
-        scale=scale, precision=precision, numerics=numerics, deterministic=deterministic, query_scale=query_scale,
-        key_scale=key_scale, value_scale=value_scale,
-    )  # fmt: skip
-    plan = planner.plan(call, lse=return_lse)
-    made = planner.run(call, plan, lse=return_lse)
-    output, lse = made[0][0].transpose(0, 1), made[1]
-    found = output if lse is None else (output, lse[0])
-    prepared_calls.keep(asked, tensors, call, plan, made, found)
-    return found
+    given: dict[str, Any] = {
+        "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "score_mod": score_mod, "dropout": dropout, "seed": seed, "scale": scale, "precision": precision,
+        "numerics": numerics, "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
+        "value_scale": value_scale, "return_lse": return_lse,
+    }  # fmt: skip
+    if asked is None and sdpa_arguments.is_recorded_by_fx(*tensors):
+        return sdpa_arguments.record(packed_attention, (*tensors, max_seqlen_q, max_seqlen_kv), given)
+    return call.new_packed_attention(asked, *tensors, max_seqlen_q, max_seqlen_kv, **given)
 
 
 def explain(
@@ -310,8 +277,8 @@ def explain_packed(
 ) -> Explanation:
     """What `packed_attention` does with the same arguments, and why."""
     lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    call = arguments.read_packed(query, key, value, *lengths, **_seeded(given))
-    return planner.plan(call, lse=return_lse).explanation
+    packed = arguments.read_packed(query, key, value, *lengths, **_seeded(given))
+    return planner.plan(packed, lse=return_lse).explanation
 
 
 def scaled_dot_product_attention(

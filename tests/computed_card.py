@@ -24,13 +24,11 @@ from autoattn.core.problem import Bias, Problem
 from autoattn.core.variant import Source
 from autoattn.hardware import nvidia
 from autoattn.kernels import backward, forward
-from autoattn.kernels.backward import Gradients, Saved
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula
-from autoattn.runtime.plan import planner
-from autoattn.runtime.run import autograd
-from autoattn.runtime.run.autograd import NONE_LEARNED, Learned
-from autoattn.tensors.operands import Operands
+from autoattn.runtime.plan import gradient_problem, planner
+from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
+from autoattn.tensors.operands import Gradients, Operands, Saved
 
 
 def at(address: int, like: Tensor) -> Tensor:
@@ -177,7 +175,7 @@ def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, *
 
 def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learned: Learned = NONE_LEARNED) -> None:
     """The same for a forward problem."""
-    asked = autograd.backward_of(problem, learned=learned)
+    asked = gradient_problem.backward_of(problem, learned=learned)
     variant = gradient_kernels.variant()
     entry = samples.tuned(asked, variant, choice=choice)
     store.merge(card["cache"], samples.H200, asked.op, [entry])

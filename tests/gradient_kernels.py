@@ -17,8 +17,9 @@ from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.kernels.compiler import load
 from autoattn.reference import attention_formula, inputs
 from autoattn.reference.inputs import Scores
+from autoattn.runtime.plan import gradient_problem
+from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.runtime.run import autograd
-from autoattn.runtime.run.autograd import NONE_LEARNED, Learned
 from autoattn.search.worker_pool import Failure, Pool
 from autoattn.tensors.operands import Operands
 from autoattn.validation import gradient_check, output_check
@@ -105,8 +106,10 @@ class Differentiated:
                 part = replace(part, bias=leaves[3].expand(operands.bias.shape))
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                asked = autograd.backward_of(self.problem, learned=self.learned)
-                both = autograd.Pass(problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked)
+                asked = gradient_problem.backward_of(self.problem, learned=self.learned)
+                both = gradient_problem.Pass(
+                    problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked
+                )
                 output, _ = autograd.attend(both, part)
             else:
                 output = attention_formula.attention(self.problem, part)[0]

@@ -17,7 +17,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.reference.inputs import Scores
-from autoattn.runtime.run.autograd import Learned
+from autoattn.runtime.plan.gradient_problem import Learned
 from autoattn.search.worker_pool import Failure, Pool
 from autoattn.validation import gradient_check
 

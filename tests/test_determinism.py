@@ -27,13 +27,12 @@ from autoattn.core.problem import DType, Modifiers, Op
 from autoattn.errors import ProblemError, TensorError
 from autoattn.runtime import prepared_calls
 from autoattn.runtime.parse import arguments
-from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
 from autoattn.runtime.plan.cache_lookup import Explanation, Level
-from autoattn.runtime.run import autograd
 
 ASKED = samples.problem()
-LOOSE = autograd.backward_of(ASKED)
-STRICT = autograd.backward_of(ASKED, deterministic=True)
+LOOSE = gradient_problem.backward_of(ASKED)
+STRICT = gradient_problem.backward_of(ASKED, deterministic=True)
 NEAR = replace(LOOSE, seq_q=2048)
 TEMPLATE = gradient_kernels.TEMPLATE
 

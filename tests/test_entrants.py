@@ -27,9 +27,8 @@ from autoattn.core.problem import Bias, Layout, Modifiers, Op, Problem
 from autoattn.core.variant import Source
 from autoattn.hardware import nvidia
 from autoattn.kernels import backward, compiler
-from autoattn.kernels.backward import Gradients, Saved
 from autoattn.reference import attention_formula
-from autoattn.tensors.operands import Operands
+from autoattn.tensors.operands import Gradients, Operands, Saved
 from autoattn.validation import gradient_check
 
 PROBLEM = gradient_kernels.problem(mask="causal")

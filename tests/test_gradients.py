@@ -17,10 +17,10 @@ from autoattn.codegen.space_rules import Rule
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.core.trial import Verdict
-from autoattn.kernels.backward import Gradients
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula, gradient_formula, inputs
 from autoattn.reference.inputs import Scores
+from autoattn.tensors.operands import Gradients
 from autoattn.validation import gradient_check
 from autoattn.validation.gradient_check import Case
 

@@ -25,8 +25,8 @@ from autoattn.core.trial import Verdict
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler
-from autoattn.runtime.run import autograd
-from autoattn.runtime.run.autograd import Learned
+from autoattn.runtime.plan import gradient_problem
+from autoattn.runtime.plan.gradient_problem import Learned
 from autoattn.validation import gradient_check
 from autoattn.validation.gradient_check import Gate
 
@@ -230,7 +230,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         assert problem is not None
         bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
         repeated = given.get("deterministic", False)
-        asked = autograd.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
+        asked = gradient_problem.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
         variant = search_space.load(template).default(asked, present())
         entry = samples.tuned(asked, variant)
         store.merge(tmp_path, present(), asked.op, [entry])

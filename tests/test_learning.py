@@ -29,7 +29,7 @@ from autoattn.errors import TensorError
 from autoattn.runtime import prepared_calls
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.cache_lookup import Level
-from autoattn.runtime.run.autograd import Learned, backward_of
+from autoattn.runtime.plan.gradient_problem import Learned, backward_of
 from autoattn.runtime.torch_op import attention_op_backward
 
 

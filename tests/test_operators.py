@@ -198,14 +198,14 @@ def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: 
 def asked_again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each backward pass asked for the LSE when it computed the call once more."""
     asked: list[bool] = []
-    whole = attention_op.answered
+    attention = attention_op_backward.attention
 
-    def answered(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        if torch.is_grad_enabled() and given["query"].requires_grad:
+    def watched(query: Tensor, *tensors: Tensor, **given: Any) -> Any:
+        if torch.is_grad_enabled() and query.requires_grad:
             asked.append(given["return_lse"])
-        return whole(given)
+        return attention(query, *tensors, **given)
 
-    monkeypatch.setattr(attention_op, "answered", answered)
+    monkeypatch.setattr(attention_op_backward, "attention", watched)
     return asked
 
 

@@ -15,6 +15,7 @@ from autoattn.core.problem import DType, Layout, Op
 from autoattn.kernels import backward
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime import paired_launches
+from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import autograd
 from autoattn.tensors.operands import Operands
 
@@ -32,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> paired_launches.Pair:
     forward = gradient_kernels.problem(layout=layout, heads_q=4, heads_kv=4, seq_q=33, seq_kv=33, dtype=DType.FLOAT16)
-    asked = autograd.backward_of(forward)
+    asked = gradient_problem.backward_of(forward)
     source = gradient_kernels.source(asked, natural_traits(asked))
     kernel = Kernel(
         source=source,
@@ -41,7 +42,7 @@ def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> 
         device=torch.device("cpu"),
         sm_count=1,
     )
-    both = autograd.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
+    both = gradient_problem.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
     views = [tensor.transpose(1, 2) if layout is Layout.BSHD else tensor for tensor in tensors]
     operands = Operands(query=views[0], key=views[1], value=views[2], scale=1.0)
 

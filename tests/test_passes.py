@@ -27,7 +27,7 @@ from autoattn.errors import StateError
 from autoattn.hardware import nvidia
 from autoattn.hardware.timer import Rounds
 from autoattn.report import pass_tables as report
-from autoattn.runtime.run import autograd
+from autoattn.runtime.plan import gradient_problem
 
 FEW: dict[str, Any] = {"contexts": (128,), "head_dims": (16,)}
 HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
@@ -178,7 +178,7 @@ def test_memory_is_that_of_one_attention_alone_inputs_included() -> None:
 def test_kernels_of_both_passes_are_known_before_so_that_all_cores_compile_them() -> None:
     cases = Options(tables=(Table.FLASH,), head_dims=(64,), contexts=(1024, 2048), numbers=(Numbers.BFLOAT16,)).cases()
     assert pass_bench.sources(cases, samples.H200) == [], "no gradients were tuned"
-    asked = autograd.backward_of(cases[0].problem)
+    asked = gradient_problem.backward_of(cases[0].problem)
     variant = gradient_kernels.variant()
     entry = samples.tuned(asked, variant)
     store.merge(resources.user_cache(), samples.H200, asked.op, [entry])

@@ -27,8 +27,8 @@ from autoattn.errors import AutoattnError
 from autoattn.hardware import nvidia
 from autoattn.runtime import prepared_calls, recent_calls
 from autoattn.runtime.parse import arguments
-from autoattn.runtime.plan import planner
-from autoattn.runtime.run import autograd
+from autoattn.runtime.plan import gradient_problem, planner
+from autoattn.runtime.run import execute
 
 
 def shifted(tensor: Tensor, by: int) -> Tensor:
@@ -113,7 +113,7 @@ def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
     try:
         call = arguments.read(*tensors, **given, seed=1)  # type: ignore[arg-type]
         plan = planner.plan(call, lse=lse)
-        traits = autograd.traits_of(call.problem, call.operands, lse=lse) if plan.kernel is not None else None
+        traits = gradient_problem.traits_of(call.problem, call.operands, lse=lse) if plan.kernel is not None else None
     except AutoattnError:
         return "an error"
     numbers = repr(call.operands.scale), call.operands.softcap, call.operands.dropout
@@ -278,7 +278,7 @@ def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: boo
     for gradient in (False, True):
         recent_calls.forget()
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
-        recent_calls.keep(query, key, value, WORDS, planner.run, exact=exact)
+        recent_calls.keep(query, key, value, WORDS, execute.run, exact=exact)
         assert found(gradient=gradient)
         assert not found(gradient=not gradient)
         with deterministic_sdpa.switched_on(True):

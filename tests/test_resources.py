@@ -44,7 +44,8 @@ def test_a_wheel_serves_what_it_carries(package: Path) -> None:
     "environment", [{}, {"TRITON_HOME": "/somewhere"}, {"TRITON_CACHE_DIR": "/there"}, {"HOME": "/home/of/x"}]
 )
 def test_tritons_cache_is_where_triton_says(environment: dict[str, str]) -> None:
-    script = "import triton; from autoattn.codegen import resources; print(triton.knobs.cache.dir); print(resources.triton_cache())"
+    imports = "import triton; from autoattn.codegen import resources"
+    script = f"{imports}; print(triton.knobs.cache.dir); print(resources.triton_cache())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run([sys.executable, "-c", script], env={**kept, **environment}, capture_output=True, text=True)
     theirs, ours = done.stdout.splitlines()

@@ -27,9 +27,8 @@ from autoattn.codegen import search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Modifiers, Problem
 from autoattn.runtime import prepared_calls
-from autoattn.runtime.plan import cache_lookup, launch_bound
+from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound
 from autoattn.runtime.plan.cache_lookup import Explanation
-from autoattn.runtime.run import autograd
 
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
 
@@ -49,7 +48,7 @@ def found(
 def passes(
     one: Problem, forward: float, backward: float, factors: dict[str, float] = FACTORS
 ) -> tuple[Explanation, Explanation]:
-    return found(one, forward, factors=factors), found(autograd.backward_of(one), backward, factors=factors)
+    return found(one, forward, factors=factors), found(gradient_problem.backward_of(one), backward, factors=factors)
 
 
 def route(*passes: Explanation) -> str | None:
@@ -99,7 +98,10 @@ def test_what_pytorch_does_more_for_than_call_a_backend_goes_to_pytorch_itself(c
 def test_a_neighbours_times_count_as_its_pairs_do() -> None:
     one = samples.problem(**SHORT)
     far = samples.problem(**SHORT | {"seq_q": 640, "seq_kv": 640})
-    several = found(one, 2000.0, far), found(autograd.backward_of(one), 4000.0, autograd.backward_of(far))
+    several = (
+        found(one, 2000.0, far),
+        found(gradient_problem.backward_of(one), 4000.0, gradient_problem.backward_of(far)),
+    )
     told = launch_bound.answer(*several)
     assert told is not None
     assert "the GPU about 6" in told.reason  # a hundredth of the pairs, and the diagonal's
@@ -143,7 +145,7 @@ def enter(
     with torch.no_grad():
         one = autoattn.explain(*tensors, causal=True, **given).problem
     assert one is not None
-    asked = autograd.backward_of(one)
+    asked = gradient_problem.backward_of(one)
     for each, variant in (
         (one, search_space.load("triton/forward").default(one, samples.H200)),
         (asked, gradient_kernels.variant()),

@@ -22,7 +22,7 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import store
 from autoattn.codegen import search_space
 from autoattn.hardware import nvidia
-from autoattn.runtime.run import autograd
+from autoattn.runtime.plan import gradient_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str) -> Iterat
     with torch.no_grad():
         one = autoattn.explain(*found, causal=True).problem
     assert one is not None
-    for each, family in ((one, "triton/forward"), (autograd.backward_of(one), "triton/backward")):
+    for each, family in ((one, "triton/forward"), (gradient_problem.backward_of(one), "triton/backward")):
         variant = search_space.load(family).default(each, device)
         entry = samples.beside(samples.tuned(each, variant, time_us=20.0), {"sdpa": 0.9, route: 1.2})
         store.merge(tmp_path, device, each.op, [entry])

@@ -18,9 +18,8 @@ from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
 from autoattn.core.mask import Alignment
 from autoattn.core.problem import Bias, DType, Layout, Problem
 from autoattn.errors import UsageError
-from autoattn.kernels.backward import Gradients
 from autoattn.tensors import block_table
-from autoattn.tensors.operands import Operands
+from autoattn.tensors.operands import Gradients, Operands
 
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's tables, as its own create_block_mask has them
 SIXTEEN_BITS = (DType.FLOAT16, DType.BFLOAT16)

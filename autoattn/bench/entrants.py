@@ -25,13 +25,12 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Bias, DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.kernels import backward, compiler, forward
-from autoattn.kernels.backward import Gradients
 from autoattn.reference.inputs import Scores
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
 from autoattn.runtime.plan.cache_lookup import Explanation
-from autoattn.runtime.run import autograd
-from autoattn.tensors.operands import Operands
+from autoattn.runtime.run import execute
+from autoattn.tensors.operands import Gradients, Operands
 from autoattn.validation import gradient_check, output_check
 
 OURS = "autoattn"  # what a call of autoattn.attention runs, or what differentiates one
@@ -180,10 +179,11 @@ class BackwardPasses:
             AutoattnError: a cache file is damaged or newer, or there is no plan for a call.
         """
         told = cache_lookup.explain(self.problem, card)
+        why = gradient_problem.why_not_by(told)
         for variant in of_cache(told):
             first = Contestant(
                 name=OURS, ours=True, route=variant.template, level=told.level.value, variant=variant,
-                detail=f"a training call is left to PyTorch: {why}" if (why := autograd.why_not_by(told)) else "",
+                detail=f"a training call is left to PyTorch: {why}" if why else "",
             )  # fmt: skip
             return told, first, self.by_kernel(variant)
         operands, modifiers = self.case.operands, self.problem.modifiers
@@ -208,7 +208,7 @@ class BackwardPasses:
     def _behind(self, call: Call, plan: planner.Plan, leaves: dict[str, Tensor]) -> Run:
         repeated = self.problem.deterministic
         with deterministic_sdpa.switched_on(repeated):
-            output, _ = planner.run(call, plan, lse=False)
+            output, _ = execute.run(call, plan, lse=False)
         three = tuple(leaves.values())
 
         def differentiate() -> Gradients:
@@ -258,7 +258,7 @@ def front_door(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
     if special:
         call = Call(problem=problem, operands=operands)
         plan = planner.plan(call, lse=False)
-        return lambda: planner.run(call, plan, lse=False)[0]
+        return lambda: execute.run(call, plan, lse=False)[0]
     swapped = problem.layout is Layout.BSHD
     tensors = (operands.query, operands.key, operands.value)
     query, key, value = (tensor.transpose(1, 2) if swapped else tensor for tensor in tensors)

@@ -27,9 +27,8 @@ from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, StateError
 from autoattn.hardware import nvidia, timer
 from autoattn.hardware.timer import Rounds, Stopwatch
-from autoattn.kernels.backward import Gradients
-from autoattn.runtime.plan import cache_lookup
-from autoattn.runtime.run import autograd
+from autoattn.runtime.plan import cache_lookup, gradient_problem
+from autoattn.tensors.operands import Gradients
 from autoattn.validation import gradient_check, output_check
 
 ROWS = 32  # query rows of all sequences whose output is compared
@@ -128,9 +127,9 @@ def sources(cases: Iterable[Case], card: Device) -> list[Source]:
     """The distinct kernels of both passes that calls will run, where kernels of ours run."""
     found: dict[Source, None] = {}
     for case in cases:
-        asked = case.problem, autograd.backward_of(case.problem)
+        asked = case.problem, gradient_problem.backward_of(case.problem)
         told = [cache_lookup.explain(one, card) for one in asked]
-        if autograd.why_not_by(told[1]) is not None:
+        if gradient_problem.why_not_by(told[1]) is not None:
             continue
         for one, explanation in zip(asked, told, strict=True):
             if explanation.variant is not None:
@@ -182,7 +181,7 @@ class _Bench:
     def _judge_and_time(self, entrants: list[_Entrant]) -> None:
         problem = self.case.problem
         generator = torch.Generator().manual_seed(self.options.seed)
-        judged = gradient_check.full_case(autograd.backward_of(problem), self.gauge.device, generator)
+        judged = gradient_check.full_case(gradient_problem.backward_of(problem), self.gauge.device, generator)
         outputs = output_check.case_of(problem, judged.operands, generator, rows=ROWS)
         three = judged.operands.query, judged.operands.key, judged.operands.value
         self.leaves = tuple(one.detach().requires_grad_() for one in three)

@@ -3,9 +3,9 @@
 import sys
 from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "main"]
+from autoattn.cli.exit_codes import INTERRUPTED
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count it
+__all__ = ["main"]
 
 
 def main() -> NoReturn:

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 
 from autoattn import __version__
 from autoattn.cli import (
-    INTERRUPTED,
     ablate,
     bench,
     bench_model,
@@ -31,9 +30,8 @@ from autoattn.cli import (
     tune,
     verify,
 )
+from autoattn.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
 from autoattn.errors import AutoattnError
-
-PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 # Trouble with the place that was named, not with the program.
 PLACE_ERRORS = {

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import typer
 
-from autoattn.cli import INTERRUPTED
+from autoattn.cli.exit_codes import INTERRUPTED
 
 Row = TypeVar("Row")
 

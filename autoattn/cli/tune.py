@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autoattn.cli import INTERRUPTED, options
+from autoattn.cli import options
+from autoattn.cli.exit_codes import INTERRUPTED
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:

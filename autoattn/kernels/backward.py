@@ -17,7 +17,7 @@ from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel, described
 from autoattn.tensors import block_table
-from autoattn.tensors.operands import Operands, empty_as
+from autoattn.tensors.operands import Gradients, Operands, Saved, empty_as
 
 COPIES = ("query", "key", "output_grad")  # of which kernels make turned copies, where they do
 # The order in which bound launches take the addresses of a call's tensors: 0 for one that is not there, and none of
@@ -30,32 +30,6 @@ POINTERS = (
 )
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
 SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Saved:
-    """What the forward pass leaves, and what comes back from behind it."""
-
-    output: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, as the forward pass rounded it
-    lse: Tensor  # [batch, heads_q, seq_q] float32, contiguous, in natural logarithms
-    output_grad: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, the output's dtype
-    lse_grad: Tensor | None = None  # like the LSE; only for kernels whose traits say so
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gradients:
-    """Of the tensors of the same names, in their shapes and dtypes."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None = None  # [heads_q] float32
-    bias: Tensor | None = None  # as Operands.narrow_bias; where the problem's bias is learned
-    slopes: Tensor | None = None  # [batch, heads_q] float32, contiguous; where the problem's slopes are learned
-
-    def named(self) -> tuple[tuple[str, Tensor], ...]:
-        """(name, gradient) of those that every call has."""
-        return ("query", self.query), ("key", self.key), ("value", self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

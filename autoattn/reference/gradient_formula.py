@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from autoattn.core.problem import Bias, Problem
-from autoattn.kernels.backward import Gradients, Saved
 from autoattn.reference import attention_formula
 from autoattn.reference.attention_formula import Origin
-from autoattn.tensors.operands import BlockTable, Operands
+from autoattn.tensors.operands import BlockTable, Gradients, Operands, Saved
 
 Place: TypeAlias = tuple[int, int]  # (batch entry, key head)
 CHUNK_BYTES = 2**28  # of one matrix of scores that the reference differentiates at a time

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from autoattn.core.problem import Layout
 from autoattn.kernels import backward
-from autoattn.kernels.backward import Saved
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.forward import ALIGNED
+from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import autograd
-from autoattn.tensors.operands import Operands, as_given, empty_as, viewed
+from autoattn.tensors.operands import Operands, Saved, as_given, empty_as, viewed
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +34,7 @@ _transforms = torch._C._are_functorch_transforms_active
 class Pair:
     """Launches of two passes. Tensors are the caller's; behind them stand the offsets of packed sequences."""
 
-    both: autograd.Pass
+    both: gradient_problem.Pass
     scale: float
     softcap: float
     forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
@@ -132,7 +132,7 @@ class Pair:
 
 
 def pair(
-    both: autograd.Pass,
+    both: gradient_problem.Pass,
     operands: Operands,
     tensors: tuple[Tensor, ...],
     forward: Callable[..., tuple[Tensor, Tensor]],

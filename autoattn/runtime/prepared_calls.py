@@ -27,7 +27,8 @@ from autoattn.runtime import paired_launches, recent_calls
 from autoattn.runtime.paired_launches import Pair
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.run import autograd, recompute_counter
+from autoattn.runtime.plan import gradient_problem
+from autoattn.runtime.run import recompute_counter
 from autoattn.tensors.operands import as_given
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> _Kerne
 
 
 def _by_both(
-    both: autograd.Pass, tensors: tuple[Tensor, ...], call: Call, output: Tensor, answer: Answer
+    both: gradient_problem.Pass, tensors: tuple[Tensor, ...], call: Call, output: Tensor, answer: Answer
 ) -> Pair | None:
     """Both passes by kernels; the LSE, which the backward ones read, need not be part of the answer."""
     lse = output.new_empty(output.shape[:3], dtype=_FLOAT32)

@@ -1,4 +1,4 @@
-"""The tensors and numbers of one attention call, as views that the kernels and the reference both take."""
+"""The tensors and numbers of one attention call and of its gradients, as views that kernels and reference both take."""
 
 from __future__ import annotations
 
@@ -63,6 +63,32 @@ class Operands:
             (queries[place], queries[place + 1] - queries[place], keys[place], keys[place + 1] - keys[place])
             for place in range(len(queries) - 1)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """What the forward pass leaves, and what comes back from behind it."""
+
+    output: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, as the forward pass rounded it
+    lse: Tensor  # [batch, heads_q, seq_q] float32, contiguous, in natural logarithms
+    output_grad: Tensor  # [batch, heads_q, seq_q, head_dim_v] view, the output's dtype
+    lse_grad: Tensor | None = None  # like the LSE; only for kernels whose traits say so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gradients:
+    """Of the tensors of the same names, in their shapes and dtypes."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None  # [heads_q] float32
+    bias: Tensor | None = None  # as Operands.narrow_bias; where the problem's bias is learned
+    slopes: Tensor | None = None  # [batch, heads_q] float32, contiguous; where the problem's slopes are learned
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """(name, gradient) of those that every call has."""
+        return ("query", self.query), ("key", self.key), ("value", self.value)
 
 
 def as_they_lie(operands: Operands) -> Operands:

@@ -25,12 +25,11 @@ from autoattn.codegen import search_space
 from autoattn.core.problem import Bias, DType, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.kernels import backward
-from autoattn.kernels.backward import Gradients, Saved
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula, gradient_formula, inputs
 from autoattn.reference.gradient_formula import Part
 from autoattn.reference.inputs import Scores
-from autoattn.tensors.operands import Operands
+from autoattn.tensors.operands import Gradients, Operands, Saved
 from autoattn.validation import output_check
 
 ERROR_RATIO = 3.0  # times PyTorch's own error in the low precision

@@ -1,8 +1,7 @@
-"""Call -> output: the tuned kernel where there is one, PyTorch otherwise, and the reason on request."""
+"""Plans a call: the tuned kernel where there is one, PyTorch otherwise, and the reason."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -11,30 +10,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
+from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import availability
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.problem import Bias, DType, Op, Problem
 from autoattn.core.variant import Source, Traits
-from autoattn.errors import CompileError, TensorError
+from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler, forward
-from autoattn.runtime import prepared_calls
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.plan import cache_lookup, launch_bound
+from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound
 from autoattn.runtime.plan.cache_lookup import Explanation
-from autoattn.runtime.run import autograd, recompute_counter
-from autoattn.runtime.run.autograd import NONE_LEARNED, Learned
-from autoattn.tensors.operands import Operands, empty_as
+from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
+from autoattn.tensors.operands import Operands
 
 MAX_SCALE = 1e38  # times log2(e) it is still a float32
 MAX_PLANS = 4096  # a growing key cache poses a new problem at every step
 FLOAT8_ARCH = 89  # Ada is the first to multiply float8
+_ruled_out: set[tuple[Problem, str]] = set()  # routes that did not take a problem's tensors
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What was decided for a problem, traits and card."""
 
@@ -46,11 +44,11 @@ class Plan:
     lasting: bool = True  # the same call will be answered like this until `forget`
     captured: Plan | None = None  # who answers while a CUDA graph is captured, where it is somebody else
 
-    def passes(self, problem: Problem) -> autograd.Pass | None:
+    def passes(self, problem: Problem) -> gradient_problem.Pass | None:
         """The kernels of both passes of a call, where there are two."""
         if self.kernel is None or self.gradients is None or self.asked is None:
             return None
-        return autograd.Pass(problem=problem, forward=self.kernel, backward=self.gradients, asked=self.asked)
+        return gradient_problem.Pass(problem=problem, forward=self.kernel, backward=self.gradients, asked=self.asked)
 
 
 class _NotLoadedError(Exception):
@@ -73,16 +71,18 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
     if learned is None:
         learned = Learned.of(operands)
     refusal = call.no_kernel or _why_no_kernel(problem, operands)
-    if refusal is None and learns and (why_not := autograd.why_not(operands)) is not None:
+    if refusal is None and learns and (why_not := gradient_problem.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
         without = _of_call(call, _without_kernel(refusal, problem, lse, learned=learned))
         return _repeating(without) if learns and call.deterministic else without
     try:
         if learns:
-            given = (autograd.traits_of(problem, operands, lse=each) for each in (True, lse))
-            return _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
-        return _prepare(problem, autograd.traits_of(problem, operands, lse=lse), operands.query.device.index)
+            given = (gradient_problem.traits_of(problem, operands, lse=each) for each in (True, lse))
+            both = _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
+            return _with_any_backend(both, problem)
+        traits = gradient_problem.traits_of(problem, operands, lse=lse)
+        return _with_any_backend(_prepare(problem, traits, operands.query.device.index), problem)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
         return replace(_without_kernel(reason, problem, lse, learned=learned), lasting=False)
@@ -120,7 +120,7 @@ def explain(
     found = _followed(output, cache_lookup.explain(output, card, folder), card, lse=lse or training)
     if not training:
         return found
-    asked = problem if problem.op is Op.BACKWARD else autograd.backward_of(problem)
+    asked = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(problem)
     learned = Learned(bias=asked.modifiers.bias is Bias.LEARNED, slopes=asked.modifiers.learned_slopes)
     gradients = cache_lookup.explain(asked, card, folder)
     refused = _why_not_both(found, gradients)
@@ -134,35 +134,27 @@ def explain(
     return (_repeating(without) if asked.deterministic else without).explanation
 
 
-def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Output [batch, heads_q, seq_q, head_dim_v] and, when wanted, LSE [batch, heads_q, seq_q] in natural logarithms.
+def rule_out(problem: Problem, route: str) -> None:
+    """Leaves a problem to any of PyTorch's backends from now on: the one that was chosen does not take its tensors."""
+    if len(_ruled_out) >= MAX_PLANS:
+        _ruled_out.clear()
+    _ruled_out.add((problem, route))
 
-    The batch is 1 when packed.
-    """
-    if call.empty:
-        return _nothing(call, lse)
-    problem, operands = call.problem, call.operands
-    if planned.captured is not None and torch.cuda.is_current_stream_capturing():
-        planned = planned.captured
-    if planned.kernel is None:
-        if planned.repeats and not torch.are_deterministic_algorithms_enabled():
-            return deterministic_sdpa.attend(lambda given: _by_pytorch(planned, problem, given, lse), operands)
-        return _by_pytorch(planned, problem, operands, lse)
-    if (both := planned.passes(problem)) is not None:
-        return autograd.attend(both, operands)
-    output = forward.empty_output(problem, operands.query)
-    sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
-    flags = forward.launch(planned.kernel, problem, operands, output, sums, counting=bool(recompute_counter.counting))
-    if flags is not None:
-        recompute_counter.note(flags)
-    return output, sums
+
+def _with_any_backend(plan: Plan, problem: Problem) -> Plan:
+    """The plan; with PyTorch's own choice of a backend where the planned one was ruled out."""
+    route = plan.explanation.route
+    if not _ruled_out or (problem, route) not in _ruled_out:  # the first spares a hash of the problem
+        return plan
+    reason = f"{route} was chosen, but does not take these tensors"
+    return replace(plan, explanation=cache_lookup.sdpa(reason, problem, plan.explanation.steps))
 
 
 def forget() -> None:
     """Drops what this process decided, so that a cache written since is read anew."""
     _prepare.cache_clear()
     _prepare_both.cache_clear()
-    prepared_calls.forget()
+    _ruled_out.clear()
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -196,7 +188,7 @@ def _prepare_both(
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
     card = None if torch.cuda.is_current_stream_capturing() else nvidia.present(index)
     forward_plan = _prepare(problem, traits, index)
-    asked = autograd.backward_of(problem, deterministic=deterministic, learned=learned)
+    asked = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
     found = cache_lookup.explain(asked, card)
     _warn_where_unavailable(found)
     refused = _why_not_both(forward_plan.explanation, found)
@@ -235,7 +227,7 @@ def _followed(problem: Problem, found: Explanation, card: Device | None, *, lse:
 
 def _why_not_both(output: Explanation, gradients: Explanation) -> str | None:
     """Why no kernels compute both passes; None when they do."""
-    refused = autograd.why_not_by(gradients)
+    refused = gradient_problem.why_not_by(gradients)
     if refused is None and output.route != KERNEL:
         return f"no kernel computes the output: {output.reason}"
     return refused
@@ -278,62 +270,6 @@ def _repeating(plan: Plan) -> Plan:
     step = "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
     explanation = replace(plan.explanation, steps=(*plan.explanation.steps, step))
     return replace(plan, explanation=explanation, repeats=True)
-
-
-def _by_pytorch(plan: Plan, problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's attention with the chosen backend; with any, where that one does not take the tensors."""
-    route = plan.explanation.route
-    if route == pytorch_sdpa.EAGER:
-        return _eager(problem, operands, lse)
-    try:
-        return pytorch_sdpa.sdpa(problem, operands, backend=route), None
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        if route == pytorch_sdpa.SDPA:
-            raise
-        reason = f"{route} was chosen, but does not take these tensors"
-        plan.explanation = cache_lookup.sdpa(reason, problem, plan.explanation.steps)
-        return pytorch_sdpa.sdpa(problem, operands), None
-
-
-def _eager(problem: Problem, operands: Operands, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """The formula in plain PyTorch, in float32 whatever autocast says."""
-    query = operands.query
-    kind = query.device.type
-    if kind == "meta":
-        output = empty_as(query, operands.value.shape[3], forward.output_dtype(query.dtype))
-        return output, query.new_empty(query.shape[:3], dtype=forward.lse_dtype(query.dtype)) if lse else None
-    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise TensorError(
-            f"a CUDA graph can hold this call only with its kernel, got {problem}, which is not loaded or has none; "
-            "call it once before capturing"
-        )
-    with torch.autocast(kind, enabled=False):
-        output, sums = pytorch_sdpa.eager(problem, operands)
-    return output, sums if lse else None
-
-
-def _nothing(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """The answer where no query meets a key: 0, with gradients of 0, which is what products over no keys are."""
-    operands = call.operands
-    batch, heads, seq_q, head_dim = operands.query.shape
-    heads_kv = operands.key.shape[1]
-    dtype = forward.output_dtype(operands.query.dtype)
-    query, key, value = (
-        tensor.to(dtype) for tensor in (operands.query, operands.key[:, :, :0], operands.value[:, :, :0])
-    )
-    groups = query.reshape(batch, heads_kv, heads // heads_kv if heads_kv else 1, seq_q, head_dim)
-    weights = groups @ key[:, :, None].transpose(3, 4)
-    output = (weights @ value[:, :, None]).reshape(batch, heads, seq_q, value.shape[3])
-    if not lse:
-        return output, None
-    sums = query.new_full((batch, heads, seq_q), -math.inf, dtype=forward.lse_dtype(query.dtype))
-    if operands.sinks is not None:
-        end = seq_q if operands.cu_seqlens_q is None else operands.cu_seqlens_q[-1]
-        inside = torch.arange(seq_q, device=query.device) < end
-        sums = torch.where(inside, operands.sinks[:, None], sums)
-    return output, sums
 
 
 def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:

@@ -26,8 +26,8 @@ from autoattn.runtime.paired_launches import Pair
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
-from autoattn.runtime.run import autograd
-from autoattn.runtime.run.autograd import Learned
+from autoattn.runtime.plan.gradient_problem import Learned
+from autoattn.runtime.run import autograd, execute
 from autoattn.tensors import operands
 from autoattn.tensors.operands import BlockTable
 
@@ -86,25 +86,12 @@ def quiet(query: Tensor) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def answered(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Output and LSE as the functions give them, which know calls that they answered before."""
-    from autoattn import functional  # which imports this module
-
-    three, asked = _three(given), {**_asked(given), "return_lse": given["return_lse"]}
-    with quiet(given["query"]):
-        if given["layout"] == PACKED:
-            found = functional.packed_attention(*three, *_offsets(given), **asked)
-        else:
-            found = functional.attention(*three, **asked)
-    return (found, None) if isinstance(found, Tensor) else found
-
-
 def read(given: dict[str, Any]) -> Call:
     """The call that an operator's arguments pose."""
     with quiet(given["query"]):
         if given["layout"] == PACKED:
-            return arguments.read_packed(*_three(given), *_offsets(given), **_asked(given))
-        return arguments.read(*_three(given), **_asked(given))
+            return arguments.read_packed(*_three(given), *lengths(given), **function_arguments(given))
+        return arguments.read(*_three(given), **function_arguments(given))
 
 
 def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
@@ -148,7 +135,7 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_calls.A
             made: prepared_calls.Made = autograd.launch(both, call.operands)
         else:
             planned = planner.plan(call, lse=lse, learns=False)
-            made = planner.run(call, planned, lse=lse)
+            made = execute.run(call, planned, lse=lse)
     output, sums = as_given(made[0], given["query"], given), made[1]
     if sums is not None:
         sums = (sums[0] if given["layout"] == PACKED else sums).contiguous()
@@ -227,11 +214,11 @@ def _three(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return given["query"], given["key"], given["value"]
 
 
-def _offsets(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
+def lengths(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
     return given["cu_seqlens_q"], given["cu_seqlens_kv"], given["max_seqlen_q"], given["max_seqlen_kv"]
 
 
-def _asked(given: dict[str, Any]) -> dict[str, Any]:
+def function_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The other arguments of the function, but for return_lse."""
     same = (*LEARNING[4:], "softcap", "dropout", "scale", "precision", "numerics", "deterministic")
     asked = {name: given[name] for name in same}

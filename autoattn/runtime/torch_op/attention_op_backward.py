@@ -18,9 +18,10 @@ from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
 from autoattn.runtime import prepared_calls
+from autoattn.runtime.call import attention, packed_attention
 from autoattn.runtime.paired_launches import Pair
-from autoattn.runtime.plan import cache_lookup, launch_bound, planner
-from autoattn.runtime.run import autograd
+from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound, planner
+from autoattn.runtime.run import autograd, execute
 from autoattn.runtime.torch_op import attention_op
 from autoattn.runtime.torch_op.attention_op import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.tensors import operands
@@ -63,13 +64,25 @@ def _by_pytorch(
     asked = {**given, "return_lse": grad_lse is not None}
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name in learners}
-        again, again_lse = attention_op.answered(asked | leaves)
+        again, again_lse = _answer(asked | leaves)
         pairs = [
             (made, push) for made, push in ((again, grad_output), (again_lse, grad_lse)) if made is not None is not push
         ]
         made, pushes = zip(*pairs, strict=True)
         found = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
     return dict(zip(leaves, found, strict=True))
+
+
+def _answer(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Output and LSE of a call that the operator's arguments pose."""
+    three = given["query"], given["key"], given["value"]
+    words = {**attention_op.function_arguments(given), "return_lse": given["return_lse"]}
+    with attention_op.quiet(given["query"]):
+        if given["layout"] == PACKED:
+            answer = packed_attention(*three, *attention_op.lengths(given), **words)
+        else:
+            answer = attention(*three, **words)
+    return (answer, None) if isinstance(answer, Tensor) else answer
 
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
@@ -202,11 +215,11 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
         return None
     call = attention_op.read(given)
     card = nvidia.present(query.device.index)
-    found = [cache_lookup.explain(one, card) for one in (call.problem, autograd.backward_of(call.problem))]
+    found = [cache_lookup.explain(one, card) for one in (call.problem, gradient_problem.backward_of(call.problem))]
     theirs = launch_bound.answer(found[0], found[1])
     if theirs is None:
         return None
-    output, _ = planner.run(call, planner.Plan(theirs), lse=False)
+    output, _ = execute.run(call, planner.Plan(theirs), lse=False)
     return attention_op.as_given(output, query, given), attention_op.empty_lse(given)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoattn import functional, masks
+from autoattn import masks
 from autoattn.baselines import deterministic_sdpa
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout, Precision
@@ -24,6 +24,7 @@ from autoattn.expressions.language import SCORE_NAMES
 from autoattn.hardware import nvidia
 from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
 from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.run import execute
 from autoattn.runtime.torch_op import attention_op
 from autoattn.tensors import cu_seqlens
 
@@ -32,12 +33,16 @@ _WHOLE = Mask()
 _SAYABLE = (str, Tensor, Mask, masks.BlockSparse)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:
-    """`autoattn.attention` as one operator; all arguments are given."""
+def attention(query: Tensor, key: Tensor, value: Tensor, *, eagerly: Callable[..., Answer], **given: Any) -> Answer:
+    """`autoattn.attention` as one operator; all arguments are given.
+
+    Args:
+        eagerly: computes the call where it breaks the graph.
+    """
     mod = _mod(given["score_mod"], query)
     mask = given["mask"]
     if mod is None or not (mask is None or isinstance(mask, _SAYABLE) or not torch.compiler.is_dynamo_compiling()):
-        broken: Answer = _eagerly(functional.attention, query, key, value, **given)
+        broken: Answer = _outside_of_the_graph(eagerly, query, key, value, **given)
         return broken
     if _is_pytorchs(query, key, value) or _is_better_by_pytorch(query, key, value, given):
         return _by_pytorch(query, key, value, **given)
@@ -58,13 +63,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
 
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
-    max_seqlen_kv: int, **given: Any,
+    max_seqlen_kv: int, *, eagerly: Callable[..., Answer], **given: Any,
 ) -> Answer:  # fmt: skip
-    """`autoattn.packed_attention` as one operator; all arguments are given."""
+    """`autoattn.packed_attention` as one operator; all arguments are given, and `eagerly` as for `attention`."""
     mod = _mod(given["score_mod"], query)
     if mod is None:
         tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
-        broken: Answer = _eagerly(functional.packed_attention, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+        broken: Answer = _outside_of_the_graph(eagerly, *tensors, max_seqlen_q, max_seqlen_kv, **given)
         return broken
     query, key, value, precision = _three(query, key, value, Layout.PACKED, given["precision"])
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
@@ -84,13 +89,13 @@ def packed_attention(
 # --- What goes another way --------------------------------------------------------------------------------------------
 
 
-def _outside(function: Callable[..., Answer], *tensors: Any, **given: Any) -> Answer:
-    """The call as it is, outside of the graph: here torch.compile breaks it."""
+def _call(function: Callable[..., Answer], *tensors: Any, **given: Any) -> Answer:
+    """The call as it is: here torch.compile breaks the graph."""
     return function(*tensors, **given)
 
 
-_eagerly = torch.compiler.disable(
-    _outside,
+_outside_of_the_graph = torch.compiler.disable(
+    _call,
     reason="a BlockMask, or a score_mod that reads tensors or numbers of its surroundings, must be read before; give "
     "what autoattn.masks.from_block_mask or autoattn.masks.score makes of it",
 )
@@ -162,7 +167,7 @@ def _by_pytorch(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, 
         )
     call = arguments.read(query, key, value, **given)
     planned = planner.plan_without_kernel(call, "Dynamo traces what a kernel cannot follow", lse=return_lse)
-    output, lse = planner.run(call, planned, lse=return_lse)
+    output, lse = execute.run(call, planned, lse=return_lse)
     output = output.transpose(1, 2) if given["layout"] == Layout.BSHD.value else output
     return output if lse is None else (output, lse)
 

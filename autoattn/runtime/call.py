@@ -1,0 +1,118 @@
+"""The pipeline of a call: look it up, parse it, plan it, run it, and prepare for the next one like it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from autoattn.runtime import prepared_calls
+from autoattn.runtime.parse import arguments, sdpa_arguments
+from autoattn.runtime.parse.arguments import Call
+from autoattn.runtime.plan import planner
+from autoattn.runtime.prepared_calls import Answer, Key
+from autoattn.runtime.run import execute
+from autoattn.runtime.torch_op import attention_op
+from autoattn.tensors import operands
+
+# How arguments stand in the key of a prepared call: those with a default, and those that are None in most calls.
+USUAL = ("causal", "softcap", "dropout", "scale", "layout", "return_lse", "deterministic")
+SELDOM = (
+    *("window", "mask", "bias", "alibi_slopes", "sinks", "score_mod", "precision", "numerics"),
+    *("query_scale", "key_scale", "value_scale"),
+)
+PACKED_USUAL = ("causal", "softcap", "dropout", "scale", "return_lse", "deterministic")
+PACKED_SELDOM = tuple(name for name in SELDOM if name not in ("mask", "bias"))
+
+
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys((*SELDOM, "seed", "scale")),
+    **{"causal": False, "softcap": 0.0, "dropout": 0.0, "layout": "bhsd", "return_lse": False, "deterministic": False},
+}
+PACKED_DEFAULTS = {name: DEFAULTS[name] for name in DEFAULTS if name not in ("mask", "bias", "layout")}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:
+    """`autoattn.attention`, for calls that no guard looked at."""
+    given = {**DEFAULTS, **given}
+    call_key = prepared_calls.key(query, key, value, (), *_words(given, USUAL, SELDOM))
+    answer = prepared_calls.find(call_key)
+    if answer is not None and (output := answer(query, key, value)) is not None:
+        return output
+    return new_attention(call_key, query, key, value, **given)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, **given: Any,
+) -> Answer:  # fmt: skip
+    """`autoattn.packed_attention`, for calls that no guard looked at."""
+    given = {**PACKED_DEFAULTS, **given}
+    tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+    usual, seldom = _words(given, PACKED_USUAL, PACKED_SELDOM)
+    call_key = prepared_calls.key(query, key, value, tensors[3:], (*usual, max_seqlen_q, max_seqlen_kv), seldom)
+    answer = prepared_calls.find(call_key)
+    if answer is not None:
+        arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        if (output := answer(*tensors)) is not None:
+            return output
+    return new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+
+
+def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...]) -> tuple[Any, Any]:
+    """The arguments as the key of a prepared call has them."""
+    rare = tuple(given[name] for name in seldom)
+    return tuple(given[name] for name in usual), None if all(each is None for each in rare) else rare
+
+
+def new_attention(
+    call_key: Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
+) -> Answer:
+    """`attention` where no prepared call answers: by PyTorch for nested tensors, by the operator for who traces."""
+    tensors = query, key, value
+    if call_key is None and sdpa_arguments.are_nested(*tensors):
+        return sdpa_arguments.nested(*tensors, {**given, "return_lse": return_lse})()
+    by_jit = sdpa_arguments.is_traced_by_jit()
+    if by_jit or (call_key is None and attention_op.is_watched(*tensors)):
+        from autoattn.runtime.torch_op import compile_frontend  # for those who trace
+
+        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
+            return compile_frontend.attention(*tensors, eagerly=attention, return_lse=return_lse, **given)
+    return answer(call_key, tensors, arguments.read(*tensors, **given), lse=return_lse)
+
+
+def new_packed_attention(
+    call_key: Key | None, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
+    max_seqlen_q: int, max_seqlen_kv: int, *, return_lse: bool, **given: Any,
+) -> Answer:  # fmt: skip
+    """`packed_attention` where no prepared call answers: by the operator for who traces."""
+    tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+    by_jit = sdpa_arguments.is_traced_by_jit()
+    if by_jit or (call_key is None and attention_op.is_watched(*tensors)):
+        from autoattn.runtime.torch_op import compile_frontend  # for those who trace
+
+        with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
+            return compile_frontend.packed_attention(
+                *tensors, max_seqlen_q, max_seqlen_kv, eagerly=packed_attention, return_lse=return_lse, **given
+            )
+    call = arguments.read_packed(*tensors, max_seqlen_q, max_seqlen_kv, **given)
+    return answer(call_key, tensors, call, lse=return_lse)
+
+
+def answer(call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, *, lse: bool) -> Answer:
+    """Plans and runs a call, and prepares for the next one with its key.
+
+    Args:
+        tensors: those of the key, as the caller gave them.
+
+    Returns:
+        The output as the caller lays out tensors; with lse, (output, LSE).
+    """
+    plan = planner.plan(call, lse=lse)
+    made = execute.run(call, plan, lse=lse)
+    output = operands.as_given(made[0], call.problem.layout)
+    sums = made[1][0] if made[1] is not None and call.problem.packed else made[1]
+    result = output if sums is None else (output, sums)
+    prepared_calls.keep(call_key, tensors, call, plan, made, result)
+    return result
