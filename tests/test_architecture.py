@@ -14,8 +14,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from checkout_paths import CHECKOUT
 
-CHECKOUT = Path(__file__).parent.parent
 ROOT = "autoattn"
 MODULES = sorted(path for path in (CHECKOUT / ROOT).rglob("*.py") if "_data" not in path.parts)
 # Who may import a dependency, or a part of one: modules and packages.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkout_paths import CHECKOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -223,7 +223,7 @@ def test_attention_takes_a_sparse_mask(name: str) -> None:
 
 
 def test_the_examples_of_the_documentation_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "masks.md").read_text(encoding="utf-8")
+    page = (CHECKOUT / "docs" / "masks.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(examples) >= 7
     exec("\n".join(examples), {})  # one after the other: they share tensors

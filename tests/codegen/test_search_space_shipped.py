@@ -1,0 +1,273 @@
+"""The search space that comes with autoattn: it has an answer for every problem, and no part of it is idle."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkout_paths import CHECKOUT
+from kernels import covering, every_point
+from rarely import rarely
+from samples import A30, H200, problem
+
+from autoattn.codegen import search_space
+from autoattn.codegen.search_space import SearchSpace, facts_of
+from autoattn.core import device_profiles
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Precision, Problem
+from autoattn.core.variant import Variant
+from autoattn.errors import SpaceError
+from autoattn.shapes import shapes_file
+
+SHIPPED = search_space.load("triton/forward")
+SHAPES = [CHECKOUT / "shapes.yaml", *sorted(CHECKOUT.glob("benchmarks/shapes/*.yaml"))]
+every_shipped_rule = pytest.mark.parametrize("place", range(len(SHIPPED.require)))
+
+
+@pytest.mark.parametrize("mask", ["window:0,0", "window:4,-1", "blocks:16x16,0.5", "blocks:4096x32,0.1"])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 512), (64, 512), (192, 128), (80, 80)])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32, DType.FLOAT8])
+def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
+    mask: str, head_dim: int, head_dim_v: int, dtype: DType
+) -> None:
+    asked = problem(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, mask=Mask.parse(mask))
+    if dtype is DType.FLOAT8 and asked.mask.block_kv == 16:
+        with pytest.raises(SpaceError, match="a float8 product"):
+            SHIPPED.default(asked, H200)
+        return
+    default = SHIPPED.default(asked, H200)
+    if asked.mask.sparse:
+        assert default["mask_loop"] == "split"
+        assert int(default["BLOCK_M"]) <= asked.mask.block_q
+        assert int(default["BLOCK_N"]) <= asked.mask.block_kv
+    if dtype is DType.FLOAT8:
+        assert default["softmax"] == "online"
+
+
+@pytest.mark.parametrize(
+    "path",
+    rarely(SHAPES, lambda path: path.stem not in ("seed_001", "seed_004")),  # of hundreds of problems
+    ids=lambda path: path.stem,
+)
+def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:
+    for asked in shapes_file.load(path):
+        for device in device_profiles.all_devices():
+            if asked.problem.dtype is DType.FLOAT8 and device.arch < 89:
+                with pytest.raises(SpaceError, match=r"float8 products need an NVIDIA GPU of compute capability 8\.9"):
+                    SHIPPED.default(asked.problem, device)
+                continue
+            default = SHIPPED.default(asked.problem, device)
+            assert SHIPPED.why_infeasible(default, asked.problem, device) is None
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 17, 32, 56, 64, 80, 128, 129, 256])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (DType.FLOAT16, Precision.IEEE),
+        (DType.BFLOAT16, Precision.IEEE),
+        (DType.FLOAT32, Precision.IEEE),
+        (DType.FLOAT32, Precision.TF32),
+        (DType.FLOAT32, Precision.TF32X3),
+    ],
+)
+def test_every_problem_has_a_default_on_every_architecture(dtype: DType, precision: Precision, head_dim: int) -> None:
+    devices = {device.arch: device for device in device_profiles.all_devices()}.values()
+    sizes = covering({"seq_q": (1, 17, 4096), "seq_kv": (1, 16, 17, 4096), "heads_q": (1, 32)})
+    for device, size in itertools.product(devices, sizes):
+        asked = Problem(dtype=dtype, precision=precision, batch=1, heads_kv=1, head_dim=head_dim, **size)
+        assert SHIPPED.seeds_for(asked, device)
+
+
+def test_the_last_shipped_seed_is_feasible_for_every_problem_and_device() -> None:
+    when, params = SHIPPED.seeds[-1]
+    assert when({}) is True
+    last = Variant.of(SHIPPED.template, params)
+    for device in device_profiles.all_devices():
+        for precision, head_dim, length in itertools.product(Precision, (8, 64, 256), (1, 4096)):
+            asked = problem(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, seq_q=length, seq_kv=length)
+            assert SHIPPED.why_infeasible(last, asked, device) is None
+
+
+@lru_cache(maxsize=1)
+def seeded() -> frozenset[Variant]:
+    """The seeds that are feasible for some problem of any kind on an Ampere or a Hopper card."""
+    kinds = ((DType.BFLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE), (DType.FLOAT32, Precision.TF32))
+    asked = [
+        problem(dtype=dtype, precision=precision, head_dim=head_dim, batch=batch)
+        for dtype, precision in kinds
+        for head_dim in (16, 64, 80, 128, 256)
+        for batch in (1, 4)
+    ]
+    asked += [problem(dtype=dtype, batch=1, heads_q=1, heads_kv=1, head_dim=32) for dtype, _ in kinds]
+    long = {"seq_q": 16384, "seq_kv": 16384, "head_dim": 64}
+    asked += [problem(**long, mask=Mask.window(*sides)) for sides in ((128, 0), (1024, 0), (128, -1), (-1, 128))]
+    asked += [problem(**long, mask=Mask.parse("blocks:128x128,0.5")), problem(head_dim=64, head_dim_v=512)]
+    asked.append(problem(dtype=DType.FLOAT32, head_dim=64, head_dim_v=512, seq_q=1, batch=1, heads_q=1, heads_kv=1))
+    asked += [problem(dtype=DType.FLOAT8, head_dim=head_dim, seq_q=4096) for head_dim in (16, 64, 128, 256)]
+    one_head = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 4096, "seq_kv": 4096}
+    asked += [problem(**one_head, head_dim=head_dim) for head_dim in (32, 64, 128)]
+    asked += [
+        problem(batch=batch, heads_q=32, heads_kv=8, seq_q=1, seq_kv=8192, mask=Mask(), head_dim=128)
+        for batch in (1, 2, 16, 128)
+    ]
+    asked.append(problem(batch=1, heads_q=8, heads_kv=8, seq_q=1, seq_kv=8192, head_dim=128))
+    return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
+
+
+@pytest.mark.parametrize("place", range(len(SHIPPED.seeds)))
+def test_every_shipped_seed_is_feasible_somewhere(place: int) -> None:
+    assert Variant.of(SHIPPED.template, SHIPPED.seeds[place][1]) in seeded()
+
+
+def test_a_shipped_seed_repeats_none_before_it() -> None:
+    seen = [(when.text, params) for when, params in SHIPPED.seeds]
+    assert all(one not in seen[:place] for place, one in enumerate(seen))
+
+
+@pytest.mark.parametrize("name", ["triton/forward", "gluon/forward"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:1000,0"])
+@pytest.mark.parametrize("head_dim", [56, 64, 128, 256])
+def test_online_numerics_have_the_seeds_that_keep_no_maximum(name: str, mask: str, head_dim: int) -> None:
+    one = search_space.load(name)
+    asked = problem(head_dim=head_dim, mask=Mask.parse(mask), seq_q=8192, seq_kv=8192)
+    online = dataclasses.replace(asked, numerics=Numerics.ONLINE)
+    seeds = one.seeds_for(asked, H200)
+    assert one.seeds_for(online, H200) == [seed for seed in seeds if seed["softmax"] != "first_max"]
+    assert one.default(online, H200)["softmax"] != "first_max"
+    for refused in (seed for seed in seeds if seed["softmax"] == "first_max"):
+        assert "numerics online asks for" in (one.why_infeasible(refused, online, H200) or "")
+
+
+def test_both_families_have_seeds_that_online_numerics_refuse() -> None:
+    asked = problem(mask=Mask(), seq_q=8192, seq_kv=8192, dtype=DType.FLOAT16)
+    for name in ("triton/forward", "gluon/forward"):
+        assert "first_max" in [seed["softmax"] for seed in search_space.load(name).seeds_for(asked, H200)]
+
+
+def small_part() -> SearchSpace:
+    """The shipped space with a few choices of each parameter."""
+    keep = {"BLOCK_M": (16, 128, 256), "BLOCK_N": (16, 128), "num_warps": (1, 8), "num_stages": (1, 5)}
+    keep |= {"maxnreg": (0, 128), "mask_loop": ("split",), "barrier": ("none", "loop_end"), "HEAD_GROUP": (1, 0)}
+    keep |= {"SPLITS": (1, 8), "PACK_GQA": (0,), "row_order": ("descending",)}
+    return dataclasses.replace(SHIPPED, choices={**SHIPPED.choices, **keep, "softmax": ("online", "first_max")})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(),
+        problem(batch=1, heads_q=1, heads_kv=1, mask=Mask(), seq_q=100, seq_kv=200, head_dim=56),
+        problem(dtype=DType.FLOAT32, head_dim=32),
+    ],
+    ids=str,
+)
+def test_feasible_is_every_shipped_point_that_breaks_no_rule(asked: Problem) -> None:
+    part = small_part()
+    expected = [point for point in every_point(part) if part.why_infeasible(point, asked, A30) is None]
+    assert expected
+    assert list(part.feasible(asked, A30)) == expected
+
+
+def neighbours(variant: Variant) -> Iterator[Variant]:
+    """The variants that differ from it in one parameter or two."""
+    points = [(name, value) for name, values in SHIPPED.choices.items() for value in values]
+    for first, second in itertools.product(points, points):
+        yield SHIPPED.variant({**variant.as_dict(), **dict([first, second])})
+
+
+FEW_QUERIES: list[dict[str, Any]] = [
+    {"mask": Mask()},
+    {"mask": Mask.parse("blocks:128x128,0.5")},
+    {"mask": Mask.window(500, 0)},
+    {"modifiers": Modifiers(dropout=True)},
+]
+OTHER_KINDS = [
+    *(problem(dtype=DType.FLOAT8, head_dim=head_dim, mask=Mask()) for head_dim in (16, 80, 128)),
+    problem(dtype=DType.FLOAT8, mask=Mask.parse("blocks:16x16,0.5")),
+    problem(mask=Mask.parse("blocks:32x32,0.5")),
+    problem(mask=Mask.window(3, 0)),
+    problem(mask=Mask.window(60, -1)),
+    problem(modifiers=Modifiers(bias=Bias.ADDITIVE)),
+    problem(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=64),
+    problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=80),
+    problem(dtype=DType.FLOAT32, precision=Precision.TF32X3, head_dim=64, head_dim_v=192),
+    problem(numerics=Numerics.ONLINE),
+    *(problem(batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, **facts) for facts in FEW_QUERIES),
+    problem(batch=1, heads_q=4, heads_kv=1, seq_q=1024, seq_kv=1024),
+]
+
+
+@lru_cache(maxsize=1)
+def every_reason() -> frozenset[str | None]:
+    """Why variants near the default are refused, for problems and devices of all kinds."""
+    tight = dataclasses.replace(A30, name="tight", max_threads_per_sm=128)  # no card holds so few
+    small = problem(mask=Mask(), batch=1, heads_q=1, heads_kv=1, seq_q=32, seq_kv=32, head_dim=64)
+    cases = [(problem(), A30), (small, A30), (problem(dtype=DType.FLOAT32, head_dim=32), A30), (problem(), tight)]
+    cases += [(asked, H200 if asked.dtype is DType.FLOAT8 else A30) for asked in OTHER_KINDS]
+    cases += [(OTHER_KINDS[0], A30)]  # which has no float8
+    return frozenset(
+        SHIPPED.why_infeasible(variant, asked, device)
+        for asked, device in cases
+        for variant in neighbours((SHIPPED.seeds_for(asked, device) or [SHIPPED.default(problem(), device)])[0])
+    )
+
+
+@every_shipped_rule
+def test_every_shipped_rule_is_broken_by_some_variant_and_says_so_in_words(place: int) -> None:
+    """Each rule decides for itself: some variant breaks it, and none before it."""
+    requirement = SHIPPED.require[place]
+    assert f"{requirement.because} (needs {requirement.rule.text})" in every_reason()
+    assert len(requirement.because.split()) >= 5
+
+
+@every_shipped_rule
+def test_every_shipped_rule_is_kept_by_some_variant(place: int) -> None:
+    """A rule that nothing keeps would empty the space."""
+    rule = SHIPPED.require[place].rule
+    default = SHIPPED.default(problem(), A30)
+    facts: dict[str, Any] = {**facts_of(problem(), A30), **SHIPPED.params_of(default)}
+    for name, let in SHIPPED.let.items():
+        facts[name] = let(facts)
+    assert rule(facts)
+
+
+def test_every_shipped_choice_is_feasible_somewhere() -> None:
+    missing = {(name, value) for name, values in SHIPPED.choices.items() for value in values}
+    rng = random.Random(0)
+    kinds = [problem(dtype=DType.BFLOAT16, head_dim=head_dim, seq_q=4096) for head_dim in (64, 80)]
+    kinds += [
+        problem(dtype=DType.FLOAT32, precision=precision, head_dim=64, seq_q=4096)
+        for precision in (Precision.IEEE, Precision.TF32)
+    ]
+    kinds.append(problem(dtype=DType.BFLOAT16, batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, mask=Mask()))
+    for asked in kinds:
+        for _ in range(80):
+            missing -= set(SHIPPED.params_of(next(SHIPPED.feasible(asked, H200, rng))).items())
+    assert missing == set()
+
+
+def test_a_random_variant_of_gluon_is_drawn_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A parameter that rules need, but that is drawn late, has all that lies between tried in vain: up to 23 seconds.
+    steps = []
+    extend = SearchSpace._extend
+
+    def counted(self: SearchSpace, *facts: Any) -> Iterator[Variant]:
+        steps.append(1)
+        return extend(self, *facts)
+
+    monkeypatch.setattr(SearchSpace, "_extend", counted)
+    one = search_space.load("gluon/forward")
+    for head_dim, mask in ((256, "causal"), (80, "window:600,64"), (128, "full")):
+        asked = problem(heads_q=64, heads_kv=64, seq_q=4096, seq_kv=4096, head_dim=head_dim, mask=Mask.parse(mask))
+        rng = random.Random(0)
+        for _ in range(12):
+            steps.clear()
+            assert next(one.feasible(asked, H200, rng))
+            assert len(steps) < 1000

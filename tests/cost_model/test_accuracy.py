@@ -1,0 +1,28 @@
+"""How well the model ranked: the figures that a report prints are those of the last run that left problems out."""
+
+from __future__ import annotations
+
+from checkout_paths import BENCHMARKS
+
+from autoattn.cost_model import accuracy
+
+RESULTS = BENCHMARKS / "results"
+
+
+def test_the_figures_are_those_of_the_last_run_that_left_problems_out() -> None:
+    text = max(RESULTS.glob("*_model_quality_left_out.md")).read_text(encoding="utf-8")
+    summary = text.partition("| family | problems |")[2]
+    for family, one in accuracy.LEFT_OUT.items():
+        line = next(line for line in summary.splitlines() if line.startswith(f"| {family} |"))
+        assert line == (
+            f"| {family} | {one.problems} | {one.variants} | {one.spearman:.3f}, {one.lowest:.3f} | "
+            f"{100 * one.ten:.1f}%, {100 * one.worst:.1f}% |"
+        )
+
+
+def test_what_is_known_depends_on_whose_machine_code_was_measured() -> None:
+    assert str(accuracy.LEFT_OUT["triton"]) in accuracy.known(90)
+    for arch in (80, 86, 89):
+        assert "no card of this architecture" in accuracy.known(arch)
+        assert str(accuracy.LEFT_OUT["sm_80"]) in accuracy.known(arch)
+    assert "no card whose machine code" in accuracy.known(100)

@@ -1,0 +1,121 @@
+"""Repairs of Triton's interpreter: each where a release has the fault, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+import triton
+from checkout_paths import python_path
+
+from autoattn.kernels import interpreter
+
+INDEX_FAILS = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
+COMPARISON_FAILS = triton.__version__.startswith("3.9.0")
+
+
+def in_interpreter(script: str) -> object:
+    """What a script prints as JSON in a process that interprets kernels."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_each_repair_says_which_releases_need_it_and_why() -> None:
+    assert [repair.name for repair in interpreter.REPAIRS] == ["index", "comparison"]
+    assert all("Triton 3." in repair.releases and len(repair.reason) > 40 for repair in interpreter.REPAIRS)
+
+
+def test_outside_of_an_interpreters_process_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise AssertionError("probed")
+
+    probe = interpreter.Repair(name="x", releases="all", reason="none", is_needed=fail, apply=lambda: None)
+    monkeypatch.setattr(interpreter, "REPAIRS", (probe,))
+    assert not interpreter.interprets()
+    assert interpreter.repair.__wrapped__() == ()
+
+
+def test_a_repair_is_applied_just_where_its_release_has_the_fault() -> None:
+    names = in_interpreter(
+        "import json; from autoattn.kernels import interpreter; print(json.dumps(interpreter.repair()))"
+    )
+    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS
+
+
+PLANTED = """
+import json
+import numpy as np
+from triton.runtime import interpreter as theirs
+from autoattn.kernels import interpreter
+
+{plant}
+repairs = {{each.name: each for each in interpreter.REPAIRS}}
+repair = repairs["{name}"]
+before = repair.is_needed()
+if before:
+    repair.apply()
+print(json.dumps([before, repair.is_needed()]))
+"""
+INDEX = """
+patch = theirs._patch_lang_tensor
+def only_arrays_without_axes(tensor, scope):
+    patch(tensor, scope)
+    def index(self):
+        if self.handle.data.ndim:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        return int(self.handle.data)
+    scope.set_attr(tensor, "__index__", index)
+theirs._patch_lang_tensor = only_arrays_without_axes
+"""
+COMPARISON = """
+store = theirs._interpreter.store
+def only_booleans(addresses, values, mask):
+    if mask.dtype != np.bool_:
+        raise ValueError("mask has unsupported dtype")
+    store(addresses, values, mask)
+theirs._interpreter.store = only_booleans
+compare = theirs.InterpreterBuilder.create_icmpEQ
+theirs.InterpreterBuilder.create_icmpEQ = lambda self, lhs, rhs: theirs.TensorHandle(
+    compare(self, lhs, rhs).data, lhs.dtype)
+"""
+
+
+@pytest.mark.parametrize(("name", "plant"), [("index", INDEX), ("comparison", COMPARISON)])
+def test_a_planted_fault_is_seen_and_mended(name: str, plant: str) -> None:
+    assert in_interpreter(PLANTED.format(name=name, plant=plant)) == [True, False]
+
+
+KERNEL = """
+import json
+import torch
+import triton
+import triton.language as tl
+import planted_interpreter
+from autoattn.kernels import interpreter
+
+interpreter.repair()
+output = torch.zeros(4, 8)
+planted_interpreter.rows_of_a_shared_tile[(1,)](output, 3, 2)
+print(json.dumps(output.sum(1).tolist()))
+"""
+
+
+@pytest.mark.interpreter
+def test_loops_between_values_and_stores_under_a_mask_of_a_scalar_run_on_this_release() -> None:
+    assert in_interpreter(KERNEL) == [16.0, 16.0, 16.0, 0.0]
+
+
+def test_an_exception_is_told_by_its_innermost_cause() -> None:
+    inner = TypeError("only\n0-dimensional")
+    outer = interpreter.InterpreterError(repr(inner))
+    outer.__cause__ = inner
+    outermost = interpreter.InterpreterError(repr(outer))
+    outermost.__cause__ = outer
+    assert interpreter.words(outermost) == "TypeError: only 0-dimensional"
+    assert interpreter.words(interpreter.InterpreterError("alone")) == "InterpreterError: alone"
