@@ -114,5 +114,5 @@ def answer(call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, *, lse
     output = operands.as_given(made[0], call.problem.layout)
     sums = made[1][0] if made[1] is not None and call.problem.packed else made[1]
     result = output if sums is None else (output, sums)
-    prepared_calls.keep(call_key, tensors, call, plan, made, result)
+    prepared_calls.keep(call_key, tensors, call, planner.settled(plan, call.problem), made, result)
     return result

@@ -33,6 +33,7 @@ from autoattn.runtime import prepared_calls
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.run import execute
 
 # --- the same launch --------------------------------------------------------------------------------------------------
 
@@ -367,7 +368,7 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
         return f"prepared {backend}"
 
     tensors = three()
-    monkeypatch.setattr(planner, "_by_pytorch", lambda *facts: (torch.zeros(1), None))
+    monkeypatch.setattr(execute, "_by_pytorch", lambda *facts: (torch.zeros(1), None))
     autoattn.attention(*tensors)
     assert autoattn.attention(*tensors) == "prepared sdpa-flash"
     refused.append(RuntimeError)

@@ -6,13 +6,15 @@ A job travels as a recipe and comes back as numbers, so that no tensor crosses b
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import kernels
 import torch
-from checkout_paths import python_path
+from checkout_paths import CHECKOUT, python_path
 from torch import Tensor
 
 from autoattn.core.problem import Layout, Problem
@@ -114,12 +116,14 @@ def alike(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def pool() -> Pool:
-    """One child; it finds the modules beside this file."""
+    """One child; it finds the helpers, and the test modules whose jobs it runs."""
+    folders = [folder for folder in sys.path if Path(folder).is_relative_to(CHECKOUT / "tests")]
     return Pool(
         size=1,
         preload="quick_interpreter",
         environment={
-            "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path(*folders),
+            "OMP_NUM_THREADS": "1",
         },
     )  # fmt: skip
 

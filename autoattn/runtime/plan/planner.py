@@ -80,9 +80,9 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
         if learns:
             given = (gradient_problem.traits_of(problem, operands, lse=each) for each in (True, lse))
             both = _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
-            return _with_any_backend(both, problem)
+            return settled(both, problem)
         traits = gradient_problem.traits_of(problem, operands, lse=lse)
-        return _with_any_backend(_prepare(problem, traits, operands.query.device.index), problem)
+        return settled(_prepare(problem, traits, operands.query.device.index), problem)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
         return replace(_without_kernel(reason, problem, lse, learned=learned), lasting=False)
@@ -141,8 +141,8 @@ def rule_out(problem: Problem, route: str) -> None:
     _ruled_out.add((problem, route))
 
 
-def _with_any_backend(plan: Plan, problem: Problem) -> Plan:
-    """The plan; with PyTorch's own choice of a backend where the planned one was ruled out."""
+def settled(plan: Plan, problem: Problem) -> Plan:
+    """The plan; with PyTorch's own choice of a backend where the planned one was ruled out, maybe by this very call."""
     route = plan.explanation.route
     if not _ruled_out or (problem, route) not in _ruled_out:  # the first spares a hash of the problem
         return plan

@@ -141,7 +141,8 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_calls.A
         sums = (sums[0] if given["layout"] == PACKED else sums).contiguous()
     found = output if sums is None else (output, sums)
     asked = posed(tensors, words)
-    prepared_calls.keep(asked, (*tensors[:3], *offsets_of(tensors)), call, planned, made, found)
+    settled = planner.settled(planned, call.problem)
+    prepared_calls.keep(asked, (*tensors[:3], *offsets_of(tensors)), call, settled, made, found)
     return found
 
 
