@@ -133,7 +133,7 @@ def attention(
             window, mask, bias, alibi_slopes, sinks, score_mod, precision, numerics,
             query_scale, key_scale, value_scale,
         )  # fmt: skip
-    words = causal, softcap, dropout, scale, layout, return_lse, deterministic
+    words = causal, softcap, dropout, scale, layout, deterministic, return_lse
     known = recent_calls.find(query, key, value, words) if seldom is None else None
     if known is not None and (found := known(query, key, value)) is not None:
         return found
@@ -233,7 +233,7 @@ def packed_attention(
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
     asked = prepared_calls.key(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
-        (causal, softcap, dropout, scale, return_lse, deterministic, max_seqlen_q, max_seqlen_kv), seldom,
+        (causal, softcap, dropout, scale, deterministic, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
     if (known := prepared_calls.find(asked)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
@@ -309,7 +309,7 @@ def scaled_dot_product_attention(
     """
     causal = "top-left" if is_causal is True else False if is_causal is False else None
     if attn_mask is None:
-        words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # of `attention`
+        words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # as `attention` has them
         if (known := recent_calls.find(query, key, value, words)) is None:
             known = prepared_calls.find(prepared_calls.key(query, key, value, (), words, None))
             if known is not None:

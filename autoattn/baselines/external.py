@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
 from autoattn.core.mask import Alignment
-from autoattn.core.problem import Bias, DType, Layout, Problem
+from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Problem
 from autoattn.errors import UsageError
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands
@@ -289,8 +289,8 @@ def _why_not_flash(alibi: bool, values: bool, problem: Problem) -> str | None:
         return "it is given no block tables here"
     if mask.causal and mask.alignment is Alignment.TOP_LEFT:
         return "it aligns causal masks bottom-right"
-    for name in ("score_mod", "learned_slopes", "sinks", "dropout", *(() if alibi else ("alibi",))):
-        if getattr(modifiers, name):
+    for name in ("score_mod", *SWITCHES):
+        if getattr(modifiers, name) and name not in ("softcap", *(("alibi",) if alibi else ())):
             return f"it is given no {name} here"
     if modifiers.bias.value != "none":
         return "it is given no biases here"

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from autoattn.baselines import deterministic_sdpa
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Precision, Problem
+from autoattn.core.problem import SWITCHES, Bias, DType, Precision, Problem
 from autoattn.reference import attention_formula
 from autoattn.tensors.operands import Operands
 
@@ -36,7 +36,7 @@ def why_not_sdpa(problem: Problem) -> str | None:
     modifiers = problem.modifiers
     if problem.packed:
         return "it takes no packed sequences"
-    for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
+    for name in ("score_mod", *SWITCHES):
         if getattr(modifiers, name):
             return f"it has no {name}" if name != "dropout" else "its dropout draws other numbers"
     if problem.dtype is DType.FLOAT8 or problem.precision is Precision.TF32X3:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from autoattn.cli import completion
+from autoattn.core.problem import SWITCHES
 from autoattn.errors import ProblemError, ShapesError, UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 Choice = TypeVar("Choice", bound=Enum)
 ONE = "One problem"
-MODIFIERS = ("softcap", "alibi", "learned_slopes", "sinks", "dropout", "bias", "score_mod")
+MODIFIERS = (*SWITCHES, "bias", "score_mod")
 
 Device = Annotated[
     str,
@@ -157,8 +158,7 @@ Modifiers = Annotated[
     typer.Option(
         "--modifier",
         metavar="NAME[=VALUE]",
-        help="softcap, alibi, learned_slopes, sinks, dropout, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can "
-        "be repeated.",
+        help=f"{', '.join(SWITCHES)}, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can be repeated.",
         rich_help_panel=ONE,
         autocompletion=completion.words(*MODIFIERS),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 from autoattn.core.mask import Alignment, Mask, MaskKind
@@ -92,7 +92,7 @@ class Modifiers:
     def names(self) -> tuple[str, ...]:
         """The modifiers that are there, in words; the text of a score_mod as a digest."""
         found = [f"mod-{digest(self.score_mod)}"] if self.score_mod else []
-        found += [name for name in ("softcap", "alibi", "sinks", "dropout") if getattr(self, name)]
+        found += [name for name in SWITCHES if getattr(self, name) and name != "learned_slopes"]
         found = [f"{name}-learned" if name == "alibi" and self.learned_slopes else name for name in found]
         return (*found, *([f"bias-{self.bias.value}"] if self.bias is not Bias.NONE else []))
 
@@ -105,6 +105,9 @@ class Modifiers:
     def on_scores(self) -> bool:
         """Whether scores are more than scaled products."""
         return bool(self.score_mod) or self.softcap or self.alibi or self.bias is not Bias.NONE
+
+
+SWITCHES = tuple(field.name for field in fields(Modifiers) if field.type == "bool")  # those that are there or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

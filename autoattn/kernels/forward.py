@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from autoattn.core.call_arguments import NUMBERS
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
@@ -226,7 +227,7 @@ def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | f
 def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
     """What changes scores and weights, by the names of a signature."""
     found: dict[str, Tensor | int | float | None] = {
-        "softcap": operands.softcap,
+        **{number.name: getattr(operands, number.name) for number in NUMBERS},
         "slopes_ptr": operands.slopes,
         "seed": operands.seed,
         "drop_below": drop_below(operands.dropout),

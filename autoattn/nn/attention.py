@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoattn import functional
+from autoattn.core.call_arguments import ARGUMENTS
 from autoattn.core.mask import Mask
 from autoattn.runtime.plan.cache_lookup import Explanation
 
@@ -19,10 +20,7 @@ if TYPE_CHECKING:
     from autoattn.expressions.captures import Traced
     from autoattn.masks import BlockSparse
 
-ARGUMENTS = (
-    *("mask", "causal", "window", "softcap", "score_mod", "dropout", "scale", "layout", "precision", "numerics"),
-    "deterministic",
-)
+KEPT = tuple(argument.name for argument in ARGUMENTS if argument.module)
 
 
 class Attention(torch.nn.Module):
@@ -89,11 +87,11 @@ class Attention(torch.nn.Module):
     def extra_repr(self) -> str:
         """The arguments that are not the defaults."""
         usual = inspect.signature(Attention).parameters
-        given = {name: _word(getattr(self, name)) for name in ARGUMENTS}
+        given = {name: _word(getattr(self, name)) for name in KEPT}
         return ", ".join(f"{name}={word}" for name, word in given.items() if word != repr(usual[name].default))
 
     def _own(self, mask: Any) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ARGUMENTS}
+        own = {name: getattr(self, name) for name in KEPT}
         own["mask"] = mask if mask is not None else self.mask
         own["dropout"] = self.dropout if self.training else 0.0
         return own

@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from autoattn.core.call_arguments import NUMBERS
 from autoattn.core.problem import Bias, DType, Layout, Problem
 from autoattn.errors import ProblemError
 from autoattn.expressions import language
@@ -24,8 +25,6 @@ STEEP_QUERY = 16.0  # one element of each query
 STEEP_RISE = 240.0  # what it adds to the last key's score; e**89 overflows in float32
 OUTGROWN = 1024.0  # a factor on the scale of scores
 OUTGROWN_RISE = 5.0 * OUTGROWN  # what they reach
-SOFTCAP = 2.0  # near the size of the scores, so that it shows
-DROPOUT = 0.25
 SINKS = 4  # keys at the begin of a sequence that trained-like queries look at
 SINK_SCORE = 12.0  # what they add to each query's score there
 CAPTURE_ELEMENTS = 2**28  # of one tensor that an expression reads
@@ -94,12 +93,11 @@ def make(
         value_scale=scale(),
         bias=bias,
         narrow_bias=narrow,
-        softcap=SOFTCAP if modifiers.softcap else 0.0,
         slopes=(2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)).expand(problem.batch, heads)
         if modifiers.alibi
         else None,
         sinks=normal(heads) if modifiers.sinks else None,
-        dropout=DROPOUT if modifiers.dropout else 0.0,
+        **{number.name: number.example for number in NUMBERS if getattr(modifiers, number.modifier)},
         seed=int(torch.randint(2**62, (1,), generator=generator)) if modifiers.dropout else 0,
         table=_table(problem, device, generator) if problem.mask.sparse else None,
         mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),

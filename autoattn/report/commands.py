@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from autoattn.core.cache_entry import CacheEntry
-from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Op, Problem
+from autoattn.core.problem import SWITCHES, Bias, DType, Modifiers, Numerics, Op, Problem
 
 
 def reproduce(entry: CacheEntry, device: str) -> str:
@@ -49,6 +49,6 @@ def arguments(problem: Problem) -> str:
 
 
 def _modifiers(modifiers: Modifiers) -> list[str]:
-    found = [name for name in ("softcap", "alibi", "learned_slopes", "sinks", "dropout") if getattr(modifiers, name)]
+    found = [name for name in SWITCHES if getattr(modifiers, name)]
     found += [f"bias={modifiers.bias.value}"] if modifiers.bias is not Bias.NONE else []
     return [*found, *([f"score_mod={modifiers.score_mod}"] if modifiers.score_mod else [])]

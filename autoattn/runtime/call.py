@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED, KeyRole, names
 from autoattn.runtime import prepared_calls
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
@@ -16,21 +17,10 @@ from autoattn.runtime.run import execute
 from autoattn.runtime.torch_op import attention_op
 from autoattn.tensors import operands
 
-# How arguments stand in the key of a prepared call: those with a default, and those that are None in most calls.
-USUAL = ("causal", "softcap", "dropout", "scale", "layout", "return_lse", "deterministic")
-SELDOM = (
-    *("window", "mask", "bias", "alibi_slopes", "sinks", "score_mod", "precision", "numerics"),
-    *("query_scale", "key_scale", "value_scale"),
-)
-PACKED_USUAL = ("causal", "softcap", "dropout", "scale", "return_lse", "deterministic")
-PACKED_SELDOM = tuple(name for name in SELDOM if name not in ("mask", "bias"))
-
-
-DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys((*SELDOM, "seed", "scale")),
-    **{"causal": False, "softcap": 0.0, "dropout": 0.0, "layout": "bhsd", "return_lse": False, "deterministic": False},
-}
-PACKED_DEFAULTS = {name: DEFAULTS[name] for name in DEFAULTS if name not in ("mask", "bias", "layout")}
+# The arguments as they stand in the key of a prepared call; `functional` writes the same tuples out.
+USUAL, SELDOM = (names(ARGUMENTS, role) for role in (KeyRole.USUAL, KeyRole.SELDOM))
+PACKED_USUAL, PACKED_SELDOM = (names(PACKED, role) for role in (KeyRole.USUAL, KeyRole.SELDOM))
+PACKED_DEFAULTS = {argument.name: argument.default for argument in PACKED}
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:

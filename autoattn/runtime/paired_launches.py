@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from autoattn.core.call_arguments import NUMBERS
 from autoattn.core.problem import Layout
 from autoattn.kernels import backward
 from autoattn.kernels.bound_launch import Bound
@@ -36,7 +37,7 @@ class Pair:
 
     both: gradient_problem.Pass
     scale: float
-    softcap: float
+    arguments: dict[str, Any]  # those that are numbers
     forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
     output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
     gradients: tuple[Steps, Steps, Steps]  # of query, key and value
@@ -124,7 +125,7 @@ class Pair:
     def _operands(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Operands:
         return Operands(
             query=self._view(query), key=self._view(key), value=self._view(value), scale=self.scale,
-            softcap=self.softcap, **dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), offsets, strict=False)),
+            **self.arguments, **dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), offsets, strict=False)),
         )  # fmt: skip
 
     def _view(self, tensor: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def pair(
     return Pair(
         both=both,
         scale=operands.scale,
-        softcap=operands.softcap,
+        arguments={number.name: getattr(operands, number.name) for number in NUMBERS},
         forward=forward,
         output=output,
         gradients=(query, key, value),

@@ -81,14 +81,14 @@ def find(query: Any, key: Any, value: Any, words: Words) -> Callable[..., Any] |
     """
     if _is_compiling():
         return None
-    causal, softcap, dropout, scale, layout, return_lse, deterministic = words
+    causal, softcap, dropout, scale, layout, deterministic, return_lse = words
     try:
         if query.is_nested or key.is_nested or value.is_nested:  # the guards end the process over them
             return None
         for one in _first:
             a, b, c, d, e, f, g = one.words
             if (
-                causal is a and layout is e and return_lse is f and deterministic is g
+                causal is a and layout is e and deterministic is f and return_lse is g
                 and (softcap is b or (softcap == b and type(softcap) is type(b)))
                 and (dropout is c or (dropout == c and type(dropout) is type(c)))
                 and (scale is d or (scale == d and type(scale) is type(d)))
@@ -112,7 +112,7 @@ def keep(query: Tensor, key: Tensor, value: Tensor, words: Words, known: Callabl
     """Keeps the kind of a call that was just answered, in place of the oldest of its shapes, or of the oldest shapes.
 
     Args:
-        words: causal, softcap, dropout, scale, layout, return_lse and deterministic.
+        words: the usual arguments of the table in autoattn.core.call_arguments, in its order.
         known: what answers such calls, from the tensors.
         exact: whether it serves these alone; PyTorch's own attention sees by itself what is switched on.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoattn.codegen.resources import read_yaml
 from autoattn.core.mask import Mask
-from autoattn.core.problem import MAX_SIZE, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.problem import MAX_SIZE, SWITCHES, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expressions import language
 from autoattn.expressions.language import SCORE_NAMES
@@ -326,12 +326,8 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "operation": _operation,
     "deterministic": _deterministic,
     "score_mod": _score_mod,
-    "softcap": _switch,
-    "alibi": _switch,
-    "learned_slopes": _switch,
     "bias": _bias,
-    "sinks": _switch,
-    "dropout": _switch,
+    **dict.fromkeys(SWITCHES, _switch),
 }
 _MODIFIERS = tuple(field.name for field in fields(Modifiers))
 

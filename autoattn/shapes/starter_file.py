@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoattn.core.problem import SWITCHES
+
 WIDTH = 100
 
 STARTER: dict[str, Any] = {
@@ -32,7 +34,7 @@ HEAD = (
     "are for all problems that do not give their own value; a group may have `defaults` too. The names of groups are "
     "yours: --group NAME tunes one of them. All keys are listed at the end, and docs/shapes.md explains them in full.",
 )
-KEYS = """\
+KEYS = f"""\
 Keys of the file
   version: 1, required            defaults: for every problem      groups: name -> group
   published: tables of measurements, which autoattn does not read
@@ -53,7 +55,7 @@ Keys of a problem (required: dtype, batch, heads, seq, head_dim)
   operation: forward, or backward for the gradients, which only the card itself can tune
   deterministic: true for gradients that repeat to the bit
   numerics: any, or online for kernels whose time no growth of the scores changes
-  softcap, alibi, sinks, dropout: true if the call has it
+  {", ".join(name for name in SWITCHES if name != "learned_slopes")}: true if the call has it
   learned_slopes: true if slopes of alibi have a gradient
   bias: keys, boolean, additive or learned
   score_mod: an expression that changes each score (docs/masks.md)"""

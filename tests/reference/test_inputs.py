@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoattn.core.call_arguments import BY_NAME
 from autoattn.core.problem import Bias, DType, Layout, Modifiers
 from autoattn.reference import attention_formula, inputs
 from autoattn.reference.inputs import Scores
@@ -124,11 +125,11 @@ def test_packed_sequences_leave_a_tail_and_guards_are_nan() -> None:
 
 def test_dropout_and_sinks_are_there_when_asked_for() -> None:
     operands = made(kernels.problem(modifiers=Modifiers(dropout=True, sinks=True, softcap=True, alibi=True)))
-    assert operands.dropout == inputs.DROPOUT
+    assert operands.dropout == BY_NAME["dropout"].example
     assert operands.seed > 2**32, "both words of the seed are used"
     assert operands.sinks.shape == (4,)
     assert operands.slopes.shape == (2, 4)
-    assert operands.softcap == inputs.SOFTCAP
+    assert operands.softcap == BY_NAME["softcap"].example
 
 
 def test_float8_has_a_scale_for_each_tensor_and_key_head() -> None:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoattn.core.call_arguments import ARGUMENTS, BY_NAME, DEFAULTS, PACKED, CallArgument
 from autoattn.core.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, DType, Layout, Numerics, Precision, Problem
 from autoattn.errors import TensorError
 from autoattn.kernels.forward import DTYPE, output_dtype
 from autoattn.runtime.parse import mask_arguments, modifier_arguments
 from autoattn.tensors import cu_seqlens
 from autoattn.tensors.operands import Operands, as_they_lie
-
-if TYPE_CHECKING:
-    from autoattn.core.mask import Mask
-    from autoattn.expressions.captures import Traced
-    from autoattn.masks import BlockSparse
 
 AUTOCAST = ("cpu", "cuda")  # asking PyTorch which kinds have it is more than Dynamo can trace
 AXES = {
@@ -36,6 +32,7 @@ NUMERICS = "AUTOATTN_NUMERICS"  # the environment's variable
 _ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _NUMERICS = os.environ.encodekey(NUMERICS) if _ENVIRONMENT is not os.environ else NUMERICS
 _ANY_NUMERICS = tuple(one.value for one in Numerics)  # Dynamo cannot list an enumeration
+FLOAT8_SCALES = ("query_scale", "key_scale", "value_scale")
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
 
 
@@ -50,56 +47,37 @@ class Call:
     deterministic: bool = False  # its gradients, if it has any, must repeat to the bit
 
 
-def read(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: str | Mask | Tensor | BlockSparse | None = None,
-    causal: bool | str = False,
-    window: tuple[int, int] | None = None,
-    bias: Tensor | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    score_mod: str | Callable[..., Tensor] | Traced | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    scale: float | None = None,
-    layout: str = "bhsd",
-    precision: str | None = None,
-    numerics: str | None = None,
-    deterministic: bool = False,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Call:
-    """The call that the arguments of `autoattn.attention` pose.
+def read(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Call:
+    """The call that the arguments of `autoattn.attention` pose; those that are missing are the defaults.
 
     Raises:
         TensorError: the arguments do not make one attention call.
         ProblemError: they do, but it is not supported.
     """
-    order = layout_of(layout)
-    given = getattr(query, "dtype", None)
+    given = _complete(given, "attention", ARGUMENTS)
+    order = layout_of(given["layout"])
+    dtype = getattr(query, "dtype", None)
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, AXES[order])
     if order is Layout.BSHD:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batch, _, seq_q, _ = query.shape
     seq_kv = key.shape[2]
-    seen = mask_arguments.read(mask, causal, window, bias, query, seq_kv, output_dtype(query.dtype))
-    changed = modifier_arguments.read(
-        query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed, bias=seen.kind
+    seen = mask_arguments.read(
+        given["mask"], given["causal"], given["window"], given["bias"], query, seq_kv, output_dtype(query.dtype)
     )
-    float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
-    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers, "numerics": numerics_of(numerics)}
+    changed = modifier_arguments.read(query, batch, seq_q, seq_kv, given, bias=seen.kind)
+    facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers}
     tensors = {"bias": seen.bias, "narrow_bias": seen.narrow_bias, "table": seen.table, "mask_captures": seen.captures}
-    tensors |= changed.operands
-    return _call(
-        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors,
-        deterministic_of(deterministic),
-    )  # fmt: skip
+    return _call((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors | changed.operands)
+
+
+def _complete(given: dict[str, Any], function: str, known: tuple[CallArgument, ...]) -> dict[str, Any]:
+    """All arguments of a function, those that are missing with their defaults."""
+    for name in given:
+        if name not in DEFAULTS or BY_NAME[name] not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return {**DEFAULTS, **given}
 
 
 def layout_of(layout: Any) -> Layout:
@@ -111,60 +89,33 @@ def layout_of(layout: Any) -> Layout:
 
 
 def read_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    *,
-    causal: bool | str = False,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    score_mod: str | Callable[..., Tensor] | Traced | None = None,
-    dropout: float = 0.0,
-    seed: int | None = None,
-    scale: float | None = None,
-    precision: str | None = None,
-    numerics: str | None = None,
-    deterministic: bool = False,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Call:
-    """The call that the arguments of `autoattn.packed_attention` pose.
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_seqlen_q: int,
+    max_seqlen_kv: int, **given: Any,
+) -> Call:  # fmt: skip
+    """The call that the arguments of `autoattn.packed_attention` pose; those that are missing are the defaults.
 
     Raises:
         TensorError: the arguments do not make one attention call.
         ProblemError: they do, but it is not supported.
     """
-    given = getattr(query, "dtype", None)
+    given = _complete(given, "packed_attention", PACKED)
+    dtype = getattr(query, "dtype", None)
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, AXES[Layout.PACKED])
     seq_q, seq_kv = longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     cu_seqlens.check_pair(cu_seqlens_q, cu_seqlens_kv)
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     batch = cu_seqlens_q.shape[0] - 1
-    changed = modifier_arguments.read(
-        query, batch, seq_q, seq_kv, softcap, alibi_slopes, sinks, score_mod, dropout, seed
-    )
-    float8 = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale}
-    tokens = {"tokens_q": query.shape[2] or 1, "tokens_kv": key.shape[2] or 1}
+    changed = modifier_arguments.read(query, batch, seq_q, seq_kv, given)
     facts = {
         "layout": Layout.PACKED,
-        "mask": mask_arguments.band(causal, window),
+        "mask": mask_arguments.band(given["causal"], given["window"]),
         "modifiers": changed.modifiers,
-        "numerics": numerics_of(numerics),
-        **tokens,
+        "tokens_q": query.shape[2] or 1,
+        "tokens_kv": key.shape[2] or 1,
     }
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **changed.operands}
-    return _call(
-        (query, key, value), (batch, seq_q, seq_kv), _precision(precision, given, query), scale, float8, facts, tensors,
-        deterministic_of(deterministic),
-    )  # fmt: skip
+    return _call((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors)
 
 
 def longest(
@@ -188,21 +139,17 @@ def longest(
 
 
 def _call(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    sizes: tuple[int, int, int],
-    precision: Precision,
-    scale: Any,
-    float8: dict[str, Any],
-    facts: dict[str, Any],
-    others: dict[str, Any],
-    deterministic: bool,
-) -> Call:
+    tensors: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, int, int], dtype: torch.dtype | None,
+    given: Mapping[str, Any], facts: dict[str, Any], others: dict[str, Any],
+) -> Call:  # fmt: skip
     """What both kinds of call have in common.
 
     Args:
         tensors: query, key and value as [batch, heads, seq, head_dim] views, of batch 1 when packed
         sizes: sequences, and the most queries and keys of one; any of them may be 0
-        facts: the problem's other facts
+        dtype: the caller's, which autocast may have changed
+        given: the call's arguments
+        facts: the problem's facts that both kinds find in their own ways
         others: the other operands
     """
     query, key, value = tensors
@@ -216,24 +163,25 @@ def _call(
         seq_kv=seq_kv or 1,
         head_dim=min(query.shape[3], MAX_HEAD_DIM),
         head_dim_v=min(value.shape[3], MAX_HEAD_DIM_V),
-        precision=precision,
+        precision=_precision(given["precision"], dtype, query),
+        numerics=numerics_of(given["numerics"]),
         **facts,
     )
-    scale = scale_of(scale)
+    scale = scale_of(given["scale"])
     operands = Operands(
         query=query,
         key=key,
         value=value,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
         **others,
-        **_float8_scales(query, (batch, key.shape[1]), float8),
+        **_float8_scales(query, (batch, key.shape[1]), {name: given[name] for name in FLOAT8_SCALES}),
     )
     return Call(
         problem=problem,
         operands=as_they_lie(operands),
         no_kernel=why_no_kernel(query, value),
         empty=batch == 0 or seq_q == 0 or seq_kv == 0 or query.shape[1] == 0,
-        deterministic=deterministic,
+        deterministic=deterministic_of(given["deterministic"]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoattn.core.call_arguments import NUMBERS, CallArgument
 from autoattn.core.problem import Bias, Modifiers
 from autoattn.errors import TensorError
 from autoattn.expressions import captures
@@ -30,36 +32,26 @@ _BIAS_ALONE = {bias: Changed(modifiers=Modifiers(bias=bias)) for bias in Bias}
 
 
 def read(
-    query: Tensor,
-    batch: int,
-    seq_q: int,
-    seq_kv: int,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    score_mod: Any,
-    dropout: Any,
-    seed: Any,
-    *,
-    bias: Bias = Bias.NONE,
+    query: Tensor, batch: int, seq_q: int, seq_kv: int, given: Mapping[str, Any], *, bias: Bias = Bias.NONE
 ) -> Changed:
     """The modifiers that the arguments of a call ask for.
 
     Args:
         query: [batch, heads_q, seq_q, head_dim], or [1, heads_q, tokens, head_dim] of `batch` packed sequences
         seq_q, seq_kv: queries and keys of a sequence, the most where they differ
+        given: the call's arguments; those that are missing are the defaults.
 
     Raises:
         TensorError: a number is out of range, or a tensor does not fit the heads.
         ProblemError: a score_mod is more than its language.
     """
+    alibi_slopes, sinks, score_mod = (given.get(name) for name in ("alibi_slopes", "sinks", "score_mod"))
     none = alibi_slopes is None and sinks is None and score_mod is None
-    if none and softcap == 0.0 and dropout == 0.0:
+    if none and all(given.get(number.name, 0.0) == 0.0 for number in NUMBERS):
         return _BIAS_ALONE[bias]
     heads = query.shape[1]
     found: dict[str, Any] = {
-        "softcap": softcap_of(softcap),
-        "dropout": dropout_of(dropout),
+        number.name: number_of(number, given.get(number.name, number.default)) for number in NUMBERS
     }
     text = ""
     if score_mod is not None:
@@ -70,14 +62,13 @@ def read(
     if sinks is not None:
         found["sinks"] = _sinks(sinks, heads, query)
     if found["dropout"] > 0.0:
-        found["seed"] = _seed(seed, query.device)
+        found["seed"] = _seed(given.get("seed"), query.device)
     modifiers = Modifiers(
         score_mod=text,
-        softcap=found["softcap"] > 0.0,
         alibi=alibi_slopes is not None,
         bias=bias,
         sinks=sinks is not None,
-        dropout=found["dropout"] > 0.0,
+        **{number.modifier: found[number.name] > 0.0 for number in NUMBERS},
     )
     return Changed(modifiers=modifiers, operands=found)
 
@@ -90,14 +81,17 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         raise TensorError(f"{name} must be on the query's device {device}, got {tensor.device}; move it")
 
 
-def softcap_of(given: Any) -> float:
-    """The caller's softcap; 0 is none."""
-    return _number("softcap", given, float("inf"), "0 switches it off")
+def number_of(argument: CallArgument, given: Any) -> float:
+    """A number of the caller's; 0 stands for none.
 
-
-def dropout_of(given: Any) -> float:
-    """The share of weights that the caller drops."""
-    return _number("dropout", given, 1.0, "0 keeps every weight")
+    Raises:
+        TensorError: it is none, or out of the argument's range.
+    """
+    below = math.inf if argument.below is None else argument.below
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0.0 <= given < below:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise TensorError(f"{argument.name} must be a finite number from 0{limit}, got {given!r}; {argument.absent}")
+    return float(given)
 
 
 def seed_of(seed: Any) -> int:
@@ -110,13 +104,6 @@ def seed_of(seed: Any) -> int:
 def draw() -> Tensor:
     """[1] int64: a new seed from PyTorch's generator of the CPU, which torch.manual_seed sets."""
     return torch.randint(2**62, (1,), device="cpu")
-
-
-def _number(name: str, given: Any, below: float, words: str) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0.0 <= given < below:
-        limit = "" if below == float("inf") else f" and below {below:g}"
-        raise TensorError(f"{name} must be a finite number from 0{limit}, got {given!r}; {words}")
-    return float(given)
 
 
 def _slopes(slopes: Any, batch: int, heads: int, query: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autoattn.core.call_arguments import DEFAULTS
 from autoattn.core.problem import Layout
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.runtime.parse import arguments
@@ -272,9 +273,8 @@ def nested(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> 
     Raises:
         TensorError: it cannot.
     """
-    usual: dict[str, Any] = {"softcap": 0.0, "deterministic": False, "return_lse": False}
     for name, argument in given.items():
-        if name not in _SAID and argument is not usual.get(name) and argument != usual.get(name):
+        if name not in _SAID and argument is not DEFAULTS[name] and argument != DEFAULTS[name]:
             raise TensorError(
                 f"{NESTED}, which has no {name}, got {argument!r:.60}; leave it out or call packed_attention"
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from autoattn.core.call_arguments import ARGUMENTS
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.expressions.captures import Traced
@@ -33,20 +34,20 @@ from autoattn.tensors.operands import BlockTable
 
 VMAP = "Vmap"  # PyTorch's name of the one transform that takes no derivative
 PACKED = Layout.PACKED.value
-LEARNING = (  # the tensors that may need a gradient
-    *("query", "key", "value", "bias", "alibi_slopes", "sinks"),
-    *("query_scale", "key_scale", "value_scale"),
-)
+# The tensors that may need a gradient.
+LEARNING = ("query", "key", "value", *(argument.name for argument in ARGUMENTS if argument.learned))
 LISTS = ("table", "mask_captures", "score_captures")
 TENSORS = (*LEARNING, "cu_seqlens_q", "cu_seqlens_kv", "drawn_seed", *LISTS)  # in the order of the schema
 _OPTIONAL = ", ".join(f"Tensor{'[]' * (name in LISTS)}? {name}=None" for name in TENSORS[3:])
 INPUTS = f"Tensor query, Tensor key, Tensor value, {_OPTIONAL}"
-WORDS = (
-    "str mask='full', str mask_mod='', SymInt[] table_sizes=[], float density=0.0, float softcap=0.0, "
-    "str score_mod='', float dropout=0.0, SymInt? seed=None, float? scale=None, str layout='bhsd', "
-    "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0, str? precision=None, str? numerics=None, bool return_lse=False, "
-    "bool keep_lse=False, bool learns_bias=False, bool learns_slopes=False, bool deterministic=False"
-)
+# The arguments that the schema has as the function has them, and what the others become.
+SAME = tuple(argument for argument in ARGUMENTS if argument.schema and not argument.learned)
+WORDS = ", ".join((
+    "str mask='full', str mask_mod='', str score_mod='', SymInt[] table_sizes=[], float density=0.0",
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0",
+    "bool keep_lse=False, bool learns_bias=False, bool learns_slopes=False",
+    *(f"{argument.schema} {argument.name}={argument.default!r}" for argument in SAME),
+))  # fmt: skip
 library = torch.library.Library("autoattn", "FRAGMENT")
 library.define(f"attention({INPUTS}, *, {WORDS}) -> (Tensor, Tensor)")
 operator = torch.ops.autoattn.attention.default
@@ -221,12 +222,15 @@ def lengths(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
 
 def function_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The other arguments of the function, but for return_lse."""
-    same = (*LEARNING[4:], "softcap", "dropout", "scale", "precision", "numerics", "deterministic")
+    same = (*LEARNING[3:], *(argument.name for argument in SAME if argument.name != "return_lse"))
     asked = {name: given[name] for name in same}
     asked["seed"] = given["seed"] if given["drawn_seed"] is None else int(given["drawn_seed"])
     asked["score_mod"] = _score_mod(given)
     if given["layout"] != PACKED:
-        return {**asked, "mask": _mask(given), "bias": given["bias"], "layout": given["layout"]}
+        return {**asked, "mask": _mask(given)}
+    for argument in ARGUMENTS:
+        if not argument.packed:
+            asked.pop(argument.name, None)
     seen = Mask.parse(given["mask"])
     if seen.causal:
         return {**asked, "causal": seen.alignment.value}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoattn import masks
 from autoattn.baselines import deterministic_sdpa
+from autoattn.core.call_arguments import ARGUMENTS, NUMBERS
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout, Precision
 from autoattn.errors import ProblemError, TensorError
@@ -128,10 +129,11 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
     plain = (
         (given["mask"] is None or isinstance(given["mask"], Tensor))
         and not (biased and given["causal"])
-        and (given["softcap"], given["dropout"], given["window"]) == (0.0, 0.0, None)
+        and given["window"] is None
         and not given["return_lse"]
         and given["precision"] != Precision.TF32X3.value
-        and len([name for name in _SELDOM if given[name] is not None]) == 0
+        and all(given[name] == 0.0 for name in _NUMBERS)
+        and all(given[name] is None for name in _UNKNOWN_TO_SDPA)
     )
     return plain and (arguments.why_no_kernel(query, value) != "" or not _differentiates(query.device.index))
 
@@ -141,7 +143,13 @@ def _is_asked_alone(given: dict[str, Any]) -> bool:
     return given["deterministic"] is True and not torch.are_deterministic_algorithms_enabled()
 
 
-_SELDOM = ("alibi_slopes", "sinks", "score_mod", "query_scale", "key_scale", "value_scale")
+# What changes scores and weights, but for a bias: F.scaled_dot_product_attention takes none of it.
+_NUMBERS = tuple(number.name for number in NUMBERS)
+_UNKNOWN_TO_SDPA = tuple(
+    argument.name
+    for argument in ARGUMENTS
+    if (argument.modifier or argument.learned) and argument.name not in ("bias", *_NUMBERS)
+)
 
 
 def _differentiates(index: int | None) -> bool:
@@ -221,17 +229,17 @@ def _pieces(table: Any) -> dict[str, Any]:
 
 def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """What changes weights, and what both functions have."""
-    dropout, seed = modifier_arguments.dropout_of(given["dropout"]), given["seed"]
     _check_words("numerics", given["numerics"], "any, online")
     asked: dict[str, Any] = {
-        "softcap": modifier_arguments.softcap_of(given["softcap"]),
-        "dropout": dropout,
         "scale": arguments.scale_of(given["scale"]),
         "numerics": given["numerics"],
         "deterministic": arguments.deterministic_of(given["deterministic"]),
         "return_lse": bool(given["return_lse"]),
     }
-    if dropout > 0.0:
+    for number in NUMBERS:
+        asked[number.name] = modifier_arguments.number_of(number, given[number.name])
+    seed = given["seed"]
+    if asked["dropout"] > 0.0:
         # A number that is drawn while the graph runs, and that the backward pass gets again.
         asked.update(
             {"drawn_seed": modifier_arguments.draw()} if seed is None else {"seed": modifier_arguments.seed_of(seed)}
