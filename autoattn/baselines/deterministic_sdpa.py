@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from autoattn import torch_private
 from autoattn.errors import TensorError
 from autoattn.tensors.operands import Operands
 
@@ -36,7 +37,7 @@ def switched_on(wanted: bool = True) -> Iterator[None]:
         if not _inside:
             warns = torch.is_deterministic_algorithms_warn_only_enabled()
             _before = torch.are_deterministic_algorithms_enabled(), warns
-            torch._C._set_deterministic_algorithms(True, warn_only=False)
+            torch_private.set_deterministic_algorithms(True, warn_only=False)
         _inside.append(None)
     try:
         yield
@@ -44,7 +45,7 @@ def switched_on(wanted: bool = True) -> Iterator[None]:
         with _counting:
             _inside.pop()
             if not _inside:
-                torch._C._set_deterministic_algorithms(_before[0], warn_only=_before[1])
+                torch_private.set_deterministic_algorithms(_before[0], warn_only=_before[1])
 
 
 def attend(call: Callable[[Operands], Made], operands: Operands) -> Made:
@@ -54,7 +55,7 @@ def attend(call: Callable[[Operands], Made], operands: Operands) -> Made:
         TensorError: torch.func differentiates it, which runs no backward pass that could be switched.
         RuntimeError: PyTorch has no deterministic algorithm for a part of it.
     """
-    if torch._C._functorch.get_interpreter_stack():
+    if torch_private.are_transforms_active():
         raise TensorError(f"deterministic=True must not be asked of a call that torch.func differentiates; {WAY_OUT}")
     given = {field.name: getattr(operands, field.name) for field in fields(operands)}
     learners = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.requires_grad}
@@ -84,7 +85,7 @@ class _Both(torch.autograd.Function):
         if not pairs:
             return (None,) * (3 + len(ctx.leaves))
         made, wanted = zip(*pairs, strict=True)
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # else what is saved is freed, as autograd does
+        again = torch_private.keeps_graph()  # else what is saved is freed, as autograd does
         with switched_on():
             found = torch.autograd.grad(made, ctx.leaves, wanted, retain_graph=again, allow_unused=True)
         return None, None, None, *found

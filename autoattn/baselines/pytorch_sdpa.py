@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 
+from autoattn import torch_private
 from autoattn.baselines import deterministic_sdpa
 from autoattn.core.mask import Mask
 from autoattn.core.problem import SWITCHES, Bias, DType, Precision, Problem
@@ -185,30 +186,13 @@ def is_one_operator(problem: Problem, backend: str) -> bool:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
-    found: tuple[Tensor, ...] = torch._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, causal, False, scale=scale
-    )
-    return found[0]
-
-
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
-    found: tuple[Tensor, ...] = torch._scaled_dot_product_cudnn_attention(
-        query, key, value, None, learns, 0.0, causal, False, scale=scale
-    )
-    return found[0]
-
-
-def _efficient(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
-    found: tuple[Tensor, ...] = torch._scaled_dot_product_efficient_attention(
-        query, key, value, None, learns, 0.0, causal, scale=scale
-    )
-    return found[0]
+    return torch_private.flash_attention(query, key, value, causal=causal, scale=scale)
 
 
 _OPERATORS: dict[str, Callable[..., Tensor]] = {
     "sdpa-flash": _flash,
-    "sdpa-cudnn": _cudnn,
-    "sdpa-efficient": _efficient,
+    "sdpa-cudnn": torch_private.cudnn_attention,
+    "sdpa-efficient": torch_private.efficient_attention,
 }
 
 

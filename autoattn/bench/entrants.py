@@ -13,9 +13,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch
 
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.baselines import deterministic_sdpa, external, pytorch_sdpa
 from autoattn.baselines.external import Peer
 from autoattn.bench.kernel_results import LOOSE, Contestant, Inputs, Options
@@ -99,7 +98,7 @@ def settled(problem: Problem) -> Iterator[None]:
             if problem.op is Op.BACKWARD:
                 # A compiled backward pass may overwrite what was saved for it, unless it is told that it runs again.
                 # PyTorch keeps that by thread, so that this one, and none of autograd's own, runs the passes.
-                stack.enter_context(functorch.patch(donated_buffer=False))
+                stack.enter_context(torch_private.without_donated_buffers())
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
     finally:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch
 
+from autoattn import torch_private
 from autoattn.bench import transformer
 from autoattn.bench.training_results import Mode, Numbers, Options, Row, State, Times
 from autoattn.bench.transformer import Attend, Size, Transformer
@@ -77,7 +77,7 @@ class Card:
         torch.cuda.synchronize(self.device)
 
     def hide(self) -> None:
-        torch.cuda._sleep(timer.SPIN_CYCLES)
+        torch_private.spin(timer.SPIN_CYCLES)
 
     def clear(self) -> None:
         torch.cuda.empty_cache()
@@ -125,7 +125,7 @@ def rows(sizes: list[Size], options: Options, gauge: Gauge | None = None) -> Ite
             if model is None:
                 yield from (replace(row, state=State.MEMORY, detail=why) for row in case)
                 continue
-            with warnings.catch_warnings(), functorch.patch(enable_autograd_cache=False):  # it would hide what is fused
+            with warnings.catch_warnings(), torch_private.without_autograd_cache():  # it would hide what is fused
                 warnings.simplefilter("ignore")  # what PyTorch's compiler has to say
                 yield from _timed([_Trial(model, row, options, gauge) for row in case], options.steps)
         del model
@@ -247,7 +247,7 @@ class _Trial:
     def warm(self) -> None:
         """Compiles, and takes the steps that do not count."""
         self.attend = transformer.attention_of(self.row.whose, self.row.context, self.gauge.device)
-        fused = _fused()
+        fused = torch_private.count_fused_attention()
         compiled = self.row.mode is Mode.COMPILED
         call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         tokens, targets = self._tokens()
@@ -267,7 +267,7 @@ class _Trial:
             if self.spent >= self.options.limit:
                 break
         self.going = self.spent < self.options.limit
-        if _fused() > fused:
+        if torch_private.count_fused_attention() > fused:
             self._note(ran="SDPA, by torch.compile")
         self.leave()
 
@@ -342,10 +342,3 @@ class _Trial:
             if number >= self.options.warmup:
                 taken.append(times)
         self._note(alone=tuple(taken))
-
-
-def _fused() -> int:
-    """How many attentions torch.compile has recognised so far and put SDPA in the place of."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["inductor"]["fuse_attention"])

@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.bench.training_results import Mode, Whose
 from autoattn.core.cache_entry import KERNEL
@@ -224,16 +223,12 @@ def _words(told: Explanation, backend: str) -> str:
 
 def _traced(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """The backend of PyTorch's attention in the graph of a compiled call; None where an operator of ours is there."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-
     names: list[str] = []
 
-    def note(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def note(module: torch.fx.GraphModule) -> None:
         names.extend(str(node.target) for node in module.graph.nodes)
-        return make_boxed_func(module.forward)
 
-    torch.compile(ours, backend=aot_autograd(fw_compiler=note), dynamic=False)(query, key, value)
+    torch_private.compile_noting(ours, note)(query, key, value)
     return None if any(name.startswith("autoattn") for name in names) else _named(names)
 
 
@@ -243,7 +238,7 @@ def _backend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
     return _named(watch.names)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(torch_private.TorchDispatchMode):
     """Notes which operators run."""
 
     def __init__(self) -> None:

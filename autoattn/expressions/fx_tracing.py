@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
+from autoattn import torch_private
 from autoattn.errors import ProblemError
 from autoattn.expressions import captures, language
 
@@ -202,9 +203,7 @@ class _Translation:
         return self.lines.setdefault(value, f"t{len(self.lines)}")
 
     def _operation(self, node: Node) -> str | _Table:
-        name = (
-            node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-        )
+        name = node.target.overloadpacket.__name__ if torch_private.is_operator(node.target) else str(node.target)
         if name in ("index", "select"):
             return self._indexed(node, name)
         if name in CONSTANTS and not node.meta["val"].dim():

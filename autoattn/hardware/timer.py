@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autoattn import torch_private
 from autoattn.core import paired_stats
 from autoattn.core.paired_stats import Pulse, Round
 from autoattn.core.trial import Energy, Measurement
@@ -92,7 +93,7 @@ class Stopwatch:
         for _ in range(count):
             self._flush.zero_()
             if spin:
-                torch.cuda._sleep(self.spins * SPIN_CYCLES)
+                torch_private.spin(self.spins * SPIN_CYCLES)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()

@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.runtime import driver
 
+from autoattn import torch_private
 from autoattn.core import triton_release
 from autoattn.kernels.compiler import Descriptor, Kernel, described, make_current
 from autoattn.kernels.zeroed_scratch import ROOMS, Rooms
@@ -131,7 +132,7 @@ def bind(
         pointers=tuple(pointers),
         maps=tuple(maps),
         zeros=taken,
-        device_of=getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
+        device_of=torch_private.current_device,
         stream_of=driver.active.get_current_stream,
     )
 

@@ -87,7 +87,7 @@ class Attention(torch.nn.Module):
     def extra_repr(self) -> str:
         """The arguments that are not the defaults."""
         usual = inspect.signature(Attention).parameters
-        given = {name: _word(getattr(self, name)) for name in KEPT}
+        given = {name: _word(getattr(self, name)) for name in usual}
         return ", ".join(f"{name}={word}" for name, word in given.items() if word != repr(usual[name].default))
 
     def _own(self, mask: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from autoattn import torch_private
 from autoattn.core.call_arguments import NUMBERS
 from autoattn.core.problem import Layout
 from autoattn.kernels import backward
@@ -28,7 +29,7 @@ Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
 _ALIGNED_NUMBERS = 4  # of 4 bytes
 _MOST = 64  # kinds of output gradients that are kept
 _FLOAT32 = torch.float32
-_transforms = torch._C._are_functorch_transforms_active
+_transforms = torch_private.are_transforms_active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
@@ -42,8 +43,8 @@ Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel se
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
-_watchers = torch._C._len_torch_dispatch_stack  # modes, which would not see a launch
-_repeats = torch._C._get_deterministic_algorithms
+_watchers = torch_private.count_dispatch_modes  # modes, which would not see a launch
+_repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
 _ROOMS = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 

@@ -15,19 +15,18 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
+from autoattn import torch_private
 from autoattn.kernels.forward import ALIGNED
 from autoattn.runtime.parse import arguments
 
 MOST = 64  # pairs of shapes
 OF_SHAPES = 4  # kinds of calls of one pair, which are asked one behind the other
 FIRST = 8  # kinds that are asked before all others: the layers of a model are of few
-_tensor_guards: Any = TensorGuards  # whose annotations leave out the tensors
 _is = operator.is_
 _is_compiling = torch.compiler.is_dynamo_compiling
 _differentiates = torch.is_grad_enabled
-_repeats = torch._C._get_deterministic_algorithms
+_repeats = torch_private.are_gradients_deterministic
 Words: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 
 
@@ -116,18 +115,18 @@ def keep(query: Tensor, key: Tensor, value: Tensor, words: Words, known: Callabl
         known: what answers such calls, from the tensors.
         exact: whether it serves these alone; PyTorch's own attention sees by itself what is switched on.
     """
+    if not torch_private.TENSOR_GUARDS:
+        return
     if exact and query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
         return
     three = query, key, value
-    sizes, strides = [list(one.shape) for one in three], [list(one.stride()) for one in three]
-    tensors = _tensor_guards(*three, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     kind = _Kind(
         words=words,
-        is_alike=tensors.check,
+        is_alike=torch_private.guard_tensors(three),
         differentiates=_differentiates(),
         repeats=_repeats(),
         exact=exact,
-        is_unchanged=GlobalStateGuard().check,
+        is_unchanged=torch_private.guard_global_state(),
         alignment=(query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED,
         numerics=arguments.asked_numerics(),
         known=known,

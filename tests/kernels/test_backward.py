@@ -12,6 +12,7 @@ import hopper_gradients
 import pytest
 import torch
 
+from autoattn import torch_private
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.kernels import backward, bound_launch
 from autoattn.kernels.compiler import Descriptor, Kernel, load_module, parts_of
@@ -42,7 +43,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch_private, "current_device", lambda: 0)
     active = SimpleNamespace(get_current_stream=lambda index: 7)
     monkeypatch.setattr(bound_launch, "driver", SimpleNamespace(active=active))
 

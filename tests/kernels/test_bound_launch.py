@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
+from autoattn import torch_private
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles
 from autoattn.core.variant import Variant
@@ -64,7 +65,7 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     monkeypatch.setattr(bound_launch, "_filled", [])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: here.current.append(threading.get_ident()))
     monkeypatch.setattr(compiler, "_current", threading.local())
-    monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
+    monkeypatch.setattr(torch_private, "current_device", lambda: torch.cuda.current_device())
     yield here
     triton.runtime.driver._active = before
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import autoattn
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import store
 from autoattn.core.cache_entry import KERNEL
@@ -64,8 +64,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         asked, has = forward.traits_of(saved.output_grad), kernel.source.traits
         assert asked.alignment % has.alignment == 0
         assert 0 not in saved.output_grad.stride()
-        recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-        with torch.enable_grad(), recorded:
+        with torch.enable_grad(), torch_private.above_autograd():
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             if gradients.slopes is not None:

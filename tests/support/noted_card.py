@@ -12,7 +12,7 @@ import samples
 import torch
 from torch import Tensor
 
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.core.variant import Source
 from autoattn.hardware import nvidia
 from autoattn.kernels import bound_launch, zeroed_scratch
@@ -78,7 +78,7 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)
     monkeypatch.setattr(torch.cuda, "device", Current)
-    monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)  # builds with CUDA ask the driver by it
+    monkeypatch.setattr(torch_private, "current_device", lambda: Current.index)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     Current.index = 0
     planner._loaded.cache_clear()

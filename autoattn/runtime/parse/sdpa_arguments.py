@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autoattn import torch_private
 from autoattn.core.call_arguments import DEFAULTS
 from autoattn.core.problem import Layout
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
@@ -32,18 +33,18 @@ _BY_CLASS: dict[type[Exception], type[TensorError]] = {
 
 def is_traced_by_jit() -> bool:
     """Whether torch.jit.trace records what runs."""
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+    return not torch.compiler.is_compiling() and torch_private.get_jit_tracing_state() is not None
 
 
 @contextmanager
 def outside_of_jit() -> Iterator[None]:
     """What runs in the block is not recorded by torch.jit.trace; sizes are plain numbers there."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    state = torch_private.get_jit_tracing_state()
+    torch_private.set_jit_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        torch_private.set_jit_tracing_state(state)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from autoattn import torch_private
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Bias, Op, Problem
@@ -62,7 +63,7 @@ def backward_of(problem: Problem, *, deterministic: bool = False, learned: Learn
 
 def why_not(operands: Operands) -> str | None:
     """Why no backward kernel may serve a call whose inputs need gradients, whatever was tuned; None when one may."""
-    if torch._C._functorch.get_interpreter_stack():
+    if torch_private.are_transforms_active():
         return "torch.func differentiates it, which takes PyTorch's own derivatives"
     return None
 

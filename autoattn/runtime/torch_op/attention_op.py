@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from autoattn import torch_private
 from autoattn.core.call_arguments import ARGUMENTS
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
@@ -60,17 +61,11 @@ def is_watched(*tensors: Any) -> bool:
 
     Transforms of torch.func that differentiate are left to PyTorch's own attention, whose derivatives they can take.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch_private.count_dispatch_modes():
         return True
     if any(type(one).__name__ == "FakeTensor" for one in tensors):  # by name: most programs do not load its module
         return True
-    return transforms() == (VMAP,)
-
-
-def transforms() -> tuple[str, ...]:
-    """The kinds of torch.func's transforms that are active."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return tuple(sorted({level.key().name for level in stack}))
+    return torch_private.transforms() == (VMAP,)
 
 
 def named(tensors: Sequence[Any], words: dict[str, Any]) -> dict[str, Any]:
@@ -270,13 +265,11 @@ def _autocast(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     three = arguments.autocast(*tensors[:3])
     if three[0].dtype is not tensors[0].dtype:
         words.pop("precision", None)  # it was one of float32 products
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with torch_private.below_autocast():
         found: tuple[Tensor, Tensor] = operator(*three, *tensors[3:], **words)
     return found
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-_AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 for _key in ("AutocastCUDA", "AutocastCPU"):
     library.impl("attention", _autocast, _key)
 

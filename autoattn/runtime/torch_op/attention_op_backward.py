@@ -6,14 +6,13 @@ once more, from query, key and value, and PyTorch differentiates that. What is s
 
 from __future__ import annotations
 
-import sys
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 from torch.utils.flop_counter import register_flop_formula
 
+from autoattn import torch_private
 from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
@@ -106,7 +105,7 @@ def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]
 def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
     given = attention_op.named(tensors[_BEFORE:], words)
     # The dispatcher has left autograd behind, so that nothing would be recorded.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+    with torch_private.above_autograd():
         grad_output, grad_lse, output, lse = tensors[:_BEFORE]
         learners = _learners(learns)
         found = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
@@ -190,8 +189,8 @@ def _no_second(ctx: Any, *pushes: Any) -> Gradients:
 # torch.library.register_autograd registers these as they are. Each then goes through the dispatcher to come to the same
 # Python once more, which takes as long again as all else that a short call waits for; so what is prepared is answered
 # here where nothing is recorded, as in each graph that torch.compile made.
-_recorded = make_autograd_impl(attention_op.operator, Info(_differentiate, _save))
-_recorded_backward = make_autograd_impl(_operator, Info(_no_second, None))
+_recorded = torch_private.autograd_kernel(attention_op.operator, _differentiate, _save)
+_recorded_backward = torch_private.autograd_kernel(_operator, _no_second, None)
 
 
 def _attention(keys: torch.DispatchKeySet, *tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
@@ -208,7 +207,10 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     query, key, value, *others = tensors
     if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(one is not None for one in others):
         return None
-    if not all(type(size) is int for one in (query, key, value) for size in one.shape) or _for_cuda_graphs():
+    if (
+        not all(type(size) is int for one in (query, key, value) for size in one.shape)
+        or torch_private.is_for_cuda_graphs()
+    ):
         return None
     given = attention_op.named(tensors, words)
     if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
@@ -224,12 +226,6 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
 
 
 _TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not load their modules
-
-
-def _for_cuda_graphs() -> bool:
-    """Whether torch.compile makes a graph that CUDA graphs will hold, as in its mode reduce-overhead."""
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    return inductor is not None and bool(inductor.triton.cudagraphs)
 
 
 def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from autoattn import masks
+from autoattn import masks, torch_private
 from autoattn.baselines import deterministic_sdpa
 from autoattn.core.call_arguments import ARGUMENTS, NUMBERS
 from autoattn.core.mask import Mask
@@ -160,7 +159,7 @@ _differentiates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_differentiated() -> bool:
-    return attention_op.transforms() not in ((), (attention_op.VMAP,))
+    return torch_private.transforms() not in ((), (attention_op.VMAP,))
 
 
 _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo guards on the transforms itself
@@ -215,7 +214,7 @@ def _pieces(table: Any) -> dict[str, Any]:
     if table is None:
         return {}
     if not isinstance(table, masks.BlockSparse):  # FlexAttention's, and nobody follows this code
-        with _disable_current_modes():
+        with torch_private.without_dispatch_modes():
             table = masks.from_block_mask(table)
     sparse, table = table, table.table
     return {
@@ -272,7 +271,7 @@ def _mod(score_mod: Any, query: Tensor) -> dict[str, Any] | None:
     if torch.compiler.is_dynamo_compiling():
         text = _text(score_mod)
         return None if text is None else {"score_mod": text}
-    with _disable_current_modes():
+    with torch_private.without_dispatch_modes():
         text, captured = fx_tracing.trace(score_mod, SCORE_NAMES, query.device)
     return {"score_mod": text, "score_captures": list(captured) or None}
 

@@ -12,12 +12,11 @@ import samples
 import torch
 from functional_calls_gpu import launched, normal  # noqa: F401 - a fixture
 from torch import Tensor
-from torch._functorch import config as functorch
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import autoattn
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import store
 from autoattn.codegen import search_space
@@ -53,7 +52,7 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str) -> Iterat
         entry = samples.beside(samples.tuned(each, variant, time_us=20.0), {"sdpa": 0.9, route: 1.2})
         store.merge(tmp_path, device, each.op, [entry])
     functional.forget()
-    with functorch.patch(enable_autograd_cache=False):  # it would give the graph of the route before
+    with torch_private.without_autograd_cache():  # it would give the graph of the route before
         yield found
     functional.forget()
 
