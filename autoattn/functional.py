@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
-from autoattn.runtime import call, prepared_calls, recent_calls
+from autoattn.runtime import call, call_cache
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Explanation
@@ -32,7 +32,7 @@ SDPA_MISTAKES = (SdpaError, SdpaTypeError, SdpaIndexError)
 def forget() -> None:
     """Drops what this process decided and prepared, so that a cache written since is read anew."""
     planner.forget()
-    prepared_calls.forget()
+    call_cache.clear()
 
 
 @overload
@@ -134,13 +134,13 @@ def attention(
             query_scale, key_scale, value_scale,
         )  # fmt: skip
     words = causal, softcap, dropout, scale, layout, deterministic, return_lse
-    known = recent_calls.find(query, key, value, words) if seldom is None else None
+    known = call_cache.find_guarded(query, key, value, words) if seldom is None else None
     if known is not None and (found := known(query, key, value)) is not None:
         return found
-    asked = prepared_calls.key(query, key, value, (), words, seldom)
-    if (known := prepared_calls.find(asked)) is not None and (found := known(query, key, value)) is not None:
+    asked = call_cache.key(query, key, value, (), words, seldom)
+    if (known := call_cache.find(asked)) is not None and (found := known(query, key, value)) is not None:
         if seldom is None:
-            prepared_calls.remember(query, key, value, words, known)
+            call_cache.guard(query, key, value, words, known)
         return found
     given: dict[str, Any] = {
         "mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": softcap,
@@ -231,11 +231,11 @@ def packed_attention(
         and query_scale is key_scale is value_scale is None
     ):
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
-    asked = prepared_calls.key(
+    asked = call_cache.key(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
         (causal, softcap, dropout, scale, deterministic, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
-    if (known := prepared_calls.find(asked)) is not None:
+    if (known := call_cache.find(asked)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (found := known(*tensors)) is not None:
@@ -310,10 +310,10 @@ def scaled_dot_product_attention(
     causal = "top-left" if is_causal is True else False if is_causal is False else None
     if attn_mask is None:
         words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # as `attention` has them
-        if (known := recent_calls.find(query, key, value, words)) is None:
-            known = prepared_calls.find(prepared_calls.key(query, key, value, (), words, None))
+        if (known := call_cache.find_guarded(query, key, value, words)) is None:
+            known = call_cache.find(call_cache.key(query, key, value, (), words, None))
             if known is not None:
-                prepared_calls.remember(query, key, value, words, known)
+                call_cache.guard(query, key, value, words, known)
         # What was answered before is a call of `attention`, whose key heads may be fewer whatever is said.
         if known is not None and (enable_gqa is True or (enable_gqa is False and query.shape[1] == key.shape[1])):
             output = known(query, key, value)

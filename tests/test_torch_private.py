@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoattn import functional, torch_private
-from autoattn.runtime import prepared_calls, recent_calls
+from autoattn.runtime import call_cache
 
 QUERY = torch.randn(1, 2, 4, 8)
 
@@ -99,7 +99,7 @@ def test_a_backward_pass_says_whether_it_keeps_its_graph(again: bool) -> None:
 
 def test_guards_tell_tensors_and_switches_apart() -> None:
     assert torch_private.TENSOR_GUARDS
-    check, unchanged = torch_private.guard_tensors((QUERY, QUERY)), torch_private.guard_global_state()
+    check, unchanged = torch_private.guard_tensors((QUERY, QUERY.clone())), torch_private.guard_global_state()
     assert check(QUERY.clone(), QUERY.clone())
     assert not check(QUERY.double(), QUERY)
     assert not check(QUERY[:, :1], QUERY)
@@ -110,12 +110,24 @@ def test_guards_tell_tensors_and_switches_apart() -> None:
         assert not unchanged()
 
 
+def test_guards_know_an_object_that_stands_in_several_places() -> None:
+    check = torch_private.guard_tensors((QUERY, QUERY, QUERY))
+    other, another = QUERY.clone(), QUERY.clone()
+    assert check(other, other, other)
+    assert not check(other, other, another)
+    assert not check(other.double(), other.double(), other.double())
+    check = torch_private.guard_tensors((QUERY, other, other))
+    assert check(other, another, another)
+    assert not check(other, another, QUERY)
+    assert not check(other, other, other)
+
+
 def test_without_guards_calls_are_told_apart_by_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "TENSOR_GUARDS", False)
     functional.forget()
     outputs = [functional.attention(QUERY, QUERY, QUERY, causal=causal) for causal in (True, False, True, False)]
-    assert recent_calls._kinds == {}
-    assert len(prepared_calls._known) == 2
+    assert call_cache.info().guarded == 0
+    assert call_cache.info().calls == 2
     assert torch.equal(outputs[0], outputs[2])
     assert torch.equal(outputs[1], outputs[3])
     assert not torch.equal(outputs[0], outputs[1])

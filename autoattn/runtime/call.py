@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED, KeyRole, names
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache, prepared_call
+from autoattn.runtime.call_cache import Key
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
-from autoattn.runtime.prepared_calls import Answer, Key
+from autoattn.runtime.prepared_call import Answer
 from autoattn.runtime.run import execute
 from autoattn.runtime.torch_op import attention_op
 from autoattn.tensors import operands
@@ -26,8 +27,8 @@ PACKED_DEFAULTS = {argument.name: argument.default for argument in PACKED}
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:
     """`autoattn.attention`, for calls that no guard looked at."""
     given = {**DEFAULTS, **given}
-    call_key = prepared_calls.key(query, key, value, (), *_words(given, USUAL, SELDOM))
-    answer = prepared_calls.find(call_key)
+    call_key = call_cache.key(query, key, value, (), *_words(given, USUAL, SELDOM))
+    answer = call_cache.find(call_key)
     if answer is not None and (output := answer(query, key, value)) is not None:
         return output
     return new_attention(call_key, query, key, value, **given)
@@ -41,8 +42,8 @@ def packed_attention(
     given = {**PACKED_DEFAULTS, **given}
     tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
     usual, seldom = _words(given, PACKED_USUAL, PACKED_SELDOM)
-    call_key = prepared_calls.key(query, key, value, tensors[3:], (*usual, max_seqlen_q, max_seqlen_kv), seldom)
-    answer = prepared_calls.find(call_key)
+    call_key = call_cache.key(query, key, value, tensors[3:], (*usual, max_seqlen_q, max_seqlen_kv), seldom)
+    answer = call_cache.find(call_key)
     if answer is not None:
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         if (output := answer(*tensors)) is not None:
@@ -104,5 +105,5 @@ def answer(call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, *, lse
     output = operands.as_given(made[0], call.problem.layout)
     sums = made[1][0] if made[1] is not None and call.problem.packed else made[1]
     result = output if sums is None else (output, sums)
-    prepared_calls.keep(call_key, tensors, call, planner.settled(plan, call.problem), made, result)
+    prepared_call.prepare(call_key, tensors, call, planner.settled(plan, call.problem), made, result)
     return result

@@ -25,7 +25,7 @@ from autoattn.codegen.space_rules import Rule
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.problem import DType, Modifiers, Op
 from autoattn.errors import ProblemError, TensorError
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
 from autoattn.runtime.plan.cache_lookup import Explanation, Level
@@ -203,16 +203,16 @@ def test_pytorchs_own_switch_says_so_for_all_calls(switch: list[tuple[str, bool]
         assert arguments.read(*tensors).deterministic
         assert not deterministic_sdpa._inside
         learnt(autoattn.attention, tensors)
-        assert prepared_calls.find(key_of(tensors)) is not None  # PyTorch switches itself
+        assert call_cache.find(key_of(tensors)) is not None  # PyTorch switches itself
     finally:
         torch.use_deterministic_algorithms(False)
     assert not arguments.read(*tensors).deterministic
-    assert prepared_calls.find(key_of(tensors)) is None
+    assert call_cache.find(key_of(tensors)) is None
     assert switch == [("forward", True), ("backward", True)]
 
 
 def key_of(tensors: list[Tensor]) -> Any:
-    return prepared_calls.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
+    return call_cache.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
 
 
 def test_calls_that_nobody_differentiates_are_left_alone(switch: list[tuple[str, bool]]) -> None:

@@ -23,13 +23,13 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.expressions.captures import Traced
 from autoattn.kernels.forward import lse_dtype, output_dtype
-from autoattn.runtime import prepared_calls
-from autoattn.runtime.paired_launches import Pair
+from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.gradient_problem import Learned
 from autoattn.runtime.run import autograd, execute
+from autoattn.runtime.training_call import TrainingCall
 from autoattn.tensors import operands
 from autoattn.tensors.operands import BlockTable
 
@@ -102,14 +102,14 @@ def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
 
 def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """The operator's answer where one is prepared; None where there is none."""
-    if (known := prepared_calls.find(posed(tensors, words))) is None:
+    if (known := call_cache.find(posed(tensors, words))) is None:
         return None
-    pass_of = known.forward if isinstance(known, Pair) else known
+    pass_of = known.forward if isinstance(known, TrainingCall) else known
     found = pass_of(*tensors[:3], *offsets_of(tensors))
     return None if found is None else _both(found, tensors, words)
 
 
-def _both(found: prepared_calls.Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _both(found: prepared_call.Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The output and the LSE that the schema promises, where the answer may be the output alone."""
     if not isinstance(found, Tensor):
         return found
@@ -118,7 +118,7 @@ def _both(found: prepared_calls.Answer, tensors: Sequence[Any], words: dict[str,
     return found, found.new_empty_strided((0,), (1,), dtype=lse_dtype(found.dtype))
 
 
-def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_calls.Answer:
+def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_call.Answer:
     """The output, and the LSE where it is asked for or kernels serve both passes; prepares for the next such call."""
     given = named(tensors, words)
     call = read(given)
@@ -128,7 +128,7 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_calls.A
         both = planned.passes(call.problem)
     with quiet(given["query"]):
         if both is not None:
-            made: prepared_calls.Made = autograd.launch(both, call.operands)
+            made: prepared_call.Made = autograd.launch(both, call.operands)
         else:
             planned = planner.plan(call, lse=lse, learns=False)
             made = execute.run(call, planned, lse=lse)
@@ -138,18 +138,18 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_calls.A
     found = output if sums is None else (output, sums)
     asked = posed(tensors, words)
     settled = planner.settled(planned, call.problem)
-    prepared_calls.keep(asked, (*tensors[:3], *offsets_of(tensors)), call, settled, made, found)
+    prepared_call.prepare(asked, (*tensors[:3], *offsets_of(tensors)), call, settled, made, found)
     return found
 
 
-def posed(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_calls.Key | None:
+def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | None:
     """What decides how the operator answers, for `prepared`; None where it computes on more tensors than that keeps."""
     query, key, value, *others = tensors
     offsets = offsets_of(tensors)
     if sum(isinstance(one, Tensor) or bool(one) for one in others) > len(offsets):
         return None
     facts = (*words, *words.values(), "operator", torch.are_deterministic_algorithms_enabled())
-    return prepared_calls.key(query, key, value, offsets, facts, None)
+    return call_cache.key(query, key, value, offsets, facts, None)
 
 
 def offsets_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -16,13 +16,13 @@ from autoattn import torch_private
 from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache
 from autoattn.runtime.call import attention, packed_attention
-from autoattn.runtime.paired_launches import Pair
 from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound, planner
 from autoattn.runtime.run import autograd, execute
 from autoattn.runtime.torch_op import attention_op
 from autoattn.runtime.torch_op.attention_op import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
+from autoattn.runtime.training_call import TrainingCall
 from autoattn.tensors import operands
 
 Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
@@ -92,8 +92,8 @@ def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
 
 def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor] | None:
     """Gradients where both passes are prepared; None where they are not."""
-    known = prepared_calls.find(attention_op.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
-    if not isinstance(known, Pair):
+    known = call_cache.find(attention_op.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
+    if not isinstance(known, TrainingCall):
         return None
     *pulls, output, lse, query, key, value = tensors[: _BEFORE + 3]
     if output.stride() != known.output or not lse.is_contiguous():

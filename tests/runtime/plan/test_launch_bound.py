@@ -26,7 +26,7 @@ from autoattn.cache import store
 from autoattn.codegen import search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Modifiers, Problem
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache
 from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound
 from autoattn.runtime.plan.cache_lookup import Explanation
 
@@ -282,7 +282,7 @@ def test_kernels_answer_while_a_cuda_graph_is_captured(
     enter(card, tensors)
     autoattn.attention(*tensors, causal=True)  # loads the kernels
     if not warm:
-        prepared_calls.forget()
+        call_cache.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for calls in (1, 2):
         assert_right(stepped(autoattn.attention, tensors), tensors)

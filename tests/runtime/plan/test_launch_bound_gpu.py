@@ -146,7 +146,7 @@ def test_an_operator_alone_sees_what_autocast_asks_for(three: list[Tensor]) -> N
 def test_a_cuda_graph_holds_kernels(three: list[Tensor], launched: list[Any], prepared: bool) -> None:
     step(autoattn.attention, three)
     if not prepared:
-        autoattn.runtime.prepared_calls.forget()
+        autoattn.runtime.call_cache.clear()
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     launched.clear()
     with torch.cuda.graph(graph, stream=side):

@@ -26,7 +26,7 @@ from autoattn.cache import store
 from autoattn.codegen import search_space
 from autoattn.core.problem import Op
 from autoattn.errors import TensorError
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.cache_lookup import Level
 from autoattn.runtime.plan.gradient_problem import Learned, backward_of
@@ -48,7 +48,7 @@ def test_a_tuned_problem_is_differentiated_by_kernels(
         tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     assert (card["forward"], card["backward"]) == (3, 3)
     assert card["prepared"] == (2 + 2 if attend is autoattn.attention else 2 + 3)
-    assert len(prepared_calls._known) == 1
+    assert call_cache.info().calls == 1
     assert {source.name for source in card["loaded"]} == {"forward", "backward"}
     explanation = autoattn.explain(*tensors, causal=True, layout=layout)
     assert explanation.route == "kernel"

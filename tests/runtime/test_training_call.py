@@ -14,7 +14,7 @@ from autoattn.codegen.render import natural_traits
 from autoattn.core.problem import DType, Layout, Op
 from autoattn.kernels import backward
 from autoattn.kernels.compiler import Kernel
-from autoattn.runtime import paired_launches
+from autoattn.runtime import training_call
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import autograd
 from autoattn.tensors.operands import Operands
@@ -31,7 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return found
 
 
-def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> paired_launches.Pair:
+def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> training_call.TrainingCall:
     forward = gradient_kernels.problem(layout=layout, heads_q=4, heads_kv=4, seq_q=33, seq_kv=33, dtype=DType.FLOAT16)
     asked = gradient_problem.backward_of(forward)
     source = gradient_kernels.source(asked, natural_traits(asked))
@@ -49,7 +49,7 @@ def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ones_like(query), torch.zeros(2, 4, 33)
 
-    found = paired_launches.pair(both, operands, tensors, run, tensors[0].stride())
+    found = training_call.prepare(both, operands, tensors, run, tensors[0].stride())
     assert found is not None
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ _transforms = torch_private.are_transforms_active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pair:
+class TrainingCall:
     """Launches of two passes. Tensors are the caller's; behind them stand the offsets of packed sequences."""
 
     both: gradient_problem.Pass
@@ -48,6 +48,13 @@ class Pair:
     copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
     # (strides of an output gradient, address modulo 16) -> launches
     launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
+
+    sees_switches: ClassVar[bool] = False
+
+    @property
+    def guarded(self) -> TrainingCall:
+        """The same for calls that guards know."""
+        return self
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Any:
         """Output, or output and LSE where the backward kernels take its gradient; autograd knows both."""
@@ -133,13 +140,13 @@ class Pair:
         return viewed(tensor, self.both.problem.layout)
 
 
-def pair(
+def prepare(
     both: gradient_problem.Pass,
     operands: Operands,
     tensors: tuple[Tensor, ...],
     forward: Callable[..., tuple[Tensor, Tensor]],
     output: tuple[int, ...],
-) -> Pair | None:
+) -> TrainingCall | None:
     """Both passes of calls like this one; None where its launches need more than addresses.
 
     Args:
@@ -155,7 +162,7 @@ def pair(
     sizes = [scratch.copies[name].numel() for name in backward.COPIES if name in scratch.copies]
     *begins, end = accumulate(sizes, initial=-(-(rows + sums + turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
     query, key, value = (_gradient_of(tensor, both.problem.layout) for tensor in tensors[:3])
-    return Pair(
+    return TrainingCall(
         both=both,
         scale=operands.scale,
         arguments={number.name: getattr(operands, number.name) for number in NUMBERS},
@@ -179,25 +186,31 @@ def _gradient_of(tensor: Tensor, layout: Layout) -> Steps:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, ends: Tensor | None, one: Pair
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor | None,
+        ends: Tensor | None,
+        prepared: TrainingCall,
     ) -> tuple[Tensor, Tensor]:
         offsets = () if starts is None or ends is None else (starts, ends)
-        output, lse = one.forward(query, key, value, *offsets)
+        output, lse = prepared.forward(query, key, value, *offsets)
         ctx.save_for_backward(query, key, value, output, lse, *offsets)
-        ctx.one = one
+        ctx.prepared = prepared
         ctx.set_materialize_grads(False)
-        if not one.both.backward.source.traits.lse:
+        if not prepared.both.backward.source.traits.lse:
             ctx.mark_non_differentiable(lse)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor | None) -> tuple[Tensor | None, ...]:
         once = _Gradients.apply if torch.is_grad_enabled() else _gradients  # somebody may ask for second derivatives
-        return *once(*pulls, *ctx.saved_tensors, ctx.one), None, None, None
+        return *once(*pulls, *ctx.saved_tensors, ctx.prepared), None, None, None
 
 
-# PyTorch's own `apply` first asks for transforms of torch.func, as `Pair` does, and looks in each tensor for what is
-# left of one that ended, whose address `prepared.key` could not have read. That takes a third of its time.
+# PyTorch's own `apply` first asks for transforms of torch.func, as `TrainingCall` does, and looks in each tensor for
+# what is left of one that ended, whose address `call_cache.key` could not have read. That takes a third of its time.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 

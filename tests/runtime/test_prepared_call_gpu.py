@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import autoattn
 from autoattn import functional
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -42,12 +43,11 @@ def three(seq: int = 256, heads: int = 4, head_dim: int = 64, device: str = "cud
 
 def ordinary(call: Callable[[], Any]) -> Any:
     """What a call gives that finds nothing prepared."""
-    known = dict(prepared_calls._known)
-    prepared_calls.forget()
-    found = call()
-    prepared_calls._known.clear()
-    prepared_calls._known.update(known)
-    return found
+    with (
+        mock.patch.object(call_cache, "find", return_value=None),
+        mock.patch.object(call_cache, "find_guarded", return_value=None),
+    ):
+        return call()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -58,7 +58,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def count() -> int:
-    return len(prepared_calls._known)
+    return call_cache.info().calls
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -29,7 +29,7 @@ from autoattn.hardware import nvidia
 from autoattn.kernels import bound_launch
 from autoattn.kernels.compiler import Descriptor, Kernel
 from autoattn.kernels.forward import POINTERS
-from autoattn.runtime import prepared_calls
+from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
@@ -95,11 +95,11 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     same(card.ordinary[0], card.prepared[0])
     assert [one.shape for one in made] == [one.shape for one in found]
-    (known,) = prepared_calls._known.values()
+    launch = known_launch()
     tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5]), strict=True))
-    for place, number in known.launch.pointers:
+    for place, number in launch.pointers:
         assert sum(card.prepared[0], ())[place] == tensors[POINTERS[number]].data_ptr()
-    assert len(known.launch.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
+    assert len(launch.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
 
 
 def test_every_door_goes_through_what_was_prepared(card: Noted) -> None:
@@ -229,8 +229,8 @@ def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Noted, monkeypatc
 
 
 def known_launch() -> bound_launch.Bound:
-    (known,) = prepared_calls._known.values()
-    assert isinstance(known, prepared_calls._Kernel)
+    (known,) = call_cache.prepared_calls()
+    assert isinstance(known, prepared_call.KernelCall)
     return known.launch
 
 
@@ -272,7 +272,7 @@ def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(
 def test_a_call_without_tokens_is_not_prepared(card: Noted) -> None:
     for _ in range(2):
         assert autoattn.attention(*three(seq=0)).shape == (2, 4, 0, 16)
-    assert (card.ordinary, card.prepared, prepared_calls._known) == ([], [], {})
+    assert (card.ordinary, card.prepared, call_cache.info().calls) == ([], [], 0)
 
 
 def test_an_error_is_raised_each_time(card: Noted) -> None:
@@ -283,7 +283,7 @@ def test_an_error_is_raised_each_time(card: Noted) -> None:
         for _ in range(2):
             with pytest.raises(AutoattnError):
                 autoattn.attention(*tensors, **(right | wrong))
-    assert len(prepared_calls._known) == 1
+    assert call_cache.info().calls == 1
 
 
 def test_what_a_graph_forbade_is_not_kept(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_what_a_graph_forbade_is_not_kept(card: Noted, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
         autoattn.attention(*tensors)
-    assert (card.ordinary, prepared_calls._known) == ([], {})
+    assert (card.ordinary, call_cache.info().calls) == ([], 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     autoattn.attention(*tensors)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -352,7 +352,7 @@ def test_a_prepared_answer_of_pytorchs_has_gradients() -> None:
 @pytest.mark.parametrize("asked", [{"window": (2, 2)}, {"scale": -1.0}, {"scale": 0.0}, {"return_lse": True}])
 def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, Any]) -> None:
     autoattn.attention(*three(dtype=torch.float32), **asked)
-    assert prepared_calls._known == {}
+    assert call_cache.info().calls == 0
 
 
 def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,11 +383,11 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
 
 
 def test_the_oldest_gives_way_where_there_are_too_many(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_calls, "MOST", 3)
+    monkeypatch.setattr(call_cache, "BOUND", 3)
     calls = [three(seq=seq) for seq in (16, 17, 18, 19)]
     for tensors in calls:
         autoattn.attention(*tensors)
-    assert len(prepared_calls._known) == 3
+    assert call_cache.info().calls == 3
     for tensors in (calls[1], calls[3], calls[0]):
         autoattn.attention(*tensors)
     assert (len(card.ordinary), len(card.prepared)) == (5, 2)
@@ -403,12 +403,13 @@ def test_forgetting_forgets_what_was_prepared(card: Noted) -> None:
 def test_nothing_prepared_holds_a_tensor(card: Noted) -> None:
     autoattn.attention(*three(), return_lse=True)
     autoattn.packed_attention(*packed())
-    for known in prepared_calls._known.values():
+    for known in call_cache.prepared_calls():
+        assert isinstance(known, prepared_call.KernelCall)
         assert not any(isinstance(given, Tensor) for given in known.launch.given)
 
 
 def test_threads_may_call_at_once(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_calls, "MOST", 4)
+    monkeypatch.setattr(call_cache, "BOUND", 4)
     wrong: list[object] = []
 
     def work(first: int) -> None:

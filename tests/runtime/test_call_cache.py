@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,10 +26,9 @@ from autoattn.codegen import render
 from autoattn.core.mask import Mask
 from autoattn.errors import AutoattnError
 from autoattn.hardware import nvidia
-from autoattn.runtime import prepared_calls, recent_calls
+from autoattn.runtime import call_cache
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import gradient_problem, planner
-from autoattn.runtime.run import execute
 
 
 def shifted(tensor: Tensor, by: int) -> Tensor:
@@ -179,8 +179,8 @@ EACH: dict[str, dict[str, Any]] = {
 
 def key_of(*tensors: Any, **asked: Any) -> Any:
     """The key that `attention` asks for."""
-    recent_calls.forget()
-    with mock.patch.object(prepared_calls, "find") as find, mock.patch.object(prepared_calls, "remember"):
+    call_cache.clear()
+    with mock.patch.object(call_cache, "find") as find, mock.patch.object(call_cache, "guard"):
         functional.attention(*tensors, **asked)
     find.assert_called_once()
     return find.call_args.args[0]
@@ -193,18 +193,21 @@ def found_among_recent(*tensors: Any, **asked: Any) -> bool:
         if find.call_args.args[0] is not None:
             kept(*given)
 
-    kept = prepared_calls.remember
-    with mock.patch.object(prepared_calls, "find") as find, mock.patch.object(prepared_calls, "remember", keep):
+    kept = call_cache.guard
+    with mock.patch.object(call_cache, "find") as find, mock.patch.object(call_cache, "guard", keep):
+        find.return_value.sees_switches = False
         functional.attention(*tensors, **asked)
     return not find.called
 
 
 def test_the_same_call_is_found_among_recent_ones() -> None:
-    recent_calls.forget()
+    call_cache.clear()
     for causal, known in ((True, False), (False, False), (True, True), (False, True)):
         assert found_among_recent(*three(), causal=causal) is known
         assert found_among_recent(*three(), causal=causal)
     query, key, value = three()
+    assert not found_among_recent(query, query, query)
+    assert found_among_recent(key, key, key), "one object in three places is a kind of its own"
     assert not found_among_recent(shifted(query, 1), key, value), "a kernel would read it by wider steps"
     with torch.no_grad():
         assert not found_among_recent(*three())
@@ -214,13 +217,13 @@ def test_the_same_call_is_found_among_recent_ones() -> None:
     assert not found_among_recent(*three(dtype=torch.float32)), "how its products are formed is no switch that is seen"
 
 
-SCALES = [0.01 * number for number in range(1, recent_calls.FIRST + 1)]  # of as many kinds as are asked first
+SCALES = [0.01 * number for number in range(1, call_cache.GUARDED_FIRST + 1)]  # of as many kinds as are asked first
 WORDS = False, 0.0, 0.0, None, "bhsd", False, False
 
 
 def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
     """A model may ask for the LSE in some layers, and attend by our module and our function in turn."""
-    recent_calls.forget()
+    call_cache.clear()
     kinds: list[dict[str, Any]] = [{}, {"return_lse": True}, {"causal": "top-left"}, {"scale": 0.5}]
     for known in (False, True, True):
         for asked in kinds:
@@ -232,7 +235,7 @@ def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
 
 
 def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_other_types_are_not() -> None:
-    recent_calls.forget()
+    call_cache.clear()
     for known in (False, True, True):
         assert found_among_recent(*three(), scale=float("0.5"), layout="".join(("b", "hsd"))) is known
     for known in (False, True):
@@ -244,27 +247,41 @@ def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_ot
 
 def test_kinds_that_are_asked_last_are_found_too_and_are_asked_first_from_then_on() -> None:
     """Shapes that take turns by the hundred steps, as in training by lengths that grow."""
-    recent_calls.forget()
-    lengths = range(1, recent_calls.FIRST + 3)
+    call_cache.clear()
+    lengths = range(1, call_cache.GUARDED_FIRST + 3)
     for known in (False, True):
         for seq in lengths:
             assert found_among_recent(*three(seq=seq)) is known, seq
-            assert recent_calls._first[0].is_alike(*three(seq=seq)), seq
+            assert call_cache._first[0].is_alike(*three(seq=seq)), seq
 
 
 def test_what_is_forgotten_while_it_is_found_is_not_found_again() -> None:
-    recent_calls.forget()
-    for seq in range(1, recent_calls.FIRST + 3):
+    call_cache.clear()
+    for seq in range(1, call_cache.GUARDED_FIRST + 3):
         assert not found_among_recent(*three(seq=seq))
-    put_first = recent_calls._put_first
+    put_first = call_cache._put_first
 
     def late(*given: Any) -> None:
-        recent_calls.forget()
+        call_cache.clear()
         put_first(*given)
 
-    with mock.patch.object(recent_calls, "_put_first", late):
+    with mock.patch.object(call_cache, "_put_first", late):
         assert found_among_recent(*three(seq=1))
     assert not found_among_recent(*three(seq=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StubCall:
+    """A prepared call that answers nothing."""
+
+    sees_switches: bool
+
+    @property
+    def guarded(self) -> StubCall:
+        return self
+
+    def __call__(self, *tensors: Tensor) -> None:
+        return None
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -273,12 +290,12 @@ def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: boo
 
     def found(*, gradient: bool) -> bool:
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
-        return recent_calls.find(query, key, value, WORDS) is not None
+        return call_cache.find_guarded(query, key, value, WORDS) is not None
 
     for gradient in (False, True):
-        recent_calls.forget()
+        call_cache.clear()
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
-        recent_calls.keep(query, key, value, WORDS, execute.run, exact=exact)
+        call_cache.guard(query, key, value, WORDS, StubCall(sees_switches=not exact))
         assert found(gradient=gradient)
         assert not found(gradient=not gradient)
         with deterministic_sdpa.switched_on(True):
@@ -288,7 +305,7 @@ def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: boo
 
 
 def test_words_that_cannot_be_compared_go_the_ordinary_way() -> None:
-    recent_calls.forget()
+    call_cache.clear()
     assert not found_among_recent(*three(), scale=0.5)
     for scale in (torch.ones(3), np.ones(3)):
         with pytest.raises(AutoattnError, match="scale must be"):

@@ -1,0 +1,284 @@
+"""The call cache: prepared calls, found by guards first and then by a hash.
+
+Guards are those that torch.compile puts in front of its graphs. In C++ they look at the tensors' types, dtypes,
+devices, sizes, strides, wanted gradients and views that stand for negatives, and at PyTorch's modes, transforms and
+switches. A model calls attention once a layer, each time alike, so that a few guarded kinds of calls answer most. Where
+guards find nothing, or PyTorch has none, a key formed in Python says all that decides how a call is answered.
+
+What a key cannot hold is never kept: tensors beside query, key, value and the offsets of packed sequences, functions, a
+seed, subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept either.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoattn import torch_private
+from autoattn.core.mask import Mask
+from autoattn.kernels.forward import ALIGNED
+from autoattn.runtime.parse import arguments
+
+BOUND = 4096  # calls; a growing key cache asks for something new at every step
+GUARDED_SHAPES = 64  # pairs of shapes with guards
+GUARDED_OF_SHAPES = 4  # kinds of calls of one pair, which are asked one behind the other
+GUARDED_FIRST = 8  # kinds that are asked before all others: the layers of a model are of few
+Key: TypeAlias = tuple[Hashable, ...]
+Words: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
+_FLOAT32 = torch.float32
+_is = operator.is_
+_is_compiling = torch.compiler.is_dynamo_compiling
+_differentiates = torch.is_grad_enabled
+_watchers = torch_private.count_dispatch_modes  # modes, which would not see a launch
+_repeats = torch_private.are_gradients_deterministic
+
+
+class PreparedCall(Protocol):
+    """What answers calls like one that was answered before."""
+
+    @property
+    def guarded(self) -> Callable[..., Any]:
+        """What answers a call that guards know; they do not see whether a CUDA graph is captured."""
+
+    @property
+    def sees_switches(self) -> bool:
+        """Whether it sees by itself what is switched on, as F.scaled_dot_product_attention does."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, *offsets: Tensor) -> Any:
+        """The answer to the caller; None where it does not take the call after all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """How full the call cache is."""
+
+    calls: int  # that keys find
+    bound: int
+    guarded: int  # kinds of calls that guards find
+    has_guards: bool  # whether this PyTorch has guards
+
+
+# --- Keys -------------------------------------------------------------------------------------------------------------
+
+
+def key(
+    query: Any, key: Any, value: Any, offsets: tuple[Any, ...], words: tuple[Any, ...], seldom: tuple[Any, ...] | None
+) -> Key | None:
+    """All that decides how a call is answered; None when that takes more than a look at its arguments.
+
+    It is written out where a loop would be shorter, since every call pays for it.
+
+    Args:
+        offsets: cu_seqlens_q and cu_seqlens_kv of a packed call.
+        words: arguments that are mostly given, or have a default other than None.
+        seldom: the window and the others, but for the seed of a dropout, which is never prepared; None where all of
+            them are None.
+    """
+    if torch.compiler.is_compiling() or _watchers():
+        return None
+    if seldom is not None:
+        window = seldom[0]
+        if window is not None and type(window) is not tuple:
+            return None
+        words += (*seldom[1:], *(window or ()), window is None)
+    kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
+    if not (_WORDS.issuperset(kinds) and type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS):
+        return None
+    others: tuple[Hashable, ...] = ()
+    try:
+        address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        for tensor in offsets:
+            if type(tensor) not in _TENSORS:
+                return None
+            others += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            address |= tensor.data_ptr()
+        if query.is_neg() or key.is_neg() or value.is_neg():
+            return None  # what lies in memory are other numbers
+        dtype, device = query.dtype, query.device
+        if not (dtype is key.dtype is value.dtype and device == key.device == value.device):
+            return None  # no such call is prepared: it is an error, or autocast gives it other tensors
+        kind = "cuda" if query.is_cuda else "cpu"
+        return (
+            dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), others,
+            address & ALIGNED,
+            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
+            and (True, _repeats()),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            dtype is _FLOAT32 and torch.get_float32_matmul_precision(),
+            arguments.asked_numerics(),
+            kinds,
+            words,
+        )  # fmt: skip
+    except RuntimeError:  # a sparse or nested tensor has no strides, one under torch.func.vmap no address
+        return None
+
+
+def find(call_key: Key | None) -> PreparedCall | None:
+    """The prepared call of a key; None where there is none."""
+    return None if call_key is None else _calls.get(call_key)
+
+
+def keep(call_key: Key, prepared: PreparedCall) -> None:
+    """Keeps the prepared call of a key, in place of the oldest where the cache is full."""
+    with _writing:
+        while len(_calls) >= BOUND:
+            del _calls[next(iter(_calls))]
+        _calls[call_key] = prepared
+
+
+def drop(call_key: Key) -> None:
+    """Drops the prepared call of a key, and all guards."""
+    global _first
+    with _writing:
+        _calls.pop(call_key, None)
+        _kinds.clear()
+        _first = ()
+
+
+def clear() -> None:
+    """Drops all prepared calls."""
+    global _first
+    with _writing:
+        _calls.clear()
+        _kinds.clear()
+        _first = ()
+
+
+def info() -> CacheInfo:
+    """How full the cache is."""
+    guarded = sum(map(len, _kinds.values()))
+    return CacheInfo(calls=len(_calls), bound=BOUND, guarded=guarded, has_guards=torch_private.TENSOR_GUARDS)
+
+
+def prepared_calls() -> tuple[PreparedCall, ...]:
+    """All prepared calls that keys find, the oldest first."""
+    return tuple(_calls.values())
+
+
+# --- Guards -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kind:
+    words: Words
+    is_alike: Callable[[Any, Any, Any], bool]
+    differentiates: bool  # whether autograd is on
+    repeats: bool  # whether gradients must
+    exact: bool  # whether what follows must be the same too
+    is_unchanged: Callable[[], bool]
+    alignment: int
+    numerics: str  # that the environment asks for
+    known: Callable[..., Any]
+
+    def says(self, words: Words) -> bool:
+        """Whether words that are other objects say the same; 1, 1.0 and True are equal, and do not."""
+        return words == self.words and all(map(_is, map(type, words), map(type, self.words)))
+
+    def answers(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether a call with these words is of this kind."""
+        return (
+            self.is_alike(query, key, value)
+            and self.differentiates is _differentiates()
+            and self.repeats is _repeats()
+            and (not self.exact or self.holds(query, key, value))
+        )
+
+    def holds(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether all beside the arguments is as it was."""
+        return (
+            self.is_unchanged()
+            and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED == self.alignment
+            and arguments.asked_numerics() == self.numerics
+        )
+
+
+def find_guarded(query: Any, key: Any, value: Any, words: Words) -> Callable[..., Any] | None:
+    """What answers a call of a guarded kind; None where none is like it.
+
+    Words are compared one by one: between the layers of a model, where the CPU's caches hold other things, what makes
+    tuples of them and their types takes 3 us more (benchmarks/results/2026-11-22_h200_overhead.md, at its end).
+
+    Args:
+        words: as of `guard`.
+    """
+    if _is_compiling():
+        return None
+    causal, softcap, dropout, scale, layout, deterministic, return_lse = words
+    try:
+        if query.is_nested or key.is_nested or value.is_nested:  # the guards end the process over them
+            return None
+        for one in _first:
+            a, b, c, d, e, f, g = one.words
+            if (
+                causal is a and layout is e and deterministic is f and return_lse is g
+                and (softcap is b or (softcap == b and type(softcap) is type(b)))
+                and (dropout is c or (dropout == c and type(dropout) is type(c)))
+                and (scale is d or (scale == d and type(scale) is type(d)))
+                and one.is_alike(query, key, value)  # and what `answers` asks, without a call
+                and one.differentiates is _differentiates()
+                and one.repeats is _repeats()
+                and (not one.exact or one.holds(query, key, value))
+            ):  # fmt: skip
+                return one.known
+        shapes = query.shape, key.shape
+        for one in _kinds.get(shapes, ()):
+            if one.says(words) and one.answers(query, key, value):
+                _put_first(one, shapes, words)
+                return one.known
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, or words that nobody can compare:
+        pass  # the ordinary way says so
+    return None
+
+
+def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: PreparedCall) -> None:
+    """Puts guards in front of a prepared call, in place of the oldest of its shapes, or of the oldest shapes.
+
+    Args:
+        words: the usual arguments of the table in autoattn.core.call_arguments, in its order.
+    """
+    exact = not prepared.sees_switches
+    if not torch_private.TENSOR_GUARDS:
+        return
+    if exact and query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
+        return
+    three = query, key, value
+    kind = _Kind(
+        words=words,
+        is_alike=torch_private.guard_tensors(three),
+        differentiates=_differentiates(),
+        repeats=_repeats(),
+        exact=exact,
+        is_unchanged=torch_private.guard_global_state(),
+        alignment=(query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED,
+        numerics=arguments.asked_numerics(),
+        known=prepared.guarded,
+    )
+    shapes = query.shape, key.shape
+    with _writing:
+        others = _kinds.pop(shapes, ())
+        while len(_kinds) >= GUARDED_SHAPES:
+            del _kinds[next(iter(_kinds))]  # the oldest
+        _kinds[shapes] = (kind, *others[: GUARDED_OF_SHAPES - 1])
+    _put_first(kind, shapes, words)
+
+
+def _put_first(kind: _Kind, shapes: tuple[Any, Any], words: Words) -> None:
+    """Asks a kind before all others from now on, unless it was forgotten meanwhile."""
+    global _first
+    with _writing:
+        if kind in _kinds.get(shapes, ()):
+            _first = (replace(kind, words=words), *_first[: GUARDED_FIRST - 1])
+
+
+_calls: dict[Key, PreparedCall] = {}
+_kinds: dict[tuple[Any, Any], tuple[_Kind, ...]] = {}
+_first: tuple[_Kind, ...] = ()  # whose words are the very objects of the last calls
+_writing = threading.Lock()
