@@ -1,9 +1,9 @@
-"""How well the model of autoattn/model.py ranks kernels that were measured: `python benchmarks/model_quality.py`.
+"""How well the model of autoattn/cost_model/predictor.py ranks kernels that were measured: `python benchmarks/model_quality.py`.
 
 The data are what benchmarks/variants.py measured on an H200 (benchmarks/data/variants/), a recording for each family of
 kernels and problem, and 284 variants of an older kernel (benchmarks/data/h200_triton_variants.json). `--left-out` fits
 the constants anew for each problem on all the others, and judges them on it alone: that is the honest table. `--fit`
-prints constants fitted on everything, which autoattn/calibration.py holds.
+prints constants fitted on everything, which autoattn/cost_model/constants.py holds.
 """
 
 from __future__ import annotations

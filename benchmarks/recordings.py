@@ -1,7 +1,7 @@
 """Makes the recordings that samplers are compared on: `python benchmarks/recordings.py measured|predicted`.
 
 `measured` turns benchmarks/data/h200_triton_variants.json into two recordings, one a head dim, with that kernel's own
-five parameters. `predicted` compiles a whole grid of triton/forward for sm_90 and asks autoattn/model.py for times: no
+five parameters. `predicted` compiles a whole grid of triton/forward for sm_90 and asks autoattn/cost_model/predictor.py for times: no
 GPU made them, they lie in a folder of their own, and no table mixes the two.
 """
 
@@ -129,7 +129,7 @@ def _predictions(problem: Problem, reports: dict[Variant, StaticReport | Failure
     return search_recording.of_trials(
         trials, problem=problem, device=DEVICE.name, evidence=Evidence.PREDICTED,
         versions={"triton": triton.__version__},
-        source=f"the model of autoattn/model.py, from the machine code of {TEMPLATE} for sm_90; no GPU was asked",
+        source=f"the cost model, from the machine code of {TEMPLATE} for sm_90; no GPU was asked",
     )  # fmt: skip
 
 

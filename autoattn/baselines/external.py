@@ -1,6 +1,6 @@
 """What others offer for the same attention, by name: PyTorch's backends, FlexAttention, FlashAttention-2, -3 and -4.
 
-`rivals` is the part of it that every PyTorch has, and that the tuner times; the rest may be missing.
+`pytorch_sdpa` is the part of it that every PyTorch has, and that the tuner times; the rest may be missing.
 """
 
 from __future__ import annotations

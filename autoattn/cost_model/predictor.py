@@ -2,8 +2,8 @@
 
 In one breath: the blocks on an SM are the customers of a closed queueing network. In each pass of the loop over keys a
 block visits the tensor cores, the vector units (softmax) and the shared memory, and waits for latencies that no unit
-works on. Mean value analysis gives the time of a pass when so many blocks share the SM (`demand`); the passes of all
-tiles, scheduled over the SMs (`waves`), give the time of the kernel, unless the L2 or the DRAM takes longer.
+works on. Mean value analysis gives the time of a pass when so many blocks share the SM (`loop_cost`); the passes of all
+tiles, scheduled over the SMs (`tile_schedule`), give the time of the kernel, unless the L2 or the DRAM takes longer.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def parse(document: object, name: str) -> list[NamedProblem]:
     """
     if document is None:
         raise ShapesError(f"{name} must hold version and groups, but it is empty; see docs/shapes.md for an example")
-    # `published` holds tables of measurements that belong to the shapes; its content is none of our business.
+    # `published` holds tables of measurements that belong to the shapes; it is not read.
     file = _mapping(document, name, {"version", "defaults", "groups", "published"})
     version = file.get("version")
     if type(version) is not int or version != VERSION:

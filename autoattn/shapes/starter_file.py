@@ -65,10 +65,10 @@ _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 def write(document: Mapping[str, Any], head: Sequence[str] = HEAD) -> str:
-    """YAML with a comment in front and the keys explained behind; `shapes.load` reads it as `document`.
+    """YAML with a comment in front and the keys explained behind; `shapes_file.load` reads it as `document`.
 
     Args:
-        document: version, defaults and groups, as `shapes.parse` takes them.
+        document: version, defaults and groups, as `shapes_file.parse` takes them.
         head: paragraphs of the comment in front; "" for an empty line.
     """
     lines = [line for paragraph in head for line in _comment(paragraph)]

@@ -4,7 +4,7 @@ The rule is FlashAttention's own (tests/test_flash_attn.py and hopper/test_flash
 is at most three times that of the same maths differentiated by PyTorch in the low precision, plus an absolute term the
 size of an ulp. What the forward pass saves is the reference's, rounded, so that no kernel of ours vouches for another.
 
-As in `validate`, every tensor lies inside a larger one filled with NaN, gradients start as NaN, and every case runs
+As in `output_check`, every tensor lies inside a larger one filled with NaN, gradients start as NaN, and every case runs
 twice, the second time by the bound launches that calls use. The two agree to the bit, unless the template's search
 space says that such launches do not; then the rule holds for each of them. A query that sees no key, and a key that no
 query sees, has gradients of exactly 0.
@@ -56,7 +56,7 @@ class Case:
 
 
 class Gate:
-    """Cases for one kind of problem, made once and put to every kernel for it; small ones, as in `validate`."""
+    """Cases for one kind of problem, made once and put to every kernel for it; small ones, as in `output_check`."""
 
     def __init__(self, problem: Problem, device: torch.device, *, tiny: bool = False, seed: int = 0) -> None:
         generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -33,7 +33,7 @@ def test_every_command_of_the_page_runs(
     assert len(COMMANDS) == 9 + 1
     for command in COMMANDS:
         if command == ["--show-completion"]:
-            continue  # ends the process: tests/test_completion.py runs it
+            continue  # ends the process: tests/cli/test_completion.py runs it
         code, _, error = autoattn(*command)
         assert (code, error) == (0, ""), command
     assert len(shapes_file.load(Path("llama.yaml"))) == 6

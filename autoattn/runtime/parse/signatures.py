@@ -2,7 +2,7 @@
 
 `attention` and `packed_attention` return a tensor, or with `return_lse` a pair: each has an overload for either, and
 `explain` and `explain_packed` take the same arguments. The meaning of each argument stands in `functional`;
-`tests/test_signatures.py` compares names and types with the functions.
+`tests/runtime/parse/test_signatures.py` compares names and types with the functions.
 """
 
 from __future__ import annotations

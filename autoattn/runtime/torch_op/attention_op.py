@@ -2,7 +2,7 @@
 
 torch.compile, torch.export, FakeTensors, dispatch modes and torch.func see one operator with known shapes. When it runs
 it does what the function would. Calls that nobody traces do not come here: the dispatcher and Python's registrations
-take several times as long as the rest of a small call. Its backward pass is in `differentiate`.
+take several times as long as the rest of a small call. Its backward pass is in `attention_op_backward`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_call.An
 
 
 def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | None:
-    """What decides how the operator answers, for `prepared`; None where it computes on more tensors than that keeps."""
+    """The key of the operator's call; None where it computes on more tensors than that keeps."""
     query, key, value, *others = tensors
     offsets = offsets_of(tensors)
     if sum(isinstance(one, Tensor) or bool(one) for one in others) > len(offsets):
