@@ -1,4 +1,4 @@
-"""How well the model of autoattn/cost_model/predictor.py ranks kernels that were measured: `python benchmarks/model_quality.py`.
+"""How well the cost model ranks kernels that were measured: `python benchmarks/model_quality.py`.
 
 The data are what benchmarks/variants.py measured on an H200 (benchmarks/data/variants/), a recording for each family of
 kernels and problem, and 284 variants of an older kernel (benchmarks/data/h200_triton_variants.json). `--left-out` fits
