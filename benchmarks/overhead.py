@@ -4,7 +4,7 @@ python benchmarks/overhead.py [--calls 10000] [--write]
 
 Each call is timed by itself on the host's clock, from the call to its return: reading the arguments, memory for the
 output and the launch, but not the kernel. Training calls are both passes, on problems that are long enough to run
-kernels (runtime/plan/launch_bound.py), a tenth as often. All calls of a shape take turns in one process, in random
+kernels (runtime/plan/host_bound.py), a tenth as often. All calls of a shape take turns in one process, in random
 order in each round, and the GPU is waited for between rounds, outside the clock, so that no launch waits for room in
 the queue.
 PyTorch's backends are named outside the clock too.

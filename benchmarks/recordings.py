@@ -1,8 +1,8 @@
 """Makes the recordings that samplers are compared on: `python benchmarks/recordings.py measured|predicted`.
 
 `measured` turns benchmarks/data/h200_triton_variants.json into two recordings, one a head dim, with that kernel's own
-five parameters. `predicted` compiles a whole grid of triton/forward for sm_90 and asks the cost model for times: no GPU made them, they
-lie in a folder of their own, and no table mixes the two.
+five parameters. `predicted` compiles a whole grid of triton/forward for sm_90 and asks the cost model for times: no GPU
+made them, they lie in a folder of their own, and no table mixes the two.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ def why_not_sdpa(problem: Problem) -> str | None:
     return None
 
 
+def why_not_call(problem: Problem, *, lse: bool) -> str | None:
+    """Why F.scaled_dot_product_attention cannot say a call; None when it can."""
+    return "it gives no LSE" if lse else why_not_sdpa(problem)
+
+
 def sdpa(problem: Problem, operands: Operands, *, backend: str = SDPA) -> Tensor:
     """F.scaled_dot_product_attention with the problem's own mask: [batch, heads_q, seq_q, head_dim_v].
 

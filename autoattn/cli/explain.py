@@ -73,10 +73,10 @@ def command(
             raise UsageError(f"--lse is a choice for outputs, got {one.problem}; leave it out, or add --training")
     from autoattn.cli import terminal
     from autoattn.hardware import nvidia
-    from autoattn.runtime.plan import planner
+    from autoattn.runtime.plan import decision
 
     card = nvidia.resolve(device)[0] if device is not None else nvidia.present()
-    answers = [planner.explain(one.problem, card, cache, lse=lse, training=training) for one in named]
+    answers = [decision.explain(one.problem, card, cache, lse=lse, training=training) for one in named]
     if json:
         documents = [_document(answer) for answer in answers]
         terminal.print_json(documents[0] if problem is not None else documents)

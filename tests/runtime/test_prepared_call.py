@@ -131,7 +131,9 @@ def test_the_environments_numerics_make_another_answer_at_every_door(
     asked: list[str] = []
     decide = cache_lookup.explain
     monkeypatch.setattr(
-        cache_lookup, "explain", lambda problem, card: (asked.append(problem.numerics.value), decide(problem, card))[1]
+        cache_lookup,
+        "explain",
+        lambda problem, *facts: (asked.append(problem.numerics.value), decide(problem, *facts))[1],
     )
     for environment in ("", "online", "", "online"):
         monkeypatch.setenv("AUTOATTN_NUMERICS", environment)
@@ -357,7 +359,7 @@ def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, An
 
 def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = cache_lookup.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     monkeypatch.setattr(planner.pytorch_sdpa, "sdpa", lambda problem, operands, backend="sdpa": backend)
     monkeypatch.setattr(pytorch_sdpa, "bind", lambda problem, scale, backend, learns: lambda *three: attend(backend))
     refused: list[type[Exception]] = []

@@ -205,7 +205,7 @@ def test_a_rival_is_called_with_its_backend_alone_and_leaves_the_switches(
     from autoattn.runtime.plan.cache_lookup import Level
 
     chosen = cache_lookup.Explanation(problem=None, route=backend, level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     cuda = torch.backends.cuda
     switches = (
         cuda.flash_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,

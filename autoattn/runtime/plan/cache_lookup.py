@@ -73,9 +73,14 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     folders = inventory.folders(folder)
     if device is None:
         return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
-    if device.arch < MIN_ARCH:
-        return sdpa(f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem)
-    return _Search(problem, device, folders).run()
+    return _device_supported(problem, device) or _Lookup(problem, device, folders).run()
+
+
+def _device_supported(problem: Problem, device: Device) -> Explanation | None:
+    """The answer on cards that are too old for any kernel; None on others."""
+    if device.arch >= MIN_ARCH:
+        return None
+    return sdpa(f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem)
 
 
 def differentiates(device: Device | None) -> bool:
@@ -143,8 +148,8 @@ def _default_reason(template: str) -> str:
     return f"no tuned entry can serve it, so a default of {template} runs; autoattn tune finds a better one"
 
 
-class _Search:
-    """One walk down the levels; what fails on the way is kept as steps."""
+class _Lookup:
+    """One walk down the rules; what fails on the way is kept as steps."""
 
     def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
         self.problem, self.device = problem, device
@@ -159,9 +164,10 @@ class _Search:
         self._read(folders)
 
     def run(self) -> Explanation:
-        """The first level that has an answer."""
-        explanation = self._exact() or self._neighbour() or self._predicted() or self._default()
-        return replace(explanation, unavailable=self.unavailable)
+        """The answer of the first rule that has one; the last has one always."""
+        rules = (self.exact_entry, self.near_entry, self.predicted_entry)
+        found = next((answer for rule in rules if (answer := rule()) is not None), None)
+        return replace(found or self.default_variant(), unavailable=self.unavailable)
 
     def _read(self, folders: tuple[Path, ...]) -> None:
         """Takes in the entries that count; an entry that cannot serve this problem gives way to one that can."""
@@ -173,13 +179,14 @@ class _Search:
         for key, place in _counting(files, self.device, self._why_not):
             (self.measured if place.measured else self.predicted)[key] = place.entry
 
-    def _exact(self) -> Explanation | None:
+    def exact_entry(self) -> Explanation | None:
+        """The problem itself was measured on this card."""
         entries = [self.measured[key] for key in self.keys if key in self.measured]
         if not entries:
             self.steps.append("exact: this problem was not measured on this card")
         return self._first(entries, Level.EXACT, "this problem was measured on this card")
 
-    def _neighbour(self) -> Explanation | None:
+    def near_entry(self) -> Explanation | None:
         """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
         related = [
             (entry.problem.deterministic is not self.problem.deterministic, far, key, entry)
@@ -203,13 +210,15 @@ class _Search:
         self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
         return None
 
-    def _predicted(self) -> Explanation | None:
+    def predicted_entry(self) -> Explanation | None:
+        """The problem itself was predicted for this kind of card."""
         entries = [self.predicted[key] for key in self.keys if key in self.predicted]
         if not entries:
             self.steps.append("predicted: nobody predicted this problem for this kind of card")
         return self._first(entries, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
 
-    def _default(self) -> Explanation:
+    def default_variant(self) -> Explanation:
+        """A template's default; gradients that nobody measured go to PyTorch."""
         if self.problem.op is Op.BACKWARD:  # nobody's gradients go to a kernel that nobody measured
             reason = (
                 "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"

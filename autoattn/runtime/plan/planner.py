@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,22 +11,19 @@ from torch import Tensor
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import availability
 from autoattn.codegen import render
-from autoattn.core.cache_entry import KERNEL
-from autoattn.core.device import Device
-from autoattn.core.problem import Bias, DType, Op, Problem
+from autoattn.core.problem import Problem
 from autoattn.core.variant import Source, Traits
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler, forward
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound
+from autoattn.runtime.plan import cache_lookup, decision, gradient_problem
 from autoattn.runtime.plan.cache_lookup import Explanation
-from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
+from autoattn.runtime.plan.gradient_problem import Learned
 from autoattn.tensors.operands import Operands
 
 MAX_SCALE = 1e38  # times log2(e) it is still a float32
 MAX_PLANS = 4096  # a growing key cache poses a new problem at every step
-FLOAT8_ARCH = 89  # Ada is the first to multiply float8
 _ruled_out: set[tuple[Problem, str]] = set()  # routes that did not take a problem's tensors
 
 
@@ -74,8 +69,8 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
     if refusal is None and learns and (why_not := gradient_problem.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
-        without = _of_call(call, _without_kernel(refusal, problem, lse, learned=learned))
-        return _repeating(without) if learns and call.deterministic else without
+        without = decision.without_kernel(refusal, problem, lse=lse, learned=learned)
+        return _of_call(call, _by_pytorch(without, repeats=learns and call.deterministic))
     try:
         if learns:
             given = (gradient_problem.traits_of(problem, operands, lse=each) for each in (True, lse))
@@ -85,53 +80,18 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
         return settled(_prepare(problem, traits, operands.query.device.index), problem)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
-        return replace(_without_kernel(reason, problem, lse, learned=learned), lasting=False)
+        return Plan(decision.without_kernel(reason, problem, lse=lse, learned=learned), lasting=False)
 
 
 def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     """PyTorch answers a call, whatever was tuned."""
-    return _of_call(call, _without_kernel(reason, call.problem, lse, learned=Learned.of(call.operands)))
+    learned = Learned.of(call.operands)
+    return _of_call(call, Plan(decision.without_kernel(reason, call.problem, lse=lse, learned=learned)))
 
 
 def _of_call(call: Call, plan: Plan) -> Plan:
     """The plan; without the problem where that is not the caller's."""
     return replace(plan, explanation=replace(plan.explanation, problem=None)) if call.no_kernel else plan
-
-
-def explain(
-    problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool = False, training: bool = False
-) -> Explanation:
-    """What a call of a problem gets on a card, and why, by the rules of `plan`: nothing is compiled and there are no
-    tensors, so that a kernel that does not compile, or does not take a memory layout, is not seen.
-
-    Args:
-        problem: of the output, or of the gradients.
-        card: None is the CPU.
-        folder: the only cache to read; the user's over the shipped one when None.
-        lse: whether the call returns the LSE too.
-        training: whether inputs need gradients; both passes are then decided together, and `problem` may be either.
-
-    Raises:
-        CacheError: a cache file is damaged or newer.
-    """
-    if problem.op is Op.BACKWARD and not training:
-        return cache_lookup.explain(problem, card, folder)
-    output = replace(problem, op=Op.FORWARD, deterministic=False)
-    found = _followed(output, cache_lookup.explain(output, card, folder), card, lse=lse or training)
-    if not training:
-        return found
-    asked = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(problem)
-    learned = Learned(bias=asked.modifiers.bias is Bias.LEARNED, slopes=asked.modifiers.learned_slopes)
-    gradients = cache_lookup.explain(asked, card, folder)
-    refused = _why_not_both(found, gradients)
-    if card is None:
-        without = _without_kernel(found.reason, output, lse, learned=learned)
-    elif refused is not None:
-        without = _without_gradients(refused, output, lse, gradients, learned)
-    else:
-        found = _with_gradients(found, gradients)
-        return (None if asked.deterministic or lse else launch_bound.answer(found, gradients)) or found
-    return (_repeating(without) if asked.deterministic else without).explanation
 
 
 def rule_out(problem: Problem, route: str) -> None:
@@ -163,7 +123,7 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     if torch.cuda.is_current_stream_capturing():
         raise _NotLoadedError  # an exception is not kept, so that the next call asks again
     card = nvidia.present(index)
-    explanation = _followed(problem, cache_lookup.explain(problem, card), card, lse=traits.lse)
+    explanation = decision.of_output(problem, card, lse=traits.lse)
     _warn_where_unavailable(explanation)
     refused = ""
     for variant in cache_lookup.variants(explanation, card):
@@ -177,7 +137,7 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
         else:
             return Plan(cache_lookup.by(explanation, variant), kernel)
     if refused:
-        return _without_kernel(refused, problem, traits.lse, explanation.steps)
+        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.steps))
     return Plan(explanation)
 
 
@@ -191,20 +151,24 @@ def _prepare_both(
     asked = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
     found = cache_lookup.explain(asked, card)
     _warn_where_unavailable(found)
-    refused = _why_not_both(forward_plan.explanation, found)
+    refused = decision.why_not_both(forward_plan.explanation, found)
     if refused is None and found.variant is not None:
         try:
             gradients = _loaded(render.render(asked, found.variant, gradient_traits), index)
         except CompileError as error:
             refused = str(error)
         else:
-            explanation = _with_gradients(forward_plan.explanation, found)
+            explanation = decision.with_gradients(forward_plan.explanation, found)
             both = Plan(explanation, forward_plan.kernel, gradients, asked)
-            told = deterministic or gradient_traits.lse  # what PyTorch's attention does not do
-            theirs = None if told else launch_bound.answer(explanation, found)
-            return both if theirs is None else Plan(theirs, captured=both)
-    without = _without_gradients(refused, problem, gradient_traits.lse, found, learned)
-    return _repeating(without) if deterministic else without
+            sdpa = decision.launch_bound(explanation, found, deterministic=deterministic, lse=gradient_traits.lse)
+            return both if sdpa is None else Plan(sdpa, captured=both)
+    without = decision.without_gradients(refused, problem, found, lse=gradient_traits.lse, learned=learned)
+    return _by_pytorch(without, repeats=deterministic)
+
+
+def _by_pytorch(explanation: Explanation, *, repeats: bool) -> Plan:
+    """PyTorch answers; where they must, its gradients repeat to the bit."""
+    return Plan(decision.repeated(explanation), repeats=True) if repeats else Plan(explanation)
 
 
 def _warn_where_unavailable(explanation: Explanation) -> None:
@@ -213,63 +177,10 @@ def _warn_where_unavailable(explanation: Explanation) -> None:
         availability.warn_once(explanation.unavailable)
 
 
-def _followed(problem: Problem, found: Explanation, card: Device | None, *, lse: bool) -> Explanation:
-    """What dispatch found for an output, where PyTorch's attention can follow it."""
-    if problem.dtype is DType.FLOAT8 and card is not None and card.arch < FLOAT8_ARCH:
-        reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_{FLOAT8_ARCH} or newer"
-        return _without_kernel(reason, problem, lse).explanation
-    if found.route == KERNEL or (not lse and pytorch_sdpa.why_not_sdpa(problem) is None):
-        return found
-    if found.variant is None:
-        return _without_kernel(found.reason, problem, lse, found.steps).explanation
-    return replace(found, route=KERNEL, reason=f"{found.reason}; but it gives no LSE, so the kernel runs")
-
-
-def _why_not_both(output: Explanation, gradients: Explanation) -> str | None:
-    """Why no kernels compute both passes; None when they do."""
-    refused = gradient_problem.why_not_by(gradients)
-    if refused is None and output.route != KERNEL:
-        return f"no kernel computes the output: {output.reason}"
-    return refused
-
-
-def _with_gradients(output: Explanation, gradients: Explanation) -> Explanation:
-    """The explanation of a call whose gradients are computed by a kernel too."""
-    return replace(output, steps=(*output.steps, f"gradients: {gradients.reason}"))
-
-
-def _without_gradients(
-    refused: str | None, problem: Problem, lse: bool, gradients: Explanation, learned: Learned
-) -> Plan:
-    """PyTorch answers a call whose gradients no kernel computes."""
-    reason = f"an input needs a gradient, and {refused}"
-    return _without_kernel(reason, problem, lse, gradients.steps, learned=learned)
-
-
 @cache
 def _loaded(source: Source, index: int) -> compiler.Kernel:
     """Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step."""
     return compiler.load(source, torch.device("cuda", index))
-
-
-def _without_kernel(
-    reason: str, problem: Problem, lse: bool, steps: Sequence[str] = (), *, learned: Learned = NONE_LEARNED
-) -> Plan:
-    """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
-    found = cache_lookup.sdpa(reason, problem, steps)
-    why_not = "it gives no LSE" if lse else pytorch_sdpa.why_not_sdpa(problem)
-    if learned.bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
-        why_not = "its backward pass refuses some biases that need a gradient"
-    if why_not is None:
-        return Plan(found)
-    return Plan(replace(found, route=pytorch_sdpa.EAGER, steps=(*found.steps, f"sdpa: {why_not}")))
-
-
-def _repeating(plan: Plan) -> Plan:
-    """PyTorch's answer with gradients that repeat to the bit."""
-    step = "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
-    explanation = replace(plan.explanation, steps=(*plan.explanation.steps, step))
-    return replace(plan, explanation=explanation, repeats=True)
 
 
 def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:

@@ -18,7 +18,7 @@ from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
 from autoattn.runtime import call_cache
 from autoattn.runtime.call import attention, packed_attention
-from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound, planner
+from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound, planner
 from autoattn.runtime.run import autograd, execute
 from autoattn.runtime.torch_op import attention_op
 from autoattn.runtime.torch_op.attention_op import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
@@ -218,7 +218,7 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     call = attention_op.read(given)
     card = nvidia.present(query.device.index)
     found = [cache_lookup.explain(one, card) for one in (call.problem, gradient_problem.backward_of(call.problem))]
-    theirs = launch_bound.answer(found[0], found[1])
+    theirs = host_bound.answer(found[0], found[1])
     if theirs is None:
         return None
     output, _ = execute.run(call, planner.Plan(theirs), lse=False)

@@ -315,7 +315,7 @@ def test_an_entry_of_the_installed_triton_goes_before_one_of_another(tmp_path: P
     of_another = measured(ASKED, versions={"triton": another_release()})
     own, shipped = written(tmp_path / "own", of_another), written(tmp_path / "shipped", measured(ASKED))
     for folders in ((own, shipped), (shipped, own)):
-        explanation = cache_lookup._Search(ASKED, H200, folders).run()
+        explanation = cache_lookup._Lookup(ASKED, H200, folders).run()
         assert explanation.entry is not None
         assert explanation.entry.versions == {"triton": triton.__version__}
     alone = cache_lookup.explain(ASKED, H200, own).entry

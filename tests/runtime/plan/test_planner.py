@@ -183,7 +183,7 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
 
     chosen = cache_lookup.Explanation(problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest")
     monkeypatch.setattr(pytorch_sdpa, "sdpa", refusing)
-    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     tensors = inputs(dtype=torch.float16)
     for _ in range(2):
         close(autoattn.attention(*tensors), expected(tensors, False))
@@ -196,7 +196,7 @@ def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: 
         raise torch.OutOfMemoryError("no memory")
 
     chosen = cache_lookup.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
-    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     monkeypatch.setattr(pytorch_sdpa, "sdpa", full)
     with pytest.raises(torch.OutOfMemoryError):
         autoattn.attention(*inputs(dtype=torch.float16))
@@ -259,7 +259,7 @@ def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
     chosen = cache_lookup.Explanation(
         problem=None, route="sdpa-cudnn", level=Level.EXACT, reason="it was the fastest", variant=variant
     )
-    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: chosen)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     found = autoattn.explain(*inputs(dtype=torch.float16), return_lse=True)
     assert (found.route, found.variant) == ("kernel", variant)
     assert found.reason == "it was the fastest; but it gives no LSE, so the kernel runs"
@@ -278,7 +278,7 @@ def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorc
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = cache_lookup.sdpa("it is too old")
-    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device: old)
+    monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: old)
     tensors = inputs(dtype=torch.float16)
     assert autoattn.explain(*tensors).route == "sdpa"
     assert autoattn.explain(*tensors, softcap=2.0).route == "eager"

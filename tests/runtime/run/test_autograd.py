@@ -27,7 +27,7 @@ from autoattn.codegen import search_space
 from autoattn.core.problem import Op
 from autoattn.errors import TensorError
 from autoattn.runtime import call_cache
-from autoattn.runtime.plan import planner
+from autoattn.runtime.plan import decision
 from autoattn.runtime.plan.cache_lookup import Level
 from autoattn.runtime.plan.gradient_problem import Learned, backward_of
 from autoattn.runtime.torch_op import attention_op_backward
@@ -386,8 +386,8 @@ def test_a_problem_is_explained_as_the_call_is(
         inferred = autoattn.explain(*tensors, causal=True, return_lse=lse)
     assert inferred.problem is not None
     gradients = backward_of(inferred.problem, deterministic=deterministic)
-    assert planner.explain(gradients, samples.H200, lse=lse, training=True) == called
-    assert planner.explain(inferred.problem, samples.H200, lse=lse) == inferred
+    assert decision.explain(gradients, samples.H200, lse=lse, training=True) == called
+    assert decision.explain(inferred.problem, samples.H200, lse=lse) == inferred
     assert (inferred.route == "kernel") is (lse or output_choice is None)
 
 
@@ -396,7 +396,7 @@ def test_a_learned_bias_is_explained_as_the_call_is(card: dict[str, Any]) -> Non
     called = autoattn.explain(*tensors, bias=bias)
     assert called.problem is not None
     gradients = backward_of(called.problem, learned=Learned(bias=True))
-    assert planner.explain(gradients, samples.H200, training=True) == called
+    assert decision.explain(gradients, samples.H200, training=True) == called
     assert called.route == "eager"
 
 

@@ -27,7 +27,7 @@ from autoattn.codegen import search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Modifiers, Problem
 from autoattn.runtime import call_cache
-from autoattn.runtime.plan import cache_lookup, gradient_problem, launch_bound
+from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound
 from autoattn.runtime.plan.cache_lookup import Explanation
 
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
@@ -53,7 +53,7 @@ def passes(
 
 def route(*passes: Explanation) -> str | None:
     """Who answers in place of the kernels."""
-    told = launch_bound.answer(*passes)
+    told = host_bound.answer(*passes)
     return None if told is None else told.route
 
 
@@ -82,7 +82,7 @@ def test_who_needs_least_of_the_cpu_and_the_gpu_answers(
 
 
 def test_the_reason_says_both_times() -> None:
-    told = launch_bound.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
+    told = host_bound.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
     assert told is not None
     assert told.reason == (
         "both passes of kernels take the GPU about 60 us and the CPU 175, so that a step waits for the CPU, which "
@@ -102,7 +102,7 @@ def test_a_neighbours_times_count_as_its_pairs_do() -> None:
         found(one, 2000.0, far),
         found(gradient_problem.backward_of(one), 4000.0, gradient_problem.backward_of(far)),
     )
-    told = launch_bound.answer(*several)
+    told = host_bound.answer(*several)
     assert told is not None
     assert "the GPU about 6" in told.reason  # a hundredth of the pairs, and the diagonal's
 

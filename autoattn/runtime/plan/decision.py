@@ -1,0 +1,141 @@
+"""Decides which kernel, or which backend of PyTorch, answers a call, and why: rules in order, each with a name.
+
+One pass goes down the rules of `cache_lookup`: device_supported, exact_entry, near_entry, predicted_entry,
+default_variant. Then come the rules here, which know of the whole call:
+
+- float8_supported: the card multiplies float8.
+- pytorch_can_say_it: where PyTorch's attention was the fastest, it must be able to say the call; else the kernel runs,
+  or the formula.
+- both_passes_agree: kernels run both passes of a call that somebody differentiates, or PyTorch does.
+- launch_bound: PyTorch's attention runs training steps that wait for the CPU.
+
+Nothing is compiled. `planner` compiles what is decided, and falls back where that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from autoattn.baselines import pytorch_sdpa
+from autoattn.core.cache_entry import KERNEL
+from autoattn.core.device import Device
+from autoattn.core.problem import Bias, DType, Op, Problem
+from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound
+from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
+
+FLOAT8_ARCH = 89  # Ada is the first to multiply float8
+
+
+def explain(
+    problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool = False, training: bool = False
+) -> Explanation:
+    """What a call of a problem gets on a card, and why.
+
+    There are no tensors, so that a kernel that does not compile, or does not take a memory layout, is not seen.
+
+    Args:
+        problem: of the output, or of the gradients.
+        card: None is the CPU.
+        folder: the only cache to read; the user's over the shipped one when None.
+        lse: whether the call returns the LSE too.
+        training: whether inputs need gradients; both passes are then decided together, and `problem` may be either.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    if problem.op is Op.BACKWARD and not training:
+        return cache_lookup.explain(problem, card, folder)
+    output = replace(problem, op=Op.FORWARD, deterministic=False)
+    explanation = of_output(output, card, folder, lse=lse or training)
+    if not training:
+        return explanation
+    asked = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(problem)
+    learned = Learned(bias=asked.modifiers.bias is Bias.LEARNED, slopes=asked.modifiers.learned_slopes)
+    gradients = cache_lookup.explain(asked, card, folder)
+    refused = why_not_both(explanation, gradients)
+    if card is None:
+        without = without_kernel(explanation.reason, output, lse=lse, learned=learned)
+    elif refused is not None:
+        without = without_gradients(refused, output, gradients, lse=lse, learned=learned)
+    else:
+        both = with_gradients(explanation, gradients)
+        return launch_bound(both, gradients, deterministic=asked.deterministic, lse=lse) or both
+    return repeated(without) if asked.deterministic else without
+
+
+def of_output(problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool) -> Explanation:
+    """Who computes an output, and the LSE where it is wanted.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    explanation = cache_lookup.explain(problem, card, folder)
+    return _float8_supported(problem, card, lse=lse) or _pytorch_can_say_it(problem, explanation, lse=lse)
+
+
+def _float8_supported(problem: Problem, card: Device | None, *, lse: bool) -> Explanation | None:
+    if problem.dtype is not DType.FLOAT8 or card is None or card.arch >= FLOAT8_ARCH:
+        return None
+    reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_{FLOAT8_ARCH} or newer"
+    return without_kernel(reason, problem, lse=lse)
+
+
+def _pytorch_can_say_it(problem: Problem, explanation: Explanation, *, lse: bool) -> Explanation:
+    if explanation.route == KERNEL or pytorch_sdpa.why_not_call(problem, lse=lse) is None:
+        return explanation
+    if explanation.variant is None:
+        return without_kernel(explanation.reason, problem, lse=lse, steps=explanation.steps)
+    return replace(explanation, route=KERNEL, reason=f"{explanation.reason}; but it gives no LSE, so the kernel runs")
+
+
+def why_not_both(output: Explanation, gradients: Explanation) -> str | None:
+    """Why no kernels compute both passes; None when they do."""
+    refused = gradient_problem.why_not_by(gradients)
+    if refused is None and output.route != KERNEL:
+        return f"no kernel computes the output: {output.reason}"
+    return refused
+
+
+def with_gradients(output: Explanation, gradients: Explanation) -> Explanation:
+    """The explanation of a call whose gradients are computed by a kernel too."""
+    return replace(output, steps=(*output.steps, f"gradients: {gradients.reason}"))
+
+
+def launch_bound(output: Explanation, gradients: Explanation, *, deterministic: bool, lse: bool) -> Explanation | None:
+    """PyTorch's attention for a call whose kernels wait for the CPU; None where the kernels run.
+
+    Args:
+        deterministic, lse: whether gradients repeat to the bit, and whether the LSE has one: PyTorch's attention does
+            neither.
+    """
+    return None if deterministic or lse else host_bound.answer(output, gradients)
+
+
+def without_gradients(
+    refused: str | None, problem: Problem, gradients: Explanation, *, lse: bool, learned: Learned
+) -> Explanation:
+    """PyTorch answers a call whose gradients no kernel computes."""
+    reason = f"an input needs a gradient, and {refused}"
+    return without_kernel(reason, problem, lse=lse, steps=gradients.steps, learned=learned)
+
+
+def without_kernel(
+    reason: str, problem: Problem, *, lse: bool, steps: Sequence[str] = (), learned: Learned = NONE_LEARNED
+) -> Explanation:
+    """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
+    explanation = cache_lookup.sdpa(reason, problem, steps)
+    why_not = pytorch_sdpa.why_not_call(problem, lse=lse)
+    if learned.bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
+        why_not = "its backward pass refuses some biases that need a gradient"
+    if why_not is None:
+        return explanation
+    return replace(explanation, route=pytorch_sdpa.EAGER, steps=(*explanation.steps, f"sdpa: {why_not}"))
+
+
+def repeated(explanation: Explanation) -> Explanation:
+    """PyTorch's answer with gradients that repeat to the bit."""
+    step = "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
+    return replace(explanation, steps=(*explanation.steps, step))
