@@ -1,4 +1,4 @@
-"""The README: its examples run, and print what it says.
+"""The README and docs/getting-started.md: their examples and commands run, and print what the pages say.
 
 On a CPU the first example, which asks for a GPU, runs there with short sequences; what it prints is that of an H200.
 What tunes for minutes is not run, but its times are those of the committed cache.
@@ -7,10 +7,13 @@ What tunes for minutes is not run, but its times are those of the committed cach
 from __future__ import annotations
 
 import re
+import shlex
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from checkout_paths import CHECKOUT
 
@@ -21,8 +24,10 @@ from autoattn.core import triton_release
 from autoattn.shapes import shapes_file
 
 ROOT = CHECKOUT
-PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+EXAMPLES = [text for page in (README, PAGE) for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)]
+SHELL = "".join(text for page in (README, PAGE) for text in re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL))
 H200 = "NVIDIA H200"
 
 
@@ -63,14 +68,14 @@ def test_the_examples_run_as_they_stand_on_a_gpu(capsys: pytest.CaptureFixture[s
 
 def test_the_shapes_file_unfolds_into_as_many_problems_as_the_page_says() -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(shapes_file.parse(yaml.safe_load(example), "README.md")) == 4
+    assert len(shapes_file.parse(yaml.safe_load(example), "docs/getting-started.md")) == 4
     assert "these are four problems" in PAGE
 
 
 def test_the_page_counts_the_parameters_of_the_search() -> None:
     page = PAGE.replace("\n", " ")
     for template, count in {"triton/forward": "fifteen", "gluon/forward": "twenty-one"}.items():
-        assert f"(templates/{template}.py.j2), {count} parameters)" in page
+        assert f"(../templates/{template}.py.j2), {count} parameters)" in page
         assert len(search_space.load(template).choices) == {"fifteen": 15, "twenty-one": 21}[count]
 
 
@@ -100,3 +105,24 @@ def test_the_predicted_times_are_those_of_the_cache() -> None:
     entries = [file.entries[one.problem.key] for one in shapes_file.load(ROOT / "shapes.yaml")[: len(said)]]
     assert len(said) == 3
     assert said == [(str(entry.problem), *show.row(entry)[1:3]) for entry in entries]
+
+
+def test_the_commands_are_commands_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`autoattn` takes their options and files, and `make` has their targets; none of them is run."""
+    monkeypatch.chdir(ROOT)
+    program: Any = typer.main.get_command(app.app)
+    counts = Counter[str]()
+    lines = [line.partition("#")[0] for line in SHELL.splitlines()]
+    for word, *words in (shlex.split(line) for line in lines if line.strip()):
+        counts[word] += 1
+        if word == "autoattn":
+            with program.make_context("autoattn", [], resilient_parsing=True) as context:
+                name, command, rest = program.resolve_command(context, words)
+                command.make_context(name, rest, parent=context).close()
+        elif word == "make":
+            assert f"\n{words[0]}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
+        else:
+            assert (word, words) == ("pip", ["install", "."])
+    assert counts == {"autoattn": 7, "make": 2, "pip": 1}
+    assert "\nmake tune " in README
+    assert "\nmake test " in README
