@@ -10,7 +10,7 @@ import jinja2
 from autoattn.codegen import resources, search_space
 from autoattn.core import triton_release
 from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.problem import Bias, DType, Layout, Op, Problem, padded, pieces
+from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem, padded, pieces
 from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
 from autoattn.errors import CompileError, ProblemError
 from autoattn.expressions import derivative, language
@@ -129,8 +129,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "last": mask.bounded_right,
         "bottom_right": mask.alignment is Alignment.BOTTOM_RIGHT,
         "on_scores": modifiers.on_scores,
-        "softcap": modifiers.softcap,
-        "alibi": modifiers.alibi,
+        **{name: getattr(modifiers, name) for name in SWITCHES},
         "alignment": traits.alignment,
         "strided": traits.alignment == 1,
         "offset": "i64" if traits.wide else "i32",

@@ -1,4 +1,4 @@
-"""Facts about a GPU that may not be in this machine; the known ones stand in `profiles`."""
+"""Facts about a GPU that may not be in this machine; the known ones stand in `device_profiles`."""
 
 from __future__ import annotations
 

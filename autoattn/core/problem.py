@@ -80,7 +80,7 @@ class Modifiers:
     bias, mask, softmax with sinks, dropout.
     """
 
-    score_mod: str = ""  # an expression of score, b, h, q_idx and kv_idx; see autoattn.expression
+    score_mod: str = ""  # an expression of score, b, h, q_idx and kv_idx; see autoattn.expressions.language
     softcap: bool = False  # scores become cap * tanh(score / cap)
     alibi: bool = False  # minus slope * distance, a slope for each head
     learned_slopes: bool = False  # of alibi, in a backward problem that gives their gradient too

@@ -39,7 +39,7 @@ class Sampler(str, Enum):
     ORDER = "in order"  # as the space lists them, from the first on
 
 
-DEFAULT = Sampler.TPE  # docs/design.md says why
+DEFAULT = Sampler.TPE  # docs/decisions/sampler.md says why
 POPULATION = 8  # of the genetic sampler: Optuna's 50 would be chance for as long as a search lasts
 
 
