@@ -192,7 +192,7 @@ def ours_of(times: dict[str, Measurement]) -> float:
 
 
 def windows(bench: Bench) -> None:
-    """Seed 000's windows against FlexAttention and FlashAttention-4, which gets the layout that it knows."""
+    """Windows over 65,536 tokens against FlexAttention and FlashAttention-4, which gets the layout that it knows."""
     for layout, asked in ((Layout.BHSD, ("at least 1.35", "at least 0.97")), (Layout.BSHD, ("nothing", "nothing"))):
         for left, wanted in zip((128, 1024), asked, strict=True):
             ours = bench.ours(problem(65536, 56, heads=128, mask=f"window:{left},0", layout=layout))
@@ -294,7 +294,7 @@ def plain(one: Problem) -> Problem:
 
 
 def memory(bench: Bench) -> None:
-    """Seed 001's rows that ran out of memory: batch 8, 16384 tokens, float32."""
+    """Rows of the tables of passes that ran out of memory: batch 8, 16384 tokens, float32."""
     bench.say("\n### Peak memory of a call, batch 8, one head, 16384 tokens, float32\n")
     bench.say("| D | route | peak over query, key, value, output and LSE |\n|---|---|---|")
     worst = 0.0

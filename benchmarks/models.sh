@@ -1,5 +1,5 @@
 #!/bin/bash
-# Seed 001's tables and seed 004's models on two cards: tunes what they need, then times both at once. Run it in the
+# The tables of passes and the language models on two cards: tunes what they need, then times both at once. Run it in the
 # repository's root; all output goes to $OUT (/tmp/models-out). SECONDS_IN_ALL (1200) bounds all of it; each part has a
 # limit and leaves what it has by then.
 set -um  # m: else what runs behind an ampersand ignores Ctrl-C
@@ -22,16 +22,16 @@ trap finish EXIT
 cat "$here/r/machine.txt"
 
 note "tune begins"
-for group in seed_001:seed-001-gradients seed_004:seed-004-training seed_004:seed-004-training-float32; do
+for group in passes:passes-gradients language_models:language-models-training language_models:language-models-training-float32; do
   limited "${TUNE_SECONDS:-300}" "$python" -m autoattn tune --device auto --shapes "benchmarks/shapes/${group%:*}.yaml" --group "${group#*:}" --effort quick >> "$here/r/tune.txt" 2>&1
 done
 note "tune ended"
 
 chain0() {
   export CUDA_VISIBLE_DEVICES=${cards[0]}
-  note "seed-001 begins"
-  limited 340 "$python" -m autoattn bench seed-001 --seconds 0.06 --out "$here/r/seed" > "$here/r/seed.txt" 2>&1
-  note "seed-001 ended; compiled begins"
+  note "passes begins"
+  limited 340 "$python" -m autoattn bench passes --seconds 0.06 --out "$here/r/seed" > "$here/r/seed.txt" 2>&1
+  note "passes ended; compiled begins"
   limited 150 "$python" -m autoattn bench model --models S --contexts 2048 --attention autoattn,sdpa,naive --dtype bf16 --modes compiled --limit 20 --out "$here/r/model-compiled" > "$here/r/model-compiled.txt" 2>&1
   note "compiled ended"
 }

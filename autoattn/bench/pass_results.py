@@ -1,4 +1,4 @@
-"""What came of the passes of one attention, seed 001's two tables: forward, backward and both, and their memory."""
+"""What came of the passes of one attention: forward, backward and both, and their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoattn.core.problem import DType, Problem
 
 
 class Table(str, Enum):
-    """Which of the seed's tables."""
+    """Which of the published tables."""
 
     ATTENTION = "attention"  # benchmark_attn: batch 8, no heads, every pair
     FLASH = "flash"  # FlashAttention-2 against PyTorch: one head of one sequence, causal
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def lost(self) -> bool:
-        """Whether the seed ran out of memory here, or has N/A beside such a row."""
+        """Whether the tables' author ran out of memory here, or has N/A beside such a row."""
         if self.table is Table.ATTENTION:
             return self.context == 16384
         return self.context == 32768 and self.numbers is Numbers.FLOAT32
@@ -93,7 +93,7 @@ class Options:
     seed: int = 0  # of the inputs, and of the order within rounds
 
     def cases(self) -> list[Case]:
-        """The calls, in the seed's order."""
+        """The calls, in the tables' order."""
         return [
             Case(table=table, context=context, head_dim=head_dim, numbers=numbers)
             for table in self.tables

@@ -52,7 +52,7 @@ class Options:
     attention: tuple[Whose, ...] = tuple(Whose)
     numbers: tuple[Numbers, ...] = tuple(Numbers)
     modes: tuple[Mode, ...] = tuple(Mode)
-    batch: int = 4  # the seed's
+    batch: int = 4  # the published tables'
     warmup: int = 3  # steps before those that count; the first of them compiles
     steps: int = 10
     limit: float = 120.0  # seconds of a row's steps, without the first one, in which compilers work
@@ -108,7 +108,7 @@ class Row:
         return statistics.fmean(getattr(one, part) for one in self.times) if self.times else math.nan
 
     def spread(self, part: str) -> float:
-        """Standard deviation of the same, as in seed 004; NaN below two steps."""
+        """Standard deviation of the same; NaN below two steps."""
         return statistics.stdev(getattr(one, part) for one in self.times) if len(self.times) > 1 else math.nan
 
     def attention_ms(self, part: str) -> float:

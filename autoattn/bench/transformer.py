@@ -1,4 +1,4 @@
-"""Seed 004's five language models in plain PyTorch, and whose attention runs in them.
+"""Five language models in plain PyTorch, and whose attention runs in them.
 
 The seed tells models by letters, heads and batch. Their other sizes are those of the course assignment that it reports
 on (CS336, second assignment, table 1), and so is the architecture: RMSNorm before each part, rotary positions, SwiGLU,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from autoattn.bench.ablation import Row, Run
 
 EXAMPLES = (
-    "Examples:\n\n[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --out ablations[/]\n\n"
-    "[bold]autoattn ablate benchmarks/shapes/seed_003.yaml --device a30 --out ablations[/]"
+    "Examples:\n\n[bold]autoattn ablate benchmarks/shapes/flash2_a100.yaml --out ablations[/]\n\n"
+    "[bold]autoattn ablate benchmarks/shapes/flash2_a100.yaml --device a30 --out ablations[/]"
 )
 
 

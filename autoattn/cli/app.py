@@ -19,7 +19,7 @@ from autoattn.cli import (
     ablate,
     bench,
     bench_model,
-    bench_seed_001,
+    bench_passes,
     cache,
     devices,
     explain,
@@ -72,7 +72,7 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
     commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
 
 
-for module in (init, tune, show, explain, render, verify, report, bench, bench_model, bench_seed_001, ablate, devices):
+for module in (init, tune, show, explain, render, verify, report, bench, bench_model, bench_passes, ablate, devices):
     # The first underline stands for a space, another one for a dash.
     name = module.__name__.rpartition(".")[2].replace("_", " ", 1).replace("_", "-")
     add(app, name, module.command, module.EXAMPLES)

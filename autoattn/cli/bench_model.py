@@ -1,4 +1,4 @@
-"""`autoattn bench model`: training steps of seed 004's models, with everybody's attention."""
+"""`autoattn bench model`: training steps of five language models, with everybody's attention."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
     limit: Annotated[float, typer.Option("--limit", help="Seconds of a row's steps, after its first one.")] = 120.0,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("bench"),
 ) -> None:
-    """Time training steps of seed 004's language models on the GPU in this machine: forward, backward and both, with
+    """Time training steps of five language models on the GPU in this machine: forward, backward and both, with
     autoattn's attention, the formula, SDPA and FlexAttention.
 
     Writes DIR/model.md, DIR/model.csv, DIR/model.svg and DIR/model-memory.svg anew after each row, so that Ctrl-C keeps

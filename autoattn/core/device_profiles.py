@@ -23,7 +23,7 @@ _A100_PAPER = "NVIDIA A100 Tensor Core GPU Architecture whitepaper, table Compar
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper, table that compares A100 and H100"
 _ADA_PAPER = "NVIDIA Ada GPU Architecture whitepaper V2, appendix tables"
 _GA102_PAPER = "NVIDIA Ampere GA102 GPU Architecture whitepaper V2, appendix A, GeForce RTX 3090"
-_SEED_000 = "device report at the head of seed 000's table (benchmarks/shapes/seed_000.yaml)"
+_A30_REPORT = "device report at the head of the published table in benchmarks/shapes/varlen_a30.yaml"
 _RESTATED = "(the other units' clock) to the tensor cores' clock"
 _NO_CLOCK = "no published figure: taken as the peak's clock, so predictions for this card are optimistic"
 
@@ -93,7 +93,10 @@ def _device(
 def _a100(
     name: str, full_name: str, bandwidth: float, memory_gib: int, datasheet: str, aliases: tuple[str, ...]
 ) -> Device:
-    throttled = "seed 003's notes on frequency: an A100, not said which, drops from 1410 to about 1200 MHz by its power"
+    throttled = (
+        "notes on frequency beside the tables of benchmarks/shapes/flash2_a100.yaml: an A100, not said which, drops "
+        "from 1410 to about 1200 MHz by its power"
+    )
     facts = ("sm_count", "l2_bytes", "clock_mhz", "peak_flops")
     return _device(
         name,
@@ -147,12 +150,12 @@ _DEVICES = (
         clock_mhz=1440,
         tflops=(165, 82, 10.3),
         sources={
-            **dict.fromkeys(("sm_count", "l2_bytes", "bandwidth", "clock_mhz"), _SEED_000),
-            "shared_bytes_per_sm": f"{_SEED_000}; {_GUIDE}, 8.0",
-            "registers_per_sm": f"{_SEED_000}; {_GUIDE}, 8.0",
-            "max_threads_per_sm": f"{_SEED_000}; {_GUIDE}, 8.0",
-            "max_blocks_per_sm": f"{_SEED_000}; {_GUIDE}, 8.0",
-            "memory_bytes": f"{_SEED_000}: memory_total",
+            **dict.fromkeys(("sm_count", "l2_bytes", "bandwidth", "clock_mhz"), _A30_REPORT),
+            "shared_bytes_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
+            "registers_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
+            "max_threads_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
+            "max_blocks_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
+            "memory_bytes": f"{_A30_REPORT}: memory_total",
             "peak_flops": "NVIDIA A30 datasheet, without sparsity",
         },
     ),

@@ -12,7 +12,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Problem
 
 KERNEL = "FlashAttention-2, run_mha_varlen_fwd"
-SOURCE = "seed 000's nvbench table on an NVIDIA A30, benchmarks/shapes/seed_000.yaml"
+SOURCE = "an nvbench table on an NVIDIA A30, benchmarks/shapes/varlen_a30.yaml"
 # One sequence of 65,536 tokens, 128 heads, a head dim of 56, two bytes an element, in memory as bshd and packed alike.
 # Mask -> milliseconds, the mean of the rows that are the same problem.
 A30_MS = {

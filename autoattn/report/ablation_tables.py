@@ -1,4 +1,4 @@
-"""Ablations -> the tables that people read, in the layout of seed 003 and in rates of kept pairs, and a CSV."""
+"""Ablations -> tables in the layout of published ones of an A100 and in rates of kept pairs, and a CSV."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def effects(rows: Iterable[Row]) -> list[Effect]:
 
 
 def published_flops(problem: Problem) -> float:
-    """Operations as seed 003 counts them: those of the full mask, divided by two for any causal one."""
+    """Operations as the A100 tables (flash2_a100.yaml) count them: of the full mask, and half for a causal one."""
     full = replace(problem, mask=Mask()).flops()
     return full / 2 if problem.mask.causal else float(full)
 
 
 def published(row: Row, cell: Cell | None) -> str:
-    """TFLOP/s as seed 003 counts them."""
+    """TFLOP/s as the A100 tables count them."""
     return "-" if cell is None else f"{published_flops(row.problem) / cell.time_us / 1e6:.2f}"
 
 
 def milliseconds(cell: Cell | None) -> str:
-    """The time in milliseconds, three digits behind the point as in seed 003."""
+    """The time in milliseconds, three digits behind the point as in the A100 tables."""
     return "-" if cell is None else f"{cell.time_us / 1e3:.3f}"
 
 
@@ -108,7 +108,7 @@ def share(part: float) -> str:
 
 
 def markdown_text(run: Run) -> str:
-    """Header, what each change does on average, the tables in the layout of seed 003, and every row."""
+    """Header, what each change does on average, the tables in the layout of the A100 tables, and every row."""
     made = report.environment(finalize=report.markdown_cell)
     made.filters.update(
         effects=effects, precise=precise, share=share, ms=milliseconds, why=state, clock=lambda cells: clock(run, cells)

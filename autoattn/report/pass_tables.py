@@ -1,4 +1,4 @@
-"""Passes of one attention -> tables as seed 001's, a CSV with every number, and charts of time and of memory."""
+"""Passes of one attention -> tables, a CSV with every number, and charts of time and of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (
 
 
 def write(run: Run, out: Path) -> tuple[Path, ...]:
-    """Writes `seed-001.md`, `.csv`, `.svg` and `-memory.svg` into `out`, which is made when it is missing.
+    """Writes `passes.md`, `.csv`, `.svg` and `-memory.svg` into `out`, which is made when it is missing.
 
     Returns:
         The paths.
@@ -29,13 +29,13 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
         OSError: `out` cannot be written.
     """
     return files.write_charted(
-        out, "seed-001", markdown=markdown_text(run), numbers=csv_text(run), chart=time_text(run),
+        out, "passes", markdown=markdown_text(run), numbers=csv_text(run), chart=time_text(run),
         memory=memory_text(run),
     )  # fmt: skip
 
 
 def tokens(case: Case) -> str:
-    """A call's context, with a mark where the seed has no numbers."""
+    """A call's context, with a mark where the tables have no numbers."""
     return f"{case.context:,}{' †' if case.lost else ''}"
 
 

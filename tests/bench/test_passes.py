@@ -1,4 +1,4 @@
-"""Seed 001's tables: which calls they have, how passes are checked, timed and weighed, and what is written of it."""
+"""The tables of passes: which calls they have, how passes are checked, timed and weighed, and what is written of it."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ ROWS = [
 
 def run_of(*cases: list[Row]) -> Run:
     return Run(
-        machine={"card": "NVIDIA H200, sm_90, 132 SMs"}, command="autoattn bench seed-001", options=Options(),
+        machine={"card": "NVIDIA H200, sm_90, 132 SMs"}, command="autoattn bench passes", options=Options(),
         cases=list(cases),
     )  # fmt: skip
 
@@ -328,23 +328,23 @@ def test_the_command_writes_tables_and_plots_and_says_how_to_repeat_it(
     planted: list[Options], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["--tables", "flash", "--contexts", "32768", "--head-dims", "64", "--dtype", "fp32"]
-    assert run(["bench", "seed-001", *words, "--out", str(tmp_path)]) == 0
+    assert run(["bench", "passes", *words, "--out", str(tmp_path)]) == 0
     assert planted == [
         Options(tables=(Table.FLASH,), contexts=(32768,), head_dims=(64,), numbers=(Numbers.FLOAT32,))
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "seed-001-memory.svg", "seed-001.csv", "seed-001.md", "seed-001.svg",
+        "passes-memory.svg", "passes.csv", "passes.md", "passes.svg",
     ]  # fmt: skip
     said = capsys.readouterr().out
     assert "[1/1] flash 32,768 D64 fp32: autoattn 0.040 g / 0.060 g / 0.120 ms, 16.0 MiB; naive out of memory" in said
     assert (
-        "autoattn bench seed-001 --tables flash --contexts 32768 --head-dims 64 --attention autoattn,naive,sdpa "
+        "autoattn bench passes --tables flash --contexts 32768 --head-dims 64 --attention autoattn,naive,sdpa "
         f"--dtype fp32 --seconds 0.1 --seed 0 --out {tmp_path}"
-    ) in (tmp_path / "seed-001.md").read_text(encoding="utf-8")
+    ) in (tmp_path / "passes.md").read_text(encoding="utf-8")
 
 
 def test_all_of_the_seed_runs_by_default(planted: list[Options], tmp_path: Path) -> None:
-    assert run(["bench", "seed-001", "--out", str(tmp_path)]) == 0
+    assert run(["bench", "passes", "--out", str(tmp_path)]) == 0
     assert planted == [Options(numbers=(Numbers.FLOAT32, Numbers.BFLOAT16))]
 
 
@@ -352,7 +352,7 @@ def test_without_a_gpu_it_refuses_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(nvidia, "present", lambda index=None: None)
-    assert run(["bench", "seed-001", "--out", str(tmp_path / "out")]) == 2
+    assert run(["bench", "passes", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -367,6 +367,6 @@ def test_without_a_gpu_it_refuses_in_one_sentence(
 def test_mistakes_are_told_in_one_sentence(
     words: tuple[str, str], sentence: str, planted: list[Options], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["bench", "seed-001", *words]) == 2
+    assert run(["bench", "passes", *words]) == 2
     assert sentence in capsys.readouterr().err
     assert not planted

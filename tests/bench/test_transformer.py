@@ -1,4 +1,4 @@
-"""Seed 004's models: their sizes, and that each attention computes the same loss."""
+"""The language models: their sizes, and that each attention computes the same loss."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def model_and_tokens(length: int = 32) -> tuple[Transformer, Tensor, Tensor]:
     return Transformer(TINY, length), drawn[:, :-1], drawn[:, 1:]
 
 
-def test_heads_and_head_dims_are_those_of_the_seed() -> None:
-    file = [one for one in shapes_file.load(BENCHMARKS / "shapes/seed_004.yaml") if "seed-004-models" in one.groups]
+def test_heads_and_head_dims_are_those_of_the_shapes_file() -> None:
+    file = [
+        one for one in shapes_file.load(BENCHMARKS / "shapes/language_models.yaml") if "language-models" in one.groups
+    ]
     assert {(one.problem.heads_q, one.problem.head_dim, one.problem.batch) for one in file} == {
         (size.heads, size.head_dim, 4) for size in SIZES.values()
     }

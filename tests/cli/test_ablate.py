@@ -78,7 +78,7 @@ def test_every_change_is_feasible_and_differs_just_in_what_its_name_says(
         assert told == {key: str(value) for key, value in difference(change, found[BASELINE]).items()}, name
 
 
-def test_the_steps_of_seed_003_are_all_there() -> None:
+def test_the_steps_of_flash2_a100_are_all_there() -> None:
     found = named("triton/forward")
     for step in ("barrier after_qk", "barrier before_pv", "barrier loop_end", "softmax lazy", "mask_loop every",
                  "mask_loop branch", "PERSISTENT 1", BOUND):  # fmt: skip
@@ -205,7 +205,7 @@ def run_of(*rows: Row, measured: bool = True) -> Run:
 
 @pytest.fixture
 def two() -> Run:
-    """Seed 003's first row of each table, and a wrong kernel."""
+    """The A100 tables' first rows, and a wrong kernel."""
     return run_of(
         row(FULL, cell(BASELINE, 1547.0), cell("barrier loop_end", 1542.0, step="barrier"),
             cell("barrier after_qk", 1600.0, step="barrier"), cell("softmax lazy"), cell(BOUND, 1264.0)),
@@ -221,7 +221,7 @@ def lines(text: str) -> dict[str, list[str]]:
     return {" ".join(found[:5]): found for found in rows}
 
 
-def test_rates_are_those_that_seed_003_published(two: Run) -> None:
+def test_rates_are_those_that_flash2_a100_published(two: Run) -> None:
     found = lines(tables.markdown_text(two))
     assert found["16 1024 1024 32 177.68"][5:] == [
         "1.547", "178.26", "1.542", "217.47", "1.264", "1700 (1650)", "barrier loop_end",
@@ -229,7 +229,7 @@ def test_rates_are_those_that_seed_003_published(two: Run) -> None:
     assert found["True 16 1024 1024 32"][5:] == ["143.76", "0.956", "143.90", "1700 (1650)"]
 
 
-def test_causal_rates_of_seed_003_understate_queries_at_the_end_of_longer_keys() -> None:
+def test_causal_rates_of_flash2_a100_understate_queries_at_the_end_of_longer_keys() -> None:
     later = samples.problem(seq_q=1024, seq_kv=4096)
     assert later.flops() / tables.published_flops(later) == pytest.approx(0.875 / 0.5, rel=1e-3)
 

@@ -52,7 +52,7 @@ def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
 
 @pytest.mark.parametrize(
     "path",
-    rarely(SHAPES, lambda path: path.stem not in ("seed_001", "seed_004")),  # of hundreds of problems
+    rarely(SHAPES, lambda path: path.stem not in ("passes", "language_models")),  # of hundreds of problems
     ids=lambda path: path.stem,
 )
 def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_sustained_clock_without_a_source_is_the_peaks_and_says_so(device: Dev
     )
 
 
-def test_a30_is_as_seed_000_reports_it() -> None:
+def test_a30_is_as_varlen_a30_reports_it() -> None:
     a30 = device_profiles.named("a30")
     assert (a30.full_name, a30.arch, a30.sm_count, a30.clock_mhz) == ("NVIDIA A30", 80, 56, 1440)
     assert (a30.shared_bytes_per_sm, a30.l2_bytes, a30.bandwidth) == (164 * 1024, 24576 * 1024, 933e9)

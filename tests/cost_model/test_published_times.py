@@ -14,7 +14,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Modifiers, Problem
 from autoattn.cost_model import published_times
 
-TABLE = BENCHMARKS / "shapes/seed_000.yaml"
+TABLE = BENCHMARKS / "shapes/varlen_a30.yaml"
 PROBLEM = Problem(
     dtype=DType.BFLOAT16, batch=1, heads_q=128, heads_kv=128, seq_q=65536, seq_kv=65536, head_dim=56,
     mask=Mask.parse("window:128,0"), layout=Layout.BSHD,

@@ -18,7 +18,6 @@ from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.errors import ShapesError
 from autoattn.shapes import shapes_file
 
-SEEDS = sorted((CHECKOUT / "benchmarks/shapes").glob("seed_*.yaml"))
 OTHERS = (
     "float32",
     "h200_backward",
@@ -41,24 +40,24 @@ def in_group(group: str) -> list[Problem]:
 
 def test_the_root_file_holds_the_promise() -> None:
     found = shapes_file.load(CHECKOUT / "shapes.yaml")
-    assert Counter(named.groups for named in found) == {("seed-003",): 12, ("seed-001",): 81, ("seed-000",): 2}
+    assert Counter(named.groups for named in found) == {("flash2-a100",): 12, ("passes",): 81, ("varlen-a30",): 2}
 
 
-def test_seed_003_is_flash_attention_on_an_a100() -> None:
-    facts = {(p.batch, p.seq_q, p.seq_kv, p.heads_kv, str(p.mask)) for p in in_group("seed-003")}
+def test_flash2_a100_is_flash_attention_on_an_a100() -> None:
+    facts = {(p.batch, p.seq_q, p.seq_kv, p.heads_kv, str(p.mask)) for p in in_group("flash2-a100")}
     assert facts == {
         (*sizes, heads_kv, mask)
         for sizes in ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))
         for heads_kv in (32, 8)
         for mask in ("full", "causal:bottom-right")
     }
-    assert {(p.dtype, p.heads_q, p.head_dim, p.layout) for p in in_group("seed-003")} == {
+    assert {(p.dtype, p.heads_q, p.head_dim, p.layout) for p in in_group("flash2-a100")} == {
         (DType.BFLOAT16, 32, 128, Layout.BHSD)
     }
 
 
-def test_seed_001_is_one_causal_head() -> None:
-    facts = {(p.dtype, p.precision, p.head_dim, p.seq_q) for p in in_group("seed-001")}
+def test_passes_is_one_causal_head() -> None:
+    facts = {(p.dtype, p.precision, p.head_dim, p.seq_q) for p in in_group("passes")}
     assert facts == {
         (*kind, head_dim, 2**power)
         for kind in (
@@ -69,22 +68,22 @@ def test_seed_001_is_one_causal_head() -> None:
         for head_dim in (16, 32, 64)
         for power in range(7, 16)
     }
-    assert {(p.batch, p.heads_q, p.heads_kv, p.seq_q == p.seq_kv, p.mask.causal) for p in in_group("seed-001")} == {
+    assert {(p.batch, p.heads_q, p.heads_kv, p.seq_q == p.seq_kv, p.mask.causal) for p in in_group("passes")} == {
         (1, 1, 1, True, True)
     }
 
 
-def test_seed_000_is_one_long_packed_sequence() -> None:
-    full, causal = in_group("seed-000")
+def test_varlen_a30_is_one_long_packed_sequence() -> None:
+    full, causal = in_group("varlen-a30")
     assert (full.batch, full.seq_q, full.heads_q, full.head_dim, full.layout) == (1, 65536, 128, 56, Layout.BSHD)
     assert not full.mask.causal
     assert causal.mask.causal
     assert full.bytes() == 4 * 896 * 1024**2  # four tensors of 896 MiB, as the table says
 
 
-def test_every_row_of_seed_000_is_a_problem_of_its_file() -> None:
+def test_every_row_of_varlen_a30_is_a_problem_of_its_file() -> None:
     """Causal overrides the right window, which leaves 12 of 18 rows; each is there as bshd and as packed sequences."""
-    path = CHECKOUT / "benchmarks/shapes/seed_000.yaml"
+    path = CHECKOUT / "benchmarks/shapes/varlen_a30.yaml"
     document: Any = resources.read_yaml(path)
     table = document["published"]["tables"]["run_mha_varlen_fwd"]
     place = list(table["columns"]).index
@@ -93,10 +92,10 @@ def test_every_row_of_seed_000_is_a_problem_of_its_file() -> None:
         for row in table["rows"]
     }
     assert len(published) == 12
-    for group in ("seed-000", "seed-000-packed"):
+    for group in ("varlen-a30", "varlen-a30-packed"):
         listed = [named.problem for named in shapes_file.load(path) if group in named.groups]
         assert {(p.batch, p.seq_q, p.heads_q, p.head_dim, p.mask) for p in listed} == published
-        assert {p.packed for p in listed} == {group == "seed-000-packed"}
+        assert {p.packed for p in listed} == {group == "varlen-a30-packed"}
 
 
 def test_the_other_files_hold_what_their_names_say() -> None:
@@ -129,12 +128,12 @@ def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on(
         for heads, head_dim in ((16, 128), (32, 64))
         for batch, seq in ((16, 1024), (4, 4096), (1, 16384))
     ] + [(4, 8, 8, 4096, 4096, 256)]
-    seed_003 = [
+    flash2_a100 = [
         (batch, 32, heads_kv, seq_q, seq_kv, 128)
         for batch, seq_q, seq_kv in ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))
         for heads_kv in (32, 8)
     ]
-    assert facts == {(*sizes, mask) for sizes in training + seed_003 for mask in ("full", "causal:bottom-right")}
+    assert facts == {(*sizes, mask) for sizes in training + flash2_a100 for mask in ("full", "causal:bottom-right")}
     assert len(found) == 26
     assert {p.dtype for p in found} == {DType.BFLOAT16}
 
@@ -166,19 +165,19 @@ def test_the_backward_problems_of_the_h200_are_its_18_with_float32_and_determini
 
 # Table -> rows, and one cell that was looked up by hand: (row, column, value).
 PUBLISHED: dict[str, dict[str, tuple[int, tuple[int, str, object]]]] = {
-    "seed_000": {
+    "varlen_a30": {
         "device": (1, (0, "l2", 24576)),
         "run_mha_varlen_fwd": (18, (13, "cold_gpu_ms", 12.830983)),
     },
-    "seed_001": {
+    "passes": {
         "model_forward": (3, (2, "avg_forward", 0.0859365)),
         "model_forward_backward": (2, (1, "avg_backward", 0.0964797)),
         "benchmark_attn": (20, (14, "forward", "OOM")),
         "flash_attention": (54, (47, "backward_triton", 11.235)),
     },
-    "seed_002": {"implementations": (56, (39, "memory", 349.04))},
-    "seed_003": {"not_causal": (6, (5, "no_softmax_tflops", 223.02)), "both_masks": (12, (2, "tflops", 98.10))},
-    "seed_004": {
+    "sparse_patterns": {"implementations": (56, (39, "memory", 349.04))},
+    "flash2_a100": {"not_causal": (6, (5, "no_softmax_tflops", 223.02)), "both_masks": (12, (2, "tflops", 98.10))},
+    "language_models": {
         "models_macbook_air": (12, (11, "both", 4.24511)),
         "models_rtx_pro_6000": (5, (4, "backward", 0.160571)),
         "models_rtx_pro_6000_no_warmup": (5, (0, "backward", -0.00274821)),
@@ -194,9 +193,10 @@ PUBLISHED: dict[str, dict[str, tuple[int, tuple[int, str, object]]]] = {
         "accumulation": (4, (1, "result", 9.9531)),
     },
 }
+FILES = [CHECKOUT / f"benchmarks/shapes/{name}.yaml" for name in PUBLISHED]
 
 
-@pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_published_tables_are_whole(path: Path) -> None:
     document: Any = resources.read_yaml(path)
     tables = document["published"]["tables"]
@@ -208,21 +208,20 @@ def test_published_tables_are_whole(path: Path) -> None:
         assert rows[row][columns.index(column)] == value
 
 
-def test_there_is_a_file_for_every_seed() -> None:
-    assert {path.stem for path in SEEDS} == set(PUBLISHED)
+def test_every_file_is_known_here() -> None:
     assert {path.stem for path in (CHECKOUT / "benchmarks/shapes").iterdir()} == {*PUBLISHED, *OTHERS}
 
 
-@pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
-def test_the_promise_is_part_of_the_seeds_own_file(path: Path) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_shapes_yaml_promises_is_part_of_the_tables_own_file(path: Path) -> None:
     listed = {named.problem for named in shapes_file.load(path)}
     assert listed
     assert set(in_group(path.stem.replace("_", "-"))) <= listed
 
 
 def test_published_times_and_operations_agree_with_the_problems() -> None:
-    """Seed 003's rates follow from its times and our count of operations, but for its causal convention."""
-    document: Any = resources.read_yaml(CHECKOUT / "benchmarks/shapes/seed_003.yaml")
+    """The A100 table's rates follow from its times and our count of operations, but for its causal convention."""
+    document: Any = resources.read_yaml(CHECKOUT / "benchmarks/shapes/flash2_a100.yaml")
     for causal, batch, seq_q, seq_kv, heads_kv, tflops, time in document["published"]["tables"]["both_masks"]["rows"]:
         full = Problem(
             dtype=DType.BFLOAT16, batch=batch, heads_q=32, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=128

@@ -1,4 +1,4 @@
-"""`autoattn bench seed-001`: the passes of one attention, as seed 001's two tables have them."""
+"""`autoattn bench passes`: the passes of one attention: forward, backward and both."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EXAMPLES = (
-    "Examples:\n\n[bold]autoattn bench seed-001 --out bench[/]\n\n"
-    "[bold]autoattn bench seed-001 --tables flash --contexts 16384,32768 --dtype bf16 --out bench[/]"
+    "Examples:\n\n[bold]autoattn bench passes --out bench[/]\n\n"
+    "[bold]autoattn bench passes --tables flash --contexts 16384,32768 --dtype bf16 --out bench[/]"
 )
 
 
 def command(
     tables: Annotated[str, typer.Option("--tables", metavar="A,B", help="Which tables.")] = "attention,flash",
     contexts: Annotated[
-        str | None, typer.Option("--contexts", metavar="A,B,C", help="Tokens of a sequence; the seed's if left out.")
+        str | None, typer.Option("--contexts", metavar="A,B,C", help="Tokens of a sequence; the tables' if left out.")
     ] = None,
     head_dims: Annotated[
-        str | None, typer.Option("--head-dims", metavar="A,B,C", help="Head dims; the seed's if left out.")
+        str | None, typer.Option("--head-dims", metavar="A,B,C", help="Head dims; the tables' if left out.")
     ] = None,
     attention: Annotated[
         str, typer.Option("--attention", metavar="A,B,C", help="Whose attention: any of these, and flex.")
@@ -40,10 +40,10 @@ def command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("bench"),
 ) -> None:
     """Time forward, backward and both of one attention on the GPU in this machine, and weigh the memory that they take:
-    seed 001's two tables, with autoattn's attention, the formula and SDPA.
+    two published tables (benchmarks/shapes/passes.yaml), with autoattn's attention, the formula and SDPA.
 
-    Outputs and gradients are checked first. Writes DIR/seed-001.md, DIR/seed-001.csv, DIR/seed-001.svg and
-    DIR/seed-001-memory.svg anew after each call, so that Ctrl-C keeps what was done.
+    Outputs and gradients are checked first. Writes DIR/passes.md, DIR/passes.csv, DIR/passes.svg and
+    DIR/passes-memory.svg anew after each call, so that Ctrl-C keeps what was done.
     """
     options.at_least("--seconds", 0.0, seconds)
     options.seed(seed)
@@ -74,7 +74,7 @@ def spelled(settings: Options, out: Path) -> str:
         "attention": [one.value for one in settings.attention],
         "dtype": [one.value for one in settings.numbers],
     }
-    words = ["autoattn", "bench", "seed-001"]
+    words = ["autoattn", "bench", "passes"]
     for name, values in lists.items():
         words += [f"--{name}", ",".join(map(str, values))] if values else []
     return shlex.join([*words, "--seconds", f"{settings.seconds:g}", "--seed", str(settings.seed), "--out", str(out)])
