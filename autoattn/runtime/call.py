@@ -13,9 +13,10 @@ from autoattn.runtime.call_cache import Key
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
+from autoattn.runtime.plan.planner import Plan
 from autoattn.runtime.prepared_call import Answer
 from autoattn.runtime.run import execute
-from autoattn.runtime.torch_op import attention_op
+from autoattn.runtime.torch_op import tracing
 from autoattn.tensors import operands
 
 # The arguments as they stand in the key of a prepared call; `functional` writes the same tuples out.
@@ -65,12 +66,13 @@ def new_attention(
     if call_key is None and sdpa_arguments.are_nested(*tensors):
         return sdpa_arguments.nested(*tensors, {**given, "return_lse": return_lse})()
     by_jit = sdpa_arguments.is_traced_by_jit()
-    if by_jit or (call_key is None and attention_op.is_watched(*tensors)):
+    if by_jit or (call_key is None and tracing.is_watched(*tensors)):
         from autoattn.runtime.torch_op import compile_frontend  # for those who trace
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
             return compile_frontend.attention(*tensors, eagerly=attention, return_lse=return_lse, **given)
-    return answer(call_key, tensors, arguments.read(*tensors, **given), lse=return_lse)
+    call = arguments.read(*tensors, **given)
+    return answer(call_key, tensors, call, planner.plan(call, lse=return_lse), lse=return_lse)
 
 
 def new_packed_attention(
@@ -80,7 +82,7 @@ def new_packed_attention(
     """`packed_attention` where no prepared call answers: by the operator for who traces."""
     tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
     by_jit = sdpa_arguments.is_traced_by_jit()
-    if by_jit or (call_key is None and attention_op.is_watched(*tensors)):
+    if by_jit or (call_key is None and tracing.is_watched(*tensors)):
         from autoattn.runtime.torch_op import compile_frontend  # for those who trace
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
@@ -88,22 +90,30 @@ def new_packed_attention(
                 *tensors, max_seqlen_q, max_seqlen_kv, eagerly=packed_attention, return_lse=return_lse, **given
             )
     call = arguments.read_packed(*tensors, max_seqlen_q, max_seqlen_kv, **given)
-    return answer(call_key, tensors, call, lse=return_lse)
+    return answer(call_key, tensors, call, planner.plan(call, lse=return_lse), lse=return_lse)
 
 
-def answer(call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, *, lse: bool) -> Answer:
-    """Plans and runs a call, and prepares for the next one with its key.
+def answer(
+    call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan, *, lse: bool, like: Tensor | None = None
+) -> Answer:
+    """Runs a planned call, and prepares for the next one with its key.
 
     Args:
         tensors: those of the key, as the caller gave them.
+        like: for an operator, whose gradients are another's: a [batch, heads, seq, head_dim] view, as which the output
+            lies in memory; the LSE, which is given wherever both passes are planned, then has no gaps.
 
     Returns:
         The output as the caller lays out tensors; with lse, (output, LSE).
     """
-    plan = planner.plan(call, lse=lse)
-    made = execute.run(call, plan, lse=lse)
-    output = operands.as_given(made[0], call.problem.layout)
-    sums = made[1][0] if made[1] is not None and call.problem.packed else made[1]
+    made = execute.run(call, plan, lse=lse, records=like is None)
+    output, sums = made
+    if like is not None:
+        output = operands.lying_as(output, like)
+    output = operands.as_given(output, call.problem.layout)
+    if sums is not None:
+        sums = sums[0] if call.problem.packed else sums
+        sums = sums if like is None else sums.contiguous()
     result = output if sums is None else (output, sums)
     prepared_call.prepare(call_key, tensors, call, planner.settled(plan, call.problem), made, result)
     return result

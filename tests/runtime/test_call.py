@@ -18,7 +18,7 @@ from autoattn.core import call_arguments
 from autoattn.core.call_arguments import ARGUMENTS, BY_NAME, NUMBERS, CallArgument
 from autoattn.core.problem import Modifiers
 from autoattn.runtime import call, call_cache
-from autoattn.runtime.torch_op import attention_op
+from autoattn.runtime.torch_op import attention_schema
 from autoattn.tensors.operands import Operands
 
 QUERY, KEY = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
@@ -51,7 +51,7 @@ def test_the_module_keeps_the_arguments_that_the_table_says() -> None:
 
 
 def test_the_operator_has_the_arguments_that_the_table_gives_a_type() -> None:
-    schema = {argument.name: argument for argument in attention_op.operator._schema.arguments}
+    schema = {argument.name: argument for argument in attention_schema.operator._schema.arguments}
     for argument in ARGUMENTS:
         if argument.schema and not argument.learned:
             assert schema[argument.name].default_value == argument.default

@@ -18,10 +18,13 @@ from autoattn.runtime.run import autograd, recompute_counter
 from autoattn.tensors.operands import Operands, empty_as
 
 
-def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]:
+def run(call: Call, planned: Plan, *, lse: bool, records: bool = True) -> tuple[Tensor, Tensor | None]:
     """Output [batch, heads_q, seq_q, head_dim_v] and, when wanted, LSE [batch, heads_q, seq_q] in natural logarithms.
 
     The batch is 1 when packed.
+
+    Args:
+        records: whether autograd records both passes; else the LSE of planned passes is given too, for whoever does.
     """
     if call.empty:
         return _nothing(call, lse)
@@ -33,7 +36,7 @@ def run(call: Call, planned: Plan, *, lse: bool) -> tuple[Tensor, Tensor | None]
             return deterministic_sdpa.attend(lambda given: _by_pytorch(planned, problem, given, lse), operands)
         return _by_pytorch(planned, problem, operands, lse)
     if (both := planned.passes(problem)) is not None:
-        return autograd.attend(both, operands)
+        return autograd.attend(both, operands) if records else autograd.launch(both, operands)
     output = forward.empty_output(problem, operands.query)
     sums = operands.query.new_empty(operands.query.shape[:3], dtype=torch.float32) if lse else None
     flags = forward.launch(planned.kernel, problem, operands, output, sums, counting=bool(recompute_counter.counting))

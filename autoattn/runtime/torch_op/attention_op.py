@@ -1,8 +1,7 @@
-"""Attention as an operator of PyTorch's dispatcher, torch.ops.autoattn.attention.
+"""What torch.ops.autoattn.attention does: its kernels for the dispatcher, shapes, autocast and flops.
 
-torch.compile, torch.export, FakeTensors, dispatch modes and torch.func see one operator with known shapes. When it runs
-it does what the function would. Calls that nobody traces do not come here: the dispatcher and Python's registrations
-take several times as long as the rest of a small call. Its backward pass is in `attention_op_backward`.
+When it runs, it does what the function does. Calls that nobody traces do not come here: the dispatcher and Python's
+registrations take several times as long as the rest of a small call. The backward pass is in `attention_op_backward`.
 """
 
 from __future__ import annotations
@@ -23,54 +22,18 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.expressions.captures import Traced
 from autoattn.kernels.forward import lse_dtype, output_dtype
-from autoattn.runtime import call_cache, prepared_call
+from autoattn.runtime import call, call_cache
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.gradient_problem import Learned
-from autoattn.runtime.run import autograd, execute
+from autoattn.runtime.prepared_call import Answer
+from autoattn.runtime.torch_op.attention_schema import LEARNING, PACKED, SAME, TENSORS, library, named, operator
 from autoattn.runtime.training_call import TrainingCall
 from autoattn.tensors import operands
 from autoattn.tensors.operands import BlockTable
 
-VMAP = "Vmap"  # PyTorch's name of the one transform that takes no derivative
-PACKED = Layout.PACKED.value
-# The tensors that may need a gradient.
-LEARNING = ("query", "key", "value", *(argument.name for argument in ARGUMENTS if argument.learned))
-LISTS = ("table", "mask_captures", "score_captures")
-TENSORS = (*LEARNING, "cu_seqlens_q", "cu_seqlens_kv", "drawn_seed", *LISTS)  # in the order of the schema
-_OPTIONAL = ", ".join(f"Tensor{'[]' * (name in LISTS)}? {name}=None" for name in TENSORS[3:])
-INPUTS = f"Tensor query, Tensor key, Tensor value, {_OPTIONAL}"
-# The arguments that the schema has as the function has them, and what the others become.
-SAME = tuple(argument for argument in ARGUMENTS if argument.schema and not argument.learned)
-WORDS = ", ".join((
-    "str mask='full', str mask_mod='', str score_mod='', SymInt[] table_sizes=[], float density=0.0",
-    "SymInt max_seqlen_q=0, SymInt max_seqlen_kv=0",
-    "bool keep_lse=False, bool learns_bias=False, bool learns_slopes=False",
-    *(f"{argument.schema} {argument.name}={argument.default!r}" for argument in SAME),
-))  # fmt: skip
-library = torch.library.Library("autoattn", "FRAGMENT")
-library.define(f"attention({INPUTS}, *, {WORDS}) -> (Tensor, Tensor)")
-operator = torch.ops.autoattn.attention.default
 _OFFSETS = TENSORS.index("cu_seqlens_q")
-_DEFAULTS = {argument.name: argument.default_value for argument in operator._schema.arguments[3:]}
-
-
-def is_watched(*tensors: Any) -> bool:
-    """Whether somebody would not see a kernel's launch: torch.compile, a dispatch mode, FakeTensors, torch.vmap.
-
-    Transforms of torch.func that differentiate are left to PyTorch's own attention, whose derivatives they can take.
-    """
-    if torch.compiler.is_compiling() or torch_private.count_dispatch_modes():
-        return True
-    if any(type(one).__name__ == "FakeTensor" for one in tensors):  # by name: most programs do not load its module
-        return True
-    return torch_private.transforms() == (VMAP,)
-
-
-def named(tensors: Sequence[Any], words: dict[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by name; the dispatcher leaves out those that are the defaults."""
-    return {**_DEFAULTS, **dict(zip(TENSORS, tensors, strict=False)), **words}
 
 
 def quiet(query: Tensor) -> AbstractContextManager[object]:
@@ -109,7 +72,7 @@ def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tens
     return None if found is None else _both(found, tensors, words)
 
 
-def _both(found: prepared_call.Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _both(found: Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The output and the LSE that the schema promises, where the answer may be the output alone."""
     if not isinstance(found, Tensor):
         return found
@@ -118,28 +81,18 @@ def _both(found: prepared_call.Answer, tensors: Sequence[Any], words: dict[str, 
     return found, found.new_empty_strided((0,), (1,), dtype=lse_dtype(found.dtype))
 
 
-def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> prepared_call.Answer:
+def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> Answer:
     """The output, and the LSE where it is asked for or kernels serve both passes; prepares for the next such call."""
     given = named(tensors, words)
-    call = read(given)
-    lse, both = given["return_lse"], None
-    if given["keep_lse"]:
-        planned = plan_both(call, given)
-        both = planned.passes(call.problem)
+    parsed, lse = read(given), given["return_lse"]
+    call_key = posed(tensors, words)  # of the caller's autocast, which `quiet` switches off
+    plan = plan_both(parsed, given) if given["keep_lse"] else None
     with quiet(given["query"]):
-        if both is not None:
-            made: prepared_call.Made = autograd.launch(both, call.operands)
-        else:
-            planned = planner.plan(call, lse=lse, learns=False)
-            made = execute.run(call, planned, lse=lse)
-    output, sums = as_given(made[0], given["query"], given), made[1]
-    if sums is not None:
-        sums = (sums[0] if given["layout"] == PACKED else sums).contiguous()
-    found = output if sums is None else (output, sums)
-    asked = posed(tensors, words)
-    settled = planner.settled(planned, call.problem)
-    prepared_call.prepare(asked, (*tensors[:3], *offsets_of(tensors)), call, settled, made, found)
-    return found
+        if plan is None or plan.passes(parsed.problem) is None:
+            plan = planner.plan(parsed, lse=lse, learns=False)
+        own = *tensors[:3], *offsets_of(tensors)
+        like = as_read(given["query"], given)
+        return call.answer(call_key, own, parsed, plan, lse=lse, like=like)
 
 
 def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | None:

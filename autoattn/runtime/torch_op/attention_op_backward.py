@@ -20,8 +20,8 @@ from autoattn.runtime import call_cache
 from autoattn.runtime.call import attention, packed_attention
 from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound, planner
 from autoattn.runtime.run import autograd, execute
-from autoattn.runtime.torch_op import attention_op
-from autoattn.runtime.torch_op.attention_op import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
+from autoattn.runtime.torch_op import attention_op, attention_schema
+from autoattn.runtime.torch_op.attention_schema import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.runtime.training_call import TrainingCall
 from autoattn.tensors import operands
 
@@ -103,7 +103,7 @@ def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]
 
 
 def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
-    given = attention_op.named(tensors[_BEFORE:], words)
+    given = attention_schema.named(tensors[_BEFORE:], words)
     # The dispatcher has left autograd behind, so that nothing would be recorded.
     with torch_private.above_autograd():
         grad_output, grad_lse, output, lse = tensors[:_BEFORE]
@@ -115,7 +115,7 @@ def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any
 
 
 def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
-    given = attention_op.named(tensors[_BEFORE:], words)
+    given = attention_schema.named(tensors[_BEFORE:], words)
     return [_empty(name, given) for name in _learners(learns)]
 
 
@@ -189,7 +189,7 @@ def _no_second(ctx: Any, *pushes: Any) -> Gradients:
 # torch.library.register_autograd registers these as they are. Each then goes through the dispatcher to come to the same
 # Python once more, which takes as long again as all else that a short call waits for; so what is prepared is answered
 # here where nothing is recorded, as in each graph that torch.compile made.
-_recorded = torch_private.autograd_kernel(attention_op.operator, _differentiate, _save)
+_recorded = torch_private.autograd_kernel(attention_schema.operator, _differentiate, _save)
 _recorded_backward = torch_private.autograd_kernel(_operator, _no_second, None)
 
 
@@ -212,7 +212,7 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
         or torch_private.is_for_cuda_graphs()
     ):
         return None
-    given = attention_op.named(tensors, words)
+    given = attention_schema.named(tensors, words)
     if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
         return None
     call = attention_op.read(given)

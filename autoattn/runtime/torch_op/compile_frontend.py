@@ -25,7 +25,7 @@ from autoattn.hardware import nvidia
 from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.run import execute
-from autoattn.runtime.torch_op import attention_op
+from autoattn.runtime.torch_op import attention_schema, tracing
 from autoattn.tensors import cu_seqlens
 
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -53,7 +53,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, eagerly: Callable[..
         modifier_arguments.check_tensor("bias", bias, query.device)
     asked = {**_asked(query, given), **mod, **_pieces(table)}
     slopes = given["alibi_slopes"]
-    found: tuple[Tensor, Tensor] = attention_op.operator(
+    found: tuple[Tensor, Tensor] = attention_schema.operator(
         query, key, value, bias, mask=words, layout=layout.value, precision=precision,
         keep_lse=_learns(query, key, value, given["sinks"], bias, slopes),
         learns_bias=_learns(bias), learns_slopes=_learns(slopes), **asked,
@@ -75,7 +75,7 @@ def packed_attention(
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         cu_seqlens.check_form(name, offsets, query.device)
     cu_seqlens.check_pair(cu_seqlens_q, cu_seqlens_kv)
-    found: tuple[Tensor, Tensor] = attention_op.operator(
+    found: tuple[Tensor, Tensor] = attention_schema.operator(
         query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
         max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
         max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
@@ -159,7 +159,7 @@ _differentiates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_differentiated() -> bool:
-    return torch_private.transforms() not in ((), (attention_op.VMAP,))
+    return torch_private.transforms() not in ((), (tracing.VMAP,))
 
 
 _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo guards on the transforms itself
@@ -243,7 +243,7 @@ def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         asked.update(
             {"drawn_seed": modifier_arguments.draw()} if seed is None else {"seed": modifier_arguments.seed_of(seed)}
         )
-    for name in attention_op.LEARNING[4:]:
+    for name in attention_schema.LEARNING[4:]:
         if given[name] is not None:
             modifier_arguments.check_tensor(name, given[name], query.device)
             asked[name] = given[name]

@@ -25,7 +25,7 @@ from torch.library import opcheck
 import autoattn
 from autoattn import masks
 from autoattn.errors import TensorError
-from autoattn.runtime.torch_op import attention_op, attention_op_backward, compile_frontend
+from autoattn.runtime.torch_op import attention_op_backward, attention_schema, compile_frontend
 
 ATTENTION, BACKWARD = torch.ops.autoattn.attention, torch.ops.autoattn.attention_backward
 STRENGTH = noise(4, seed=11)
@@ -138,7 +138,7 @@ def test_autocast_casts_query_key_and_value_alone() -> None:
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is ATTENTION.default:
-                seen.update(zip(attention_op.TENSORS, (one.dtype for one in args if one is not None), strict=False))
+                seen.update(zip(attention_schema.TENSORS, (one.dtype for one in args if one is not None), strict=False))
             return func(*args, **(kwargs or {}))
 
     given = (*inputs(), noise(5, 7), SLOPES, SINKS)
@@ -190,7 +190,7 @@ def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: 
     tensors = [*inputs(), None, None, SINKS.clone()]
     tensors[learner].requires_grad_()  # type: ignore[union-attr]
     ATTENTION(*tensors, mask="causal")[0].sum().backward()
-    assert asked == [[attention_op.LEARNING[learner]]]
+    assert asked == [[attention_schema.LEARNING[learner]]]
     assert tensors[learner].grad.abs().max() > 0.0  # type: ignore[union-attr]
 
 

@@ -1,0 +1,23 @@
+"""Whether somebody traces a call, or watches the dispatcher for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoattn import torch_private
+
+VMAP = "Vmap"  # PyTorch's name of the one transform that takes no derivative
+
+
+def is_watched(*tensors: Any) -> bool:
+    """Whether somebody would not see a kernel's launch: torch.compile, a dispatch mode, FakeTensors, torch.vmap.
+
+    Transforms of torch.func that differentiate are left to PyTorch's own attention, whose derivatives they can take.
+    """
+    if torch.compiler.is_compiling() or torch_private.count_dispatch_modes():
+        return True
+    if any(type(one).__name__ == "FakeTensor" for one in tensors):  # by name: most programs do not load its module
+        return True
+    return torch_private.transforms() == (VMAP,)
