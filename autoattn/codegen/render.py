@@ -101,13 +101,13 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
 
 
 def template_digest(template: str) -> str:
-    """Names the text of a template, of its parts, which lie in a folder of its name, and of those that its family, or
-    all families, share.
+    """Names the text of a template and of its parts, which lie in three folders: its own, which has its name, and
+    `shared` of its family and of all families.
     """
     path = resources.template_path(template)
-    parts = sorted((path.parent / path.name.partition(".")[0]).glob("*.j2"))
-    parts += sorted(part for part in path.parent.glob("*.j2") if not part.name.endswith(".py.j2"))
-    parts += sorted(path.parent.parent.glob("*.j2"))
+    family = path.parent
+    folders = family / path.name.partition(".")[0], family / "shared", family.parent / "shared"
+    parts = [part for folder in folders for part in sorted(folder.glob("*.j2"))]
     return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
 
 
