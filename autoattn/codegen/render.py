@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jinja2
 
-from autoattn.codegen import resources, search_space
+from autoattn.codegen import argument_names, resources, search_space
 from autoattn.core import triton_release
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem, padded, pieces
@@ -101,13 +101,13 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
 
 
 def template_digest(template: str) -> str:
-    """Names the text of a template, of its parts, which lie in a folder of its name, and of those that its family, or
-    all families, share.
+    """Names the text of a template and of its parts, which lie in three folders: its own, which has its name, and
+    `shared` of its family and of all families.
     """
     path = resources.template_path(template)
-    parts = sorted((path.parent / path.name.partition(".")[0]).glob("*.j2"))
-    parts += sorted(part for part in path.parent.glob("*.j2") if not part.name.endswith(".py.j2"))
-    parts += sorted(path.parent.parent.glob("*.j2"))
+    family = path.parent
+    folders = family / path.name.partition(".")[0], family / "shared", family.parent / "shared"
+    parts = [part for folder in folders for part in sorted(folder.glob("*.j2"))]
     return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
 
 
@@ -117,6 +117,9 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     points = search_space.load(variant.template)
     params = {**points.fixed, **points.params_of(variant)}
     products = params["products"]
+    offset, strided = "i64" if traits.wide else "i32", traits.alignment == 1
+    score = _expression(modifiers.score_mod, SCORE_NAMES)
+    keep = _expression(mask.mod, MASK_NAMES)
     facts = {
         "dtype": problem.dtype.value,
         "element": ELEMENT[problem.dtype],
@@ -131,19 +134,33 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "on_scores": modifiers.on_scores,
         **{name: getattr(modifiers, name) for name in SWITCHES},
         "alignment": traits.alignment,
-        "strided": traits.alignment == 1,
-        "offset": "i64" if traits.wide else "i32",
+        "strided": strided,
+        "offset": offset,
+        "strides": partial(argument_names.typed_strides, offset=offset, strided=strided),
+        "packed": problem.packed,
+        "sparse": mask.sparse,
+        "block_q": mask.block_q,
+        "block_kv": mask.block_kv,
+        "bias": modifiers.bias.value,
+        "bias_element": traits.bias,
+        "dropout": modifiers.dropout,
+        "lse": traits.lse,
+        "score_lines": score.triton() if score else [],
+        "mask_lines": keep.triton() if keep else [],
+        "score_captures": _captures(score),
+        "mask_captures": _captures(keep),
+        "captures": [(f"score_{name}", kind) for name, kind in _captures(score)]
+        + [(f"mask_{name}", kind) for name, kind in _captures(keep)],
     }
     if problem.op is Op.BACKWARD:
         return facts | _backward_facts(problem, params, traits)
-    return facts | _forward_facts(problem, variant, params, traits)
+    return facts | _forward_facts(problem, variant, params)
 
 
 def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
     """What the templates of gradients ask beside."""
+    score_mod = problem.modifiers.score_mod
     widths = problem.head_dim_padded, problem.head_dim_v_padded
-    score = _expression(problem.modifiers.score_mod, SCORE_NAMES)
-    keep = _expression(problem.mask.mod, MASK_NAMES)
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
     readable = traits.alignment * problem.dtype.bytes >= 16
     return {
@@ -152,33 +169,18 @@ def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Trait
         "width_v": widths[1],
         "padded_qk": widths[0] > problem.head_dim,
         "padded_v": widths[1] > problem.head_dim_v,
-        "packed": problem.packed,
-        "bias": problem.modifiers.bias.value,
-        "bias_element": traits.bias,
         "learned": problem.modifiers.bias is Bias.LEARNED,
         "sloped": problem.modifiers.learned_slopes,
-        "dropout": problem.modifiers.dropout,
-        "lse": traits.lse,
         "ends_at_keys": _ends_at_keys(problem.mask),
-        "sparse": problem.mask.sparse,
-        "block_q": problem.mask.block_q,
-        "block_kv": problem.mask.block_kv,
-        "score_lines": score.triton() if score else [],
-        "growth_lines": derivative.of(problem.modifiers.score_mod).triton() if score else [],
-        "mask_lines": keep.triton() if keep else [],
-        "score_captures": _captures(score),
-        "mask_captures": _captures(keep),
+        "growth_lines": derivative.of(score_mod).triton() if score_mod else [],
         "queries_boxes": readable and params["queries_loads"] == "descriptor",
         "keys_boxes": readable and params["keys_loads"] == "descriptor",
     }
 
 
-def _forward_facts(
-    problem: Problem, variant: Variant, params: Mapping[str, Value], traits: Traits
-) -> dict[str, object]:
+def _forward_facts(problem: Problem, variant: Variant, params: Mapping[str, Value]) -> dict[str, object]:
     """What the templates of outputs ask beside."""
     mask, modifiers = problem.mask, problem.modifiers
-    score, keep = _expression(modifiers.score_mod, SCORE_NAMES), _expression(mask.mod, MASK_NAMES)
     hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
     split = bool(params["HEAD_SPLIT"])
@@ -191,24 +193,12 @@ def _forward_facts(
         "whole_qk": _parts(problem.head_dim, False, least),
         "whole_v": _parts(problem.head_dim_v, False, least),
         "tiles_n": _key_tiles(int(variant["BLOCK_N"])),
-        "packed": problem.packed,
-        "sparse": mask.sparse,
-        "block_q": mask.block_q,
-        "block_kv": mask.block_kv,
         "visible": _visible(problem),
         "needs_mask": _needs_mask(problem),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
         "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
-        "bias": modifiers.bias.value,
-        "bias_element": traits.bias,
         "sinks": modifiers.sinks,
-        "dropout": modifiers.dropout,
-        "score_lines": score.triton() if score else [],
         "growth_lines": [],
-        "mask_lines": keep.triton() if keep else [],
-        "score_captures": _captures(score),
-        "mask_captures": _captures(keep),
-        "lse": traits.lse,
     }
 
 

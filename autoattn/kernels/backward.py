@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from autoattn.codegen.argument_names import strides
 from autoattn.core.problem import Bias, DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
@@ -200,8 +201,7 @@ def _arguments(
     )
     for short, name, tensor in tensors:
         arguments[f"{name}_ptr"] = tensor
-        for axis, stride in zip("bhsd", tensor.stride(), strict=True):
-            arguments[f"stride_{short}{axis}"] = stride
+        arguments.update(zip(strides(short), tensor.stride(), strict=True))
     read = {name: tensor for _, name, tensor in tensors}
     read |= {"row_lse": scratch.rows[0].view(-1), "delta": scratch.rows[1].view(-1)}
     if scratch.sums is not None:
@@ -225,7 +225,7 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
     found: dict[str, object] = {
         "bias_grad_ptr": grad,
         "bias_sums_ptr": sums,
-        **{f"stride_g{axis}": stride for axis, stride in zip("bhsn", grad.stride(), strict=True)},
+        **dict(zip(strides("g"), grad.stride(), strict=True)),
         **{f"bias_{axis}": size for axis, size in zip(("batch", "heads", "queries", "keys"), grad.shape, strict=True)},
     }
     if operands.table is not None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from autoattn.codegen.argument_names import strides
 from autoattn.core.call_arguments import NUMBERS
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Traits
@@ -182,8 +183,7 @@ def _arguments(
     }
     tensors = (("q", operands.query), ("k", operands.key), ("v", operands.value), ("o", output))
     for name, tensor in tensors:
-        for axis, stride in zip("bhsd", tensor.stride(), strict=True):
-            arguments[f"stride_{name}{axis}"] = stride
+        arguments.update(zip(strides(name), tensor.stride(), strict=True))
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= modifiers(operands)
     if operands.table is not None:
@@ -234,11 +234,10 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
         "keep_scale": 1.0 / (1.0 - operands.dropout),
     }
     if operands.slopes is not None:
-        found["stride_sb"], found["stride_sh"] = operands.slopes.stride()
+        found.update(zip(strides("s"), operands.slopes.stride(), strict=True))
     if operands.bias is not None:
         found["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
-        for axis, stride in zip("bhsn", operands.bias.stride(), strict=True):
-            found[f"stride_b{axis}"] = stride
+        found.update(zip(strides("b"), operands.bias.stride(), strict=True))
     for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
         for place, tensor in enumerate(captures):
             found[f"{owner}_captured{place}_ptr"] = tensor
@@ -250,14 +249,13 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
 
 def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | float | None]:
     """A block table, by the names of a signature; its two lists have the same rows."""
-    stride_b, stride_h, _ = table.full_counts.stride()
+    rows = zip(table.full_counts.shape[:2], table.full_counts.stride()[:2], strict=True)
     found: dict[str, Tensor | int | float | None] = {
         "full_counts_ptr": table.full_counts,
         "full_blocks_ptr": table.full_blocks,
         "partial_counts_ptr": table.partial_counts,
         "partial_blocks_ptr": table.partial_blocks,
-        "stride_tb": stride_b if table.full_counts.shape[0] > 1 else 0,
-        "stride_th": stride_h if table.full_counts.shape[1] > 1 else 0,
+        **dict(zip(strides("t"), (stride if size > 1 else 0 for size, stride in rows), strict=True)),
         "full_width": table.full_blocks.shape[3],
         "partial_width": table.partial_blocks.shape[3],
     }

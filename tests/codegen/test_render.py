@@ -26,7 +26,7 @@ from checkout_paths import GOLDEN
 from autoattn.codegen import render, resources
 from autoattn.core import triton_release
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision
 from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import UsageError
 from autoattn.kernels import interpreter
@@ -210,17 +210,32 @@ def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.
     before = render.template_digest(kernels.TEMPLATE)
     family = tmp_path / "family"
     shutil.copytree(path.parent / "forward", family / "forward")
-    shutil.copy(path.parent / "expressions.j2", family)
-    shutil.copy(path.parent.parent / "functions.j2", tmp_path)
+    shutil.copytree(path.parent / "shared", family / "shared")
+    shutil.copytree(path.parent.parent / "shared", tmp_path / "shared")
     (family / "other.py.j2").write_text("another template", encoding="utf-8")
     copy = Path(shutil.copy(path, family))
     monkeypatch.setattr(resources, "template_path", lambda name: copy)
     found = [render.template_digest(kernels.TEMPLATE)]
     assert found == [before]
-    for part in ("family/forward.py.j2", "family/forward/part.j2", "family/expressions.j2", "functions.j2"):
+    for part in ("family/forward.py.j2", "family/forward/part.j2", "family/shared/part.j2", "shared/part.j2"):
         (tmp_path / part).write_text("{# nothing #}", encoding="utf-8")
         found.append(render.template_digest(kernels.TEMPLATE))
     assert len(set(found)) == 5
+
+
+@pytest.mark.parametrize("name", [name for op in Op for name in resources.template_names(op)])
+def test_a_template_has_only_parts_that_its_digest_follows(name: str) -> None:
+    root = resources.template_path(name).parent.parent
+    family = name.split("/")[0]
+    folders = {name, f"{family}/shared", "shared"}
+    texts = [resources.template_path(name), *(part for folder in folders for part in (root / folder).glob("*.j2"))]
+    named = {part for text in texts for part in re.findall(r'"([a-z_/]+)\.j2"', text.read_text(encoding="utf-8"))}
+    assert {part.rpartition("/")[0] for part in named} <= folders
+
+
+def test_no_template_file_has_more_than_400_lines() -> None:
+    files = resources.template_path(kernels.TEMPLATE).parent.parent.rglob("*.j2")
+    assert {file.name: lines for file in files if (lines := file.read_text(encoding="utf-8").count("\n")) > 400} == {}
 
 
 # --- it stands alone --------------------------------------------------------------------------------------------------
