@@ -14,7 +14,7 @@ import msgspec
 from autoattn.codegen import resources
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import triton_release
-from autoattn.core.device import Device
+from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Op, Problem, pieces
 from autoattn.core.variant import Value, Variant, digest_of
@@ -30,8 +30,11 @@ _PROBLEM_FACTS = (
     *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
 )
-_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float"))
-FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
+# Not `arch`: what a newer architecture shares with an older one, its number does not say.
+_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float") and field.name != "arch")
+_CAPABILITIES = (*(unit.value for unit in MatrixUnit), "tma", "float8_products", "warp_size")
+# What rules may ask of a problem and a device
+FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS, *_CAPABILITIES))
 
 
 class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
@@ -269,6 +272,16 @@ def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
         "sinks": int(modifiers.sinks),
         "dropout": int(modifiers.dropout),
         **{name: getattr(device, name) for name in _DEVICE_FACTS},
+        **_capability_facts(device.capabilities),
+    }
+
+
+def _capability_facts(capabilities: Capabilities) -> dict[str, Value | float]:
+    return {
+        **{unit.value: int(unit is capabilities.matrix_unit) for unit in MatrixUnit},
+        "tma": int(capabilities.tma),
+        "float8_products": int(capabilities.float8_products),
+        "warp_size": capabilities.warp_size,
     }
 
 

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
+from autoattn.core.device import capabilities_of
 from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their s
     import torch
     from torch import Tensor
 
-WARP_SIZE = 32
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
 MAX_SPILLED = 2048
@@ -76,6 +76,8 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
         constexprs={},
         attrs={(names.index(each),): [["tt.divisibility", by]] for each, by in divisible.items()},
     )
+    facts = capabilities_of(arch)
+    target = GPUTarget(facts.backend.value, arch, facts.warp_size)
     options = getattr(module, "PARTS", {}).get(name) or module.OPTIONS
     try:
         with triton.knobs.compilation.scope():
@@ -85,7 +87,7 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
             options = {**options, "enable_fp_fusion": True}
             silent = contextlib.redirect_stdout(io.StringIO())  # where Triton prints whole kernels that ptxas refuses
             with silent, assembler.older_ptxas(arch) as added:
-                return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options={**options, **added})
+                return triton.compile(kernel, target=target, options={**options, **added})
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
         reason = " ".join(str(error).split())[:300]
         raise CompileError(

@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
         {"rule": "seq_q >= 4", "because": "there must be a few rows"},
     ],
     "seeds": [
-        {"when": "arch >= 90", "TILE": 64, "warps": 4, "mode": "fancy"},
+        {"when": "wgmma", "TILE": 64, "warps": 4, "mode": "fancy"},
         {"when": "head_dim == 64", "TILE": 32, "warps": 2},
         {"when": "head_dim == 64", "TILE": 32, "warps": 2, "mode": "plain"},
         {"TILE": 16, "warps": 4},
@@ -107,8 +107,15 @@ def test_kernels_repeat_themselves_to_the_bit_unless_the_file_says_no(load: Call
     for rule, expected in ((None, [True, True]), ("0", [False, False]), ("mode == 'plain'", [True, False])):
         points = load(SMALL if rule is None else {**SMALL, "deterministic": rule})
         assert [points.repeats(points.variant(one)) for one in (plain, fancy)] == expected
+    with pytest.raises(SpaceError, match="must speak of what is known to it, got wgmma"):
+        load({**SMALL, "deterministic": "wgmma"})
+
+
+def test_a_rule_asks_for_capabilities_and_not_for_the_number_of_an_architecture(
+    load: Callable[[Any], SearchSpace],
+) -> None:
     with pytest.raises(SpaceError, match="must speak of what is known to it, got arch"):
-        load({**SMALL, "deterministic": "arch == 90"})
+        load({**SMALL, "let": {**SMALL["let"], "hopper": "arch >= 90"}})
 
 
 def test_the_digest_is_the_texts(load: Callable[[Any], SearchSpace]) -> None:
@@ -157,8 +164,8 @@ def test_every_part_is_needed(refusal: Callable[[Any], str], key: str) -> None:
         (("require", 0, "becuase"), "x", "unknown field `becuase`"),
         (("seeds",), [], "length >= 1 - at `$.seeds`"),
         (("seeds", 0, "when"), "THREADS == 16", "got THREADS"),
-        (("seeds", 0, "when"), "arhc == 90", "got arhc; did you mean arch?"),
-        (("seeds", 0, "when"), "arch = 90", "must be arithmetic such as"),
+        (("seeds", 0, "when"), "wgmaa == 1", "got wgmaa; did you mean wgmma?"),
+        (("seeds", 0, "when"), "wgmma = 1", "must be arithmetic such as"),
         (("seeds", 0, "TYLE"), 16, "sets TILE, warps, mode, got 'TYLE' amiss"),
         (("seeds", 0, "TILE"), ..., "sets TILE, warps, mode, got 'TILE' amiss"),
         (("seeds", 0, "TILE"), 48, "TILE of triton/forward must be one of 16, 32, 64, got 48"),
@@ -231,7 +238,12 @@ def test_facts_are_the_problems_and_the_devices() -> None:
         "float8": 0,
         "group_size": 4,
         "head_dim_padded": 128,
-        "arch": 90,
+        "mma": 0,
+        "wgmma": 1,
+        "tcgen05": 0,
+        "tma": 1,
+        "float8_products": 1,
+        "warp_size": 32,
         "sm_count": 132,
         "l2_bytes": 60 * 2**20,
     }
