@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -397,3 +398,60 @@ def test_what_is_implied_is_one_of_the_choices(refusal: Callable[[Any], str]) ->
     document = with_a_later_parameter()
     document["parameters"]["later"]["implied"] = 3
     assert "later of triton/forward must be one of 1, 2, got 3" in refusal(document)
+
+
+# What a file says beside its rules
+
+
+def test_a_rehearsal_sets_what_the_file_lists_and_leaves_the_rest(load: Callable[[Any], SearchSpace]) -> None:
+    one = load({**SMALL, "rehearsal": {"TILE": 16, "warps": "min(warps, 2)", "block_q": "8 * (1 + (block_q > TILE))"}})
+    variant = one.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
+    mask = Mask.blocks(128, 32, 0.5)
+    small, blocks = one.rehearsed(variant, mask)
+    assert small.as_dict() == {"TILE": 16, "warps": 2, "mode": "fancy"}
+    assert blocks == dataclasses.replace(mask, block_q=16)
+    assert one.rehearsed(variant, Mask.blocks(64, 32, 0.5))[1].block_q == 8, "one step is one step"
+    assert one.rehearsed(variant, Mask()) == (small, Mask())
+    assert load(SMALL).rehearsed(variant, mask) == (variant, mask)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rehearsal", {"TYLE": 16}, "must set parameters, block_q and block_kv, got 'TYLE'"),
+        ("rehearsal", {"TILE": 48}, "the rehearsal of TILE must be one of 16, 32, 64, got 48"),
+        ("rehearsal", {"mode": "'odd'"}, "the rehearsal of mode must be one of plain, fancy, got 'odd'"),
+        ("rehearsal", {"mode": "plain"}, "must speak of what is known to it, got plain"),
+        ("rehearsal", {"TILE": "min(TILE, seq_q)"}, "must speak of what is known to it, got seq_q"),
+        ("heads_together", "1 + head_dim", "must speak of what is known to it, got head_dim"),
+        ("tile", "{TILE}x{TYLE}", "a tile must name parameters in braces, got 'TYLE'"),
+        ("specialised", "yes", "Expected `bool`"),
+    ],
+)
+def test_a_fault_beside_the_rules_is_named(
+    load: Callable[[Any], SearchSpace], key: str, value: Any, words: str
+) -> None:
+    with pytest.raises(SpaceError) as caught:
+        load({**SMALL, key: value})
+    assert words in str(caught.value)
+
+
+def test_a_variant_is_called_by_its_tile(load: Callable[[Any], SearchSpace]) -> None:
+    one = load({**SMALL, "tile": "{TILE} rows {warps}w {}"})
+    variant = one.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
+    assert one.tile_of(variant) == "64 rows 4w {}"
+    assert load(SMALL).tile_of(variant) == str(variant)
+    older = Variant.of(one.template, {"TILE": 64})
+    assert one.tile_of(older) == str(older)
+
+
+def test_heads_are_together_as_the_file_says(load: Callable[[Any], SearchSpace]) -> None:
+    asked = problem(heads_q=32, heads_kv=8)
+    assert load(SMALL).heads_of_tile({"warps": 4}, asked) == 1
+    assert load({**SMALL, "heads_together": "warps * group_size"}).heads_of_tile({"warps": 2}, asked) == 8
+    assert [load({**SMALL, **more}).specialised for more in ({}, {"specialised": True})] == [False, True]
+
+
+def test_every_key_of_a_file_is_documented() -> None:
+    page = (CHECKOUT / "docs" / "search-spaces.md").read_text(encoding="utf-8")
+    assert [name for name in search_space._File.__struct_fields__ if f"| `{name}` |" not in page] == []
