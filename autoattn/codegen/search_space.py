@@ -69,6 +69,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     heads_together: str = "1"
     tile: str = ""
     rehearsal: dict[str, int | str] = {}
+    ablation: list[str] = []
+    barriers: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,8 @@ class SearchSpace:
     heads_together: Rule = field(default_factory=lambda: Rule("1"))  # query heads that one tile has rows of
     tile: str = ""  # what to call a variant by; {names} are parameters
     rehearsal: dict[str, Rule] = field(default_factory=dict)  # parameter or block -> value; see `rehearsed`
+    ablation: tuple[str, ...] = ()  # parameters that an ablation changes one at a time, in the order of its table
+    barriers: tuple[str, ...] = ()  # parameters that place barriers or choose their kind
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
     # What a variant has that does not state a parameter. It states none at this value, so that kernels that are older
     # than the parameter keep their names and texts.
@@ -397,11 +401,15 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         heads_together=_rule(file.heads_together, {*file.parameters, *_HEADS}),
         tile=_tile(file),
         rehearsal={name: _rule(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()},
+        ablation=tuple(file.ablation),
+        barriers=tuple(file.barriers),
         fixed=dict(file.fixed),
         implied=implied,
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
     _check_rehearsal(space)
+    if unknown := sorted({*space.ablation, *space.barriers} - set(space.choices)):
+        raise SpaceError(f"an ablation must change parameters, got {unknown[0]!r}; correct it")
     space.check({**{name: values[0] for name, values in space.choices.items()}, **space.implied})
     for _, params in space.seeds:
         space.check(params)

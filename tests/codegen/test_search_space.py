@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -426,6 +427,8 @@ def test_a_rehearsal_sets_what_the_file_lists_and_leaves_the_rest(load: Callable
         ("heads_together", "1 + head_dim", "must speak of what is known to it, got head_dim"),
         ("tile", "{TILE}x{TYLE}", "a tile must name parameters in braces, got 'TYLE'"),
         ("specialised", "yes", "Expected `bool`"),
+        ("ablation", ["warps", "wraps"], "an ablation must change parameters, got 'wraps'"),
+        ("barriers", ["wraps"], "an ablation must change parameters, got 'wraps'"),
     ],
 )
 def test_a_fault_beside_the_rules_is_named(
@@ -454,4 +457,7 @@ def test_heads_are_together_as_the_file_says(load: Callable[[Any], SearchSpace])
 
 def test_every_key_of_a_file_is_documented() -> None:
     page = (CHECKOUT / "docs" / "search-spaces.md").read_text(encoding="utf-8")
-    assert [name for name in search_space._File.__struct_fields__ if f"| `{name}` |" not in page] == []
+    keys = set(
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page.partition("| of the problem")[0], re.M)))
+    )
+    assert keys == set(search_space._File.__struct_fields__)

@@ -59,7 +59,7 @@ def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
 def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:
     for asked in shapes_file.load(path):
         for device in device_profiles.all_devices():
-            if asked.problem.dtype is DType.FLOAT8 and device.arch < 89:
+            if asked.problem.dtype is DType.FLOAT8 and not device.capabilities.float8_products:
                 with pytest.raises(SpaceError, match=r"float8 products need an NVIDIA GPU of compute capability 8\.9"):
                     SHIPPED.default(asked.problem, device)
                 continue
@@ -351,3 +351,10 @@ def test_seeds_that_were_measured_on_hopper_are_hoppers(card: Device, head_dim: 
         by_choice = [seed for seed in own if "registers" not in (one.why_infeasible(seed, asked, ampere) or "")]
         expected = [(128, 64, 8)] if (card, head_dim, template) == (B200, 128, "triton/forward") else []
         assert [tuple(seed[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")) for seed in by_choice] == expected
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_an_ablation_moves_the_barriers_that_a_template_has(op: Op) -> None:
+    known = {"barrier", "slot_release", "v_wait"}
+    for one in search_space.of(op):
+        assert set(one.barriers) == known & set(one.choices) == known & set(one.ablation)

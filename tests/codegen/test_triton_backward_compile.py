@@ -10,6 +10,7 @@ from rarely import rarely
 
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles, triton_release
+from autoattn.core.device import MatrixUnit
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.core.variant import Traits
@@ -134,7 +135,7 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
     found = build(source, device.arch, "backward_bias")
     assert found.metadata.shared <= device.shared_bytes_per_block
     assert ".local" not in found.asm["ptx"]
-    products = "wgmma" if device.arch >= 90 else "mma.sync"
+    products = "wgmma" if device.capabilities.matrix_unit is MatrixUnit.WGMMA else "mma.sync"
     assert products in found.asm["ptx"]
 
 
