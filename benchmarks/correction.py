@@ -41,11 +41,11 @@ class Part:
 
 def features(case: Case) -> tuple[list[float], float]:
     """What a correction may lean on, and the predicted milliseconds."""
-    found = predictor.predict(case.problem, DEVICE, case.params, case.report)
+    found = predictor.predict(case.problem, DEVICE, case.variant, case.report)
     loop = case.report.loop
     shares = [found.parts_us[unit] / found.time_us for unit in UNITS]
     warps = [math.log(found.occupancy), math.log(found.occupancy * case.report.num_warps)]
-    sizes = [math.log(int(case.params[name])) for name in SIZES]
+    sizes = [math.log(int(case.variant[name])) for name in SIZES]
     counts = [math.log1p(sum(n for opcode, n in loop.items() if opcode.startswith(kind))) for kind in OPCODES]
     return [*shares, *warps, *sizes, *counts], found.time_us / 1e3
 

@@ -27,7 +27,7 @@ from autoattn.core import device_profiles
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Problem
 from autoattn.core.trial import StaticReport
-from autoattn.core.variant import Value
+from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import predictor
 from autoattn.cost_model.constants import BOUNDS, CONSTANTS, FITTED, Constants
 from autoattn.cost_model.kernel_kind import Path, path_of
@@ -54,14 +54,14 @@ class Case:
     """A variant that was measured."""
 
     problem: Problem
-    params: dict[str, Value]
+    variant: Variant
     report: StaticReport
     median_ms: float
 
     @property
     def path(self) -> Path:
         """Whose constants hold for it."""
-        return path_of(self.report, self.params)
+        return path_of(self.report, self.variant.template)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,14 @@ def older() -> list[Case]:
             digest=str(number), arch=90, registers=trial["registers"], spilled_bytes=trial["stack_bytes"],
             shared_bytes=trial["shared_bytes"], num_warps=num_warps, code_bytes=0, loop=counts,
         )  # fmt: skip
-        cases.append(Case(problem=problem, params=params, report=report, median_ms=trial["median_ms"]))
+        cases.append(
+            Case(
+                problem=problem,
+                variant=Variant.of("triton/forward", params),
+                report=report,
+                median_ms=trial["median_ms"],
+            )
+        )
     return cases
 
 
@@ -103,9 +110,7 @@ def rows() -> tuple[Row, ...]:
     for path in sorted(VARIANTS.glob("*.jsonl")):
         recorded = search_recording.read(path)
         cases = tuple(
-            Case(
-                problem=recorded.header.problem, params=v.as_dict(), report=trial.report, median_ms=trial.time_us / 1e3
-            )
+            Case(problem=recorded.header.problem, variant=v, report=trial.report, median_ms=trial.time_us / 1e3)
             for v, trial in recorded.trials.items()
             if trial.time_us is not None and trial.report is not None
         )
@@ -170,7 +175,7 @@ class Quality:
 
 def milliseconds(case: Case, constants: Mapping[Path, Constants] = CONSTANTS) -> float:
     """What the model says of a case."""
-    return predictor.predict(case.problem, DEVICE, case.params, case.report, constants).time_us / 1e3
+    return predictor.predict(case.problem, DEVICE, case.variant, case.report, constants).time_us / 1e3
 
 
 def quality(row: Row, predicted: Sequence[float]) -> Quality:
@@ -256,7 +261,7 @@ def _distinct(row: Row, path: Path) -> list[tuple[Case, float, int]]:
     kernels: dict[tuple[object, ...], list[Case]] = {}
     for case in row.cases:
         if case.path is path:
-            key = (*case.params.items(), *case.report.loop.items(), case.report.registers)
+            key = (*case.variant.params, *case.report.loop.items(), case.report.registers)
             kernels.setdefault(key, []).append(case)
     return [(same[0], statistics.geometric_mean(one.median_ms for one in same), len(same)) for same in kernels.values()]
 
@@ -276,13 +281,13 @@ def left_out(problem: Problem) -> list[Quality]:
 
 NAIVE = {
     "fewest instructions a score": lambda c: (
-        sum(c.report.loop.values()) * c.report.num_warps / (int(c.params["BLOCK_M"]) * int(c.params["BLOCK_N"]))
+        sum(c.report.loop.values()) * c.report.num_warps / (int(c.variant["BLOCK_M"]) * int(c.variant["BLOCK_N"]))
     ),
     "most warps on an SM": lambda c: (
         1 / (occupancy(DEVICE, c.report.registers, c.report.shared_bytes, c.report.num_warps) * c.report.num_warps)
     ),
     "largest tile without spills": lambda c: (
-        (1 + c.report.spilled_bytes) / (int(c.params["BLOCK_M"]) * int(c.params["BLOCK_N"]))
+        (1 + c.report.spilled_bytes) / (int(c.variant["BLOCK_M"]) * int(c.variant["BLOCK_N"]))
     ),
 }
 

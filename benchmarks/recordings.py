@@ -123,7 +123,7 @@ def _predictions(problem: Problem, reports: dict[Variant, StaticReport | Failure
         elif occupancy.why_unlaunchable(DEVICE, report) is not None:
             trial = replace(trial, outcome=Outcome.INFEASIBLE)
         else:
-            guess = predictor.predict(problem, DEVICE, variant.as_dict(), report)
+            guess = predictor.predict(problem, DEVICE, variant, report)
             trial = replace(trial, prediction=replace(guess, time_us=round(guess.time_us, 3)))
         trials.append(trial)
     return search_recording.of_trials(

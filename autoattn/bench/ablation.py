@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autoattn.codegen import render
+from autoattn.codegen import render, search_space
 from autoattn.codegen.render import NO_SOFTMAX
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.device import Device
@@ -23,9 +23,6 @@ from autoattn.core.variant import Value, Variant
 
 BASELINE = "baseline"
 BOUND = "no softmax (not attention)"
-# The parameters that are changed one at a time, in the order of the table; a template has some of them.
-STEPS = ("barrier", "ping_pong", "slot_release", "v_wait", "overlap", "softmax", "mask_loop", "PERSISTENT", "schedule")
-BARRIERS = ("barrier", "slot_release", "v_wait")  # those that place barriers or choose their kind
 COMPANIONS = 2  # parameters that a change may take along
 
 
@@ -91,7 +88,8 @@ class Row:
     @property
     def barrier(self) -> Cell | None:
         """The fastest of the kernels whose barriers were placed otherwise."""
-        placed = [cell for cell in self.cells if cell.change.step in BARRIERS and math.isfinite(cell.time_us)]
+        barriers = search_space.load(self.template).barriers
+        placed = [cell for cell in self.cells if cell.change.step in barriers and math.isfinite(cell.time_us)]
         return min(placed, key=lambda cell: cell.time_us, default=None)
 
     def named(self, name: str) -> Cell | None:
@@ -136,7 +134,7 @@ def changes(one: SearchSpace, problem: Problem, device: Device) -> list[Change]:
     base = one.default(problem, device)
     params = one.params_of(base)
     found = {BASELINE: Change(name=BASELINE, variant=base)}
-    for step in (step for step in STEPS if step in one.choices):
+    for step in one.ablation:
         for value in (value for value in one.choices[step] if value != params[step]):
             variant = _nearest(one, params, step, value, problem, device)
             if variant is None:

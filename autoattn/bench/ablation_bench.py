@@ -140,7 +140,7 @@ def _predicted(problem: Problem, device: Device, cell: Cell) -> Cell:
         return cell
     if (reason := predictor.why_unknown(problem, device)) is not None:
         return replace(cell, detail=f"{reason}; only a measurement has a time")
-    return replace(cell, prediction=predictor.predict(problem, device, cell.change.variant.as_dict(), cell.report))
+    return replace(cell, prediction=predictor.predict(problem, device, cell.change.variant, cell.report))
 
 
 # --- on the card ------------------------------------------------------------------------------------------------------

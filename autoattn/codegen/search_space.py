@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import random
+import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import msgspec
 from autoattn.codegen import resources
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import triton_release
-from autoattn.core.device import Device
+from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Op, Problem, pieces
 from autoattn.core.variant import Value, Variant, digest_of
@@ -22,6 +23,9 @@ from autoattn.errors import SpaceError
 
 VERSION = 1
 _SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
+_HEADS = ("heads_q", "heads_kv", "group_size")
+_BLOCKS = ("block_q", "block_kv")  # of a block table
+_PLACES = re.compile(r"\{(\w+)\}")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
     *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
@@ -30,8 +34,11 @@ _PROBLEM_FACTS = (
     *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
 )
-_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float"))
-FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS))  # what rules may ask of a problem and a device
+# Not `arch`: what a newer architecture shares with an older one, its number does not say.
+_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float") and field.name != "arch")
+_CAPABILITIES = (*(unit.value for unit in MatrixUnit), "tma", "float8_products", "warp_size")
+# What rules may ask of a problem and a device
+FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS, *_CAPABILITIES))
 
 
 class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,6 +65,12 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     triton: list[str] = []
     step_bytes: int = 1
     deterministic: str = "1"
+    specialised: bool = False
+    heads_together: str = "1"
+    tile: str = ""
+    rehearsal: dict[str, int | str] = {}
+    ablation: list[str] = []
+    barriers: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +96,12 @@ class SearchSpace:
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
     step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
     deterministic: Rule = field(default_factory=lambda: Rule("1"))  # of parameters; see `repeats`
+    specialised: bool = False  # whether some warps of a program load what others compute with
+    heads_together: Rule = field(default_factory=lambda: Rule("1"))  # query heads that one tile has rows of
+    tile: str = ""  # what to call a variant by; {names} are parameters
+    rehearsal: dict[str, Rule] = field(default_factory=dict)  # parameter or block -> value; see `rehearsed`
+    ablation: tuple[str, ...] = ()  # parameters that an ablation changes one at a time, in the order of its table
+    barriers: tuple[str, ...] = ()  # parameters that place barriers or choose their kind
     fixed: dict[str, Value]  # what other templates search and this one has: parameter -> value
     # What a variant has that does not state a parameter. It states none at this value, so that kernels that are older
     # than the parameter keep their names and texts.
@@ -117,6 +136,25 @@ class SearchSpace:
     def repeats(self, variant: Variant) -> bool:
         """Whether two launches of a variant on the same inputs agree to the bit."""
         return bool(self.deterministic(self.params_of(variant)))
+
+    def heads_of_tile(self, params: Mapping[str, Value], problem: Problem) -> int:
+        """Query heads that share a key head and have rows in the same tile."""
+        return int(self.heads_together({**_heads_of(problem), **self.implied, **params}))
+
+    def tile_of(self, variant: Variant) -> str:
+        """The parameters of a variant that say most, as "128x64 4w 3s"; all of them where the file names none."""
+        params = self.params_of(variant)
+        if not self.tile or not set(_PLACES.findall(self.tile)) <= set(params):
+            return str(variant)
+        return _PLACES.sub(lambda found: str(params[found[1]]), self.tile)
+
+    def rehearsed(self, variant: Variant, mask: Mask) -> tuple[Variant, Mask]:
+        """The variant of the same structure that Triton's interpreter computes soonest, and a mask of small blocks."""
+        params = self.params_of(variant)
+        facts = params | {name: getattr(mask, name) for name in _BLOCKS}
+        small = {name: rule(facts) for name, rule in self.rehearsal.items()}
+        block_q, block_kv = (int(small.pop(name, getattr(mask, name))) for name in _BLOCKS)
+        return self.variant(params | small), replace(mask, block_q=block_q, block_kv=block_kv) if mask.sparse else mask
 
     def _why_not_repeated(self, params: Mapping[str, Value], problem: Problem) -> str | None:
         if not problem.deterministic or self.deterministic(params):
@@ -269,7 +307,21 @@ def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
         "sinks": int(modifiers.sinks),
         "dropout": int(modifiers.dropout),
         **{name: getattr(device, name) for name in _DEVICE_FACTS},
+        **_capability_facts(device.capabilities),
     }
+
+
+def _capability_facts(capabilities: Capabilities) -> dict[str, Value | float]:
+    return {
+        **{unit.value: int(unit is capabilities.matrix_unit) for unit in MatrixUnit},
+        "tma": int(capabilities.tma),
+        "float8_products": int(capabilities.float8_products),
+        "warp_size": capabilities.warp_size,
+    }
+
+
+def _heads_of(problem: Problem) -> dict[str, Value]:
+    return {name: getattr(problem, name) for name in _HEADS}
 
 
 def _split_facts(problem: Problem) -> dict[str, Value | float]:
@@ -345,14 +397,38 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
         deterministic=_rule(file.deterministic, file.parameters),
+        specialised=file.specialised,
+        heads_together=_rule(file.heads_together, {*file.parameters, *_HEADS}),
+        tile=_tile(file),
+        rehearsal={name: _rule(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()},
+        ablation=tuple(file.ablation),
+        barriers=tuple(file.barriers),
         fixed=dict(file.fixed),
         implied=implied,
         seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
+    _check_rehearsal(space)
+    if unknown := sorted({*space.ablation, *space.barriers} - set(space.choices)):
+        raise SpaceError(f"an ablation must change parameters, got {unknown[0]!r}; correct it")
     space.check({**{name: values[0] for name, values in space.choices.items()}, **space.implied})
     for _, params in space.seeds:
         space.check(params)
     return space
+
+
+def _tile(file: _File) -> str:
+    if unknown := sorted(set(_PLACES.findall(file.tile)) - set(file.parameters)):
+        raise SpaceError(f"a tile must name parameters in braces, got {unknown[0]!r}; correct it")
+    return file.tile
+
+
+def _check_rehearsal(space: SearchSpace) -> None:
+    if unknown := sorted(set(space.rehearsal) - {*space.choices, *_BLOCKS}):
+        raise SpaceError(f"a rehearsal must set parameters, block_q and block_kv, got {unknown[0]!r}; correct it")
+    for name, rule in space.rehearsal.items():
+        if name in space.choices and not rule.names and rule({}) not in space.choices[name]:
+            options = ", ".join(str(choice) for choice in space.choices[name])
+            raise SpaceError(f"the rehearsal of {name} must be one of {options}, got {rule({})!r}; correct it")
 
 
 def _define(name: str, known: set[str]) -> None:

@@ -9,41 +9,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import NamedTuple
 
-from autoattn.core.device import Device
+from autoattn.core.device import GUIDE, KIB, Device, capabilities_of
 from autoattn.errors import DeviceError
 
-KIB = 1024
 MIB = 1024 * 1024
 
-_GUIDE = "CUDA C++ Programming Guide, Compute Capabilities, table Technical Specifications per Compute Capability"
 _A100_SHEET = "NVIDIA A100 datasheet"
 _A100_PAPER = "NVIDIA A100 Tensor Core GPU Architecture whitepaper, table Comparison of NVIDIA Data Center GPUs"
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper, table that compares A100 and H100"
 _ADA_PAPER = "NVIDIA Ada GPU Architecture whitepaper V2, appendix tables"
 _GA102_PAPER = "NVIDIA Ampere GA102 GPU Architecture whitepaper V2, appendix A, GeForce RTX 3090"
+_RTX_BLACKWELL_PAPER = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A, GeForce RTX 5090"
 _A30_REPORT = "device report at the head of the published table in benchmarks/shapes/varlen_a30.yaml"
 _RESTATED = "(the other units' clock) to the tensor cores' clock"
 _NO_CLOCK = "no published figure: taken as the peak's clock, so predictions for this card are optimistic"
-
-
-class _Limits(NamedTuple):
-    """What the compute capability alone decides."""
-
-    shared_kib_per_sm: int
-    shared_kib_per_block: int
-    max_threads: int
-    max_blocks: int
-
-
-_LIMITS = {
-    80: _Limits(164, 163, 2048, 32),
-    86: _Limits(100, 99, 1536, 16),
-    89: _Limits(100, 99, 1536, 24),
-    90: _Limits(228, 227, 2048, 32),
-    100: _Limits(228, 227, 2048, 32),
-}
 
 
 def _device(
@@ -62,7 +42,7 @@ def _device(
     aliases: tuple[str, ...] = (),
 ) -> Device:
     """A device whose limits per SM follow from its compute capability."""
-    limits = _LIMITS[arch]
+    limits = capabilities_of(arch)
     half, tf32, single = (rate * 1e12 for rate in tflops)
     per_sm = ("shared_bytes_per_sm", "shared_bytes_per_block", "registers_per_sm", "max_threads_per_sm")
     return Device(
@@ -70,11 +50,11 @@ def _device(
         full_name=full_name,
         arch=arch,
         sm_count=sm_count,
-        shared_bytes_per_sm=limits.shared_kib_per_sm * KIB,
-        shared_bytes_per_block=limits.shared_kib_per_block * KIB,
+        shared_bytes_per_sm=limits.shared_bytes_per_sm,
+        shared_bytes_per_block=limits.shared_bytes_per_block,
         registers_per_sm=64 * KIB,  # of 32 bits, on every architecture here
-        max_threads_per_sm=limits.max_threads,
-        max_blocks_per_sm=limits.max_blocks,
+        max_threads_per_sm=limits.max_threads_per_sm,
+        max_blocks_per_sm=limits.max_blocks_per_sm,
         l2_bytes=l2_mib * MIB,
         bandwidth=bandwidth * 1e9,
         memory_bytes=memory_mib * MIB,
@@ -83,7 +63,7 @@ def _device(
         peak_flops={"float16": half, "bfloat16": half, "tf32": tf32, "float32": single},
         aliases=aliases,
         sources={
-            **dict.fromkeys((*per_sm, "max_blocks_per_sm"), f"{_GUIDE}, {arch // 10}.{arch % 10}"),
+            **dict.fromkeys((*per_sm, "max_blocks_per_sm"), f"{GUIDE}, {arch // 10}.{arch % 10}"),
             "sustained_clock_mhz": _NO_CLOCK,
             **sources,
         },
@@ -151,10 +131,10 @@ _DEVICES = (
         tflops=(165, 82, 10.3),
         sources={
             **dict.fromkeys(("sm_count", "l2_bytes", "bandwidth", "clock_mhz"), _A30_REPORT),
-            "shared_bytes_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
-            "registers_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
-            "max_threads_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
-            "max_blocks_per_sm": f"{_A30_REPORT}; {_GUIDE}, 8.0",
+            "shared_bytes_per_sm": f"{_A30_REPORT}; {GUIDE}, 8.0",
+            "registers_per_sm": f"{_A30_REPORT}; {GUIDE}, 8.0",
+            "max_threads_per_sm": f"{_A30_REPORT}; {GUIDE}, 8.0",
+            "max_blocks_per_sm": f"{_A30_REPORT}; {GUIDE}, 8.0",
             "memory_bytes": f"{_A30_REPORT}: memory_total",
             "peak_flops": "NVIDIA A30 datasheet, without sparsity",
         },
@@ -289,6 +269,25 @@ _DEVICES = (
             **dict.fromkeys(("sm_count", "l2_bytes", "bandwidth", "clock_mhz"), f"{_ADA_PAPER}: GeForce RTX 4090"),
             "memory_bytes": f"{_ADA_PAPER}: GeForce RTX 4090, 24 GB",
             "peak_flops": f"{_ADA_PAPER}: GeForce RTX 4090, tensor rates with FP32 accumulate, half of those with FP16 "
+            "accumulate",
+        },
+    ),
+    _device(
+        "rtx5090",
+        "NVIDIA GeForce RTX 5090",
+        120,
+        sm_count=170,
+        l2_mib=96,
+        bandwidth=1792,
+        memory_mib=32 * 1024,
+        clock_mhz=2407,
+        tflops=(209.5, 104.8, 104.8),
+        aliases=("5090",),
+        sources={
+            **dict.fromkeys(("sm_count", "bandwidth", "clock_mhz"), _RTX_BLACKWELL_PAPER),
+            "l2_bytes": f"{_RTX_BLACKWELL_PAPER}: 98,304 KB",
+            "memory_bytes": f"{_RTX_BLACKWELL_PAPER}: 32 GB",
+            "peak_flops": f"{_RTX_BLACKWELL_PAPER}: tensor rates with FP32 accumulate, half of those with FP16 "
             "accumulate",
         },
     ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from autoattn.codegen import search_space
 from autoattn.core.trial import StaticReport
-from autoattn.core.variant import Value
+from autoattn.core.variant import Variant
 
 ROWS = 64  # of a warpgroup that computes, in kernels whose warps specialise
 WARPGROUP = ("HGMMA", "QGMMA")  # products of a warpgroup, of 16 or 32 bits and of 8
@@ -23,9 +23,9 @@ class Path(str, Enum):
     LANES = "lanes"  # float32 without tensor cores
 
 
-def path_of(report: StaticReport, params: Mapping[str, Value]) -> Path:
-    """Whose constants hold for a kernel."""
-    if "schedule" in params:
+def path_of(report: StaticReport, template: str) -> Path:
+    """Whose constants hold for a kernel of a template."""
+    if search_space.load(template).specialised:
         return Path.SPECIALISED
     if any(opcode.startswith(WARPGROUP) for opcode in report.loop):
         return Path.WARPGROUP
@@ -47,10 +47,11 @@ class Program:
     ahead: bool  # a worker's next product runs beside its softmax
 
 
-def program_of(params: Mapping[str, Value], report: StaticReport) -> Program:
-    """From a variant's parameters, of either family."""
+def program_of(variant: Variant, report: StaticReport) -> Program:
+    """From a variant's parameters, and from what its template says of its warps."""
+    params = variant.as_dict()
     block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
-    if "schedule" not in params:
+    if not search_space.load(variant.template).specialised:
         return Program(
             block_m=block_m, block_n=block_n, workers=1, rows=block_m, warps=report.num_warps,
             specialised=False, persistent=int(params["PERSISTENT"]), dealt=True, ahead=False,

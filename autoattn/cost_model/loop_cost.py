@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoattn.core.device import Device
+from autoattn.core.device import Device, MatrixUnit
 from autoattn.core.problem import DType, Precision, Problem, pieces
 from autoattn.core.variant import Value
 from autoattn.cost_model.constants import Constants
-from autoattn.cost_model.kernel_kind import WARPGROUP, Program
+from autoattn.cost_model.kernel_kind import SYNCHRONOUS, WARPGROUP, Program
 from autoattn.cost_model.occupancy import SCHEDULERS, WARP
 
 _SELECT = ("FSEL", "SEL", "FMNMX", "FMNMX3", "IMNMX", "VIMNMX", "FSETP", "ISETP", "PLOP3", "P2R", "R2P")
@@ -59,8 +59,7 @@ def demand(
         counts["fma"] += count * (base in FMA)
         counts["slow"] += count * (base in SLOW)
         counts["issued"] += count * (base not in SLOW and base not in FEEDS)
-    lanes = 16 if device.arch == 80 else 32  # float32 lanes of a scheduler
-    issue = max(counts["issued"], 2 * counts["alu"], WARP / lanes * counts["fma"])
+    issue = max(counts["issued"], 2 * counts["alu"], WARP / device.capabilities.float32_lanes * counts["fma"])
     return Demand(
         tensor=max(_tensor_cycles(problem, device, params, loop, program, constants), operands),
         issue=max(shares, 1.0) * issue,
@@ -84,7 +83,8 @@ def _tensor_cycles(
     scores, sums = (2 * block_m * block_n * elements / rate for elements in (depth, depth_v))
     warpgroup = [opcode for opcode in loop if opcode.startswith(WARPGROUP)]
     if not warpgroup:
-        old = any(opcode.startswith(("HMMA", "QMMA")) for opcode in loop) and device.arch >= 90
+        synchronous = any(opcode.startswith(SYNCHRONOUS) for opcode in loop)
+        old = synchronous and device.capabilities.matrix_unit is not MatrixUnit.MMA
         return (scores + sums) * max(1.0, SCHEDULERS / num_warps) / (SYNCHRONOUS_PRODUCT if old else 1.0)
     # wgmma reads its right factor, and for Q K^T mostly its left one too, from shared memory at 128 bytes a cycle.
     left = 0 if all(opcode.endswith(".RS") for opcode in warpgroup) else 64 * constants.left_reads  # rows of each

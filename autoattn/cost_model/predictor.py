@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autoattn.codegen import search_space
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Prediction, StaticReport
-from autoattn.core.variant import Value
+from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import tile_schedule
 from autoattn.cost_model.constants import CONSTANTS, Constants
 from autoattn.cost_model.kernel_kind import Path, Program, path_of, program_of
@@ -23,7 +24,7 @@ from autoattn.cost_model.occupancy import SCHEDULERS, occupancy, why_unlaunchabl
 
 # Bytes that an SM draws from the L2 per cycle while all others do. sm_80: 5,120 a cycle for 108 SMs (A100 whitepaper),
 # a little lost; sm_90: kernels measured on an H200 drew 28 and were bound elsewhere; the others are assumptions.
-L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0}
+L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0, 120: 20.0}
 DRAM_EFFICIENCY = 0.9  # of the peak: 4.30 of 4.8 TB/s copied on an H200
 LAUNCH_US = 4.0  # an empty kernel between two events
 
@@ -74,13 +75,13 @@ def why_unknown(problem: Problem, device: Device) -> str | None:
 
 
 def predict(
-    problem: Problem, device: Device, params: Mapping[str, Value], report: StaticReport,
+    problem: Problem, device: Device, variant: Variant, report: StaticReport,
     constants: Mapping[Path, Constants] = CONSTANTS,
 ) -> Prediction:  # fmt: skip
     """What the kernel's time would be on the device.
 
     Args:
-        params: of the variant; see search_spaces.
+        variant: whose template has a search space, which says how its programs divide their work.
         report: of its machine code for the device's architecture.
         constants: of each kind of machine code.
 
@@ -89,13 +90,16 @@ def predict(
     """
     if reason := why_unlaunchable(device, report):
         raise ValueError(f"a prediction needs a kernel that can run; {reason}")
-    own = constants[path_of(report, params)]
-    work = _work(problem, device, params, report, own)
+    own, params = constants[path_of(report, variant.template)], variant.as_dict()
+    together = search_space.load(variant.template).heads_of_tile(params, problem)
+    work = _work(problem, device, variant, report, own, together)
     fitting = occupancy(device, report.registers, report.shared_bytes, report.num_warps)
     resident = min(fitting, work.program.persistent or fitting)
     resident = max(1, min(resident, -(-work.tiles // device.sm_count)))
     hertz = device.sustained_clock_mhz * 1e6
-    memory = _memory_seconds(problem, device, params, work.plain + work.masked, device.sm_count * resident, hertz)
+    memory = _memory_seconds(
+        problem, device, params, work.plain + work.masked, device.sm_count * resident, hertz, together
+    )
     units = {unit: cycles / device.sm_count / hertz for unit, cycles in work.unit_cycles().items()}
     seconds = _together_seconds((_cycles(work, device, params, resident) / hertz, *memory.values()), own)
     time_us = 1e6 * seconds + LAUNCH_US
@@ -110,11 +114,11 @@ def predict(
 
 
 def _work(
-    problem: Problem, device: Device, params: Mapping[str, Value], report: StaticReport, constants: Constants
+    problem: Problem, device: Device, variant: Variant, report: StaticReport, constants: Constants, together: int
 ) -> _Work:
-    program = program_of(params, report)
+    program, params = program_of(variant, report), variant.as_dict()
     mask_loop = str(params["mask_loop"]) if report.masked_loop else "every"
-    together, splits = _together(problem, params), int(params.get("SPLITS", 1))
+    splits = int(params.get("SPLITS", 1))
     plain, masked = tile_schedule.key_blocks(
         problem, int(params["BLOCK_M"]), int(params["BLOCK_N"]), mask_loop, together
     )
@@ -174,14 +178,6 @@ def _setup(params: Mapping[str, Value], report: StaticReport, program: Program, 
     return constants.load_latency * (2 + loops + again)
 
 
-def _together(problem: Problem, params: Mapping[str, Value]) -> int:
-    """Query heads whose rows are dealt out as those of one head."""
-    packed = int(params.get("PACK_GQA", 0))
-    if "schedule" in params:  # Hopper's family says how many, triton/forward whether
-        return max(1, packed)
-    return problem.group_size if packed else 1
-
-
 def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constants) -> float:
     """Cycles of the program that adds up what those that share its tile left: it writes one part and reads all."""
     splits = int(params.get("SPLITS", 1))
@@ -192,15 +188,21 @@ def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constan
 
 
 def _memory_seconds(
-    problem: Problem, device: Device, params: Mapping[str, Value], blocks: tile_schedule.Array, slots: int, hertz: float
+    problem: Problem,
+    device: Device,
+    params: Mapping[str, Value],
+    blocks: tile_schedule.Array,
+    slots: int,
+    hertz: float,
+    together: int,
 ) -> dict[str, float]:
     """Seconds that the L2 and the DRAM take to deliver keys and values, and DRAM the rest."""
-    heads, tiles = tile_schedule.heads_of(problem, _together(problem, params)), len(blocks)
+    heads, tiles = tile_schedule.heads_of(problem, together), len(blocks)
     read = float(blocks.sum()) * heads * key_bytes(problem, params)
     group = min(int(params["HEAD_GROUP"]) or heads, heads)
     # Heads at work at once, and how many tiles that run together want the same keys.
     at_work = min(heads, max(1.0, slots / (group * tiles)) * group, slots)
-    apart = max(1.0, at_work * _together(problem, params) / problem.group_size)
+    apart = max(1.0, at_work * together / problem.group_size)
     keys = _keys_at_work(problem, int(params["BLOCK_M"]), min(tiles, slots / at_work))
     working_set = apart * keys * (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes
     missing = max(0.0, 1 - device.l2_bytes / working_set)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoattn.core import device_profiles
-from autoattn.core.device import Device
+from autoattn.core.device import Device, capabilities_of
 from autoattn.core.paired_stats import Pulse
 from autoattn.errors import DeviceError
 
@@ -93,7 +93,7 @@ def _describe(index: int) -> Device:
             shared_bytes_per_block=properties.shared_memory_per_block_optin,
             registers_per_sm=properties.regs_per_multiprocessor,
             max_threads_per_sm=properties.max_threads_per_multi_processor,
-            max_blocks_per_sm=16,
+            max_blocks_per_sm=capabilities_of(arch).max_blocks_per_sm,  # which PyTorch does not tell
             l2_bytes=properties.L2_cache_size,
             bandwidth=0.0,
             memory_bytes=properties.total_memory,

@@ -127,8 +127,9 @@ def _grids(kernel: Kernel, problem: Problem, operands: Operands, gradients: Grad
     sizes = (problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2])
     if gradients.bias is not None:
         sizes += gradients.bias.shape[:2]
-    grids: dict[str, tuple[int]] = kernel.module.grids(*sizes)
-    for name, programs in getattr(kernel.module, "PERSISTENT", {}).items():
+    assert kernel.manifest.grids is not None
+    grids = kernel.manifest.grids(*sizes)
+    for name, programs in kernel.manifest.programs_an_sm.items():
         grids[name] = (min(*grids[name], programs * kernel.sm_count),)
     return grids
 
@@ -146,13 +147,11 @@ def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
     numbers = 3 if problem.modifiers.learned_slopes else 2
     rows = query.new_empty((numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
     sums, turns = (
-        query.new_empty(getattr(kernel.module, name)(problem.batch, problem.heads_q, seq_q), dtype=dtype)
-        if hasattr(kernel.module, name)
-        else None
-        for name, dtype in (("sums", torch.float32), ("turns", torch.int32))
+        query.new_empty(numbers(problem.batch, problem.heads_q, seq_q), dtype=dtype) if numbers is not None else None
+        for numbers, dtype in ((kernel.manifest.sums, torch.float32), (kernel.manifest.turns, torch.int32))
     )
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
-    shapes = kernel.module.copies(*sizes) if hasattr(kernel.module, "copies") else {}
+    shapes = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
     copies = {name: query.new_empty(shape) for name, shape in shapes.items()}
     return Scratch(rows=rows, sums=sums, turns=turns, copies=copies)
 
@@ -206,9 +205,8 @@ def _arguments(
     read |= {"row_lse": scratch.rows[0].view(-1), "delta": scratch.rows[1].view(-1)}
     if scratch.sums is not None:
         read["query_sums"] = scratch.sums.view(-1, SUMS_IN_LINE)
-    for name, kind in kernel.module.SIGNATURE.items():
-        if kind.startswith("tensordesc"):
-            arguments[name] = _box(kernel, read[described(name)], kind)
+    for name, kind in kernel.manifest.descriptors.items():
+        arguments[name] = _box(kernel, read[described(name)], kind)
     return arguments
 
 
@@ -218,7 +216,8 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
     batch, heads, queries, keys = grad.shape
     sums = grad
     if (queries, keys) != (seq_q, seq_kv):
-        tile = kernel.module.QUERIES_BLOCK_M.value, kernel.module.QUERIES_BLOCK_N.value
+        tile = kernel.manifest.bias_tile
+        assert tile is not None
         rows = seq_q if queries == seq_q else -(-seq_q // tile[0])
         columns = seq_kv if keys == seq_kv else -(-seq_kv // tile[1])
         sums = grad.new_empty((batch, heads, rows, columns), dtype=torch.float32)

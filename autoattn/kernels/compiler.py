@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
+from autoattn.core.device import capabilities_of
 from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.kernels import assembler
+from autoattn.kernels import assembler, manifest
+from autoattn.kernels.manifest import Language, Manifest
 from autoattn.kernels.sass import disassembler, loops
 
 if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their start
     import torch
     from torch import Tensor
 
-WARP_SIZE = 32
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
 MAX_SPILLED = 2048
@@ -76,7 +77,9 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
         constexprs={},
         attrs={(names.index(each),): [["tt.divisibility", by]] for each, by in divisible.items()},
     )
-    options = getattr(module, "PARTS", {}).get(name) or module.OPTIONS
+    facts = capabilities_of(arch)
+    target = GPUTarget(facts.backend.value, arch, facts.warp_size)
+    options = manifest.of(module).parts.get(name or "") or module.OPTIONS
     try:
         with triton.knobs.compilation.scope():
             # Part of Triton's cache key, so the same everywhere; line tables make a cubin four times as large.
@@ -85,7 +88,7 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
             options = {**options, "enable_fp_fusion": True}
             silent = contextlib.redirect_stdout(io.StringIO())  # where Triton prints whole kernels that ptxas refuses
             with silent, assembler.older_ptxas(arch) as added:
-                return triton.compile(kernel, target=GPUTarget("cuda", arch, WARP_SIZE), options={**options, **added})
+                return triton.compile(kernel, target=target, options={**options, **added})
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
         reason = " ".join(str(error).split())[:300]
         raise CompileError(
@@ -104,7 +107,8 @@ def _ast_source(function: Any) -> Any:
 
 def _in_gluon(function: Any) -> bool:
     """Whether a kernel is written in Gluon rather than in Triton; a rendered file may hold both."""
-    return bool(hasattr(function, "is_gluon") and function.is_gluon())
+    is_gluon = getattr(function, "is_gluon", None)  # of what the interpreter runs, there is no such question
+    return is_gluon is not None and bool(is_gluon())
 
 
 def _imported(source: Source) -> ModuleType:
@@ -124,13 +128,19 @@ class Kernel:
     device: torch.device
     sm_count: int
     name: str = ""  # of a part's function, which takes some of SIGNATURE; empty is a whole source's, which takes all
-    before: Kernel | None = None  # what takes the same arguments, on `module.grid_before`, and makes input ready for it
+    before: Kernel | None = (
+        None  # what takes the same arguments, on `manifest.grid_before`, and makes input ready for it
+    )
     parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
+    manifest: Manifest = field(init=False)  # what the module says of launches
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "manifest", manifest.of(self.module))
 
     @property
     def parameters(self) -> Iterable[str]:
         """The names of what a launch takes, in its order."""
-        names: Iterable[str] = getattr(self.module, self.name).arg_names if self.name else self.module.SIGNATURE
+        names: Iterable[str] = getattr(self.module, self.name).arg_names if self.name else self.manifest.signature
         return names
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
@@ -177,30 +187,26 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
         CompileError: the compiler refused, or the kernel does not fit the card.
     """
     module = _imported(source)
+    told = manifest.of(module)
     if device.type == "cpu":
-        if hasattr(module, "DESCRIPTORS"):
+        if told.language is Language.GLUON:
             raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
         from autoattn.kernels import interpreter  # which imports numpy; compilers need none
 
         interpreter.repair()
         kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
-        return replace(kernel, parts=tuple(replace(kernel, name=name) for name in parts_of(module)))
+        return replace(kernel, parts=tuple(replace(kernel, name=name) for name in told.parts))
     import torch
 
     if device.index is None:  # launches ask for the stream of a numbered device
         device = torch.device(device.type, torch.cuda.current_device())
-    if names := parts_of(module):
-        parts = tuple(replace(_ready(source, module, device, ptx_arch, name), name=name) for name in names)
+    if told.parts:
+        parts = tuple(replace(_ready(source, module, device, ptx_arch, name), name=name) for name in told.parts)
         return replace(parts[0], name="", compiled=None, parts=parts)
     before = None
-    if hasattr(module, source.name + BEFORE):
+    if told.grid_before is not None:
         before = _ready(source, module, device, ptx_arch, source.name + BEFORE)
     return replace(_ready(source, module, device, ptx_arch, source.name), before=before)
-
-
-def parts_of(module: ModuleType) -> tuple[str, ...]:
-    """The kernels of a rendered file that do its work together, in the order of their launches; none where one does."""
-    return tuple(getattr(module, "PARTS", ()))
 
 
 def _ready(source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, name: str) -> Kernel:
@@ -296,8 +302,8 @@ def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> Static
     Raises:
         CompileError: the compiler refused, or it made code of warpgroup products that is no use.
     """
-    module = _imported(source)
-    reports = [_inspected(source, arch, ptx_arch, name) for name in parts_of(module) or (source.name,)]
+    names = manifest.of(_imported(source)).parts or (source.name,)
+    reports = [_inspected(source, arch, ptx_arch, name) for name in names]
     return reports[0] if len(reports) == 1 else _together(reports)
 
 
@@ -317,7 +323,7 @@ def _inspected(source: Source, arch: int, ptx_arch: int | None, name: str) -> St
         raise CompileError(f"this variant compiles for sm_{arch} into code that is not worth launching: {reason}")
     code = hashlib.sha256(compiled.asm["cubin"])
     code.update(repr((report.num_warps, report.shared_bytes, _launch_facts(module))).encode())
-    if name + BEFORE in vars(module):  # into Triton's cache, while the card is busy with another variant
+    if manifest.of(module).grid_before is not None:  # into Triton's cache, while the card is busy with another variant
         code.update(build(source, arch, name + BEFORE).asm["cubin"])
     return replace(report, code=code.hexdigest()[:16])
 
@@ -329,7 +335,7 @@ def _launch_facts(module: ModuleType) -> list[object]:
         if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA", "PARTS", "PERSISTENT"):
             facts.append((name, repr(value)))
         elif isinstance(value, FunctionType) and value.__module__ == module.__name__:  # Triton's are of other types
-            read = [(one, repr(getattr(module, one))) for one in value.__code__.co_names if hasattr(module, one)]
+            read = [(one, repr(getattr(module, one))) for one in value.__code__.co_names if one in vars(module)]
             facts.append((name, value.__code__.co_code, value.__code__.co_consts, read))
     return facts
 

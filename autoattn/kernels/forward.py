@@ -91,9 +91,9 @@ def launch(
     Returns:
         [tiles] int32, 1 where a tile was computed again; None where a kernel does not say, or nobody counts.
     """
-    columns = None
-    if hasattr(kernel.module, "turned"):  # room for the values, of which they are copied for each launch
-        columns = operands.value.new_empty(kernel.module.turned(problem.batch, problem.heads_kv, operands.key.shape[2]))
+    columns, manifest = None, kernel.manifest
+    if manifest.turned is not None:  # room for the values, of which they are copied for each launch
+        columns = operands.value.new_empty(manifest.turned(problem.batch, problem.heads_kv, operands.key.shape[2]))
     arguments = _arguments(kernel, problem, operands, output, lse, columns)
     room = None
     if (needed := zeros(kernel, problem, operands.query)) is not None:
@@ -105,8 +105,8 @@ def launch(
         arguments[name] = room
     if size := partials(kernel, problem, operands.query):
         arguments["partial_ptr"] = operands.query.new_empty(size, dtype=torch.float32)
-    if kernel.before is not None:
-        grid = kernel.module.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
+    if kernel.before is not None and manifest.grid_before is not None:
+        grid = manifest.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
         kernel.before.launch(grid, arguments)
     kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
@@ -129,37 +129,36 @@ def zeros(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[str, int] | 
 
     scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
     """
-    for name in ("scratch", "arrivals"):
-        if hasattr(kernel.module, name):
-            return f"{name}_ptr", int(getattr(kernel.module, name)(*_sizes(kernel, problem, query)))
+    for name, numbers in (("scratch_ptr", kernel.manifest.scratch), ("arrivals_ptr", kernel.manifest.arrivals)):
+        if numbers is not None:
+            return name, int(numbers(*_sizes(kernel, problem, query)))
     return None
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
     """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
-    if not hasattr(kernel.module, "tiles"):
-        return 0
-    return int(kernel.module.tiles(*_sizes(kernel, problem, query)))
+    tiles = kernel.manifest.tiles
+    return int(tiles(*_sizes(kernel, problem, query))) if tiles is not None else 0
 
 
 def partials(kernel: Kernel, problem: Problem, query: Tensor) -> int:
     """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
-    if not hasattr(kernel.module, "partials"):
-        return 0
-    return int(kernel.module.partials(*_sizes(kernel, problem, query)))
+    partials = kernel.manifest.partials
+    return int(partials(*_sizes(kernel, problem, query))) if partials is not None else 0
 
 
 def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
-    grid: tuple[int] = kernel.module.grid(*_sizes(kernel, problem, operands.query), kernel.sm_count)
-    return grid
+    grid = kernel.manifest.grid
+    assert grid is not None
+    return grid(*_sizes(kernel, problem, operands.query), kernel.sm_count)
 
 
 def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, int]:
     """Batch, heads and rows of each, as a kernel deals them out: heads that share keys may be the rows of one."""
     seq = query.shape[2]
-    if hasattr(kernel.module, "HEADS"):
-        return problem.batch, problem.heads_kv * -(-problem.group_size // kernel.module.HEADS.value), seq
-    if hasattr(kernel.module, "PACK_GQA"):
+    if heads := kernel.manifest.packed_heads:
+        return problem.batch, problem.heads_kv * -(-problem.group_size // heads), seq
+    if kernel.manifest.packs_all_heads:
         return problem.batch, problem.heads_kv, seq * problem.group_size
     return problem.batch, problem.heads_q, seq
 
@@ -188,14 +187,14 @@ def _arguments(
         arguments |= modifiers(operands)
     if operands.table is not None:
         arguments |= listed(operands.table)
-    if hasattr(kernel.module, "DESCRIPTORS"):
+    if kernel.manifest.descriptors:
         views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
         if columns is not None:
             views["value_columns"] = arguments["value_columns_ptr"] = columns
-        if hasattr(kernel.module, "HEADS"):  # a tile has some of the heads that share keys, and none of the next ones
+        if kernel.manifest.packed_heads:  # a tile has some of the heads that share keys, and none of the next ones
             for name in ("query", "output"):
                 views[name] = views[name].unflatten(1, (problem.heads_kv, problem.group_size))
-        arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.module.DESCRIPTORS}
+        arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.manifest.descriptors}
     return arguments
 
 

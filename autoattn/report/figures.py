@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from autoattn.codegen import search_space
 from autoattn.core.cache_entry import KERNEL, CacheEntry, Rival
 from autoattn.core.paired_stats import Interval
 from autoattn.core.trial import Evidence
 from autoattn.core.variant import Value, Variant
+from autoattn.errors import AutoattnError
 
 OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 
@@ -168,22 +170,7 @@ def tile(entry: CacheEntry) -> str:
 
 def tile_of(variant: Variant) -> str:
     """The same of a variant."""
-    params = variant.as_dict()
-    if "BLOCK_M" not in params:
-        parts = [_part(params, name, block) for name, block in (("queries", "M"), ("keys", "N"))]
-        return ", ".join(part for part in parts if part) or str(variant)
-    more = "".join(
-        f" {params[name]}{unit}" for name, unit in (("num_warps", "w"), ("num_stages", "s")) if name in params
-    )
-    if "BLOCK_N" not in params:  # a program's keys follow from the problem
-        return f"{params['BLOCK_M']} queries a step{more}"
-    return f"{params['BLOCK_M']}x{params['BLOCK_N']}{more}"
-
-
-def _part(params: Mapping[str, Value], name: str, owned: str) -> str:
-    """The tile of one of several kernels: what it owns by what it takes a step; nothing where it has none."""
-    step = "N" if owned == "M" else "M"
-    blocks = [params.get(f"{name.upper()}_BLOCK_{axis}") for axis in (owned, step)]
-    if None in blocks:
-        return ""
-    return f"{name} {blocks[0]}x{blocks[1]} {params[f'{name}_num_warps']}w {params[f'{name}_num_stages']}s"
+    try:
+        return search_space.load(variant.template).tile_of(variant)
+    except AutoattnError:  # a template that is no more
+        return str(variant)

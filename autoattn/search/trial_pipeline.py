@@ -9,10 +9,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from autoattn.codegen import render
+from autoattn.codegen import render, search_space
 from autoattn.core.cache_entry import WorstCase
 from autoattn.core.device import Device
-from autoattn.core.mask import Mask
 from autoattn.core.paired_stats import PATIENCE
 from autoattn.core.problem import DType, Op, Precision, Problem, padded, pieces
 from autoattn.core.trial import Measurement, Outcome, StaticReport, Trial, Verdict
@@ -35,7 +34,6 @@ WINDOW_SHARE = 8  # one in so many of a search's variants may be in flight where
 LARGE_BYTES = 2**32  # operands of a problem that is searched alone: the card would hold no other's beside them
 COMPILER_NICENESS = 10  # below whoever times kernels: there is a compiler for each core
 REHEARSAL_SECONDS = 120.0
-REHEARSAL_TILE = 16  # the smallest tile: the structure is the same and the interpreter is slow
 # One thread: more would wait for the compilers' cores at every small product.
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMPILER_ROOM = "autoattn.search.compile_job"
@@ -325,7 +323,7 @@ class Workshop:
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
         if predictor.why_unknown(slot.problem, self.device) is None:
-            prediction = predictor.predict(slot.problem, self.device, slot.variant.as_dict(), report)
+            prediction = predictor.predict(slot.problem, self.device, slot.variant, report)
             trial = replace(trial, prediction=prediction)
         return trial
 
@@ -349,10 +347,7 @@ class Workshop:
         return replace(slot.inspected, verdict=result.verdict, measurement=looked)
 
     def _structure(self, problem: Problem, variant: Variant) -> tuple[Problem, Source]:
-        """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly.
-
-        Barriers are left out, since the interpreter runs one program's threads as one.
-        """
+        """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly."""
         dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
         if problem.op is Op.BACKWARD:
             return _gradient_structure(replace(problem, dtype=dtype), variant)
@@ -364,10 +359,7 @@ class Workshop:
             # Two head dims stay two, also where one number would have the branches of both.
             if head_dim_v == head_dim:
                 head_dim_v += 16 if head_dim == 16 else 32
-        mask = problem.mask
-        if mask.sparse:  # one step a block where it was one, else two
-            steps = [2 if block > int(variant[tile]) else 1 for tile, block in _tiles(mask).items()]
-            mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+        small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
         # The interpreter knows no bfloat16 products, and tf32 ones take their factors in another order.
         products = variant["products"] != render.AS_ASKED
         kind = replace(
@@ -377,12 +369,7 @@ class Workshop:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
         )
-        small = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1, "maxnreg": 0}
-        # As constants, not as branches
-        numbers = {"HEAD_GROUP": 4, "PERSISTENT": min(1, int(variant["PERSISTENT"]))}
-        numbers |= {"SPLITS": 2} if "SPLITS" in variant.as_dict() else {}
-        params = variant.as_dict() | small | numbers | {"barrier": "none", "products": render.AS_ASKED}
-        return kind, render.render(kind, Variant.of(variant.template, params))
+        return kind, render.render(kind, small)
 
 
 def outcome_of(result: Verdict | Failure) -> Outcome:
@@ -416,22 +403,9 @@ def _gradient_structure(problem: Problem, variant: Variant) -> tuple[Problem, So
     if problem.head_dim_v != problem.head_dim:
         head_dim_v = _small_head_dim(problem.head_dim_v, split=False, odd=odd)
         head_dim_v += 16 * (head_dim_v == head_dim)
-    mask = problem.mask
-    if mask.sparse:  # two steps a block where it held several of either kernel's
-        steps = [
-            2 if any(block > int(variant[f"{owner}_{tile}"]) for owner in ("QUERIES", "KEYS")) else 1
-            for tile, block in _tiles(mask).items()
-        ]
-        mask = replace(mask, block_q=REHEARSAL_TILE * steps[0], block_kv=REHEARSAL_TILE * steps[1])
+    small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
     kind = replace(kind_of(replace(problem, mask=mask)), head_dim=head_dim, head_dim_v=head_dim_v)
-    least = {"BLOCK_M": REHEARSAL_TILE, "BLOCK_N": REHEARSAL_TILE, "num_warps": 1, "num_stages": 1}
-    tiles = {name: value for name in variant.as_dict() for end, value in least.items() if name.endswith(end)}
-    params = variant.as_dict() | tiles | {"HEAD_GROUP": 4, "products": render.AS_ASKED}
-    return kind, render.render(kind, Variant.of(variant.template, params))
-
-
-def _tiles(mask: Mask) -> dict[str, int]:
-    return {"BLOCK_M": mask.block_q, "BLOCK_N": mask.block_kv}
+    return kind, render.render(kind, small)
 
 
 def _small_head_dim(head_dim: int, *, split: bool, odd: bool) -> int:

@@ -179,7 +179,7 @@ def test_the_model_predicts_the_bound_from_a_loop_of_products_alone() -> None:
         assert any(name.startswith("HMMA") for name in report.loop)
         assert ("MUFU.EX2" in report.loop) == (softmax == "online")
         assert report.code_bytes / 16 > 2 * sum(report.loop.values())  # a loop, not the whole kernel
-        times[softmax] = predictor.predict(CAUSAL, A30, variant.as_dict(), report).time_us
+        times[softmax] = predictor.predict(CAUSAL, A30, variant, report).time_us
     assert times[NO_SOFTMAX] < times["online"]
 
 

@@ -439,4 +439,6 @@ def test_devices_lists_profiles_and_says_what_is_here(autoattn: Run, monkeypatch
 def test_devices_json_is_one_document(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     document = json.loads(autoattn("devices", "--json")[1])
     assert document["present"] is None
-    assert {"a30", "a100", "h100", "h200", "l4", "rtx4090", "b200"} <= {one["name"] for one in document["devices"]}
+    assert {"a30", "a100", "h100", "h200", "l4", "rtx4090", "rtx5090", "b200"} <= {
+        one["name"] for one in document["devices"]
+    }

@@ -17,7 +17,8 @@ from autoattn.core import triton_release
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers
 from autoattn.core.variant import Traits
-from autoattn.kernels.compiler import build, inspect, load_module, parts_of
+from autoattn.kernels import manifest
+from autoattn.kernels.compiler import build, inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
@@ -64,7 +65,7 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
     chosen = next(search_space.load(TEMPLATE).feasible(one, H200, random.Random(str(kind))))
     rendered = render.render(one, chosen, traits)
     adds = {"tma": "cp.reduce.async.bulk.tensor.2d", "threads": "red.relaxed.gpu.global.add.v4.f32"}
-    for name in parts_of(load_module(rendered)):
+    for name in manifest.of(load_module(rendered)).parts:
         compiled = build(rendered, 90, name)
         assert (adds[str(chosen["summing"])] in compiled.asm["ptx"]) is (name == "backward_keys"), chosen
         assert compiled.metadata.shared <= H200.shared_bytes_per_block, chosen
@@ -285,7 +286,7 @@ def test_what_programs_that_walk_many_tiles_cannot_do_is_refused_in_words(
 def test_each_kernel_may_begin_early_and_waits_for_the_one_before() -> None:
     """Before it reads what that one wrote: nothing but barriers of its own and arithmetic stands before the wait."""
     rendered = source(problem(head_dim=64), order="ascending")
-    ptx = {name: build(rendered, 90, name).asm["ptx"] for name in parts_of(load_module(rendered))}
+    ptx = {name: build(rendered, 90, name).asm["ptx"] for name in manifest.of(load_module(rendered)).parts}
     assert [name for name, text in ptx.items() if "griddepcontrol.launch_dependents" in text] == [*ptx][:2]
     assert [name for name, text in ptx.items() if "griddepcontrol.wait" in text] == [*ptx][1:]
     for name, options in load_module(rendered).PARTS.items():

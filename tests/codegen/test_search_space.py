@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ SMALL: dict[str, Any] = {
         {"rule": "seq_q >= 4", "because": "there must be a few rows"},
     ],
     "seeds": [
-        {"when": "arch >= 90", "TILE": 64, "warps": 4, "mode": "fancy"},
+        {"when": "wgmma", "TILE": 64, "warps": 4, "mode": "fancy"},
         {"when": "head_dim == 64", "TILE": 32, "warps": 2},
         {"when": "head_dim == 64", "TILE": 32, "warps": 2, "mode": "plain"},
         {"TILE": 16, "warps": 4},
@@ -107,8 +109,15 @@ def test_kernels_repeat_themselves_to_the_bit_unless_the_file_says_no(load: Call
     for rule, expected in ((None, [True, True]), ("0", [False, False]), ("mode == 'plain'", [True, False])):
         points = load(SMALL if rule is None else {**SMALL, "deterministic": rule})
         assert [points.repeats(points.variant(one)) for one in (plain, fancy)] == expected
+    with pytest.raises(SpaceError, match="must speak of what is known to it, got wgmma"):
+        load({**SMALL, "deterministic": "wgmma"})
+
+
+def test_a_rule_asks_for_capabilities_and_not_for_the_number_of_an_architecture(
+    load: Callable[[Any], SearchSpace],
+) -> None:
     with pytest.raises(SpaceError, match="must speak of what is known to it, got arch"):
-        load({**SMALL, "deterministic": "arch == 90"})
+        load({**SMALL, "let": {**SMALL["let"], "hopper": "arch >= 90"}})
 
 
 def test_the_digest_is_the_texts(load: Callable[[Any], SearchSpace]) -> None:
@@ -157,8 +166,8 @@ def test_every_part_is_needed(refusal: Callable[[Any], str], key: str) -> None:
         (("require", 0, "becuase"), "x", "unknown field `becuase`"),
         (("seeds",), [], "length >= 1 - at `$.seeds`"),
         (("seeds", 0, "when"), "THREADS == 16", "got THREADS"),
-        (("seeds", 0, "when"), "arhc == 90", "got arhc; did you mean arch?"),
-        (("seeds", 0, "when"), "arch = 90", "must be arithmetic such as"),
+        (("seeds", 0, "when"), "wgmaa == 1", "got wgmaa; did you mean wgmma?"),
+        (("seeds", 0, "when"), "wgmma = 1", "must be arithmetic such as"),
         (("seeds", 0, "TYLE"), 16, "sets TILE, warps, mode, got 'TYLE' amiss"),
         (("seeds", 0, "TILE"), ..., "sets TILE, warps, mode, got 'TILE' amiss"),
         (("seeds", 0, "TILE"), 48, "TILE of triton/forward must be one of 16, 32, 64, got 48"),
@@ -231,7 +240,12 @@ def test_facts_are_the_problems_and_the_devices() -> None:
         "float8": 0,
         "group_size": 4,
         "head_dim_padded": 128,
-        "arch": 90,
+        "mma": 0,
+        "wgmma": 1,
+        "tcgen05": 0,
+        "tma": 1,
+        "float8_products": 1,
+        "warp_size": 32,
         "sm_count": 132,
         "l2_bytes": 60 * 2**20,
     }
@@ -385,3 +399,65 @@ def test_what_is_implied_is_one_of_the_choices(refusal: Callable[[Any], str]) ->
     document = with_a_later_parameter()
     document["parameters"]["later"]["implied"] = 3
     assert "later of triton/forward must be one of 1, 2, got 3" in refusal(document)
+
+
+# What a file says beside its rules
+
+
+def test_a_rehearsal_sets_what_the_file_lists_and_leaves_the_rest(load: Callable[[Any], SearchSpace]) -> None:
+    one = load({**SMALL, "rehearsal": {"TILE": 16, "warps": "min(warps, 2)", "block_q": "8 * (1 + (block_q > TILE))"}})
+    variant = one.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
+    mask = Mask.blocks(128, 32, 0.5)
+    small, blocks = one.rehearsed(variant, mask)
+    assert small.as_dict() == {"TILE": 16, "warps": 2, "mode": "fancy"}
+    assert blocks == dataclasses.replace(mask, block_q=16)
+    assert one.rehearsed(variant, Mask.blocks(64, 32, 0.5))[1].block_q == 8, "one step is one step"
+    assert one.rehearsed(variant, Mask()) == (small, Mask())
+    assert load(SMALL).rehearsed(variant, mask) == (variant, mask)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rehearsal", {"TYLE": 16}, "must set parameters, block_q and block_kv, got 'TYLE'"),
+        ("rehearsal", {"TILE": 48}, "the rehearsal of TILE must be one of 16, 32, 64, got 48"),
+        ("rehearsal", {"mode": "'odd'"}, "the rehearsal of mode must be one of plain, fancy, got 'odd'"),
+        ("rehearsal", {"mode": "plain"}, "must speak of what is known to it, got plain"),
+        ("rehearsal", {"TILE": "min(TILE, seq_q)"}, "must speak of what is known to it, got seq_q"),
+        ("heads_together", "1 + head_dim", "must speak of what is known to it, got head_dim"),
+        ("tile", "{TILE}x{TYLE}", "a tile must name parameters in braces, got 'TYLE'"),
+        ("specialised", "yes", "Expected `bool`"),
+        ("ablation", ["warps", "wraps"], "an ablation must change parameters, got 'wraps'"),
+        ("barriers", ["wraps"], "an ablation must change parameters, got 'wraps'"),
+    ],
+)
+def test_a_fault_beside_the_rules_is_named(
+    load: Callable[[Any], SearchSpace], key: str, value: Any, words: str
+) -> None:
+    with pytest.raises(SpaceError) as caught:
+        load({**SMALL, key: value})
+    assert words in str(caught.value)
+
+
+def test_a_variant_is_called_by_its_tile(load: Callable[[Any], SearchSpace]) -> None:
+    one = load({**SMALL, "tile": "{TILE} rows {warps}w {}"})
+    variant = one.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
+    assert one.tile_of(variant) == "64 rows 4w {}"
+    assert load(SMALL).tile_of(variant) == str(variant)
+    older = Variant.of(one.template, {"TILE": 64})
+    assert one.tile_of(older) == str(older)
+
+
+def test_heads_are_together_as_the_file_says(load: Callable[[Any], SearchSpace]) -> None:
+    asked = problem(heads_q=32, heads_kv=8)
+    assert load(SMALL).heads_of_tile({"warps": 4}, asked) == 1
+    assert load({**SMALL, "heads_together": "warps * group_size"}).heads_of_tile({"warps": 2}, asked) == 8
+    assert [load({**SMALL, **more}).specialised for more in ({}, {"specialised": True})] == [False, True]
+
+
+def test_every_key_of_a_file_is_documented() -> None:
+    page = (CHECKOUT / "docs" / "search-spaces.md").read_text(encoding="utf-8")
+    keys = set(
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page.partition("| of the problem")[0], re.M)))
+    )
+    assert keys == set(search_space._File.__struct_fields__)

@@ -16,11 +16,12 @@ from kernels import covering, every_point
 from rarely import rarely
 from samples import A30, H200, problem
 
-from autoattn.codegen import search_space
+from autoattn.codegen import resources, search_space
 from autoattn.codegen.search_space import SearchSpace, facts_of
 from autoattn.core import device_profiles
+from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Precision, Problem
+from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 from autoattn.shapes import shapes_file
@@ -58,7 +59,7 @@ def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
 def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None:
     for asked in shapes_file.load(path):
         for device in device_profiles.all_devices():
-            if asked.problem.dtype is DType.FLOAT8 and device.arch < 89:
+            if asked.problem.dtype is DType.FLOAT8 and not device.capabilities.float8_products:
                 with pytest.raises(SpaceError, match=r"float8 products need an NVIDIA GPU of compute capability 8\.9"):
                     SHIPPED.default(asked.problem, device)
                 continue
@@ -271,3 +272,89 @@ def test_a_random_variant_of_gluon_is_drawn_in_few_steps(monkeypatch: pytest.Mon
             steps.clear()
             assert next(one.feasible(asked, H200, rng))
             assert len(steps) < 1000
+
+
+# Architectures
+
+
+B200, RTX5090, L4 = (device_profiles.named(name) for name in ("b200", "rtx5090", "l4"))
+GLUON = [template for op in Op for template in resources.template_names(op) if template.startswith("gluon/")]
+
+
+def gradients(**changes: Any) -> Problem:
+    return problem(op=Op.BACKWARD, **changes)
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_no_rule_speaks_of_the_number_of_an_architecture(op: Op) -> None:
+    for one in search_space.of(op):
+        rules = [*one.let.values(), *(each.rule for each in one.require), *(when for when, _ in one.seeds)]
+        assert not any("arch" in rule.names for rule in rules)
+
+
+@pytest.mark.parametrize("template", GLUON)
+@pytest.mark.parametrize("card", [B200, RTX5090], ids=lambda card: card.name)
+def test_the_family_of_warpgroup_products_is_hoppers_alone(template: str, card: Device) -> None:
+    one = search_space.load(template)
+    asked = gradients(head_dim=128) if template.endswith("backward") else problem(head_dim=128)
+    default = one.default(asked, H200)
+    assert "warpgroup products" in (one.why_infeasible(default, asked, card) or "")
+    assert one.seeds_for(asked, card) == []
+
+
+def test_queries_fill_registers_where_mma_sync_reads_them_there() -> None:
+    asked = problem(head_dim=128)
+    full = SHIPPED.variant(
+        dict(SHIPPED.default(asked, A30).params)
+        | {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 1, "HEAD_SPLIT": 0}
+    )
+    reasons = {card.name: SHIPPED.why_infeasible(full, asked, card) or "" for card in (A30, L4, RTX5090, H200, B200)}
+    assert {name for name, reason in reasons.items() if "255 registers" in reason} == {"a30", "l4", "rtx5090"}
+    assert reasons["h200"] == reasons["b200"] == ""
+
+
+def test_a_tile_of_hoppers_does_not_fit_into_the_shared_memory_of_sm_120() -> None:
+    asked = problem(head_dim=128)
+    stages = SHIPPED.variant(
+        dict(SHIPPED.default(asked, A30).params) | {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 5}
+    )
+    reasons = [SHIPPED.why_infeasible(stages, asked, card) or "" for card in (H200, B200, RTX5090, L4)]
+    assert ["shared memory of one block" in reason for reason in reasons] == [False, False, True, True]
+
+
+def test_a_cap_of_registers_leaves_room_for_warpgroup_products_where_there_are_any() -> None:
+    asked = problem(head_dim=64)
+    capped = SHIPPED.variant(
+        dict(SHIPPED.default(asked, A30).params)
+        | {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 128, "softmax": "online"}
+    )
+    reasons = [SHIPPED.why_infeasible(capped, asked, card) or "" for card in (H200, B200, RTX5090, A30)]
+    assert ["warpgroup products" in reason for reason in reasons] == [True, False, False, False]
+
+
+def test_boxes_are_for_every_card_with_a_tma_unit() -> None:
+    one, asked = search_space.load("triton/backward"), gradients(head_dim=64)
+    boxes = one.variant({**dict(one.default(asked, A30).params), "queries_loads": "descriptor"})
+    reasons = [one.why_infeasible(boxes, asked, card) for card in (A30, L4, H200, B200, RTX5090)]
+    assert ["TMA unit" in (reason or "") for reason in reasons] == [True, True, False, False, False]
+    assert reasons[2:] == [None, None, None]
+
+
+@pytest.mark.parametrize("template", ["triton/forward", "triton/backward"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("card", [B200, RTX5090], ids=lambda card: card.name)
+def test_seeds_that_were_measured_on_hopper_are_hoppers(card: Device, head_dim: int, template: str) -> None:
+    one, ampere = search_space.load(template), dataclasses.replace(card, arch=80)
+    for numbers in ({"dtype": DType.BFLOAT16}, {"dtype": DType.FLOAT32, "precision": Precision.TF32}):
+        asked = (gradients if template.endswith("backward") else problem)(head_dim=head_dim, **numbers)
+        own = set(one.seeds_for(asked, card)) - set(one.seeds_for(asked, ampere))
+        by_choice = [seed for seed in own if "registers" not in (one.why_infeasible(seed, asked, ampere) or "")]
+        expected = [(128, 64, 8)] if (card, head_dim, template) == (B200, 128, "triton/forward") else []
+        assert [tuple(seed[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")) for seed in by_choice] == expected
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_an_ablation_moves_the_barriers_that_a_template_has(op: Op) -> None:
+    known = {"barrier", "slot_release", "v_wait"}
+    for one in search_space.of(op):
+        assert set(one.barriers) == known & set(one.choices) == known & set(one.ablation)

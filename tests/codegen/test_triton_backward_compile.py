@@ -10,11 +10,13 @@ from rarely import rarely
 
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles, triton_release
+from autoattn.core.device import MatrixUnit
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.errors import CompileError
-from autoattn.kernels.compiler import build, inspect, load_module, parts_of
+from autoattn.kernels import manifest
+from autoattn.kernels.compiler import build, inspect, load_module
 
 BENT = "captured0: bfloat16[2]\nx = score * captured0[h, kv_idx]\nwhere(q_idx % 3 == b, x, 4 * tanh(x / 4))"
 CARDS = {80: "a30", 90: "h200"}
@@ -56,7 +58,7 @@ ON_HOPPER = 0, 4, 7  # in each run; with one warp Hopper gets the tensor cores' 
 def test_the_smallest_tiles_compile_on_each_card(arch: int, place: int) -> None:
     one = large(**SMALLEST[place])
     source = gradient_kernels.source(one, Traits(alignment=1, wide=True) if one.head_dim == 57 else None)
-    for name in parts_of(load_module(source)):
+    for name in manifest.of(load_module(source)).parts:
         compiled = build(source, arch, name)
         assert f".target sm_{arch}" in compiled.asm["ptx"]
         assert "atom." not in compiled.asm["ptx"]
@@ -91,7 +93,7 @@ def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_
 def test_a_report_of_both_kernels_names_the_most_that_either_needs() -> None:
     source = gradient_kernels.source(large(), KEYS_BLOCK_N=64, KEYS_BLOCK_M=32, keys_num_warps=4)
     report = inspect(source, 80)
-    alone = [build(source, 80, name).metadata for name in parts_of(load_module(source))]
+    alone = [build(source, 80, name).metadata for name in manifest.of(load_module(source)).parts]
     assert report.num_warps == 4
     assert report.shared_bytes >= max(one.shared for one in alone) > min(one.shared for one in alone)
 
@@ -133,7 +135,7 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
     found = build(source, device.arch, "backward_bias")
     assert found.metadata.shared <= device.shared_bytes_per_block
     assert ".local" not in found.asm["ptx"]
-    products = "wgmma" if device.arch >= 90 else "mma.sync"
+    products = "wgmma" if device.capabilities.matrix_unit is MatrixUnit.WGMMA else "mma.sync"
     assert products in found.asm["ptx"]
 
 

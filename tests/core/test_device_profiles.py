@@ -11,8 +11,8 @@ from autoattn.core.device import Device
 from autoattn.errors import DeviceError
 
 # Dense operations that one SM does in one clock: 16-bit tensor, float32. NVIDIA's architecture whitepapers.
-PER_CLOCK = {80: (2048, 128), 86: (1024, 256), 89: (1024, 256), 90: (4096, 256), 100: (8192, 256)}
-GEFORCE = ("rtx3090", "rtx4090")  # half rate when accumulating in float32
+PER_CLOCK = {80: (2048, 128), 86: (1024, 256), 89: (1024, 256), 90: (4096, 256), 100: (8192, 256), 120: (1024, 256)}
+GEFORCE = ("rtx3090", "rtx4090", "rtx5090")  # half rate when accumulating in float32
 
 every_device = pytest.mark.parametrize("device", device_profiles.all_devices(), ids=lambda device: device.name)
 
@@ -20,7 +20,7 @@ every_device = pytest.mark.parametrize("device", device_profiles.all_devices(), 
 def test_the_promised_devices_are_there() -> None:
     names = [device.name for device in device_profiles.all_devices()]
     assert names == sorted(set(names))
-    assert {"a30", "a100", "a100-40gb", "h100", "h200", "l4", "rtx4090", "b200"} <= set(names)
+    assert {"a30", "a100", "a100-40gb", "h100", "h200", "l4", "rtx4090", "rtx5090", "b200"} <= set(names)
 
 
 @every_device
@@ -71,7 +71,7 @@ def test_a30_is_as_varlen_a30_reports_it() -> None:
 @pytest.mark.parametrize(
     ("arch", "per_sm", "per_block", "threads", "blocks"),
     [(80, 164, 163, 2048, 32), (86, 100, 99, 1536, 16), (89, 100, 99, 1536, 24), (90, 228, 227, 2048, 32),
-     (100, 228, 227, 2048, 32)],
+     (100, 228, 227, 2048, 32), (120, 100, 99, 1536, 24)],
 )  # fmt: skip
 def test_limits_follow_the_compute_capability(
     arch: int, per_sm: int, per_block: int, threads: int, blocks: int

@@ -1,7 +1,7 @@
 """How many programs share a multiprocessor, and why one may not run at all."""
 
 import pytest
-from modelled import A100, H200, PARAMS, RTX3090, problem, report
+from modelled import A100, H200, PARAMS, RTX3090, plain, problem, report
 
 from autoattn.cost_model.occupancy import occupancy, why_unlaunchable
 from autoattn.cost_model.predictor import predict
@@ -44,7 +44,7 @@ def test_a_kernel_that_cannot_launch_is_explained(device, changes, words):
     assert words in why_unlaunchable(device, kernel)
     assert device.full_name in why_unlaunchable(device, kernel)
     with pytest.raises(ValueError, match="can run"):
-        predict(problem(), device, PARAMS, kernel)
+        predict(problem(), device, plain(PARAMS), kernel)
 
 
 def test_a_kernel_that_fits_is_not_complained_of():

@@ -6,9 +6,11 @@ from typing import Any
 import kernels
 import model_quality
 import pytest
-from modelled import A30, A100, H200, MASKED, PARAMS, PLAIN, RTX3090, problem, report
+from modelled import A30, A100, H200, MASKED, PARAMS, PLAIN, RTX3090, plain, problem, report
 
+from autoattn.codegen import search_space
 from autoattn.core.problem import DType, Layout, Precision
+from autoattn.core.variant import Variant
 from autoattn.cost_model import loop_cost as demands
 from autoattn.cost_model import predictor
 from autoattn.cost_model.constants import BOUNDS, CONSTANTS, FITTED
@@ -23,7 +25,7 @@ MMA = CONSTANTS[Kind.SYNCHRONOUS]
 
 
 def time(of=None, on=A100, kernel=None, **params):
-    return predict(of or problem(), on, PARAMS | params, kernel or report()).time_us
+    return predict(of or problem(), on, plain(PARAMS | params), kernel or report()).time_us
 
 
 # --- one pass ---------------------------------------------------------------------------------------------------------
@@ -31,7 +33,7 @@ def time(of=None, on=A100, kernel=None, **params):
 
 def cost(device=A100, of=None, loop=PLAIN, num_warps=4, **params):
     params = PARAMS | params
-    return demand(of or problem(), device, params, loop, program_of(params, report(num_warps=num_warps)), MMA)
+    return demand(of or problem(), device, params, loop, program_of(plain(params), report(num_warps=num_warps)), MMA)
 
 
 def test_tensor_time_is_flops_over_peak():
@@ -190,26 +192,26 @@ def test_persistent_programs_that_do_not_fit_at_once_gain_nothing():
 
 def test_keys_beyond_the_l2_are_read_again_unless_heads_take_turns():
     long = problem(batch=1, heads_q=256, heads_kv=256, seq_q=65536, seq_kv=65536)
-    apart = predict(long, A30, PARAMS | {"HEAD_GROUP": 0}, report()).parts_us["dram"]
-    in_turn = predict(long, A30, PARAMS | {"HEAD_GROUP": 1}, report()).parts_us["dram"]
+    apart = predict(long, A30, plain(PARAMS | {"HEAD_GROUP": 0}), report()).parts_us["dram"]
+    in_turn = predict(long, A30, plain(PARAMS | {"HEAD_GROUP": 1}), report()).parts_us["dram"]
     assert in_turn == pytest.approx(1e6 * long.bytes() / (predictor.DRAM_EFFICIENCY * A30.bandwidth))
     assert apart > 10 * in_turn
 
 
 def test_shared_keys_need_less_of_the_dram():
-    few, many = (predict(problem(heads_kv=n), A100, PARAMS, report()).parts_us["dram"] for n in (4, 32))
+    few, many = (predict(problem(heads_kv=n), A100, plain(PARAMS), report()).parts_us["dram"] for n in (4, 32))
     assert few < many
 
 
 def test_a_small_problem_is_bound_by_its_launch_or_latency():
-    tiny = predict(problem(batch=1, heads_q=1, heads_kv=1, seq_q=128, seq_kv=128), A100, PARAMS, report())
+    tiny = predict(problem(batch=1, heads_q=1, heads_kv=1, seq_q=128, seq_kv=128), A100, plain(PARAMS), report())
     assert tiny.bound in ("launch", "latency")
     assert tiny.time_us < 20
 
 
 def test_a_prediction_is_never_faster_than_any_of_its_parts():
     for mask in ("full", "causal"):
-        prediction = predict(problem(mask), A100, PARAMS, report())
+        prediction = predict(problem(mask), A100, plain(PARAMS), report())
         assert prediction.time_us >= max(prediction.parts_us.values())
         assert prediction.occupancy == 2
         assert prediction.waves == pytest.approx(4 * 32 * 32 / (108 * 2))
@@ -261,37 +263,39 @@ HOPPER = {
 
 
 @pytest.mark.parametrize(
-    ("params", "loop", "kind"),
+    ("template", "loop", "kind"),
     [
-        (PARAMS, PLAIN, Kind.SYNCHRONOUS),
-        (PARAMS, HOPPER, Kind.WARPGROUP),
-        (SPECIALISED, HOPPER, Kind.SPECIALISED),
-        (PARAMS, {"FFMA": 4096, "MUFU.EX2": 16}, Kind.LANES),
+        ("triton/forward", PLAIN, Kind.SYNCHRONOUS),
+        ("triton/forward", HOPPER, Kind.WARPGROUP),
+        ("gluon/forward", HOPPER, Kind.SPECIALISED),
+        ("triton/forward", {"FFMA": 4096, "MUFU.EX2": 16}, Kind.LANES),
     ],
 )
-def test_each_kind_of_machine_code_has_constants_of_its_own(params, loop, kind):
-    assert path_of(report(loop=loop), params) is kind
+def test_each_kind_of_machine_code_has_constants_of_its_own(template, loop, kind):
+    assert path_of(report(loop=loop), template) is kind
 
 
 def specialised(**params):
     """The prediction for a program of two workers and one that loads, on an H200."""
     kernel = report(arch=90, registers=168, shared_bytes=200_000, num_warps=12, loop=HOPPER, masked_loop={})
     of = problem("full", head_dim=128, head_dim_v=128)
-    return predict(of, H200, SPECIALISED | params, kernel)
+    return predict(of, H200, Variant.of("gluon/forward", SPECIALISED | params), kernel)
 
 
 def test_workers_of_a_program_share_its_keys_and_have_rows_of_their_own():
     params = SPECIALISED | {"BLOCK_M": 192}
-    program = program_of(params, report(num_warps=16))
+    program = program_of(Variant.of("gluon/forward", params), report(num_warps=16))
     assert (program.workers, program.rows, program.warps) == (3, 64, 4)
     assert program.specialised
-    assert not program_of(PARAMS, report()).specialised
+    assert not program_of(plain(PARAMS), report()).specialised
 
 
 def test_each_family_counts_packed_heads_in_its_own_way():
     of = problem(heads_q=32, heads_kv=4)
-    assert [predictor._together(of, PARAMS | {"PACK_GQA": packed}) for packed in (0, 1)] == [1, 8]
-    assert [predictor._together(of, SPECIALISED | {"PACK_GQA": packed}) for packed in (1, 4)] == [1, 4]
+    triton, gluon = (search_space.load(f"{family}/forward") for family in ("triton", "gluon"))
+    assert [triton.heads_of_tile({"PACK_GQA": packed}, of) for packed in (0, 1)] == [1, 8]
+    assert [gluon.heads_of_tile({"PACK_GQA": packed}, of) for packed in (1, 4)] == [1, 4]
+    assert [one.heads_of_tile({}, of) for one in (triton, gluon)] == [1, 1]
 
 
 def test_work_in_the_shadow_of_products_is_faster():
@@ -312,5 +316,5 @@ def test_programs_that_walk_on_save_the_beginnings_of_tiles():
 def test_few_tiles_are_predicted_to_be_faster_shared():
     of = problem("causal", batch=1, heads_q=1, heads_kv=1, seq_q=4096, seq_kv=4096)
     params = PARAMS | {"BLOCK_M": 64}
-    alone, among = (predict(of, H200, params | {"SPLITS": splits}, report()).time_us for splits in (1, 4))
+    alone, among = (predict(of, H200, plain(params | {"SPLITS": splits}), report()).time_us for splits in (1, 4))
     assert among < 0.7 * alone

@@ -108,6 +108,7 @@ def test_a_card_that_nobody_described_is_what_the_driver_says_of_it(monkeypatch:
     assert (card.name, card.full_name, card.arch) == ("nvidia-mystery-9000", "NVIDIA Mystery 9000", 120)
     assert (card.sm_count, card.shared_bytes_per_block, card.peak_flops) == (132, 232448, {})
     assert card.memory_bytes == samples.H200.memory_bytes
+    assert card.max_blocks_per_sm == 24  # of its architecture: the driver's properties lack it
 
 
 def test_the_card_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

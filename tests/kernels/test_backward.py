@@ -14,8 +14,8 @@ import torch
 
 from autoattn import torch_private
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.kernels import backward, bound_launch
-from autoattn.kernels.compiler import Descriptor, Kernel, load_module, parts_of
+from autoattn.kernels import backward, bound_launch, manifest
+from autoattn.kernels.compiler import Descriptor, Kernel, load_module
 from autoattn.validation import gradient_check
 
 CUDA = torch.device("cuda", 0)
@@ -52,7 +52,9 @@ def kernel_of(one: Problem, **changes: Any) -> Kernel:
     source = gradient_kernels.source(one, **changes)
     module = load_module(source)
     whole = Kernel(source=source, module=module, compiled=None, device=CUDA, sm_count=132)
-    return replace(whole, parts=tuple(replace(whole, name=name, compiled=Noted()) for name in parts_of(module)))
+    return replace(
+        whole, parts=tuple(replace(whole, name=name, compiled=Noted()) for name in manifest.of(module).parts)
+    )
 
 
 def address(given: Any) -> Any:

@@ -15,7 +15,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Problem
 from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
-from autoattn.kernels import forward
+from autoattn.kernels import forward, manifest
 from autoattn.kernels.compiler import load_module
 from autoattn.reference import inputs
 from autoattn.tensors.operands import Operands
@@ -161,7 +161,7 @@ def launched_with(one: Problem, operands: Operands, output: Tensor, lse: Tensor 
         seen.update(arguments, grid=grid)
 
     module = SimpleNamespace(grid=lambda *sizes: ("grid", *sizes))
-    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, module=module, again=None, before=None)
+    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, manifest=manifest.of(module), before=None)
     forward.launch(kernel, one, operands, output, lse)
     return seen
 

@@ -316,6 +316,8 @@ def test_a_rehearsal_keeps_the_branches_of_the_variant() -> None:
         for name in ("softmax", "mask_loop", "row_order"):
             assert small.variant[name] == source.variant[name]
         assert bool(small.variant["PERSISTENT"]) == bool(source.variant["PERSISTENT"])
+        least = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 0, "barrier": "none"}
+        assert {name: small.variant[name] for name in least} == least
         assert kind.mask.structure == one.mask.structure
         assert ("stride_qd" in small.text) == (render.natural_traits(one).alignment == 1)
         assert ("m_d = " in small.text) == (one.head_dim != one.head_dim_padded)

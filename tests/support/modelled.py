@@ -8,7 +8,7 @@ from autoattn.core import device_profiles
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Problem
 from autoattn.core.trial import StaticReport
-from autoattn.core.variant import Value
+from autoattn.core.variant import Value, Variant
 
 A30, A100, RTX3090, H200 = (device_profiles.named(name) for name in ("a30", "a100", "rtx3090", "h200"))
 PARAMS: dict[str, Value] = {
@@ -22,6 +22,11 @@ PLAIN = {
     "FFMA": 4, "FMNMX": 72, "F2FP": 32, "SHFL": 16, "LDGSTS.128": 8, "BAR": 2, "IADD3": 20, "LOP3": 20,
 }  # fmt: skip
 MASKED = PLAIN | {"ISETP": 80, "FSEL": 80}
+
+
+def plain(params: dict[str, Value]) -> Variant:
+    """A variant of the template that is for every card."""
+    return Variant.of("triton/forward", params)
 
 
 def report(**changes: Any) -> StaticReport:

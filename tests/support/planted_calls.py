@@ -17,6 +17,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.core.variant import Traits
+from autoattn.kernels.manifest import Manifest
 from autoattn.reference import attention_formula
 from autoattn.tensors.operands import Operands
 from autoattn.validation.output_check import Gate
@@ -80,8 +81,8 @@ class Planted:
         return SimpleNamespace(traits=self.traits)
 
     @property
-    def module(self) -> Any:
-        return SimpleNamespace(grid=lambda batch, heads_q, rows, sm_count: (batch * heads_q,))
+    def manifest(self) -> Manifest:
+        return Manifest(grid=lambda batch, heads_q, rows, sm_count: (batch * heads_q,))
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, Any]) -> None:
         self.body(

@@ -1,0 +1,76 @@
+"""What the text of a rendered kernel says of its launches, read once from the loaded module into a frozen value.
+
+A text has only the tables and functions that its kernels need; this is the one place that asks which are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Sizes = Callable[..., int]  # numbers of a buffer, from batch, heads and lengths
+TMA = "tensordesc"  # how the type of an argument begins that is a TMA descriptor
+
+
+class Language(str, Enum):
+    """The language of Triton's that a file's kernels are written in; a file in Gluon may hold both."""
+
+    TRITON = "triton"  # Triton's interpreter runs it
+    GLUON = "gluon"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Manifest:
+    """Which buffers, grids and descriptors the launches of a rendered file take; None or empty is none."""
+
+    language: Language = Language.TRITON
+    # Arguments
+    signature: Mapping[str, str] = field(default_factory=dict)  # argument -> Triton's type, of all kernels together
+    descriptors: Mapping[str, str] = field(default_factory=dict)  # those of them that are TMA descriptors
+    # Kernels
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kernels that share the work -> their options
+    programs_an_sm: Mapping[str, int] = field(default_factory=dict)  # kernel -> programs of an SM that walk all tiles
+    grid: Callable[..., tuple[int]] | None = None  # of the one kernel
+    grids: Callable[..., dict[str, tuple[int]]] | None = None  # of the parts
+    grid_before: Callable[..., tuple[int]] | None = None  # of the kernel that makes input ready before the main one
+    # Rows of a tile
+    packs_all_heads: bool = False  # the query heads that share a key head are the rows of one head
+    packed_heads: int = 0  # so many of them are the rows of a tile; 0 where the rows are of one head
+    bias_tile: tuple[int, int] | None = None  # (queries, keys) of a tile that sums the gradient of a bias
+    # Buffers of forward kernels
+    turned: Callable[..., tuple[int, ...]] | None = None  # shape of the values that the kernel before turns
+    scratch: Sizes | None = None  # int32 zeros: two counters, then what the tiles say of themselves
+    arrivals: Sizes | None = None  # int32 zeros: programs of each shared tile that are done
+    tiles: Sizes | None = None  # tiles of which the scratch says whether they were computed again
+    partials: Sizes | None = None  # float32 that programs which share a tile leave for one another
+    # Buffers of backward kernels
+    sums: Sizes | None = None  # float32 in which the gradients of queries are added up
+    turns: Sizes | None = None  # int32: programs that have added
+    copies: Callable[..., dict[str, tuple[int, ...]]] | None = None  # tensor -> shape of its turned copy
+
+
+_FUNCTIONS = (
+    *("grid", "grids", "grid_before", "turned"),
+    *("scratch", "arrivals", "tiles", "partials", "sums", "turns", "copies"),
+)
+
+
+def of(module: object) -> Manifest:
+    """The manifest of a loaded module; a name that the module lacks leaves its field empty."""
+    held = vars(module) if module is not None else {}
+    signature = held.get("SIGNATURE", {})
+    bias_tile = [held.get(name) for name in ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N")]
+    return Manifest(
+        # Layouts of boxes are Gluon's to say, so only its files have this table; Triton's name boxes by their type.
+        language=Language.GLUON if "DESCRIPTORS" in held else Language.TRITON,
+        signature=signature,
+        descriptors={name: kind for name, kind in signature.items() if kind.startswith(TMA)},
+        parts=held.get("PARTS", {}),
+        programs_an_sm=held.get("PERSISTENT", {}),
+        packs_all_heads="PACK_GQA" in held,
+        packed_heads=held["HEADS"].value if "HEADS" in held else 0,
+        bias_tile=None if None in bias_tile else (bias_tile[0].value, bias_tile[1].value),  # type: ignore[union-attr]
+        **{name: held.get(name) for name in _FUNCTIONS},
+    )
