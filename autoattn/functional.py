@@ -134,14 +134,14 @@ def attention(
             query_scale, key_scale, value_scale,
         )  # fmt: skip
     words = causal, softcap, dropout, scale, layout, deterministic, return_lse
-    known = call_cache.find_guarded(query, key, value, words) if seldom is None else None
-    if known is not None and (found := known(query, key, value)) is not None:
-        return found
-    asked = call_cache.key(query, key, value, (), words, seldom)
-    if (known := call_cache.find(asked)) is not None and (found := known(query, key, value)) is not None:
+    prepared = call_cache.find_guarded(query, key, value, words) if seldom is None else None
+    if prepared is not None and (output := prepared(query, key, value)) is not None:
+        return output
+    call_key = call_cache.key(query, key, value, (), words, seldom)
+    if (prepared := call_cache.find(call_key)) is not None and (output := prepared(query, key, value)) is not None:
         if seldom is None:
-            call_cache.guard(query, key, value, words, known)
-        return found
+            call_cache.guard(query, key, value, words, prepared)
+        return output
     given: dict[str, Any] = {
         "mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "sinks": sinks, "score_mod": score_mod, "dropout": dropout, "seed": seed,
@@ -149,9 +149,9 @@ def attention(
         "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
         "value_scale": value_scale, "return_lse": return_lse,
     }  # fmt: skip
-    if asked is None and sdpa_arguments.is_recorded_by_fx(query, key, value):
+    if call_key is None and sdpa_arguments.is_recorded_by_fx(query, key, value):
         return sdpa_arguments.record(attention, (query, key, value), given)
-    return call.new_attention(asked, query, key, value, **given)
+    return call.new_attention(call_key, query, key, value, **given)
 
 
 @overload
@@ -231,24 +231,24 @@ def packed_attention(
         and query_scale is key_scale is value_scale is None
     ):
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
-    asked = call_cache.key(
+    call_key = call_cache.key(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
         (causal, softcap, dropout, scale, deterministic, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
-    if (known := call_cache.find(asked)) is not None:
+    if (prepared := call_cache.find(call_key)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        if (found := known(*tensors)) is not None:
-            return found
+        if (output := prepared(*tensors)) is not None:
+            return output
     given: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "score_mod": score_mod, "dropout": dropout, "seed": seed, "scale": scale, "precision": precision,
         "numerics": numerics, "deterministic": deterministic, "query_scale": query_scale, "key_scale": key_scale,
         "value_scale": value_scale, "return_lse": return_lse,
     }  # fmt: skip
-    if asked is None and sdpa_arguments.is_recorded_by_fx(*tensors):
+    if call_key is None and sdpa_arguments.is_recorded_by_fx(*tensors):
         return sdpa_arguments.record(packed_attention, (*tensors, max_seqlen_q, max_seqlen_kv), given)
-    return call.new_packed_attention(asked, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+    return call.new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
 
 
 def explain(
@@ -310,13 +310,13 @@ def scaled_dot_product_attention(
     causal = "top-left" if is_causal is True else False if is_causal is False else None
     if attn_mask is None:
         words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # as `attention` has them
-        if (known := call_cache.find_guarded(query, key, value, words)) is None:
-            known = call_cache.find(call_cache.key(query, key, value, (), words, None))
-            if known is not None:
-                call_cache.guard(query, key, value, words, known)
-        # What was answered before is a call of `attention`, whose key heads may be fewer whatever is said.
-        if known is not None and (enable_gqa is True or (enable_gqa is False and query.shape[1] == key.shape[1])):
-            output = known(query, key, value)
+        if (prepared := call_cache.find_guarded(query, key, value, words)) is None:
+            prepared = call_cache.find(call_cache.key(query, key, value, (), words, None))
+            if prepared is not None:
+                call_cache.guard(query, key, value, words, prepared)
+        # A prepared call is one of `attention`, whose key heads may be fewer whatever is said.
+        if prepared is not None and (enable_gqa is True or (enable_gqa is False and query.shape[1] == key.shape[1])):
+            output = prepared(query, key, value)
             if output is not None:
                 return output
     given: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
@@ -396,11 +396,11 @@ def flash_attn_func(
         return_attn_probs: returns (output, softmax_lse [batch, heads_q, seq_q], None); the third, FlashAttention's
             matrix for its own tests of dropout, does not exist here. The LSE of a query that sees no key is -inf.
     """
-    found = attention(
+    result = attention(
         q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
         scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return (found[0], found[1], None) if return_attn_probs else cast(Tensor, found)
+    return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
 
 
 def flash_attn_varlen_func(
@@ -430,12 +430,12 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise TensorError("block_table must be None, got paged keys; gather them into [tokens, heads, head_dim] first")
-    found = packed_attention(
+    result = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
         deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
-    return (found[0], found[1], None) if return_attn_probs else cast(Tensor, found)
+    return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
 
 
 def _seeded(given: Arguments | PackedArguments) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Guards are those that torch.compile puts in front of its graphs. In C++ they look at the tensors' types, dtypes,
 devices, sizes, strides, wanted gradients and views that stand for negatives, and at PyTorch's modes, transforms and
 switches. A model calls attention once a layer, each time alike, so that a few guarded kinds of calls answer most. Where
-guards find nothing, or PyTorch has none, a key formed in Python says all that decides how a call is answered.
+guards find nothing, or PyTorch has none, a key formed in Python has_words all that decides how a call is answered.
 
 What a key cannot hold is never kept: tensors beside query, key, value and the offsets of packed sequences, functions, a
 seed, subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept either.
@@ -27,8 +27,8 @@ from autoattn.runtime.parse import arguments
 
 BOUND = 4096  # calls; a growing key cache asks for something new at every step
 GUARDED_SHAPES = 64  # pairs of shapes with guards
-GUARDED_OF_SHAPES = 4  # kinds of calls of one pair, which are asked one behind the other
-GUARDED_FIRST = 8  # kinds that are asked before all others: the layers of a model are of few
+GUARDED_OF_SHAPES = 4  # kinds of calls of one pair, which are compared in turn
+GUARDED_FIRST = 8  # kinds that are compared before all others: the layers of a model are of few
 Key: TypeAlias = tuple[Hashable, ...]
 Words: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
@@ -42,7 +42,7 @@ _repeats = torch_private.are_gradients_deterministic
 
 
 class PreparedCall(Protocol):
-    """What answers calls like one that was answered before."""
+    """What answers calls like an earlier one."""
 
     @property
     def guarded(self) -> Callable[..., Any]:
@@ -136,25 +136,25 @@ def keep(call_key: Key, prepared: PreparedCall) -> None:
 
 def drop(call_key: Key) -> None:
     """Drops the prepared call of a key, and all guards."""
-    global _first
+    global _latest
     with _writing:
         _calls.pop(call_key, None)
-        _kinds.clear()
-        _first = ()
+        _guarded.clear()
+        _latest = ()
 
 
 def clear() -> None:
     """Drops all prepared calls."""
-    global _first
+    global _latest
     with _writing:
         _calls.clear()
-        _kinds.clear()
-        _first = ()
+        _guarded.clear()
+        _latest = ()
 
 
 def info() -> CacheInfo:
     """How full the cache is."""
-    guarded = sum(map(len, _kinds.values()))
+    guarded = sum(map(len, _guarded.values()))
     return CacheInfo(calls=len(_calls), bound=BOUND, guarded=guarded, has_guards=torch_private.TENSOR_GUARDS)
 
 
@@ -167,7 +167,7 @@ def prepared_calls() -> tuple[PreparedCall, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kind:
+class _GuardedCall:
     words: Words
     is_alike: Callable[[Any, Any, Any], bool]
     differentiates: bool  # whether autograd is on
@@ -176,22 +176,22 @@ class _Kind:
     is_unchanged: Callable[[], bool]
     alignment: int
     numerics: str  # that the environment asks for
-    known: Callable[..., Any]
+    answer: Callable[..., Any]
 
-    def says(self, words: Words) -> bool:
+    def has_words(self, words: Words) -> bool:
         """Whether words that are other objects say the same; 1, 1.0 and True are equal, and do not."""
         return words == self.words and all(map(_is, map(type, words), map(type, self.words)))
 
-    def answers(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def matches(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether a call with these words is of this kind."""
         return (
             self.is_alike(query, key, value)
             and self.differentiates is _differentiates()
             and self.repeats is _repeats()
-            and (not self.exact or self.holds(query, key, value))
+            and (not self.exact or self.is_state_unchanged(query, key, value))
         )
 
-    def holds(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def is_state_unchanged(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether all beside the arguments is as it was."""
         return (
             self.is_unchanged()
@@ -215,26 +215,26 @@ def find_guarded(query: Any, key: Any, value: Any, words: Words) -> Callable[...
     try:
         if query.is_nested or key.is_nested or value.is_nested:  # the guards end the process over them
             return None
-        for one in _first:
-            a, b, c, d, e, f, g = one.words
+        for guarded in _latest:
+            a, b, c, d, e, f, g = guarded.words
             if (
                 causal is a and layout is e and deterministic is f and return_lse is g
                 and (softcap is b or (softcap == b and type(softcap) is type(b)))
                 and (dropout is c or (dropout == c and type(dropout) is type(c)))
                 and (scale is d or (scale == d and type(scale) is type(d)))
-                and one.is_alike(query, key, value)  # and what `answers` asks, without a call
-                and one.differentiates is _differentiates()
-                and one.repeats is _repeats()
-                and (not one.exact or one.holds(query, key, value))
+                and guarded.is_alike(query, key, value)  # and what `matches` asks, without a call
+                and guarded.differentiates is _differentiates()
+                and guarded.repeats is _repeats()
+                and (not guarded.exact or guarded.is_state_unchanged(query, key, value))
             ):  # fmt: skip
-                return one.known
+                return guarded.answer
         shapes = query.shape, key.shape
-        for one in _kinds.get(shapes, ()):
-            if one.says(words) and one.answers(query, key, value):
-                _put_first(one, shapes, words)
-                return one.known
+        for guarded in _guarded.get(shapes, ()):
+            if guarded.has_words(words) and guarded.matches(query, key, value):
+                _put_first(guarded, shapes, words)
+                return guarded.answer
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, or words that nobody can compare:
-        pass  # the ordinary way says so
+        pass  # the ordinary way has_words so
     return None
 
 
@@ -250,7 +250,7 @@ def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: Pre
     if exact and query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
         return
     three = query, key, value
-    kind = _Kind(
+    kind = _GuardedCall(
         words=words,
         is_alike=torch_private.guard_tensors(three),
         differentiates=_differentiates(),
@@ -259,26 +259,26 @@ def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: Pre
         is_unchanged=torch_private.guard_global_state(),
         alignment=(query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNED,
         numerics=arguments.asked_numerics(),
-        known=prepared.guarded,
+        answer=prepared.guarded,
     )
     shapes = query.shape, key.shape
     with _writing:
-        others = _kinds.pop(shapes, ())
-        while len(_kinds) >= GUARDED_SHAPES:
-            del _kinds[next(iter(_kinds))]  # the oldest
-        _kinds[shapes] = (kind, *others[: GUARDED_OF_SHAPES - 1])
+        others = _guarded.pop(shapes, ())
+        while len(_guarded) >= GUARDED_SHAPES:
+            del _guarded[next(iter(_guarded))]  # the oldest
+        _guarded[shapes] = (kind, *others[: GUARDED_OF_SHAPES - 1])
     _put_first(kind, shapes, words)
 
 
-def _put_first(kind: _Kind, shapes: tuple[Any, Any], words: Words) -> None:
+def _put_first(kind: _GuardedCall, shapes: tuple[Any, Any], words: Words) -> None:
     """Asks a kind before all others from now on, unless it was forgotten meanwhile."""
-    global _first
+    global _latest
     with _writing:
-        if kind in _kinds.get(shapes, ()):
-            _first = (replace(kind, words=words), *_first[: GUARDED_FIRST - 1])
+        if kind in _guarded.get(shapes, ()):
+            _latest = (replace(kind, words=words), *_latest[: GUARDED_FIRST - 1])
 
 
 _calls: dict[Key, PreparedCall] = {}
-_kinds: dict[tuple[Any, Any], tuple[_Kind, ...]] = {}
-_first: tuple[_Kind, ...] = ()  # whose words are the very objects of the last calls
+_guarded: dict[tuple[Any, Any], tuple[_GuardedCall, ...]] = {}
+_latest: tuple[_GuardedCall, ...] = ()  # whose words are the very objects of the last calls
 _writing = threading.Lock()

@@ -114,7 +114,7 @@ class TrainingCall:
         self, kind: tuple[tuple[int, ...], int], output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
         output: Tensor, lse: Tensor, *offsets: Tensor,
     ) -> tuple[Bound, ...]:  # fmt: skip
-        asked, kernel = self.both.asked, self.both.backward
+        problem, kernel = self.both.backward_problem, self.both.backward
         operands = self._operands(query, key, value, *offsets)
         sums = lse[None] if self.both.problem.packed else lse
         saved = Saved(
@@ -123,12 +123,12 @@ class TrainingCall:
             output_grad=self._view(output_grad),
             lse_grad=sums if kernel.source.traits.lse else None,  # only what it is like counts
         )
-        scratch = backward.empty_scratch(kernel, asked, operands.query)
-        made = backward.bind(kernel, asked, operands, saved, backward.empty_gradients(asked, operands), scratch)
+        scratch = backward.empty_scratch(kernel, problem, operands.query)
+        launches = backward.bind(kernel, problem, operands, saved, backward.empty_gradients(problem, operands), scratch)
         if len(self.launches) >= _MOST:
             self.launches.clear()
-        self.launches[kind] = made
-        return made
+        self.launches[kind] = launches
+        return launches
 
     def _operands(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Operands:
         return Operands(
@@ -150,15 +150,15 @@ def prepare(
     """Both passes of calls like this one; None where its launches need more than addresses.
 
     Args:
-        operands: the call's, which autoattn.runtime.prepared_calls has found to be its tensors and nothing else.
+        operands: the call's, which autoattn.runtime.prepared_call has found to be its tensors and nothing else.
         tensors: query, key, value as the caller gave them, and offsets.
         forward, output: the forward pass of such calls, and the strides of its output.
     """
-    if not backward.may_bind(both.asked, operands.query):
+    if not backward.may_bind(both.backward_problem, operands.query):
         return None
-    scratch = backward.empty_scratch(both.backward, both.asked, operands.query)
+    scratch = backward.empty_scratch(both.backward, both.backward_problem, operands.query)
     assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"
-    rows, sums, turns = (0 if one is None else one.numel() for one in (scratch.rows, scratch.sums, scratch.turns))
+    rows, sums, turns = (0 if part is None else part.numel() for part in (scratch.rows, scratch.sums, scratch.turns))
     sizes = [scratch.copies[name].numel() for name in backward.COPIES if name in scratch.copies]
     *begins, end = accumulate(sizes, initial=-(-(rows + sums + turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
     query, key, value = (_gradient_of(tensor, both.problem.layout) for tensor in tensors[:3])
@@ -215,8 +215,8 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def _gradients(*given: Any) -> Three:
-    made: Three = given[-1].differentiate(*given[:-1])
-    return made
+    gradients: Three = given[-1].differentiate(*given[:-1])
+    return gradients
 
 
 class _Gradients(autograd.Once):

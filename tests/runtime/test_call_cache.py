@@ -252,7 +252,7 @@ def test_kinds_that_are_asked_last_are_found_too_and_are_asked_first_from_then_o
     for known in (False, True):
         for seq in lengths:
             assert found_among_recent(*three(seq=seq)) is known, seq
-            assert call_cache._first[0].is_alike(*three(seq=seq)), seq
+            assert call_cache._latest[0].is_alike(*three(seq=seq)), seq
 
 
 def test_what_is_forgotten_while_it_is_found_is_not_found_again() -> None:

@@ -42,7 +42,7 @@ def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> 
         device=torch.device("cpu"),
         sm_count=1,
     )
-    both = gradient_problem.Pass(problem=forward, forward=kernel, backward=kernel, asked=asked)
+    both = gradient_problem.Pass(problem=forward, forward=kernel, backward=kernel, backward_problem=asked)
     views = [tensor.transpose(1, 2) if layout is Layout.BSHD else tensor for tensor in tensors]
     operands = Operands(query=views[0], key=views[1], value=views[2], scale=1.0)
 
@@ -68,7 +68,7 @@ def test_each_room_lies_behind_the_one_before(
     tensors = tuple(tensor.requires_grad_() for tensor in tensors)
     rooms = {"sums": lambda *sizes: SUMS} | ({"turns": lambda *sizes: turns} if turns else {})
     one = pair(tensors, layout, rooms)
-    assert one.both.asked.op is Op.BACKWARD
+    assert one.both.backward_problem.op is Op.BACKWARD
     output = one(*tensors)
     push = torch.randn(shape).half()
     grads = torch.autograd.grad(output, tensors, push)

@@ -108,7 +108,7 @@ class Differentiated:
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
                 asked = gradient_problem.backward_of(self.problem, learned=self.learned)
                 both = gradient_problem.Pass(
-                    problem=self.problem, forward=kernels_[0], backward=kernels_[1], asked=asked
+                    problem=self.problem, forward=kernels_[0], backward=kernels_[1], backward_problem=asked
                 )
                 output, _ = autograd.attend(both, part)
             else:

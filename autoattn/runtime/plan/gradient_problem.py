@@ -26,7 +26,7 @@ class Pass:
     problem: Problem  # forward
     forward: Kernel  # leaves the LSE
     backward: Kernel
-    asked: Problem  # the backward one
+    backward_problem: Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,16 +34,18 @@ class Plan:
     explanation: Explanation
     kernel: compiler.Kernel | None = None
     gradients: compiler.Kernel | None = None  # what differentiates the kernel's answer, where somebody may
-    asked: Problem | None = None  # what that one computes
+    backward_problem: Problem | None = None  # what they compute
     repeats: bool = False  # PyTorch answers, and its gradients must repeat to the bit
     lasting: bool = True  # the same call will be answered like this until `forget`
     captured: Plan | None = None  # who answers while a CUDA graph is captured, where it is somebody else
 
     def passes(self, problem: Problem) -> gradient_problem.Pass | None:
         """The kernels of both passes of a call, where there are two."""
-        if self.kernel is None or self.gradients is None or self.asked is None:
+        if self.kernel is None or self.gradients is None or self.backward_problem is None:
             return None
-        return gradient_problem.Pass(problem=problem, forward=self.kernel, backward=self.gradients, asked=self.asked)
+        return gradient_problem.Pass(
+            problem=problem, forward=self.kernel, backward=self.gradients, backward_problem=self.backward_problem
+        )
 
 
 class _NotLoadedError(Exception):
@@ -148,21 +150,23 @@ def _prepare_both(
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
     card = None if torch.cuda.is_current_stream_capturing() else nvidia.present(index)
     forward_plan = _prepare(problem, traits, index)
-    asked = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
-    found = cache_lookup.explain(asked, card)
-    _warn_where_unavailable(found)
-    refused = decision.why_not_both(forward_plan.explanation, found)
-    if refused is None and found.variant is not None:
+    backward_problem = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
+    gradient_answer = cache_lookup.explain(backward_problem, card)
+    _warn_where_unavailable(gradient_answer)
+    refused = decision.why_not_both(forward_plan.explanation, gradient_answer)
+    if refused is None and gradient_answer.variant is not None:
         try:
-            gradients = _loaded(render.render(asked, found.variant, gradient_traits), index)
+            gradients = _loaded(render.render(backward_problem, gradient_answer.variant, gradient_traits), index)
         except CompileError as error:
             refused = str(error)
         else:
-            explanation = decision.with_gradients(forward_plan.explanation, found)
-            both = Plan(explanation, forward_plan.kernel, gradients, asked)
-            sdpa = decision.launch_bound(explanation, found, deterministic=deterministic, lse=gradient_traits.lse)
+            explanation = decision.with_gradients(forward_plan.explanation, gradient_answer)
+            both = Plan(explanation, forward_plan.kernel, gradients, backward_problem)
+            sdpa = decision.launch_bound(
+                explanation, gradient_answer, deterministic=deterministic, lse=gradient_traits.lse
+            )
             return both if sdpa is None else Plan(sdpa, captured=both)
-    without = decision.without_gradients(refused, problem, found, lse=gradient_traits.lse, learned=learned)
+    without = decision.without_gradients(refused, problem, gradient_answer, lse=gradient_traits.lse, learned=learned)
     return _by_pytorch(without, repeats=deterministic)
 
 

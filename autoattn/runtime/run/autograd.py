@@ -53,7 +53,7 @@ def differentiate(
 
 def attend(one: Pass, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
-    modifiers = one.asked.modifiers
+    modifiers = one.backward_problem.modifiers
     bias = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
     slopes = operands.slopes if modifiers.learned_slopes else None
     three = operands.query, operands.key, operands.value
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
             ctx.operands = replace(ctx.operands, bias=None, narrow_bias=None)
         if slopes is not None:
             ctx.operands = replace(ctx.operands, slopes=None)
-        ctx.problem, ctx.kernel = one.asked, one.backward
+        ctx.problem, ctx.kernel = one.backward_problem, one.backward
         ctx.set_materialize_grads(False)
         if not one.backward.source.traits.lse:
             ctx.mark_non_differentiable(lse)

@@ -45,7 +45,9 @@ def _by_kernel(
         return None
     made = [None if one is None else attention_op.as_read(one, given) for one in (output, grad_output)]
     sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
-    found = autograd.differentiate(both.backward, both.asked, call.operands, made[0], sums[0], made[1], sums[1])
+    found = autograd.differentiate(
+        both.backward, both.backward_problem, call.operands, made[0], sums[0], made[1], sums[1]
+    )
     layout = Layout(given["layout"])
     named: dict[str, Tensor | None] = {name: operands.as_given(one, layout) for name, one in found.named()}
     sinks = given["sinks"]
