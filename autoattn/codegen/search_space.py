@@ -6,39 +6,25 @@ import difflib
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated
 
 import msgspec
 
 from autoattn.codegen import resources
+from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import triton_release
-from autoattn.core.device import Capabilities, Device, MatrixUnit
+from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Op, Problem, pieces
+from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Value, Variant, digest_of
 from autoattn.errors import SpaceError
 
 VERSION = 1
-_SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
-_HEADS = ("heads_q", "heads_kv", "group_size")
 _BLOCKS = ("block_q", "block_kv")  # of a block table
 _PLACES = re.compile(r"\{(\w+)\}")
-_DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
-_PROBLEM_FACTS = (
-    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
-    *("packed", "queries", "keys_per_row"),
-    *("split", "head_dim_split", "head_dim_v_split"),
-    *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
-    *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
-)
-# Not `arch`: what a newer architecture shares with an older one, its number does not say.
-_DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float") and field.name != "arch")
-_CAPABILITIES = (*(unit.value for unit in MatrixUnit), "tma", "float8_products", "warp_size")
-# What rules may ask of a problem and a device
-FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS, *_CAPABILITIES))
 
 
 class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,7 +125,7 @@ class SearchSpace:
 
     def heads_of_tile(self, params: Mapping[str, Value], problem: Problem) -> int:
         """Query heads that share a key head and have rows in the same tile."""
-        return int(self.heads_together({**_heads_of(problem), **self.implied, **params}))
+        return int(self.heads_together({**heads_of(problem), **self.implied, **params}))
 
     def tile_of(self, variant: Variant) -> str:
         """The parameters of a variant that say most, as "128x64 4w 3s"; all of them where the file names none."""
@@ -283,69 +269,6 @@ class _Named(dict[str, "Value | float"]):
         return found
 
 
-def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
-    """What rules may ask of a problem and a device; what holds or does not is 1 or 0."""
-    modifiers = problem.modifiers
-    queries = problem.tokens_q if problem.packed else problem.batch * problem.seq_q
-    return {
-        **{name: getattr(problem, name) for name in (*_SIZES, *_DIMS)},
-        "dtype": problem.dtype.value,
-        "precision": problem.precision.value,
-        "numerics": problem.numerics.value,
-        "deterministic": int(problem.deterministic),
-        "element_bytes": problem.dtype.bytes,
-        "float8": int(problem.dtype is DType.FLOAT8),
-        "packed": int(problem.packed),
-        "queries": queries,
-        "keys_per_row": max(1.0, problem.kept_pairs() / queries),
-        **_split_facts(problem),
-        **_mask_facts(problem.mask),
-        "on_scores": int(modifiers.on_scores),
-        "score_mod": int(bool(modifiers.score_mod)),
-        "biased": int(modifiers.bias is not Bias.NONE),
-        "learned_bias": int(modifiers.bias is Bias.LEARNED),
-        "sinks": int(modifiers.sinks),
-        "dropout": int(modifiers.dropout),
-        **{name: getattr(device, name) for name in _DEVICE_FACTS},
-        **_capability_facts(device.capabilities),
-    }
-
-
-def _capability_facts(capabilities: Capabilities) -> dict[str, Value | float]:
-    return {
-        **{unit.value: int(unit is capabilities.matrix_unit) for unit in MatrixUnit},
-        "tma": int(capabilities.tma),
-        "float8_products": int(capabilities.float8_products),
-        "warp_size": capabilities.warp_size,
-    }
-
-
-def _heads_of(problem: Problem) -> dict[str, Value]:
-    return {name: getattr(problem, name) for name in _HEADS}
-
-
-def _split_facts(problem: Problem) -> dict[str, Value | float]:
-    """What becomes of the head dims when they are held in two powers of two."""
-    low_waste = [pieces(head_dim) for head_dim in (problem.head_dim, problem.head_dim_v)]
-    return {
-        "split": int(any(len(widths) == 2 for widths in low_waste)),
-        "head_dim_split": sum(low_waste[0]),
-        "head_dim_v_split": sum(low_waste[1]),
-    }
-
-
-def _mask_facts(mask: Mask) -> dict[str, Value | float]:
-    return {
-        "causal": int(mask.causal),
-        "bounded_left": int(mask.bounded_left),
-        "bounded_right": int(mask.bounded_right),
-        "window_left": mask.left or 0,
-        "sparse": int(mask.sparse),
-        "block_q": mask.block_q,
-        "block_kv": mask.block_kv,
-    }
-
-
 def of(op: Op) -> tuple[SearchSpace, ...]:
     """The spaces of an operation's templates; the default is taken from the first that has one."""
     return tuple(load(template) for template in resources.template_names(op))
@@ -398,7 +321,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         step_bytes=file.step_bytes,
         deterministic=_rule(file.deterministic, file.parameters),
         specialised=file.specialised,
-        heads_together=_rule(file.heads_together, {*file.parameters, *_HEADS}),
+        heads_together=_rule(file.heads_together, {*file.parameters, *HEADS}),
         tile=_tile(file),
         rehearsal={name: _rule(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()},
         ablation=tuple(file.ablation),

@@ -17,9 +17,11 @@ def heads_of(problem: Problem, together: int = 1) -> int:
     """Heads in program order: of all sequences, unless those stand one behind the other in each head.
 
     Args:
-        together: query heads whose rows are dealt out as those of one head.
+        together: query heads whose rows are dealt out as those of one head; the last of those that share a key head
+            may be fewer.
     """
-    return problem.heads_q // together * (1 if problem.packed else problem.batch)
+    teams = problem.heads_kv * -(-problem.group_size // together)
+    return teams * (1 if problem.packed else problem.batch)
 
 
 def key_blocks(problem: Problem, block_m: int, block_n: int, mask_loop: str, together: int = 1) -> tuple[Array, Array]:

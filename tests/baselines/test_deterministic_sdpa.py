@@ -21,6 +21,7 @@ from autoattn import functional
 from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
 from autoattn.cache import store
 from autoattn.codegen import search_space
+from autoattn.codegen.space_facts import facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.problem import DType, Modifiers, Op
@@ -68,7 +69,7 @@ def atomic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rules_know_it_and_a_template_of_atomic_sums_has_no_variant_for_it(atomic: None) -> None:
     points = search_space.load(TEMPLATE)
-    assert [search_space.facts_of(one, samples.H200)["deterministic"] for one in (LOOSE, STRICT)] == [0, 1]
+    assert [facts_of(one, samples.H200)["deterministic"] for one in (LOOSE, STRICT)] == [0, 1]
     first = next(points.feasible(LOOSE, samples.H200))
     assert points.why_infeasible(first, LOOSE, samples.H200) is None
     reason = points.why_infeasible(first, STRICT, samples.H200)

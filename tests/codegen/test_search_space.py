@@ -17,7 +17,8 @@ from kernels import every_point
 from samples import A30, H200, problem
 
 from autoattn.codegen import resources, search_space
-from autoattn.codegen.search_space import SearchSpace, facts_of
+from autoattn.codegen.search_space import SearchSpace
+from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
@@ -215,12 +216,12 @@ def test_no_name_leaves_the_folder(name: str) -> None:
 
 
 def test_facts_are_what_the_loader_knows() -> None:
-    assert set(facts_of(problem(), A30)) == search_space.FACTS
+    assert set(facts_of(problem(), A30)) == FACTS
 
 
 def test_every_fact_is_documented() -> None:
     page = (CHECKOUT / "docs" / "search-spaces.md").read_text(encoding="utf-8")
-    assert [name for name in sorted(search_space.FACTS) if f"`{name}`" not in page] == []
+    assert [name for name in sorted(FACTS) if f"`{name}`" not in page] == []
 
 
 def test_facts_are_the_problems_and_the_devices() -> None:

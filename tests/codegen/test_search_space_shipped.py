@@ -17,7 +17,8 @@ from rarely import rarely
 from samples import A30, H200, problem
 
 from autoattn.codegen import resources, search_space
-from autoattn.codegen.search_space import SearchSpace, facts_of
+from autoattn.codegen.search_space import SearchSpace
+from autoattn.codegen.space_facts import facts_of
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask

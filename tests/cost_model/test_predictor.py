@@ -12,7 +12,7 @@ from autoattn.codegen import search_space
 from autoattn.core.problem import DType, Layout, Precision
 from autoattn.core.variant import Variant
 from autoattn.cost_model import loop_cost as demands
-from autoattn.cost_model import predictor
+from autoattn.cost_model import predictor, tile_schedule
 from autoattn.cost_model.constants import BOUNDS, CONSTANTS, FITTED
 from autoattn.cost_model.kernel_kind import Path as Kind
 from autoattn.cost_model.kernel_kind import path_of, program_of
@@ -296,6 +296,14 @@ def test_each_family_counts_packed_heads_in_its_own_way():
     assert [triton.heads_of_tile({"PACK_GQA": packed}, of) for packed in (0, 1)] == [1, 8]
     assert [gluon.heads_of_tile({"PACK_GQA": packed}, of) for packed in (1, 4)] == [1, 4]
     assert [one.heads_of_tile({}, of) for one in (triton, gluon)] == [1, 1]
+
+
+@pytest.mark.parametrize(("group", "together", "heads"), [(7, 8, 1), (7, 4, 2), (8, 4, 2), (7, 1, 7), (1, 1, 1)])
+def test_heads_that_do_not_fill_a_tile_are_still_some(group, together, heads):
+    of = problem(batch=3, heads_q=2 * group, heads_kv=2)
+    assert tile_schedule.heads_of(of, together) == 3 * 2 * heads
+    kernel = report(arch=90, registers=168, shared_bytes=200_000, num_warps=12, loop=HOPPER, masked_loop={})
+    assert predict(of, H200, Variant.of("gluon/forward", SPECIALISED | {"PACK_GQA": together}), kernel).time_us > 0
 
 
 def test_work_in_the_shadow_of_products_is_faster():
