@@ -6,6 +6,7 @@ import errno
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -238,7 +239,7 @@ def test_exit_codes_of_the_process(arguments: list[str], code: int, tmp_path: Pa
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
-    script = f"{sys.executable} -m autoattn devices --json | head -1"
+    script = f"{shlex.quote(sys.executable)} -m autoattn devices --json | head -1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout == "{\n"
     assert done.stderr == ""

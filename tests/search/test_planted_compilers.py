@@ -23,9 +23,9 @@ from autoattn.search.worker_pool import Failure, Pool
 LIMIT = 5.0  # seconds for a compile that hangs
 ENOUGH = 300.0  # for one that does not, on a busy machine
 STAND_IN = """#!/bin/sh
-case "$*" in *--version*) exec {real} --version ;; esac
-if [ -e {healed} ]; then exec {real} "$@"; fi
-echo $$ > {note}.tmp && mv {note}.tmp {note}
+case "$*" in *--version*) exec "{real}" --version ;; esac
+if [ -e "{healed}" ]; then exec "{real}" "$@"; fi
+echo $$ > "{note}.tmp" && mv "{note}.tmp" "{note}"
 {fault}
 """
 FAULTS = {
