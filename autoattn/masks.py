@@ -1,4 +1,4 @@
-"""Sparse masks: which blocks of keys each block of queries sees, from tables, from functions and from PyTorch's own.
+"""Builders of sparse masks: from block tables, from functions, and from PyTorch's BlockMask.
 
 A mask by function says for each pair (q_idx, kv_idx) whether it counts. Kernels skip blocks without such a pair,
 compute blocks full of them as if there were no mask, and ask the function in the others alone (FlexAttention; Dong et

@@ -1,4 +1,4 @@
-"""PyTorch's own attention with gradients that repeat to the bit, for one call and not for the whole process.
+"""PyTorch's attention with gradients that repeat to the bit, for one call instead of the whole process.
 
 PyTorch asks whether algorithms shall be deterministic when a backward pass runs, and its cuDNN attention when a forward
 pass does. So a call that asks for it by itself switches that on in both of its passes.

@@ -1,4 +1,4 @@
-"""What others offer for the same attention, by name: PyTorch's backends, FlexAttention, FlashAttention-2, -3 and -4.
+"""Baselines by name: PyTorch's backends, FlexAttention, FlashAttention-2, -3 and -4.
 
 `pytorch_sdpa` is the part of it that every PyTorch has, and that the tuner times; the rest may be missing.
 """

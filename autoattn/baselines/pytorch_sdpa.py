@@ -1,4 +1,4 @@
-"""The other ways to compute the same attention: what the user has without autoattn."""
+"""PyTorch's attention: F.scaled_dot_product_attention, each of its backends, and the formula in plain PyTorch."""
 
 from __future__ import annotations
 

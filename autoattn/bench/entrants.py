@@ -1,4 +1,4 @@
-"""What the contestants of a bench's row call, and what their answers are held to: outputs, and gradients.
+"""The contestants of one benchmark row: what each calls, and how its outputs and gradients are checked.
 
 Calls are made when they are first run, so that whatever goes wrong with one is its contestant's own.
 """

@@ -1,4 +1,4 @@
-"""Our kernel and its peers side by side: one process, the same inputs, all checked, in interleaved rounds.
+"""Benchmark of kernels beside baselines: one process, the same inputs, all checked, in interleaved rounds.
 
 Everything that goes wrong with one contestant becomes a value in its row, and the others go on.
 """

@@ -1,4 +1,4 @@
-"""What came of a bench: rows of contestants, each with all its numbers or the reason why it has none."""
+"""Results of a kernel benchmark: rows of contestants, each with its numbers or the reason why it has none."""
 
 from __future__ import annotations
 

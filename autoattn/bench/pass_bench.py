@@ -1,4 +1,4 @@
-"""Passes of one attention, checked and timed: everybody's on the same inputs, in interleaved rounds.
+"""Benchmark of the passes of one attention: checked, then timed on the same inputs in interleaved rounds.
 
 Everything that goes wrong with one attention becomes the state of its row, and the others go on.
 """

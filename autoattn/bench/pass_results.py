@@ -1,4 +1,4 @@
-"""What came of the passes of one attention: forward, backward and both, and their memory."""
+"""Results of the pass benchmark: times of forward, backward and both, and their memory."""
 
 from __future__ import annotations
 

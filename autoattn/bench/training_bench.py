@@ -1,4 +1,4 @@
-"""Training steps of whole models, timed: forward, backward and both, each by a pair of events of its own.
+"""Benchmark of training steps of whole models: forward, backward and both, each between two CUDA events.
 
 The attentions of a case take turns, a step each in random order, since what the host does in between would else be one
 attention's luck. Everything that goes wrong with one row becomes its state, and the others go on.

@@ -1,4 +1,4 @@
-"""What came of timed training steps: rows of models, each with all its numbers or the reason why it has none."""
+"""Results of the training benchmark: rows of models, each with its numbers or the reason why it has none."""
 
 from __future__ import annotations
 

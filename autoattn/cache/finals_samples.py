@@ -1,4 +1,4 @@
-"""The raw samples of a problem's finals, as a file beside its journal: whoever doubts a ranking can redo it.
+"""Raw samples of a problem's finals, in a file beside its journal, so that a ranking can be computed again.
 
 The cache itself keeps what came of them and no sample, so that it stays small enough to be reviewed.
 """

@@ -1,4 +1,4 @@
-"""What cache folders hold, in what two of them differ, and what one of them no longer needs."""
+"""The content of cache folders: what they hold, how two of them differ, and what one no longer needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cache entry counts where several speak of one problem: across cache folders, and in a merge of two caches.
+"""Order of precedence among cache entries of one problem: across cache folders, and in a merge of two caches.
 
 Both rules are stated for users in docs/cache.md. Nothing here reads or writes a file.
 """

@@ -1,4 +1,4 @@
-"""What became of every variant of a space, as a file: a search can be replayed on it without a GPU or a compiler.
+"""Records the outcome of every variant of a search space, so that a search can be replayed without a GPU.
 
 JSON Lines. The first line says of what, where and with which versions; each other line is one variant. A recording
 holds measured times or predicted ones, never both.

@@ -1,4 +1,4 @@
-"""Rows that a bench gives one by one: each is told, and all that is known is written anew after it."""
+"""Prints the rows of a benchmark as they come, and writes all known results after each."""
 
 from __future__ import annotations
 

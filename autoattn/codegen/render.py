@@ -1,4 +1,4 @@
-"""Variant -> Source: the only door to Jinja for kernels."""
+"""Renders a variant as a kernel's source; the only module that uses Jinja for kernels."""
 
 from __future__ import annotations
 

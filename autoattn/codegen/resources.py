@@ -1,4 +1,4 @@
-"""Where templates, search spaces and the shipped cache live; also the only door to YAML."""
+"""Finds templates, search spaces and the shipped cache; the only module that reads YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML -> SearchSpace: which variants there are, and in words why one cannot work."""
+"""Search spaces, read from YAML: which variants there are, and in words why one cannot work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache remembers of a problem: the winner and its evidence."""
+"""A cache entry: the winner of a problem, and its evidence."""
 
 from __future__ import annotations
 

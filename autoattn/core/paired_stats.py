@@ -1,4 +1,4 @@
-"""Rounds of a contest: who is faster, by how much, how sure that is, and when to stop.
+"""Statistics of interleaved rounds: who is faster, by how much, how sure that is, and when to stop.
 
 Each round runs every contestant once, in random order, so that what drifts from round to round (clocks, temperature)
 meets all of them alike. Two contestants are compared round by round: the ratio of their times is free of the drift.

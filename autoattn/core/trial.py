@@ -1,4 +1,4 @@
-"""What becomes of a variant: every outcome is a value."""
+"""Outcomes of a variant: every trial ends as a value."""
 
 from __future__ import annotations
 

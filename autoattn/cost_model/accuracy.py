@@ -1,4 +1,4 @@
-"""How well the model ranked kernels that were measured, in figures: what a report says beside predictions.
+"""Accuracy of the cost model on measured kernels, which a report shows beside predictions.
 
 Each problem was judged by constants fitted on all the others; docs/model.md has the tables and what they leave open.
 """

@@ -1,4 +1,4 @@
-"""What no data sheet tells of an SM, fitted on measured kernels: docs/model.md says how, and how well."""
+"""Constants of the cost model that no data sheet gives, fitted on measured kernels (docs/model.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a kernel's programs divide their work, and whose machine code it is: what the model asks before it counts."""
+"""Kinds of kernels for the cost model: how programs divide their work, and which machine code they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass of the loop over keys asks of each unit of an SM, and how long passes take that share one."""
+"""Cost of a pass of the loop over keys: what it asks of each unit of an SM, and how passes share one."""
 
 from __future__ import annotations
 

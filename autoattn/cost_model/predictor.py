@@ -1,4 +1,4 @@
-"""What a kernel's time would be, from its machine code and the facts of a GPU: docs/model.md derives every formula.
+"""Predicts a kernel's time from its machine code and the facts of a GPU; docs/model.md derives every formula.
 
 In one breath: the blocks on an SM are the customers of a closed queueing network. In each pass of the loop over keys a
 block visits the tensor cores, the vector units (softmax) and the shared memory, and waits for latencies that no unit

@@ -1,4 +1,4 @@
-"""How much work each tile of a launch has, and how long the tiles take to run out: waves and their tail."""
+"""Work of each tile of a launch, and the schedule of tiles over the SMs: waves and their tail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast an expression grows with its score: its derivative, which is an expression too.
+"""The derivative of an expression with respect to its score, which is an expression too.
 
 Whoever changes scores by a text has the gradients of the changed ones; those of the scores are these times the
 derivative. Where a function has a corner or a step, the derivative is PyTorch's: 0 for a step, at a corner that of

@@ -1,4 +1,4 @@
-"""A caller's Python function -> the text of an expression and the tensors that it reads.
+"""Traces a caller's Python function into the text of an expression and the tensors that it reads.
 
 FlexAttention's score_mod and mask_mod are functions of 0-d tensors. torch.fx records what one does to such tensors as a
 graph of aten operations, and each operation becomes a line of autoattn.expressions.language.

@@ -1,4 +1,4 @@
-"""The card in this machine: which one it is, and what it is doing."""
+"""The NVIDIA card in this machine: its identity, and its state through NVML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time on the GPU: cold L2, warm clocks, rivals interleaved in random order.
+"""Times kernels on the GPU: cold L2, warm clocks, rivals interleaved in random order.
 
 Each sample is one call between two CUDA events. The L2 is flushed before it by writing exactly its size, and a spin
 of the GPU lets the host enqueue the whole sample first, so that launch overhead is not measured.

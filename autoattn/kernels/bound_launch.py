@@ -1,4 +1,4 @@
-"""Launches of which all is known but the addresses: a compiled kernel, called with as little as a launch can take.
+"""A kernel launch with everything bound but the tensors' addresses.
 
 What Triton's own way costs at each call is paid once here: TMA descriptors are encoded once for an address, and the C
 function beneath Triton's launcher is called by itself, with its arguments in the release's order (`_Direct`). Where the

@@ -1,4 +1,4 @@
-"""Source -> machine code: the only door to Triton's compiler."""
+"""Compiles a kernel's source to machine code; the only module that calls Triton's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that a launch finds at zero and leaves at zero, so that none pays for a memset."""
+"""Zeroed scratch for each stream: kernels find it zero and leave it zero, so that no launch pays for a memset."""
 
 from __future__ import annotations
 

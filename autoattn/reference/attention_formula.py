@@ -1,4 +1,4 @@
-"""The oracle: eager PyTorch, independent of every kernel here."""
+"""The reference: attention in eager PyTorch, independent of every kernel here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gradients of a call are: autograd through the reference, for one key head of one sequence at a time."""
+"""The reference of gradients: autograd through the formula, for one key head of one sequence at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ablations -> tables in the layout of published ones of an A100 and in rates of kept pairs, and a CSV."""
+"""Writes ablations as tables in the layout of published ones of an A100 and in rates of kept pairs, and a CSV."""
 
 from __future__ import annotations
 

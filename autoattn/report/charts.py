@@ -1,4 +1,4 @@
-"""Facts of a report -> what its charts draw."""
+"""Turns the facts of a report into what its charts draw."""
 
 from __future__ import annotations
 

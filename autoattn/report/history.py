@@ -1,4 +1,4 @@
-"""The journals of a search -> its trials in order, what became of them, and which parameters mattered."""
+"""Reads a search's journals: its trials in order, their outcomes, and which parameters mattered."""
 
 from __future__ import annotations
 

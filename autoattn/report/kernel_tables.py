@@ -1,4 +1,4 @@
-"""A bench -> the table that people read, a CSV with every number, and a chart."""
+"""Writes a kernel benchmark as a Markdown table, a CSV with every number, and a chart."""
 
 from __future__ import annotations
 

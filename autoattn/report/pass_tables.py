@@ -1,4 +1,4 @@
-"""Passes of one attention -> tables, a CSV with every number, and charts of time and of memory."""
+"""Writes the pass benchmark as Markdown tables, a CSV with every number, and charts of time and of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chart is made of: scales, ticks, marks and lines, all in percent of the plot, so that it fits any width."""
+"""Parts of a chart: scales, ticks, marks and lines, in percent of the plot, so that it fits any width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps -> the table that people read, a CSV with every number, and charts of speed and of memory."""
+"""Writes the training benchmark as a Markdown table, a CSV with every number, and charts of speed and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both passes of calls that differ from one made before in addresses alone: memory, and launches.
+"""Prepared training calls: both passes bound but for the addresses, and one node of autograd.
 
 Where sequences are short, a training step waits for the CPU. So nothing is looked at twice: sizes, strides and launches
 are those of the first call, and a node of autograd keeps the tensors and these.

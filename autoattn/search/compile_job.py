@@ -1,4 +1,4 @@
-"""What compilers do: compile and read the machine code. They load no torch, which takes as long as a small kernel."""
+"""Jobs that compile a kernel and read its machine code. They load no torch, which takes as long as a small kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished search -> the entry of the cache: by the finals where the card is here, else by the model's ranking."""
+"""Builds the cache entry of a finished search: by finals on the card, else by the cost model's ranking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers do with tensors: rehearse in the interpreter, screen and finish on the GPU."""
+"""Jobs of workers with tensors: rehearsals in the interpreter, screening and finals on the GPU."""
 
 from __future__ import annotations
 

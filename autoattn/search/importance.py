@@ -1,4 +1,4 @@
-"""Which parameters told fast kernels from slow ones: Optuna's PED-ANOVA over what a search tried."""
+"""Importance of parameters by Optuna's PED-ANOVA over the trials of a search."""
 
 from __future__ import annotations
 

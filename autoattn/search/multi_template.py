@@ -1,4 +1,4 @@
-"""Several templates in one search: which take part, and whose turn it is to propose a variant."""
+"""Several templates in one search: which take part, and which proposes the next variant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search without a GPU and a compiler: the study proposes, a recording answers."""
+"""Replays a search without a GPU and a compiler: the study proposes, a recording answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to tune, and what the tuner tells of it: the words between tune and whoever calls it."""
+"""Options of a search, and the progress that it reports."""
 
 from __future__ import annotations
 

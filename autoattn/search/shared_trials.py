@@ -1,4 +1,4 @@
-"""What all processes know of one study: which variants were tried, and who is trying which; a door to Optuna."""
+"""Trials of one study that all processes share: which variants were tried, and who tries which (Optuna's storage)."""
 
 from __future__ import annotations
 

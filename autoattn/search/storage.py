@@ -1,4 +1,4 @@
-"""Where studies are kept: a journal file each, or a server that several hosts share; a door to Optuna's storages."""
+"""Storage of studies: a journal file each, or a server that several hosts share (Optuna's storages)."""
 
 from __future__ import annotations
 

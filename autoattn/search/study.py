@@ -1,4 +1,4 @@
-"""Which variant to try next: the door to Optuna's samplers."""
+"""Proposes the next variant; the only module that uses Optuna's samplers."""
 
 from __future__ import annotations
 

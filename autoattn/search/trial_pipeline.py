@@ -1,4 +1,4 @@
-"""Variant -> Trial: renders, compiles ahead in worker processes, then predicts or, on the GPU, validates and times."""
+"""From a variant to a trial: render, compile ahead in workers, then predict or, on the GPU, validate and time."""
 
 from __future__ import annotations
 

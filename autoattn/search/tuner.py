@@ -1,4 +1,4 @@
-"""Problems and a device -> the cache: a search and the entry that came of it, one problem after another."""
+"""Tunes problems for a device: searches each, and merges its entry into the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes that may hang, crash or poison their GPU without harm to the search.
+"""Worker processes: a job may hang, crash or poison its GPU without harm to the search.
 
 A worker does one job at a time. A job is a picklable value with a `run(memory)` method; `memory` is a dictionary that
 lives as long as the worker. A worker that exceeds its time or dies is replaced, and its job ends as a Failure.

@@ -1,4 +1,4 @@
-"""Where packed sequences begin and end: the checks of cu_seqlens."""
+"""Checks of cu_seqlens: where packed sequences begin and end."""
 
 from __future__ import annotations
 

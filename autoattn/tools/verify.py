@@ -1,4 +1,4 @@
-"""Cached entries -> do they still hold? On the card when it is here, else by digests and the interpreter.
+"""Verifies cached entries: on the card when it is here, else by digests and the interpreter.
 
 On the card the kernel passes the gate once more and then meets its runners-up and rivals in rounds, as in the finals.
 Ratios within those rounds say whether it still is the fastest. How it stands to its own time of old is a comparison of

@@ -1,4 +1,4 @@
-"""The gate for gradients: a backward kernel's numbers against autograd through the reference, in float64.
+"""The gate for gradients: a backward kernel against autograd through the reference, in float64.
 
 The rule is FlashAttention's own (tests/test_flash_attn.py and hopper/test_flash_attn.py): each gradient's largest error
 is at most three times that of the same maths differentiated by PyTorch in the low precision, plus an absolute term the

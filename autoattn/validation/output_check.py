@@ -1,4 +1,4 @@
-"""The gate: a kernel's numbers against the reference, before anybody times it.
+"""The gate for outputs: a kernel against the reference, before it is timed.
 
 The rule is FlashAttention's own (tests/test_flash_attn.py): the largest error against a higher-precision reference is
 at most twice that of the same maths done by PyTorch in the low precision, plus an absolute term the size of an ulp

@@ -1,4 +1,4 @@
-"""What the machine code says of a kernel: the only door to the disassembler inside the Triton wheel.
+"""Reads a kernel's machine code; the only module that runs the disassembler of the Triton wheel.
 
 A cubin is an ELF file. Registers and the stack frame stand in its `.nv.info` section, the instructions in its `.text`
 section, 16 bytes each. Starting the disassembler takes 0.3 s of processor time, as long as some compiles, so each

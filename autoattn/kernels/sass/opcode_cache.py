@@ -1,4 +1,4 @@
-"""What the disassembler said of machine code, kept for other processes: starting it takes as long as some compiles.
+"""Keeps disassembled machine code for other processes: starting the disassembler takes as long as some compiles.
 
 One JSON file per disassembler in Triton's cache, beside what it is about. It only saves time: a file that cannot be
 read is as good as none.

@@ -1,4 +1,4 @@
-"""What a caller gives, as one problem and its operands; whatever is wrong with it is said here, in one sentence."""
+"""Parses a call's arguments into one problem and its operands; a caller's mistake is one sentence here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees, from the ways in which a caller can say it: words, numbers, a tensor, a table of blocks."""
+"""Parses mask, causal, window and bias into one Mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes scores and weights, from a caller's arguments."""
+"""Parses what changes scores and weights: softcap, ALiBi, sinks, score_mod, dropout."""
 
 from __future__ import annotations
 

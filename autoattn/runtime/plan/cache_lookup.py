@@ -1,4 +1,4 @@
-"""Problem + device -> which kernel runs, and why: exact, bucket, nearest, predicted, default, SDPA."""
+"""Looks up which cache entry serves a problem on a device, and why: exact, bucket, nearest, predicted, default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training calls so short that a step waits for the CPU, which PyTorch's attention needs less of than kernels of ours.
+"""Chooses PyTorch's attention where a training step waits for the CPU, which it needs less of than our kernels.
 
 A node of autograd in Python, and the launches behind it, take longer than PyTorch's own in C++, and of PyTorch's
 backends cuDNN's, which it prefers, takes longest. Where the GPU is done with both passes before the CPU has launched

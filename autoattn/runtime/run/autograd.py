@@ -1,4 +1,4 @@
-"""Attention that autograd knows: forward by a kernel that leaves the LSE, backward by kernels that were tuned.
+"""Attention for autograd: a forward kernel that leaves the LSE, and backward kernels that were tuned.
 
 Saved are query, key, value, output and LSE, which grow with the lengths and not with their product.
 """

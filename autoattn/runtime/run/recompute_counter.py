@@ -1,4 +1,4 @@
-"""How many tiles had to be computed again: launches are remembered while somebody counts, and read when he asks."""
+"""Counts tiles that were computed again: launches are kept while somebody counts, and read on request."""
 
 from __future__ import annotations
 

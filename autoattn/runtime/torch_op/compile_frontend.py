@@ -1,4 +1,4 @@
-"""Calls that somebody traces, or watches the dispatcher for: the functions' arguments -> torch.ops.autoattn.attention.
+"""torch.compile and FakeTensor entry: says a call in the arguments of torch.ops.autoattn.attention.
 
 Dynamo follows this code, so it is plain: what is no tensor becomes words and numbers of the operator while it traces,
 and no length is compared with anything. Wrong arguments raise the sentence that the functions have for them.

@@ -1,4 +1,4 @@
-"""Whether somebody traces a call, or watches the dispatcher for it."""
+"""Whether torch.compile, a dispatch mode, FakeTensors or torch.vmap would miss a kernel's launch."""
 
 from __future__ import annotations
 
