@@ -47,7 +47,7 @@ def read(
     """
     alibi_slopes, sinks, score_mod = (given.get(name) for name in ("alibi_slopes", "sinks", "score_mod"))
     none = alibi_slopes is None and sinks is None and score_mod is None
-    if none and all(given.get(number.name, 0.0) == 0.0 for number in NUMBERS):
+    if none and all(given.get(number.name) in (None, 0.0) for number in NUMBERS):
         return _BIAS_ALONE[bias]
     heads = query.shape[1]
     found: dict[str, Any] = {
@@ -82,11 +82,13 @@ def check_tensor(name: str, tensor: Any, device: torch.device) -> None:
 
 
 def number_of(argument: CallArgument, given: Any) -> float:
-    """A number of the caller's; 0 stands for none.
+    """A number of the caller's; 0 stands for none, and so does None where that is the default.
 
     Raises:
         TensorError: it is none, or out of the argument's range.
     """
+    if given is None and argument.default is None:
+        return 0.0
     below = math.inf if argument.below is None else argument.below
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0.0 <= given < below:
         limit = "" if below == math.inf else f" and below {below:g}"

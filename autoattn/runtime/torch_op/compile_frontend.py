@@ -131,7 +131,7 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
         and given["window"] is None
         and not given["return_lse"]
         and given["precision"] != Precision.TF32X3.value
-        and all(given[name] == 0.0 for name in _NUMBERS)
+        and all(given[name] in (None, 0.0) for name in _NUMBERS)
         and all(given[name] is None for name in _UNKNOWN_TO_SDPA)
     )
     return plain and (arguments.why_no_kernel(query, value) != "" or not _differentiates(query.device.index))
