@@ -69,7 +69,7 @@ def child() -> Iterator[Any]:
 
 @pytest.fixture
 def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rooms of launches are empty, and what they are given lies in the host's memory."""
+    """The scratch of launches is empty, and what they are given lies in the host's memory."""
     import torch
 
     from autoattn.kernels import zeroed_scratch
@@ -78,8 +78,8 @@ def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zeroed_scratch, "_zeros_on", lambda size, index, stream: zeroed_scratch._zeros(size, index))
     monkeypatch.setattr(zeroed_scratch, "_settle", lambda index: None)
     monkeypatch.setattr(zeroed_scratch, "_slabs", {})
-    for rooms in zeroed_scratch.ROOMS.values():
-        monkeypatch.setattr(rooms, "_found", {})
+    for pool in zeroed_scratch.POOLS.values():
+        monkeypatch.setattr(pool, "_buffers", {})
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from triton.runtime import driver
 from autoattn import torch_private
 from autoattn.core import triton_release
 from autoattn.kernels.compiler import Descriptor, Kernel, described, make_current
-from autoattn.kernels.zeroed_scratch import ROOMS, Rooms
+from autoattn.kernels.zeroed_scratch import POOLS, ScratchPool
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
@@ -40,7 +40,7 @@ class Bound:
     index: int  # of the device
     pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
     maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
-    zeros: tuple[int, int, int, Rooms] | None  # (place in `given`, place among the addresses, numbers, whose)
+    zeros: tuple[int, int, int, ScratchPool] | None  # (place in `given`, place among the addresses, numbers, whose)
     device_of: Callable[[], int]  # -> current device
     stream_of: Callable[[int], int]  # device -> handle of its current stream
 
@@ -64,10 +64,10 @@ class Bound:
             given[place] = maps[addresses[number]]
         given[_STREAM] = stream = self.stream_of(self.index)
         if self.zeros is not None:
-            place, number, size, rooms = self.zeros
+            place, number, size, pool = self.zeros
             if not addresses[number]:
-                room = rooms.room(self.index, stream, size)  # held until the launch is in the stream
-                given[place] = room.address
+                buffer = pool.buffer(self.index, stream, size)  # held until the launch is in the stream
+                given[place] = buffer.address
         begin, hooks = self.begin, triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # as _set, without calling it
@@ -119,7 +119,7 @@ def bind(
         if name in order:
             pointers.append((len(flat), order.index(name)))
             if zeros is not None and name == zeros[0]:
-                taken = len(flat), order.index(name), zeros[1], ROOMS[name]
+                taken = len(flat), order.index(name), zeros[1], POOLS[name]
         flat.append(None if name in order else given)
     return Bound(
         compiled=compiled,

@@ -15,7 +15,7 @@ from autoattn.errors import TensorError
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel, described
-from autoattn.kernels.zeroed_scratch import ROOMS
+from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, empty_as, strides_as
 
@@ -95,14 +95,14 @@ def launch(
     if manifest.turned is not None:  # room for the values, of which they are copied for each launch
         columns = operands.value.new_empty(manifest.turned(problem.batch, problem.heads_kv, operands.key.shape[2]))
     arguments = _arguments(kernel, problem, operands, output, lse, columns)
-    room = None
+    scratch = None
     if (needed := zeros(kernel, problem, operands.query)) is not None:
         name, size = needed
         if counting or kernel.device.type != "cuda":
-            room = operands.query.new_zeros(size, dtype=torch.int32)
+            scratch = operands.query.new_zeros(size, dtype=torch.int32)
         else:
-            room = ROOMS[name].here(kernel.device, size)
-        arguments[name] = room
+            scratch = POOLS[name].here(kernel.device, size)
+        arguments[name] = scratch
     if size := partials(kernel, problem, operands.query):
         arguments["partial_ptr"] = operands.query.new_empty(size, dtype=torch.float32)
     if kernel.before is not None and manifest.grid_before is not None:
@@ -110,7 +110,7 @@ def launch(
         kernel.before.launch(grid, arguments)
     kernel.launch(_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
-    return room[FLAGS : FLAGS + number] if counting and room is not None and number else None
+    return scratch[FLAGS : FLAGS + number] if counting and scratch is not None and number else None
 
 
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:

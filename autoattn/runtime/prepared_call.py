@@ -37,7 +37,7 @@ _WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose val
 _watchers = torch_private.count_dispatch_modes  # modes, which would not see a launch
 _repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
-_ROOMS = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
+_SCRATCH_PLACE = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 
 
 def prepare(
@@ -48,7 +48,7 @@ def prepare(
     Args:
         tensors: those of the key.
         call, plan, made: how these were understood, who answered, and with which output and LSE.
-        answer: what the front door returns to its caller: views of these.
+        answer: what the public function returns to its caller: views of these.
     """
     if call_key is None or not plan.lasting or not _tensors_are_all(tensors, call):
         return
@@ -111,18 +111,18 @@ class KernelCall:
         if offsets:
             addresses += tuple(tensor.data_ptr() for tensor in offsets)
         if self.partials or recompute_counter.counting:
-            self._launch_with_rooms(query, addresses)
+            self._launch_with_scratch(query, addresses)
         else:
             self.launch(addresses)
         return output if lse is None else (output, lse)
 
-    def _launch_with_rooms(self, query: Tensor, addresses: Addresses) -> None:
-        """Gives the launch room for parts, and a scratch of its own while somebody counts."""
+    def _launch_with_scratch(self, query: Tensor, addresses: Addresses) -> None:
+        """Gives the launch memory for partial results, and a scratch of its own while somebody counts."""
         counted = self.tiles and recompute_counter.counting  # then nobody else may have the scratch later
         scratch = query.new_zeros(self.zeros, dtype=torch.int32) if counted else None
         partials = query.new_empty(self.partials, dtype=_FLOAT32) if self.partials else None
-        rooms = (0 if room is None else room.data_ptr() for room in (scratch, None, partials))
-        self.launch((*addresses[:_ROOMS], *rooms, *addresses[_ROOMS + 3 :]))
+        buffers = (0 if buffer is None else buffer.data_ptr() for buffer in (scratch, None, partials))
+        self.launch((*addresses[:_SCRATCH_PLACE], *buffers, *addresses[_SCRATCH_PLACE + 3 :]))
         if scratch is not None:
             recompute_counter.note(scratch[forward.FLAGS : forward.FLAGS + self.tiles])
 

@@ -24,7 +24,7 @@ from autoattn.kernels import bound_launch, compiler, forward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel
 from autoattn.kernels.forward import POINTERS
-from autoattn.kernels.zeroed_scratch import ROOMS
+from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference import inputs
 
 TEMPLATE = "gluon/forward"
@@ -204,10 +204,10 @@ def taken(card: Card, launch: Bound) -> int:
 def test_launches_take_the_zeros_of_their_stream(card: Card) -> None:
     one, other = bind(card), bind(card)
     first = taken(card, one)
-    assert first == ROOMS["scratch_ptr"].room(0, 7, 300).address
+    assert first == POOLS["scratch_ptr"].buffer(0, 7, 300).address
     assert taken(card, other) == first
     card.stream = 8
-    assert taken(card, one) == ROOMS["scratch_ptr"].room(0, 8, 300).address != first
+    assert taken(card, one) == POOLS["scratch_ptr"].buffer(0, 8, 300).address != first
 
 
 def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:
@@ -215,4 +215,4 @@ def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:
     launch(ADDRESSES)
     assert launch.zeros is not None
     assert arguments_of(card.launched[0])[launch.zeros[0] - launch.begin] == 96
-    assert ROOMS["scratch_ptr"]._found == {}
+    assert POOLS["scratch_ptr"]._buffers == {}

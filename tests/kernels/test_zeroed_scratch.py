@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoattn.kernels import zeroed_scratch
-from autoattn.kernels.zeroed_scratch import Room, Rooms
+from autoattn.kernels.zeroed_scratch import Buffer, ScratchPool
 
 
 @pytest.fixture
@@ -24,37 +24,37 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> SimpleName
     return state
 
 
-def overlap(one: Room, other: Room) -> bool:
+def overlap(one: Buffer, other: Buffer) -> bool:
     return one.address < other.address + 4 * other.size and other.address < one.address + 4 * one.size
 
 
 def test_launches_on_a_stream_share_a_room_and_others_have_their_own(card: SimpleNamespace) -> None:
-    rooms = Rooms()
-    first = rooms.room(0, 7, 10)
-    assert rooms.room(0, 7, 4000) is first
-    assert not overlap(rooms.room(0, 8, 10), first)
-    assert not overlap(rooms.room(1, 7, 10), first)
-    assert rooms.room(0, 7, 10) is first
-    found: list[Room] = []
-    thread = threading.Thread(target=lambda: found.append(rooms.room(0, 7, 10)))
+    pool = ScratchPool()
+    first = pool.buffer(0, 7, 10)
+    assert pool.buffer(0, 7, 4000) is first
+    assert not overlap(pool.buffer(0, 8, 10), first)
+    assert not overlap(pool.buffer(1, 7, 10), first)
+    assert pool.buffer(0, 7, 10) is first
+    found: list[Buffer] = []
+    thread = threading.Thread(target=lambda: found.append(pool.buffer(0, 7, 10)))
     thread.start()
     thread.join()
     assert found == [first], "a stream runs one launch after the other, whichever threads they come from"
 
 
 def test_what_one_kind_of_launches_leaves_behind_is_no_zero_of_another(card: SimpleNamespace) -> None:
-    scratch, arrivals = (zeroed_scratch.ROOMS[name].room(0, 7, 10) for name in ("scratch_ptr", "arrivals_ptr"))
+    scratch, arrivals = (zeroed_scratch.POOLS[name].buffer(0, 7, 10) for name in ("scratch_ptr", "arrivals_ptr"))
     assert not overlap(scratch, arrivals)
 
 
 def test_a_room_that_is_outgrown_gives_way_to_a_larger_one_and_is_zeroed_only_when_it_is_new(
     card: SimpleNamespace,
 ) -> None:
-    rooms = Rooms()
+    pool = ScratchPool()
     for size in (300, 4096, 4097, 300, 8192):
-        room = rooms.room(0, 7, size)
-        assert room.size == room.tensor.numel() >= size
-        assert room.address == room.tensor.data_ptr()
+        buffer = pool.buffer(0, 7, size)
+        assert buffer.size == buffer.tensor.numel() >= size
+        assert buffer.address == buffer.tensor.data_ptr()
     assert [size for size, _ in card.made if size != zeroed_scratch.CAPTURED] == [4096, 8192]
 
 
@@ -66,61 +66,62 @@ def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
     monkeypatch.setattr(
         zeroed_scratch, "_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1]
     )
-    Rooms().room(0, 7, 10)
-    assert len(asking) == 2, "the room, and zeros for graphs"
+    ScratchPool().buffer(0, 7, 10)
+    assert len(asking) == 2, "the buffer, and zeros for graphs"
     assert threading.get_ident() not in asking
 
 
 def test_each_captured_launch_has_zeros_of_its_own_that_were_made_before(card: SimpleNamespace) -> None:
-    rooms, others = Rooms(), Rooms()
-    shared = [rooms.room(0, 7, 10), others.room(0, 7, 10)]
+    pool, others = ScratchPool(), ScratchPool()
+    shared = [pool.buffer(0, 7, 10), others.buffer(0, 7, 10)]
     made = list(card.made)
     assert card.settled == [0], "once for a device, whoever asks"
     card.capturing = True
-    captured = [one.room(0, 7, size) for one, size in ((rooms, 10), (rooms, 10), (others, 100), (rooms, 10))]
+    captured = [one.buffer(0, 7, size) for one, size in ((pool, 10), (pool, 10), (others, 100), (pool, 10))]
     assert card.made == made, "a graph holds no memset"
-    assert [room.size for room in captured] == [10, 10, 100, 10]
-    assert not any(room.tensor.any() for room in captured)
+    assert [buffer.size for buffer in captured] == [10, 10, 100, 10]
+    assert not any(buffer.tensor.any() for buffer in captured)
     assert all(
-        room.address % (4 * zeroed_scratch.STEP) == captured[0].address % (4 * zeroed_scratch.STEP) for room in captured
+        buffer.address % (4 * zeroed_scratch.STEP) == captured[0].address % (4 * zeroed_scratch.STEP)
+        for buffer in captured
     )
     for place, one in enumerate(captured):
         assert not any(overlap(one, other) for other in (*shared, *captured[:place]))
 
 
 def test_a_graph_sets_its_own_zeros_where_none_are_left(card: SimpleNamespace) -> None:
-    rooms = Rooms()
+    pool = ScratchPool()
     card.capturing = True
-    rooms.room(0, 7, 10)
+    pool.buffer(0, 7, 10)
     assert card.made == [(10, 0)], "nothing was launched before the capture"
     card.capturing = False
-    rooms.room(0, 7, 10)
+    pool.buffer(0, 7, 10)
     card.capturing = True
-    rooms.room(0, 7, zeroed_scratch.CAPTURED - 5)
-    rooms.room(0, 7, 10)
+    pool.buffer(0, 7, zeroed_scratch.CAPTURED - 5)
+    pool.buffer(0, 7, 10)
     assert card.made[-1] == (10, 0)
 
 
 def test_a_handle_that_stands_for_the_streams_of_all_threads_shares_nothing(card: SimpleNamespace) -> None:
-    rooms = Rooms()
-    one, other = (rooms.room(0, 2, 300) for _ in range(2))
+    pool = ScratchPool()
+    one, other = (pool.buffer(0, 2, 300) for _ in range(2))
     assert not overlap(one, other)
     assert not one.tensor.any()
-    assert rooms._found == {}
+    assert pool._buffers == {}
 
 
 def test_the_default_stream_which_no_graph_captures_is_not_asked(
     card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
-    rooms = Rooms()
-    assert rooms.room(0, 0, 300) is rooms.room(0, 0, 300)
+    pool = ScratchPool()
+    assert pool.buffer(0, 0, 300) is pool.buffer(0, 0, 300)
 
 
 def test_streams_that_come_and_go_do_not_fill_the_memory(card: SimpleNamespace) -> None:
-    rooms = Rooms()
+    pool = ScratchPool()
     for stream in range(10, 10 + 2 * zeroed_scratch.MOST):
-        rooms.room(0, stream, 10)
-    assert [*rooms._found] == [(0, 10 + zeroed_scratch.MOST + number) for number in range(zeroed_scratch.MOST)], (
+        pool.buffer(0, stream, 10)
+    assert [*pool._buffers] == [(0, 10 + zeroed_scratch.MOST + number) for number in range(zeroed_scratch.MOST)], (
         "the latest"
     )
