@@ -50,11 +50,11 @@ class ScratchPool:
         """The buffer of a launch on this stream of the current device, of at least `size` numbers.
 
         A stream runs one launch after the other, so that all of its launches share a buffer, from whichever threads
-        they come. One that is outgrown or dropped goes back to PyTorch's allocator, which hands it out again in the order of
-        the stream, as it does with every tensor: what PyTorch takes for one stream because its handle is the same is
-        one stream here too. A handle that stands for many streams has new zeros for each launch. A graph that is being
-        captured may be replayed while other launches run: each of its launches gets zeros that nobody else is given in
-        this process. Where none are left, the graph sets some to zero at each replay.
+        they come. One that is outgrown or dropped goes back to PyTorch's allocator, which hands it out again in the
+        order of the stream, as it does with every tensor: what PyTorch takes for one stream because its handle is
+        the same is one stream here too. A handle that stands for many streams has new zeros for each launch. A
+        graph that is being captured may be replayed while other launches run: each of its launches gets zeros that
+        nobody else is given in this process. Where none are left, the graph sets some to zero at each replay.
         """
         if stream != _DEFAULT:
             if torch.cuda.is_current_stream_capturing():
