@@ -10,13 +10,13 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
 
 from autoattn.codegen import search_space
 from autoattn.core import triton_release
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 
 _logger = logging.getLogger("autoattn")
+_warned: list[str] = []  # what this process was warned of
 
 
 def why_unavailable(entry: CacheEntry) -> str | None:
@@ -63,17 +63,11 @@ def _problems(count: int) -> str:
     return f"{count} problem{'' if count == 1 else 's'}"
 
 
-@lru_cache(maxsize=1)
-def _told() -> list[str]:
-    """What this process was warned of."""
-    return []
-
-
 def warn_once(reason: str) -> None:
     """Warns, once in a process, that tuned kernels do not run: by `warnings`, and by logging where it is set up."""
-    if _told():
+    if _warned:
         return
-    _told().append(reason)
+    _warned.append(reason)
     message = (
         f"tuned kernels cannot run here, so that calls may be slower: {reason}. autoattn.explain and autoattn show say "
         "which; this is said once"

@@ -6,9 +6,10 @@ Both rules are stated for users in docs/cache.md. Nothing here reads or writes a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from autoattn.cache import file_format
 from autoattn.cache.file_format import CacheFile
@@ -20,6 +21,7 @@ from autoattn.core.trial import Evidence
 DAY = 0.03  # by which times of one kernel on one card differ between two days
 SOFTWARE = ("autoattn", "driver", "torch", "triton")
 
+Source = TypeVar("Source", bound=Hashable)
 WhyNot = Callable[[CacheEntry], str | None]  # why an entry is not used, in words; None where it is
 
 
@@ -67,18 +69,21 @@ class Overlay:
     @property
     def files(self) -> list[tuple[Path, CacheFile]]:
         """The entries that count, as a cache file for each folder and release of Triton that has some of them."""
-        sources: dict[tuple[Path, str], dict[str, Placed]] = {}
-        for key, place in self.counting.items():
-            sources.setdefault((place.folder, place.release), {})[key] = place
-        return [(folder, self._holding(release, places)) for (folder, release), places in sources.items()]
+        groups = self._grouped(lambda place: (place.folder, place.release))
+        return [(folder, self._holding(release, places)) for (folder, release), places in groups.items()]
 
     @property
     def by_release(self) -> list[CacheFile]:
         """The entries that count, as a cache file for each release of Triton that has some of them."""
-        sources: dict[str, dict[str, Placed]] = {}
+        groups = self._grouped(lambda place: place.release)
+        return [self._holding(release, places) for release, places in sorted(groups.items())]
+
+    def _grouped(self, source: Callable[[Placed], Source]) -> dict[Source, dict[str, Placed]]:
+        """The entries that count, apart by what `source` tells of each."""
+        groups: dict[Source, dict[str, Placed]] = {}
         for key, place in self.counting.items():
-            sources.setdefault(place.release, {})[key] = place
-        return [self._holding(release, places) for release, places in sorted(sources.items())]
+            groups.setdefault(source(place), {})[key] = place
+        return groups
 
     def _holding(self, release: str, places: dict[str, Placed]) -> CacheFile:
         return CacheFile(

@@ -76,8 +76,9 @@ ARGUMENTS = (
     CallArgument(name="return_lse", type="bool", default=False, key=KeyRole.USUAL, schema="bool"),
 )  # fmt: skip
 BY_NAME = {argument.name: argument for argument in ARGUMENTS}
-PACKED = tuple(argument for argument in ARGUMENTS if argument.packed)
+PACKED_ARGUMENTS = tuple(argument for argument in ARGUMENTS if argument.packed)
 DEFAULTS = {argument.name: argument.default for argument in ARGUMENTS}
+PACKED_DEFAULTS = {argument.name: argument.default for argument in PACKED_ARGUMENTS}
 NUMBERS = tuple(argument for argument in ARGUMENTS if argument.below is not None)
 
 

@@ -49,8 +49,8 @@ def fault_of(error: BaseException) -> Fault | None:
             return _of_system(each)
         if isinstance(each, RuntimeError) and (missing := _MISSING.match(str(each))):
             return _no_program(missing["name"], "Triton finds none")
-        if _SAID_FULL.search(str(each)):
-            return _no_room(None, _SAID_FULL.search(str(each))[0])  # type: ignore[index]
+        if (full := _SAID_FULL.search(str(each))) is not None:
+            return _no_room(None, full[0])
     return None
 
 
@@ -121,9 +121,9 @@ def _no_memory(said: str) -> Fault:
 def _place(path: Path | None) -> tuple[str, str]:
     """What a path belongs to, in words, and how another one is named in its place."""
     compiled, temporary = resources.triton_cache(), Path(os.environ.get("TMPDIR") or _temporary())
-    move = "set TRITON_CACHE_DIR to a folder on another disk" if path is None else ""
     if path is None:
-        return f"Triton's cache {compiled} and of temporary files {temporary}", f"{move}, and TMPDIR"
+        place = f"Triton's cache {compiled} and of temporary files {temporary}"
+        return place, "set TRITON_CACHE_DIR to a folder on another disk, and TMPDIR"
     if _related(path, compiled):
         return f"Triton's cache {compiled}", "set TRITON_CACHE_DIR to a folder that can be written"
     if _related(path, temporary):

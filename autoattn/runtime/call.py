@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED, KeyRole, names
+from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED_ARGUMENTS, PACKED_DEFAULTS, KeyRole, names
 from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.call_cache import Key
 from autoattn.runtime.parse import arguments, sdpa_arguments
@@ -21,8 +21,7 @@ from autoattn.tensors import operands
 
 # The arguments as they stand in the key of a prepared call; `functional` writes the same tuples out.
 USUAL, SELDOM = (names(ARGUMENTS, role) for role in (KeyRole.USUAL, KeyRole.SELDOM))
-PACKED_USUAL, PACKED_SELDOM = (names(PACKED, role) for role in (KeyRole.USUAL, KeyRole.SELDOM))
-PACKED_DEFAULTS = {argument.name: argument.default for argument in PACKED}
+PACKED_USUAL, PACKED_SELDOM = (names(PACKED_ARGUMENTS, role) for role in (KeyRole.USUAL, KeyRole.SELDOM))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:

@@ -3,7 +3,7 @@
 Guards are those that torch.compile puts in front of its graphs. In C++ they look at the tensors' types, dtypes,
 devices, sizes, strides, wanted gradients and views that stand for negatives, and at PyTorch's modes, transforms and
 switches. A model calls attention once a layer, each time alike, so that a few guarded kinds of calls answer most. Where
-guards find nothing, or PyTorch has none, a key formed in Python has_words all that decides how a call is answered.
+guards find nothing, or PyTorch has none, a key formed in Python says all that decides how a call is answered.
 
 What a key cannot hold is never kept: tensors beside query, key, value and the offsets of packed sequences, functions, a
 seed, subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept either.
@@ -136,20 +136,22 @@ def keep(call_key: Key, prepared: PreparedCall) -> None:
 
 def drop(call_key: Key) -> None:
     """Drops the prepared call of a key, and all guards."""
-    global _latest
     with _writing:
         _calls.pop(call_key, None)
-        _guarded.clear()
-        _latest = ()
+        _drop_guards()
 
 
 def clear() -> None:
     """Drops all prepared calls."""
-    global _latest
     with _writing:
         _calls.clear()
-        _guarded.clear()
-        _latest = ()
+        _drop_guards()
+
+
+def _drop_guards() -> None:
+    global _latest
+    _guarded.clear()
+    _latest = ()
 
 
 def info() -> CacheInfo:
@@ -234,7 +236,7 @@ def find_guarded(query: Any, key: Any, value: Any, words: Words) -> Callable[...
                 _put_first(guarded, shapes, words)
                 return guarded.answer
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, or words that nobody can compare:
-        pass  # the ordinary way has_words so
+        pass  # the ordinary way says so
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
-from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.kernels import forward
 from autoattn.kernels.bound_launch import Addresses, Bound
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime import call_cache, training_call
+from autoattn.runtime.call_cache import Key
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import recompute_counter
@@ -28,13 +27,8 @@ if TYPE_CHECKING:
 
     from autoattn.runtime.plan.planner import Plan
 
-MOST = 4096  # a growing key cache asks for something new at every step
-Key: TypeAlias = tuple[Hashable, ...]
 Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel sees them
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
-_watchers = torch_private.count_dispatch_modes  # modes, which would not see a launch
 _repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
 _SCRATCH_PLACE = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without

@@ -38,7 +38,7 @@ def of_table(arguments: tuple[CallArgument, ...]) -> dict[str, tuple[str, object
 
 def test_the_functions_take_the_arguments_of_the_table() -> None:
     assert declared(functional.attention) == of_table(ARGUMENTS)
-    assert declared(functional.packed_attention) == of_table(call_arguments.PACKED)
+    assert declared(functional.packed_attention) == of_table(call_arguments.PACKED_ARGUMENTS)
 
 
 def test_the_module_keeps_the_arguments_that_the_table_says() -> None:

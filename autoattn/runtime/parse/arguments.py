@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoattn.core.call_arguments import ARGUMENTS, BY_NAME, DEFAULTS, PACKED, CallArgument
+from autoattn.core.call_arguments import DEFAULTS, PACKED_DEFAULTS
 from autoattn.core.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, DType, Layout, Numerics, Precision, Problem
 from autoattn.errors import TensorError
 from autoattn.kernels.forward import DTYPE, output_dtype
@@ -54,7 +54,7 @@ def read(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Call:
         TensorError: the arguments do not make one attention call.
         ProblemError: they do, but it is not supported.
     """
-    given = _complete(given, "attention", ARGUMENTS)
+    given = _complete(given, "attention", DEFAULTS)
     order = layout_of(given["layout"])
     dtype = getattr(query, "dtype", None)
     query, key, value = autocast(query, key, value)
@@ -72,10 +72,14 @@ def read(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Call:
     return _call((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors | changed.operands)
 
 
-def _complete(given: dict[str, Any], function: str, known: tuple[CallArgument, ...]) -> dict[str, Any]:
-    """All arguments of a function, those that are missing with their defaults."""
+def _complete(given: dict[str, Any], function: str, known: dict[str, object]) -> dict[str, Any]:
+    """All arguments, those that are missing with their defaults.
+
+    Args:
+        known: the defaults of those that the function takes.
+    """
     for name in given:
-        if name not in DEFAULTS or BY_NAME[name] not in known:
+        if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     return {**DEFAULTS, **given}
 
@@ -98,7 +102,7 @@ def read_packed(
         TensorError: the arguments do not make one attention call.
         ProblemError: they do, but it is not supported.
     """
-    given = _complete(given, "packed_attention", PACKED)
+    given = _complete(given, "packed_attention", PACKED_DEFAULTS)
     dtype = getattr(query, "dtype", None)
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, AXES[Layout.PACKED])

@@ -230,16 +230,20 @@ class _Lookup:
             except SpaceError as error:
                 self.steps.append(f"default: {error}")
             else:
-                return self._by_default(one.template, variant)
+                return self._answer(KERNEL, Level.DEFAULT, _default_reason(one.template), variant=variant)
         return sdpa(self.steps.pop().removeprefix("default: "), self.problem, self.steps)
 
-    def _by_default(self, template: str, variant: Variant) -> Explanation:
+    def _answer(
+        self, route: str, level: Level, reason: str, *, variant: Variant | None, entry: CacheEntry | None = None
+    ) -> Explanation:
+        """An explanation with the steps so far."""
         return Explanation(
             problem=self.problem,
-            route=KERNEL,
-            level=Level.DEFAULT,
-            reason=_default_reason(template),
+            route=route,
+            level=level,
+            reason=reason,
             steps=tuple(self.steps),
+            entry=entry,
             variant=variant,
         )
 
@@ -264,34 +268,15 @@ class _Lookup:
         if entry.mark is not None:
             self.steps.append(f"{entry.problem} is marked, {entry.mark}; run autoattn tune again")
             if entry.mark.choice in ROUTES:
-                return self._overtaken(entry, entry.mark.choice, level, reason)
+                reason += f", and {entry.mark.choice} was the fastest when it was verified"
+                return self._answer(entry.mark.choice, level, reason, variant=entry.variant, entry=entry)
         if entry.choice != KERNEL:
             if (other := entry.versions.get("torch")) != str(torch.__version__):
                 self.steps.append(f"{entry.choice} was the fastest with torch {other}, this is {torch.__version__}")
             rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
             gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
             reason += f", and {entry.choice} was the fastest{gain}"
-        return Explanation(
-            problem=self.problem,
-            route=entry.choice,
-            level=level,
-            reason=reason,
-            steps=tuple(self.steps),
-            entry=entry,
-            variant=entry.variant,
-        )
-
-    def _overtaken(self, entry: CacheEntry, route: str, level: Level, reason: str) -> Explanation:
-        """The rival that a verification found faster than the entry's own choice."""
-        return Explanation(
-            problem=self.problem,
-            route=route,
-            level=level,
-            reason=f"{reason}, and {route} was the fastest when it was verified",
-            steps=tuple(self.steps),
-            entry=entry,
-            variant=entry.variant,
-        )
+        return self._answer(entry.choice, level, reason, variant=entry.variant, entry=entry)
 
     def _why_excluded(self, entry: CacheEntry) -> str | None:
         """Why an entry's kernel must not run here though its times hold; a default may be the same one, or slower."""
@@ -320,15 +305,7 @@ class _Lookup:
         words = route
         if route == KERNEL and variant is not None:
             words = f"{'its kernel' if variant == entry.variant else 'a runner-up'} of {variant.template}"
-        return Explanation(
-            problem=self.problem,
-            route=route,
-            level=level,
-            reason=f"{reason}; {words} was the fastest beside it",
-            steps=tuple(self.steps),
-            entry=entry,
-            variant=variant,
-        )
+        return self._answer(route, level, f"{reason}; {words} was the fastest beside it", variant=variant, entry=entry)
 
     def _why_not(self, entry: CacheEntry) -> str | None:
         return self._why_worthless(entry) or self._why_infeasible(entry)

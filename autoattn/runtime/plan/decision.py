@@ -26,8 +26,6 @@ from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound
 from autoattn.runtime.plan.cache_lookup import Explanation
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 
-FLOAT8_ARCH = 89  # Ada is the first to multiply float8
-
 
 def explain(
     problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool = False, training: bool = False
@@ -77,9 +75,9 @@ def of_output(problem: Problem, card: Device | None, folder: Path | None = None,
 
 
 def _float8_supported(problem: Problem, card: Device | None, *, lse: bool) -> Explanation | None:
-    if problem.dtype is not DType.FLOAT8 or card is None or card.arch >= FLOAT8_ARCH:
+    if problem.dtype is not DType.FLOAT8 or card is None or card.capabilities.float8_products:
         return None
-    reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_{FLOAT8_ARCH} or newer"
+    reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_89 or newer"
     return without_kernel(reason, problem, lse=lse)
 
 

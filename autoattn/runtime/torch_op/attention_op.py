@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from autoattn import torch_private
-from autoattn.core.call_arguments import ARGUMENTS
+from autoattn.core.call_arguments import PACKED_DEFAULTS
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.expressions.captures import Traced
@@ -34,6 +34,9 @@ from autoattn.tensors import operands
 from autoattn.tensors.operands import BlockTable
 
 _OFFSETS = TENSORS.index("cu_seqlens_q")
+# The arguments of the functions that the schema has under the same names.
+_ARGUMENTS = (*LEARNING[3:], *(argument.name for argument in SAME if argument.name != "return_lse"))
+_PACKED_ARGUMENTS = tuple(name for name in _ARGUMENTS if name in PACKED_DEFAULTS)
 
 
 def quiet(query: Tensor) -> AbstractContextManager[object]:
@@ -170,15 +173,12 @@ def lengths(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
 
 def function_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The other arguments of the function, but for return_lse."""
-    same = (*LEARNING[3:], *(argument.name for argument in SAME if argument.name != "return_lse"))
-    asked = {name: given[name] for name in same}
+    packed = given["layout"] == PACKED
+    asked = {name: given[name] for name in (_PACKED_ARGUMENTS if packed else _ARGUMENTS)}
     asked["seed"] = given["seed"] if given["drawn_seed"] is None else int(given["drawn_seed"])
     asked["score_mod"] = _score_mod(given)
-    if given["layout"] != PACKED:
+    if not packed:
         return {**asked, "mask": _mask(given)}
-    for argument in ARGUMENTS:
-        if not argument.packed:
-            asked.pop(argument.name, None)
     seen = Mask.parse(given["mask"])
     if seen.causal:
         return {**asked, "causal": seen.alignment.value}
