@@ -18,13 +18,16 @@ hypothesis.settings.load_profile("autoattn")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
+    marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("gpu")]
     if not marked:
         return
     import torch
 
     if not torch.cuda.is_available():
         for item in marked:
+            # A test that is skipped asks for no fixture, so that one which is not there would show on a card alone.
+            for name in set(item.fixturenames) - {"request"} - set(item._fixtureinfo.name2fixturedefs):
+                raise pytest.UsageError(f"{item.nodeid} asks for the fixture {name}, and there is none; import it")
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
 
 

@@ -296,7 +296,7 @@ def test_a_compiled_step_is_the_operator_which_switches_when_it_runs(switch: lis
 
 
 def test_a_deterministic_call_asks_for_kernels_of_a_deterministic_problem(
-    card: dict[str, Any], attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    card: dict[str, Any], attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     tensors = inputs()
     with torch.no_grad():
@@ -314,7 +314,7 @@ def test_a_deterministic_call_asks_for_kernels_of_a_deterministic_problem(
 
 
 def test_where_sums_are_atomic_pytorch_serves_it_alone(
-    card: dict[str, Any], atomic: None, switch: list[tuple[str, bool]]  # noqa: F811
+    card: dict[str, Any], atomic: None, switch: list[tuple[str, bool]]
 ) -> None:  # fmt: skip
     tensors = inputs(dtype=torch.float32)
     with torch.no_grad():

@@ -54,7 +54,7 @@ def test_pytorch_s_gradients_repeat_where_that_is_asked(untuned: None, dtype: to
 
 @pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])
 def test_a_kernel_of_ours_serves_a_deterministic_call_and_those_after_it(
-    tuned: Any,  # noqa: F811
+    tuned: Any,
     template: str,
 ) -> None:
     if template == hopper_gradients.TEMPLATE and torch.cuda.get_device_capability() != (9, 0):

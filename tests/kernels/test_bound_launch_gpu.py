@@ -23,7 +23,7 @@ SCRATCH = POOLS["scratch_ptr"]
 
 
 @pytest.fixture(autouse=True)
-def hopper(no_shipped_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811 - the fixture
+def hopper(no_shipped_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = nvidia.present()
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card: only its kernels have a scratch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import kernels
 import pytest
 import torch
-from checkout_paths import CHECKOUT
+from checkout_paths import CHECKOUT, python_path
 
 from autoattn.codegen import render
 from autoattn.codegen.search_space import load
@@ -36,7 +37,11 @@ def test_no_launch_loses_a_tile_while_other_processes_use_the_card() -> None:
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card")
     command = [sys.executable, str(Path(__file__))]
-    running = [subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    running = [
+        subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(PROCESSES)
+    ]
     said = [process.communicate(timeout=120)[0].split() for process in running]
     assert [process.returncode for process in running] == [0] * PROCESSES
     assert [lost for _, lost in said] == ["0"] * PROCESSES

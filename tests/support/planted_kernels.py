@@ -46,8 +46,10 @@ class Fault:
         """A render.render that plants the fault in some variants."""
         original = render.render
 
-        def rendered(problem: Problem, variant: Variant, traits: Traits | None = None) -> Source:
-            source = original(problem, variant, traits)
+        def rendered(
+            problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None
+        ) -> Source:
+            source = original(problem, variant, traits, release=release)
             return self.planted_in(source) if plant(variant) else source
 
         return rendered

@@ -11,6 +11,7 @@ import gradient_kernels
 import hopper_gradients
 import pytest
 import torch
+from tuned_gradients import tuned  # noqa: F401 - a fixture
 
 import autoattn
 from autoattn import masks
