@@ -24,7 +24,7 @@ from autoattn.core.cache_entry import CacheEntry, Mark
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Evidence
-from autoattn.core.variant import Source, Variant
+from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, CacheError
 
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
@@ -295,12 +295,7 @@ def source_of(entry: CacheEntry) -> Source:
     Raises:
         AutoattnError: the template has no such kernel by now.
     """
-    return _rendered(entry.problem, entry.variant, entry.triton_release or triton_release.installed_release())
-
-
-@lru_cache(maxsize=4096)
-def _rendered(problem: Problem, variant: Variant, release: str) -> Source:
-    return render.render(problem, variant, release=release)
+    return render.render(entry.problem, entry.variant, release=entry.triton_release or None)
 
 
 def _merged(path: Path, old: CacheFile | None, file: CacheFile, entries: Iterable[CacheEntry]) -> CacheFile:

@@ -8,7 +8,8 @@ from functools import lru_cache, partial
 import jinja2
 
 from autoattn.codegen import argument_names, resources, search_space
-from autoattn.core import triton_release
+from autoattn.core import kernel_kind, triton_release
+from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem, padded, pieces
 from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
@@ -20,6 +21,7 @@ from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Expression
 ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
 
 MAX_LINE = 120  # characters of a rendered line
+MAX_SOURCES = 1024  # texts that are kept, of some 40 KB
 
 # The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
 # so that no cache entry can hold it and no call runs it.
@@ -31,7 +33,7 @@ AS_ASKED = "as_asked"  # the parameter `products` when float32 products are form
 def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None) -> Source:
     """Renders the kernel of `variant` for the kind of call that `problem` is.
 
-    Batch, heads and lengths never reach the text, so problems that differ only in them share one source.
+    Problems of one kind share one source, which is rendered once; sizes never reach the text.
 
     Args:
         release: of Triton, as "3.9", whose names the text has; None is the one that is installed.
@@ -42,15 +44,20 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, 
     traits = traits if traits is not None else natural_traits(problem)
     if (reason := why_not(variant, problem, traits)) is not None:
         raise CompileError(reason)
+    return _rendered(kernel_kind.of(problem), variant, traits, release or triton_release.installed_release())
+
+
+@lru_cache(maxsize=MAX_SOURCES)
+def _rendered(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> Source:
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
-        _facts(problem, variant, traits),
-        problem=_kind(problem),
+        _facts(kind, variant, traits),
+        problem=_words(kind),
         variant=variant,
-        gluon=triton_release.gluon_names(release or triton_release.installed_release()),
+        gluon=triton_release.gluon_names(release),
         **search_space.load(variant.template).params_of(variant),
     )
-    return Source(name=problem.op.value, text=_folded(text), variant=variant, traits=traits)
+    return Source(name=kind.op.value, text=_folded(text), variant=variant, traits=traits)
 
 
 def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
@@ -111,9 +118,9 @@ def template_digest(template: str) -> str:
     return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
 
 
-def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, object]:
-    """Everything that a template may ask of a problem; numbers of the launch are left out on purpose."""
-    mask, modifiers = problem.mask, problem.modifiers
+def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, object]:
+    """Everything that a template may ask of a kind; numbers of the launch are left out on purpose."""
+    mask, modifiers = kind.mask, kind.modifiers
     points = search_space.load(variant.template)
     params = {**points.fixed, **points.params_of(variant)}
     products = params["products"]
@@ -121,12 +128,12 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
     score = _expression(modifiers.score_mod, SCORE_NAMES)
     keep = _expression(mask.mod, MASK_NAMES)
     facts = {
-        "dtype": problem.dtype.value,
-        "element": ELEMENT[problem.dtype],
-        "element_bytes": problem.dtype.bytes,
-        "input_precision": products if products != AS_ASKED else problem.precision.value,
-        "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
+        "dtype": kind.dtype.value,
+        "element": ELEMENT[kind.dtype],
+        "element_bytes": kind.dtype.bytes,
+        "input_precision": products if products != AS_ASKED else kind.precision.value,
+        "head_dim": kind.head_dim,
+        "head_dim_v": kind.head_dim_v,
         "left": mask.bounded_left,
         "right": bool(mask.right),
         "last": mask.bounded_right,
@@ -137,7 +144,7 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "strided": strided,
         "offset": offset,
         "strides": partial(argument_names.typed_strides, offset=offset, strided=strided),
-        "packed": problem.packed,
+        "packed": kind.packed,
         "sparse": mask.sparse,
         "block_q": mask.block_q,
         "block_kv": mask.block_kv,
@@ -149,52 +156,55 @@ def _facts(problem: Problem, variant: Variant, traits: Traits) -> dict[str, obje
         "mask_lines": keep.triton() if keep else [],
         "score_captures": _captures(score),
         "mask_captures": _captures(keep),
-        "captures": [(f"score_{name}", kind) for name, kind in _captures(score)]
-        + [(f"mask_{name}", kind) for name, kind in _captures(keep)],
+        "captures": [
+            (f"{owner}_{name}", element)
+            for owner, expression in (("score", score), ("mask", keep))
+            for name, element in _captures(expression)
+        ],
     }
-    if problem.op is Op.BACKWARD:
-        return facts | _backward_facts(problem, params, traits)
-    return facts | _forward_facts(problem, variant, params)
+    if kind.op is Op.BACKWARD:
+        return facts | _backward_facts(kind, params, traits)
+    return facts | _forward_facts(kind, variant, params)
 
 
-def _backward_facts(problem: Problem, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
+def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
     """What the templates of gradients ask beside."""
-    score_mod = problem.modifiers.score_mod
-    widths = problem.head_dim_padded, problem.head_dim_v_padded
+    score_mod = kind.modifiers.score_mod
+    widths = kind.head_dim_padded, kind.head_dim_v_padded
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
-    readable = traits.alignment * problem.dtype.bytes >= 16
+    readable = traits.alignment * kind.dtype.bytes >= 16
     return {
         "turned": params.get("copies") == "turned",
         "width_qk": widths[0],
         "width_v": widths[1],
-        "padded_qk": widths[0] > problem.head_dim,
-        "padded_v": widths[1] > problem.head_dim_v,
-        "learned": problem.modifiers.bias is Bias.LEARNED,
-        "sloped": problem.modifiers.learned_slopes,
-        "ends_at_keys": _ends_at_keys(problem.mask),
+        "padded_qk": widths[0] > kind.head_dim,
+        "padded_v": widths[1] > kind.head_dim_v,
+        "learned": kind.modifiers.bias is Bias.LEARNED,
+        "sloped": kind.modifiers.learned_slopes,
+        "ends_at_keys": _ends_at_keys(kind.mask),
         "growth_lines": derivative.of(score_mod).triton() if score_mod else [],
         "queries_boxes": readable and params["queries_loads"] == "descriptor",
         "keys_boxes": readable and params["keys_loads"] == "descriptor",
     }
 
 
-def _forward_facts(problem: Problem, variant: Variant, params: Mapping[str, Value]) -> dict[str, object]:
+def _forward_facts(kind: KernelKind, variant: Variant, params: Mapping[str, Value]) -> dict[str, object]:
     """What the templates of outputs ask beside."""
-    mask, modifiers = problem.mask, problem.modifiers
+    mask, modifiers = kind.mask, kind.modifiers
     hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
     hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
     split = bool(params["HEAD_SPLIT"])
-    least = 32 if problem.dtype is DType.FLOAT8 else 16  # elements that a product sums over
+    least = 32 if kind.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
-        "output_element": ELEMENT[problem.dtype.output],
-        "float8": problem.dtype is DType.FLOAT8,
-        "parts_qk": _parts(problem.head_dim, split, least),
-        "parts_v": _parts(problem.head_dim_v, params["HEAD_SPLIT"] == 1, least),
-        "whole_qk": _parts(problem.head_dim, False, least),
-        "whole_v": _parts(problem.head_dim_v, False, least),
+        "output_element": ELEMENT[kind.dtype.output],
+        "float8": kind.dtype is DType.FLOAT8,
+        "parts_qk": _parts(kind.head_dim, split, least),
+        "parts_v": _parts(kind.head_dim_v, params["HEAD_SPLIT"] == 1, least),
+        "whole_qk": _parts(kind.head_dim, False, least),
+        "whole_v": _parts(kind.head_dim_v, False, least),
         "tiles_n": _key_tiles(int(variant["BLOCK_N"])),
-        "visible": _visible(problem),
-        "needs_mask": _needs_mask(problem),
+        "visible": _visible(kind),
+        "needs_mask": _needs_mask(kind),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
         "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
         "sinks": modifiers.sinks,
@@ -202,9 +212,9 @@ def _forward_facts(problem: Problem, variant: Variant, params: Mapping[str, Valu
     }
 
 
-def _visible(problem: Problem) -> str:
+def _visible(kind: KernelKind) -> str:
     """Triton for: which pairs of a block the mask's shape keeps."""
-    mask = problem.mask
+    mask = kind.mask
     tests = []
     if mask.bounded_right:
         tests.append("o_n[None, :] <= o_m[:, None] + last")
@@ -220,9 +230,9 @@ def _ends_at_keys(mask: Mask) -> bool:
     return (mask.causal and mask.alignment is Alignment.BOTTOM_RIGHT) or mask.right == 0
 
 
-def _needs_mask(problem: Problem) -> str:
+def _needs_mask(kind: KernelKind) -> str:
     """Triton for: whether a block holds a pair that the mask's shape may hide."""
-    mask = problem.mask
+    mask = kind.mask
     end = "start_n + BLOCK_N > " + ("tl.minimum(seq_kv, tl.min(o_m) + last + 1)" if mask.bounded_right else "seq_kv")
     return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
 
@@ -260,9 +270,9 @@ def _captures(found: Expression | None) -> list[tuple[str, str]]:
     return [argument for capture in (found.captures if found else ()) for argument in capture.arguments()]
 
 
-def _kind(problem: Problem) -> str:
+def _words(kind: KernelKind) -> str:
     """What the kernel is compiled for, in words."""
-    mask = problem.mask
+    mask = kind.mask
     if mask.causal:
         shape = f"causal ({mask.alignment.value})"
     elif mask.kind is MaskKind.WINDOW:
@@ -271,11 +281,11 @@ def _kind(problem: Problem) -> str:
         )
     else:
         shape = f"a table of blocks of {mask.block_q} by {mask.block_kv}" if mask.sparse else "no mask"
-    precision = f" ({problem.precision.value} products)" if problem.dtype is DType.FLOAT32 else ""
-    dims = f"head dim {problem.head_dim}"
-    dims += f", values {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
-    words = [f"{problem.dtype.value}{precision}", dims, shape, *(["packed"] if problem.packed else [])]
-    return ", ".join([*words, *problem.modifiers.names])
+    precision = f" ({kind.precision.value} products)" if kind.dtype is DType.FLOAT32 else ""
+    dims = f"head dim {kind.head_dim}"
+    dims += f", values {kind.head_dim_v}" if kind.head_dim_v != kind.head_dim else ""
+    words = [f"{kind.dtype.value}{precision}", dims, shape, *(["packed"] if kind.packed else [])]
+    return ", ".join([*words, *kind.modifiers.names])
 
 
 def _folded(text: str) -> str:

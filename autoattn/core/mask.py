@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from autoattn.errors import ProblemError
@@ -142,10 +142,13 @@ class Mask:
         return self.causal or self.right is not None
 
     @property
-    def structure(self) -> tuple[object, ...]:
+    def structure(self) -> Mask:
         """What a kernel's text depends on; the widths of a window and a table's density are numbers of the launch."""
-        right = self.right if self.right is None else min(self.right, 1)  # a bound of 0 ends at the last key by itself
-        return (self.kind, self.alignment, self.bounded_left, right, self.block_q, self.block_kv, self.mod)
+        if self.left is None and self.right is None and not self.density:
+            return self
+        left = None if self.left is None else 1
+        right = None if self.right is None else min(self.right, 1)  # a bound of 0 ends at the last key by itself
+        return replace(self, left=left, right=right, density=0.0)
 
     def __str__(self) -> str:
         if self.causal:

@@ -262,11 +262,6 @@ class Problem:
         value = f"-{self.head_dim_v}" if self.head_dim_v != self.head_dim else ""
         return "_".join([f"{self.dtype.value}{precision}_d{self.head_dim}{value}", *self.modifiers.names])
 
-    def shares_kernels(self, other: Problem) -> bool:
-        """Whether one kernel's text serves both: they differ only in the numbers of a launch, or in their numerics."""
-        ours, theirs = ((one.op, one.family, one.mask.structure, one.packed) for one in (self, other))
-        return ours == theirs
-
     def lengths(self) -> tuple[tuple[int, int], ...]:
         """(queries, keys) of each sequence. A packed problem does not say them, so this is a mix that fits: the longest
         comes first, the others rise like a ramp.

@@ -13,6 +13,7 @@ import triton
 from autoattn.cache import store
 from autoattn.codegen import render, resources
 from autoattn.codegen.search_space import SearchSpace
+from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
@@ -179,7 +180,7 @@ class _Run:
         self, study: Contest, siblings: Sequence[CacheEntry], old: CacheEntry | None
     ) -> Steps[CacheEntry | str]:
         default = next(iter(self.spaces.values())).default(self.problem, self.device)
-        relatives = [entry for entry in siblings if self.problem.shares_kernels(entry.problem)]
+        relatives = [entry for entry in siblings if kernel_kind.shares_kernels(self.problem, entry.problem)]
         elsewhere = self._measured_elsewhere()
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
@@ -274,7 +275,7 @@ class _Run:
             for place, folder in enumerate((self.options.cache, resources.shipped_cache()))
             for file in store.read_folder(folder)
             for entry in file.entries.values()
-            if entry.evidence is Evidence.MEASURED and self.problem.shares_kernels(entry.problem)
+            if entry.evidence is Evidence.MEASURED and kernel_kind.shares_kernels(self.problem, entry.problem)
         ]
         variants: dict[Variant, None] = {}
         for *_, entry in sorted(entries, key=lambda item: item[:-1]):

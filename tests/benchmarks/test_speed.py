@@ -14,6 +14,7 @@ import speed
 from checkout_paths import python_path
 
 from autoattn.codegen import render, search_space
+from autoattn.core import kernel_kind
 from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.search import trial_pipeline
@@ -28,7 +29,7 @@ def test_two_shards_share_the_problems_and_keep_kinds_together() -> None:
     parts = [exhaustive.kinds(number, 2) for number in range(2)]
     problems = [problem for part in parts for group in part for problem in group]
     assert len(problems) == len(set(problems)) == 20
-    assert all(group[0].shares_kernels(one) for part in parts for group in part for one in group)
+    assert all(kernel_kind.shares_kernels(group[0], one) for part in parts for group in part for one in group)
     sizes = [sum(map(len, part)) for part in parts]
     assert abs(sizes[0] - sizes[1]) <= 2
 

@@ -24,7 +24,7 @@ import pytest
 from checkout_paths import GOLDEN
 
 from autoattn.codegen import render, resources
-from autoattn.core import triton_release
+from autoattn.core import kernel_kind, triton_release
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision
 from autoattn.core.variant import Source, Traits, Value, Variant
@@ -43,7 +43,7 @@ def test_problems_that_differ_only_in_the_launch_share_one_digest(one) -> None:
     traits = replace(render.natural_traits(one), alignment=1)
     digests = {render.render(other, point, traits).digest for other in kernels.relatives(one)}
     assert digests == {render.render(one, point, traits).digest}
-    assert all(one.shares_kernels(other) for other in kernels.relatives(one))
+    assert all(kernel_kind.shares_kernels(one, other) for other in kernels.relatives(one))
 
 
 def test_no_number_of_the_launch_reaches_the_text() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoattn.core import kernel_kind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem, pieces
 from autoattn.errors import ProblemError
@@ -90,7 +91,7 @@ def test_what_is_learned_is_a_fact_of_the_backward_problem_alone() -> None:
     assert "_alibi-learned_bias-learned_" in backward.key
     fixed = problem(op=Op.BACKWARD, modifiers=Modifiers(bias=Bias.LEARNED, alibi=True))
     assert "_alibi_bias-learned_" in fixed.key
-    assert not backward.shares_kernels(fixed)
+    assert not kernel_kind.shares_kernels(backward, fixed)
 
 
 @given(st.integers(1, 512), st.sampled_from(MASKS[1:]))
@@ -180,7 +181,7 @@ def test_numerics_stand_in_names_only_when_they_are_online_and_change_no_kernel(
     assert one == problem(numerics=Numerics.ANY)
     assert "any" not in one.key + str(one)
     assert (online.key, str(online)) == (f"{one.key}_online", f"{one} online")
-    assert one.shares_kernels(online)
+    assert kernel_kind.shares_kernels(one, online)
     assert one.family == online.family
 
 

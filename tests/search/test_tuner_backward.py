@@ -13,7 +13,7 @@ from pretended_workshop import GOOD, SMALL, Pretended, run
 
 from autoattn.cache import file_format, store
 from autoattn.cli import app
-from autoattn.core import triton_release
+from autoattn.core import kernel_kind, triton_release
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op, Problem
 from autoattn.core.trial import Verdict
@@ -75,7 +75,7 @@ def test_forward_problems_keep_their_names_and_backward_ones_have_others() -> No
     assert SMALL.key.startswith("forward_float16_d16_")
     assert BACKWARD.key == SMALL.key.replace("forward", "backward", 1)
     assert str(BACKWARD) == f"backward {SMALL}"
-    assert not SMALL.shares_kernels(BACKWARD)
+    assert not kernel_kind.shares_kernels(SMALL, BACKWARD)
     assert BACKWARD.flops() == 5 * SMALL.flops() // 2
     other = replace(BACKWARD, head_dim_v=32)
     assert other.flops() * (16 + 32) == replace(other, op=Op.FORWARD).flops() * (3 * 16 + 2 * 32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import samples
 from planted_kernels import FAULTS
 
-from autoattn.cache import store
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL, CacheEntry, Candidate, Finding
 from autoattn.core.device import Device
@@ -41,13 +39,6 @@ def entry(card: Device, tmp_path_factory: pytest.TempPathFactory) -> CacheEntry:
         effort=search_options.Effort.QUICK, trials=6, cache=tmp_path_factory.mktemp("cache")
     )
     return tuner.tune([PROBLEM], card, measured=True, options=options).entries[PROBLEM.key]
-
-
-@pytest.fixture(autouse=True)
-def rendered_anew() -> Iterator[None]:
-    store._rendered.cache_clear()
-    yield
-    store._rendered.cache_clear()
 
 
 def found(entry: CacheEntry, card: Device) -> verify.Verification:

@@ -16,6 +16,7 @@ from autoattn.cache import availability, inventory, precedence, store
 from autoattn.cache.file_format import CacheFile
 from autoattn.cache.precedence import Placed, WhyNot
 from autoattn.codegen import search_space
+from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.mask import MaskKind
@@ -192,7 +193,7 @@ class _Lookup:
             (entry.problem.deterministic is not self.problem.deterministic, far, key, entry)
             for key, entry in self.measured.items()
             if key not in self.keys
-            and self.problem.shares_kernels(entry.problem)
+            and kernel_kind.shares_kernels(self.problem, entry.problem)
             and (far := distance(entry.problem, self.problem)) <= FARTHEST
         ]
         excluded: Explanation | None = None

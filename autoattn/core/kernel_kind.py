@@ -1,0 +1,59 @@
+"""The kind of kernel that a problem needs: all that a kernel's text depends on, and no size.
+
+Calls whose lengths never repeat are of few kinds. Text, its digest and what search rules say of a variant whatever the
+sizes are found once for a kind; for new sizes there is arithmetic left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Modifiers, Op, Precision, Problem, padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKind:
+    """What one kernel's text serves.
+
+    Batch, heads, lengths, tokens and the widths of a window are numbers of the launch; numerics and determinism choose
+    among kernels.
+    """
+
+    op: Op
+    dtype: DType
+    precision: Precision
+    head_dim: int
+    head_dim_v: int
+    mask: Mask  # its structure: a window's bounds are 0 or 1, and a table's density is 0
+    modifiers: Modifiers
+    packed: bool
+
+    @property
+    def head_dim_padded(self) -> int:
+        """The head dim that tiles are padded to."""
+        return padded(self.head_dim)
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        """The same of a value."""
+        return padded(self.head_dim_v)
+
+
+def of(problem: Problem) -> KernelKind:
+    """The kind of kernel that a problem needs."""
+    return KernelKind(
+        op=problem.op,
+        dtype=problem.dtype,
+        precision=problem.precision,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        mask=problem.mask.structure,
+        modifiers=problem.modifiers,
+        packed=problem.packed,
+    )
+
+
+def shares_kernels(problem: Problem, other: Problem) -> bool:
+    """Whether one kernel's text serves both problems."""
+    return of(problem) == of(other)
