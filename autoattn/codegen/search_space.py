@@ -12,17 +12,21 @@ from typing import Annotated
 
 import msgspec
 
-from autoattn.codegen import resources
-from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of
+from autoattn.codegen import feasibility, resources
+from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement
+from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of, kind_facts, size_facts
 from autoattn.codegen.space_rules import Rule
-from autoattn.core import triton_release
+from autoattn.core import kernel_kind, triton_release
 from autoattn.core.device import Device
+from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Op, Problem
+from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Value, Variant, digest_of
 from autoattn.errors import SpaceError
 
 VERSION = 1
+MAX_JUDGEMENTS = 4096  # of variants and kinds of problems that are kept
+MAX_KINDS = 512  # whose seeds are kept
 _BLOCKS = ("block_q", "block_kv")  # of a block table
 _PLACES = re.compile(r"\{(\w+)\}")
 
@@ -59,14 +63,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     barriers: list[str] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirement:
-    """A rule that every variant meets, and what it means in words."""
-
-    rule: Rule
-    because: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchSpace:
     """The variants of one template."""
@@ -99,15 +95,8 @@ class SearchSpace:
         Raises:
             SpaceError: the variant is not a point of this space.
         """
-        self.check(variant.as_dict())
-        params = self.params_of(variant)
-        if (reason := self.why_unavailable()) is not None:
-            return reason
-        facts = _Named(facts_of(problem, device) | params, self.let)
-        for requirement in self.require:
-            if not requirement.rule(facts):
-                return f"{requirement.because} (needs {requirement.rule.text})"
-        return self._why_not_repeated(params, problem)
+        judgement = _judged(self, variant, *_kind_of(problem), device)
+        return self.why_unavailable() or judgement.why_not(size_facts(problem))
 
     def why_unavailable(self) -> str | None:
         """Why the Triton that is installed cannot compile the template; None when it can."""
@@ -142,13 +131,14 @@ class SearchSpace:
         block_q, block_kv = (int(small.pop(name, getattr(mask, name))) for name in _BLOCKS)
         return self.variant(params | small), replace(mask, block_q=block_q, block_kv=block_kv) if mask.sparse else mask
 
-    def _why_not_repeated(self, params: Mapping[str, Value], problem: Problem) -> str | None:
-        if not problem.deterministic or self.deterministic(params):
-            return None
-        return (
-            f"such kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic "
-            f"(needs {self.deterministic.text})"
+    def requirements(self, *, deterministic: bool) -> tuple[Requirement, ...]:
+        """The rules of a problem, in the order in which they are asked."""
+        if not deterministic:
+            return self.require
+        because = (
+            f"such kernels of {self.template} do not repeat themselves to the bit, and the problem is deterministic"
         )
+        return (*self.require, Requirement(rule=self.deterministic, because=because))
 
     def variant(self, params: Mapping[str, Value]) -> Variant:
         """The variant with these parameters, which states none that is implied."""
@@ -194,14 +184,18 @@ class SearchSpace:
 
     def seeds_for(self, problem: Problem, device: Device) -> list[Variant]:
         """The seeds that speak of this problem and are feasible, in the file's order."""
-        facts = facts_of(problem, device)
-        found = []
-        for when, params in self.seeds:
-            if when(_Named(facts | self.implied | params, self.let)):
-                variant = self.variant(params)
-                if variant not in found and self.why_infeasible(variant, problem, device) is None:
-                    found.append(variant)
-        return found
+        return list(self._seeds(problem, device))
+
+    def _seeds(self, problem: Problem, device: Device) -> Iterator[Variant]:
+        """The same, one after the other."""
+        if self.why_unavailable():
+            return
+        sizes = size_facts(problem)
+        given: set[Variant] = set()
+        for variant, speaks, judgement in _judged_seeds(self, *_kind_of(problem), device):
+            if variant not in given and speaks.why_not(sizes) is None and judgement.why_not(sizes) is None:
+                given.add(variant)
+                yield variant
 
     def default(self, problem: Problem, device: Device) -> Variant:
         """The template's default: the first feasible seed.
@@ -209,15 +203,15 @@ class SearchSpace:
         Raises:
             SpaceError: no seed is feasible; the last one should be wherever the device can run the problem at all.
         """
-        found = self.seeds_for(problem, device)
-        if not found:
+        default = next(self._seeds(problem, device), None)
+        if default is None:
             last = self.variant(self.seeds[-1][1])
             reason = self.why_infeasible(last, problem, device) or "its last seed does not speak of it"
             raise SpaceError(
                 f"{self.template} must have a feasible seed to run {problem} on {device.name}, but {reason}; choose "
                 "another problem or device"
             )
-        return found[0]
+        return default
 
     def _rules_by_depth(self, order: list[str], problem: Problem) -> list[list[Requirement]]:
         """For each parameter in order, the rules that can be tried once it is set."""
@@ -225,8 +219,7 @@ class SearchSpace:
         for name, rule in self.let.items():
             needs[name] = set().union(*(needs.get(other, set()) for other in rule.names))
         ready: list[list[Requirement]] = [[] for _ in order]
-        repeated = Requirement(rule=self.deterministic, because="the problem is deterministic")
-        for requirement in (*self.require, *([repeated] if problem.deterministic else [])):
+        for requirement in self.requirements(deterministic=problem.deterministic):
             used = set().union(*(needs.get(name, set()) for name in requirement.rule.names))
             ready[max((order.index(name) for name in used), default=0)].append(requirement)
         return ready
@@ -249,24 +242,40 @@ class SearchSpace:
             rng.shuffle(values)
         for value in values:
             params = {**chosen, name: value}
-            known = _Named(facts | params, self.let)
+            known = DerivedFacts(facts | params, self.let)
             if all(requirement.rule(known) for requirement in rules[depth]):
                 yield from self._extend(order, rules, facts, params, rng)
 
 
-class _Named(dict[str, "Value | float"]):
-    """Facts and parameters, and what a space's `let` makes of them: worked out when a rule first asks for it."""
+def _kind_of(problem: Problem) -> tuple[KernelKind, Numerics, bool]:
+    """What rules may ask of a problem beside its sizes."""
+    return kernel_kind.of(problem), problem.numerics, problem.deterministic
 
-    __slots__ = ("_let",)
 
-    def __init__(self, facts: Mapping[str, Value | float], let: Mapping[str, Rule]) -> None:
-        super().__init__(facts)
-        self._let = let
+@lru_cache(maxsize=MAX_JUDGEMENTS)
+def _judged(
+    space: SearchSpace, variant: Variant, kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
+) -> Judgement:
+    """What the rules of a space say of a variant for a kind of problem."""
+    space.check(variant.as_dict())
+    facts = kind_facts(kind, numerics, deterministic, device) | space.params_of(variant)
+    return feasibility.judge(facts, space.let, space.requirements(deterministic=deterministic))
 
-    def __missing__(self, name: str) -> Value | float:
-        found: Value | float = self._let[name](self)
-        self[name] = found
-        return found
+
+@lru_cache(maxsize=MAX_KINDS)
+def _judged_seeds(
+    space: SearchSpace, kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
+) -> tuple[tuple[Variant, Judgement, Judgement], ...]:
+    """The seeds that some sizes of a kind make feasible: whether each speaks of a problem, and whether it can run."""
+    seeds = []
+    for when, params in space.seeds:
+        variant = space.variant(params)
+        facts = kind_facts(kind, numerics, deterministic, device) | space.implied | params
+        speaks = feasibility.judge(facts, space.let, [Requirement(rule=when, because="it speaks of other problems")])
+        if not speaks.hopeless:
+            judgement = _judged(space, variant, kind, numerics, deterministic, device)
+            seeds += [] if judgement.hopeless else [(variant, speaks, judgement)]
+    return tuple(seeds)
 
 
 def of(op: Op) -> tuple[SearchSpace, ...]:

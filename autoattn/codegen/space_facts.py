@@ -4,45 +4,66 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
+from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Problem, pieces
+from autoattn.core.problem import Bias, DType, Numerics, Problem, pieces
 from autoattn.core.variant import Value
 
-_SIZES = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
+_COUNTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
+SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left"))  # what problems of one kind differ in
 HEADS = ("heads_q", "heads_kv", "group_size")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
     *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
-    *("packed", "queries", "keys_per_row"),
-    *("split", "head_dim_split", "head_dim_v_split"),
-    *("causal", "bounded_left", "bounded_right", "window_left", "sparse", "block_q", "block_kv"),
+    *("packed", "split", "head_dim_split", "head_dim_v_split"),
+    *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
 )
 # Not `arch`: what a newer architecture shares with an older one, its number does not say.
 _DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float") and field.name != "arch")
 _CAPABILITIES = (*(unit.value for unit in MatrixUnit), "tma", "float8_products", "warp_size")
 # What rules may ask of a problem and a device
-FACTS = frozenset((*_SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS, *_CAPABILITIES))
+FACTS = frozenset((*SIZES, *_DIMS, *_PROBLEM_FACTS, *_DEVICE_FACTS, *_CAPABILITIES))
 
 
 def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
     """What rules may ask of a problem and a device; what holds or does not is 1 or 0."""
-    modifiers = problem.modifiers
+    kind = kernel_kind.of(problem)
+    return {**kind_facts(kind, problem.numerics, problem.deterministic, device), **size_facts(problem)}
+
+
+def size_facts(problem: Problem) -> dict[str, Value | float]:
+    """SIZES of a problem."""
     queries = problem.tokens_q if problem.packed else problem.batch * problem.seq_q
     return {
-        **{name: getattr(problem, name) for name in (*_SIZES, *_DIMS)},
-        "dtype": problem.dtype.value,
-        "precision": problem.precision.value,
-        "numerics": problem.numerics.value,
-        "deterministic": int(problem.deterministic),
-        "element_bytes": problem.dtype.bytes,
-        "float8": int(problem.dtype is DType.FLOAT8),
-        "packed": int(problem.packed),
+        "batch": problem.batch,
+        "heads_q": problem.heads_q,
+        "heads_kv": problem.heads_kv,
+        "group_size": problem.group_size,
+        "seq_q": problem.seq_q,
+        "seq_kv": problem.seq_kv,
         "queries": queries,
         "keys_per_row": max(1.0, problem.kept_pairs() / queries),
-        **_split_facts(problem),
-        **_mask_facts(problem.mask),
+        "window_left": problem.mask.left or 0,
+    }
+
+
+def kind_facts(kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device) -> dict[str, Value | float]:
+    """All but SIZES: what rules may ask of a kind of problem and a device."""
+    modifiers = kind.modifiers
+    return {
+        **{name: getattr(kind, name) for name in _DIMS},
+        "dtype": kind.dtype.value,
+        "precision": kind.precision.value,
+        "numerics": numerics.value,
+        "deterministic": int(deterministic),
+        "element_bytes": kind.dtype.bytes,
+        "float8": int(kind.dtype is DType.FLOAT8),
+        "packed": int(kind.packed),
+        **_split_facts(kind),
+        **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),
         "score_mod": int(bool(modifiers.score_mod)),
         "biased": int(modifiers.bias is not Bias.NONE),
@@ -68,9 +89,9 @@ def heads_of(problem: Problem) -> dict[str, Value]:
     return {name: getattr(problem, name) for name in HEADS}
 
 
-def _split_facts(problem: Problem) -> dict[str, Value | float]:
+def _split_facts(kind: KernelKind) -> dict[str, Value | float]:
     """What becomes of the head dims when they are held in two powers of two."""
-    low_waste = [pieces(head_dim) for head_dim in (problem.head_dim, problem.head_dim_v)]
+    low_waste = [pieces(head_dim) for head_dim in (kind.head_dim, kind.head_dim_v)]
     return {
         "split": int(any(len(widths) == 2 for widths in low_waste)),
         "head_dim_split": sum(low_waste[0]),
@@ -83,7 +104,6 @@ def _mask_facts(mask: Mask) -> dict[str, Value | float]:
         "causal": int(mask.causal),
         "bounded_left": int(mask.bounded_left),
         "bounded_right": int(mask.bounded_right),
-        "window_left": mask.left or 0,
         "sparse": int(mask.sparse),
         "block_q": mask.block_q,
         "block_kv": mask.block_kv,

@@ -107,9 +107,11 @@ class Device:
     memory_bytes: int = 0  # device memory; 0 where it is unknown
     clock_mhz: int  # the clock that the peak rates are stated at
     sustained_clock_mhz: int  # what a matrix kernel keeps up under the power limit
-    peak_flops: dict[str, float] = field(default_factory=dict)  # float16, bfloat16, tf32, float32 -> flop/s, dense
+    peak_flops: dict[str, float] = field(
+        default_factory=dict, hash=False
+    )  # float16, bfloat16, tf32, float32 -> flop/s, dense
     aliases: tuple[str, ...] = ()
-    sources: dict[str, str] = field(default_factory=dict)  # fact -> where it comes from
+    sources: dict[str, str] = field(default_factory=dict, hash=False)  # fact -> where it comes from
 
     @property
     def capabilities(self) -> Capabilities:

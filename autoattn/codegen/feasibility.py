@@ -1,0 +1,97 @@
+"""Judges the rules of a search space once for a variant and a kind of problem, but for what they ask of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoattn.codegen.space_facts import SIZES
+from autoattn.codegen.space_rules import Rule
+from autoattn.core.variant import Value
+
+FactValues = Mapping[str, "Value | float"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """A rule that every variant meets, and what it means in words."""
+
+    rule: Rule
+    because: str
+
+    @property
+    def refusal(self) -> str:
+        """What is said of a variant that does not meet it."""
+        return f"{self.because} (needs {self.rule.text})"
+
+
+class DerivedFacts(dict[str, "Value | float"]):
+    """Facts and parameters, and what a space's `let` makes of them: worked out when a rule first asks for it."""
+
+    __slots__ = ("_let",)
+
+    def __init__(self, facts: FactValues, let: Mapping[str, Rule]) -> None:
+        super().__init__(facts)
+        self._let = let
+
+    def __missing__(self, name: str) -> Value | float:
+        value: Value | float = self._let[name](self)
+        self[name] = value
+        return value
+
+    def with_sizes(self, sizes: FactValues) -> DerivedFacts:
+        """The same with the sizes of one problem; nothing that rests on sizes may be worked out here."""
+        facts = DerivedFacts(self, self._let)
+        facts.update(sizes)
+        return facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judgement:
+    """What rules say of one set of parameters, whatever the sizes, and what is left to ask of sizes."""
+
+    facts: DerivedFacts  # all but sizes and what rests on them
+    sized: tuple[Requirement, ...]  # rules that ask for sizes, in order, before the one that breaks in any case
+    refusal: str | None  # of the first rule that breaks in any case
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no sizes make it feasible."""
+        return self.refusal is not None
+
+    def why_not(self, sizes: FactValues) -> str | None:
+        """The first rule that breaks with these sizes, in words; None when none does."""
+        if self.sized:
+            facts = self.facts.with_sizes(sizes)
+            for requirement in self.sized:
+                if not requirement.rule(facts):
+                    return requirement.refusal
+        return self.refusal
+
+
+def judge(facts: FactValues, let: Mapping[str, Rule], requirements: Sequence[Requirement]) -> Judgement:
+    """Asks all rules that need no sizes.
+
+    Args:
+        facts: all facts but SIZES, and the parameters.
+        let: what names stand for; each may ask for those before it.
+        requirements: in the order in which they are asked.
+    """
+    derived = DerivedFacts(facts, let)
+    of_sizes = names_of_sizes(let)
+    sized: list[Requirement] = []
+    for requirement in requirements:
+        if requirement.rule.names & of_sizes:
+            sized.append(requirement)
+        elif not requirement.rule(derived):
+            return Judgement(facts=derived, sized=tuple(sized), refusal=requirement.refusal)
+    return Judgement(facts=derived, sized=tuple(sized), refusal=None)
+
+
+def names_of_sizes(let: Mapping[str, Rule]) -> frozenset[str]:
+    """SIZES, and the names that rest on them."""
+    names = set(SIZES)
+    for name, rule in let.items():
+        if rule.names & names:
+            names.add(name)
+    return frozenset(names)
