@@ -30,7 +30,7 @@ def why_unavailable(entry: CacheEntry) -> str | None:
 
 def _way_out(releases: Iterable[str]) -> str:
     """The newest of these releases, and the PyTorch whose wheels require it."""
-    release = max(releases, key=lambda one: tuple(map(int, one.split("."))))
+    release = max(releases, key=lambda version: tuple(map(int, version.split("."))))
     torch = triton_release.TORCH.get(release)
     wanted = f'"torch=={torch}.*", which brings' if torch is not None else f'"triton=={release}.*":'
     return f"pip install {wanted} Triton {release}"
@@ -46,7 +46,7 @@ def sentences(entries: Iterable[CacheEntry]) -> list[str]:
     reasons = Counter(reason for entry in entries if (reason := why_unavailable(entry)) is not None)
     said = [f"{_problems(count)} cannot run the tuned kernel here: {reason}" for reason, count in reasons.items()]
     installed = triton_release.installed_release()
-    others = Counter(
+    releases = Counter(
         entry.triton_release
         for entry in entries
         if entry.triton_release not in ("", installed) and why_unavailable(entry) is None
@@ -54,7 +54,7 @@ def sentences(entries: Iterable[CacheEntry]) -> list[str]:
     said += [
         f"{_problems(count)} tuned with Triton {release}, and {triton_release.installed()} is installed: the kernels "
         "run, and the times may be others; autoattn tune measures anew"
-        for release, count in sorted(others.items())
+        for release, count in sorted(releases.items())
     ]
     return said
 

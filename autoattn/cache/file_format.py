@@ -108,12 +108,12 @@ def decode(data: bytes, path: Path) -> CacheFile:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose names differ: of two equal ones, which a merge by hand may leave, JSON keeps the last."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         names = [name for name, _ in pairs]
         double = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{double!r:.100} stands twice in one object")
-    return found
+    return members
 
 
 def check(key: str, entry: CacheEntry, release: str) -> None:
@@ -130,7 +130,10 @@ def check(key: str, entry: CacheEntry, release: str) -> None:
     if replace(Mask.parse(str(mask)), density=mask.density, mod=mask.mod) != mask:
         raise ValueError(f"the mask of {entry.problem.key} has numbers that no mask of its kind has")
     spaces = {**entry.search.spaces, entry.template: entry.space_digest}
-    points = [(entry.template, entry.params), *((one.template, one.params) for one in entry.candidates)]
+    points = [
+        (entry.template, entry.params),
+        *((candidate.template, candidate.params) for candidate in entry.candidates),
+    ]
     for template, params in points:
         if spaces.get(template) == search_space.load(template).digest:
             search_space.load(template).check(params)
@@ -140,7 +143,7 @@ def check(key: str, entry: CacheEntry, release: str) -> None:
     if not all(0.0 < time_us < math.inf for time_us in times):
         raise ValueError(f"a time of {entry.problem.key} is not above 0 and finite")
     finalists = entry.finals.finalists if entry.finals is not None else None
-    if finalists is not None and entry.source_digest not in [one.source_digest for one in finalists[:1]]:
+    if finalists is not None and entry.source_digest not in [finalist.source_digest for finalist in finalists[:1]]:
         raise ValueError(f"the first finalist of {entry.problem.key} is not its winner")
     if entry.choice != KERNEL and entry.choice not in [rival.name for rival in entry.rivals]:
         raise ValueError(f"the choice {entry.choice!r:.60} of {entry.problem.key} is none of its rivals")

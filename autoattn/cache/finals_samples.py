@@ -43,7 +43,7 @@ def path_of(folder: Path, device: str, key: str) -> Path:
 def encode(samples: Samples) -> bytes:
     """The text of such a file: one round a line."""
     whole = msgspec.to_builtins(samples)
-    lines = ",\n".join(f"  {json.dumps(one, allow_nan=False)}" for one in whole.pop("rounds"))
+    lines = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in whole.pop("rounds"))
     head = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
     return f'{head},\n "rounds": [\n{lines}\n ]\n}}\n'.encode()
 
@@ -58,10 +58,10 @@ def decode(data: bytes, path: Path) -> Samples:
         samples = msgspec.json.decode(data, type=Samples)
         if samples.schema != SCHEMA:
             raise ValueError(f"it has schema {samples.schema} where {SCHEMA} is known")
-        names = {frozenset(one.times_us) for one in samples.rounds}
+        names = {frozenset(round_.times_us) for round_ in samples.rounds}
         if len(names) != 1 or not samples.kernels.keys() <= next(iter(names)):
             raise ValueError("its rounds do not hold the same contestants, and every kernel")
-        if not all(time_us > 0.0 for one in samples.rounds for time_us in one.times_us.values()):
+        if not all(time_us > 0.0 for round_ in samples.rounds for time_us in round_.times_us.values()):
             raise ValueError("a time is not above 0")
     except (ValueError, RecursionError) as error:
         words = " ".join(str(error).split())[:300]

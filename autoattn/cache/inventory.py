@@ -147,26 +147,26 @@ def differences(first: Iterable[CacheFile], second: Iterable[CacheFile]) -> list
 
     Files of one release of Triton are compared, then what is left of other releases.
     """
-    found = []
-    for one, other in _pairs(list(first), list(second)):
-        known_file = one or other
+    changes = []
+    for left, right in _pairs(list(first), list(second)):
+        known_file = left or right
         assert known_file is not None
         device, op = known_file.device, known_file.op
-        if one is not None and other is not None and one.fingerprint != other.fingerprint:
-            words = (f"card {one.fingerprint} -> {other.fingerprint}",)
-            found.append(Difference(device=device, op=op, problem=None, first=None, second=None, words=words))
-        ours, theirs = (file.entries if file is not None else {} for file in (one, other))
+        if left is not None and right is not None and left.fingerprint != right.fingerprint:
+            words = (f"card {left.fingerprint} -> {right.fingerprint}",)
+            changes.append(Difference(device=device, op=op, problem=None, first=None, second=None, words=words))
+        ours, theirs = (file.entries if file is not None else {} for file in (left, right))
         pairs = [(ours.get(key), theirs.get(key)) for key in {*ours, *theirs}]
         for was, now in sorted(pairs, key=_order):
             if was != now:
                 known = was or now
                 assert known is not None
-                found.append(
+                changes.append(
                     Difference(
                         device=device, op=op, problem=known.problem, first=was, second=now, words=_words(was, now)
                     )
                 )
-    return found
+    return changes
 
 
 def _pairs(first: list[CacheFile], second: list[CacheFile]) -> list[tuple[CacheFile | None, CacheFile | None]]:
@@ -265,26 +265,26 @@ def _words(first: CacheEntry | None, second: CacheEntry | None) -> tuple[str, ..
     """In what two entries of one problem differ: what people ask for first, then the names of other facts."""
     if first is None or second is None:
         return ("only in the second",) if first is None else ("only in the first",)
-    found = []
+    words = []
     pairs = {
         "evidence": (first.evidence.value, second.evidence.value),
         "runs on": (_choice(first), _choice(second)),
         "template": (first.template, second.template),
         "kernel": (first.source_digest, second.source_digest),
     }
-    found += [f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now]
+    words += [f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now]
     if first.template == second.template:
         names = sorted({*first.params, *second.params})
         values = [(name, first.params.get(name, "-"), second.params.get(name, "-")) for name in names]
-        found += [f"{name} {was} -> {now}" for name, was, now in values if was != now]
+        words += [f"{name} {was} -> {now}" for name, was, now in values if was != now]
     if first.time_us != second.time_us:
-        found.append(f"time {first.time_us:.6g} -> {second.time_us:.6g} us")
+        words.append(f"time {first.time_us:.6g} -> {second.time_us:.6g} us")
     if first.versions != second.versions:
-        found.append(f"versions {_versions(first)} -> {_versions(second)}")
+        words.append(f"versions {_versions(first)} -> {_versions(second)}")
     named = {"evidence", "choice", "template", "source_digest", "params", "versions"}
-    others = [one.name for one in fields(CacheEntry) if one.name not in named]
-    changed = [name for name in others if getattr(first, name) != getattr(second, name)]
-    return (*found, *([f"other facts: {', '.join(changed)}"] if changed else []))
+    facts = [field.name for field in fields(CacheEntry) if field.name not in named]
+    changed = [name for name in facts if getattr(first, name) != getattr(second, name)]
+    return (*words, *([f"other facts: {', '.join(changed)}"] if changed else []))
 
 
 def _choice(entry: CacheEntry) -> str:

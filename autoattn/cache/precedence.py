@@ -188,7 +188,7 @@ def _is_known_from(entry: CacheEntry, earlier: CacheEntry) -> bool:
 
 def _same_kernel(entry: CacheEntry, other: CacheEntry) -> bool:
     """Whether two entries of one problem run the same."""
-    facts = [(one.template, one.source_digest, one.params, one.choice) for one in (entry, other)]
+    facts = [(side.template, side.source_digest, side.params, side.choice) for side in (entry, other)]
     return facts[0] == facts[1]
 
 
@@ -257,10 +257,10 @@ def _by_mark(known: CacheEntry, entry: CacheEntry, same: bool) -> Decision | Non
 def _by_prediction(known: CacheEntry, entry: CacheEntry) -> Decision:
     times = f"{entry.time_us:.6g} us, {known.time_us:.6g} us there"
     faster = entry.time_us < known.time_us
-    ours, theirs = (_release(one, "autoattn") for one in (known, entry))
+    ours, theirs = (_release(side, "autoattn") for side in (known, entry))
     if ours == theirs:
         return _taken(f"it is predicted faster: {times}") if faster else _kept(f"it is not predicted faster: {times}")
-    names = [one.versions.get("autoattn", "unknown") for one in (entry, known)]
+    names = [side.versions.get("autoattn", "unknown") for side in (entry, known)]
     models = f"by the model of autoattn {names[0]}, the one there by that of {names[1]}"
     if faster and theirs > ours:
         return _taken(f"it is predicted faster by a newer model: {times}")

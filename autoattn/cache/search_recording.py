@@ -148,7 +148,7 @@ def of_trials(
     Raises:
         UsageError: the trials are of several templates, none worked, or one's time does not rest on `evidence`.
     """
-    found: dict[Variant, Trial] = {}
+    records: dict[Variant, Trial] = {}
     for trial in trials:
         time_us = trial.time_us
         if trial.outcome is Outcome.OK and (trial.measurement is not None) != (evidence is Evidence.MEASURED):
@@ -157,8 +157,8 @@ def of_trials(
                 "keep the two apart"
             )
         report = trial.report if reports else None
-        found[trial.variant] = trial_of(problem, evidence, trial.variant, trial.outcome, time_us, report)
-    templates = sorted({variant.template for variant in found})
+        records[trial.variant] = trial_of(problem, evidence, trial.variant, trial.outcome, time_us, report)
+    templates = sorted({variant.template for variant in records})
     if len(templates) > 1:
         raise UsageError(f"a recording must be of one template, got {', '.join(templates)}; record each by itself")
     header = Header(
@@ -170,7 +170,7 @@ def of_trials(
         versions=versions,
         source=source,
     )
-    return Recording(header=header, trials=found)
+    return Recording(header=header, trials=records)
 
 
 def write(recording: Recording, path: Path) -> None:

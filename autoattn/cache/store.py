@@ -61,10 +61,10 @@ def read(path: Path) -> CacheFile:
     Raises:
         CacheError: the file is missing, damaged, newer, foreign or unreadable; it is left as it is.
     """
-    found = _found(path)
-    if found is None:
+    file = _found(path)
+    if file is None:
         raise CacheError(f"the cache file {path} must be there, but there is none; tune first or correct the path")
-    return found
+    return file
 
 
 def read_folder(folder: Path) -> list[CacheFile]:
@@ -98,8 +98,8 @@ def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
     Raises:
         CacheError: the file is damaged, newer, foreign or unreadable.
     """
-    found = _found(path_of(folder, device, op))
-    return found.entries if found is not None else {}
+    file = _found(path_of(folder, device, op))
+    return file.entries if file is not None else {}
 
 
 def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -> Path:
@@ -216,13 +216,13 @@ def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry,
     ]
 
 
-def _marked(folder: Path, file: CacheFile, found: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
+def _marked(folder: Path, file: CacheFile, pairs: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
     path = path_in(folder, file)
     with _locked(path):
         old = _now(path)
         known = old.entries if old is not None else {}
         changed = []
-        for entry, its in found:
+        for entry, its in pairs:
             here, wanted = known.get(entry.problem.key), replace(entry, mark=its)
             there = here is not None and replace(here, mark=its) == wanted
             if (there and here != wanted) or (here is None and its is not None):

@@ -77,7 +77,7 @@ class Finals:
     @property
     def tied(self) -> tuple[Finalist, ...]:
         """Those that cannot be told from the fastest, without the winner."""
-        return tuple(one for one in self.finalists[1:] if one.tied)
+        return tuple(finalist for finalist in self.finalists[1:] if finalist.tied)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,10 +112,10 @@ class Mask:
             return cls()
         if kind == "causal" and (not colon or rest in tuple(Alignment)):
             return cls(kind=MaskKind.CAUSAL, alignment=Alignment(rest if colon else "bottom-right"))
-        if kind == "window" and (found := _WINDOW.fullmatch(rest)):
-            return cls.window(int(found[1]), int(found[2]))
-        if kind == "blocks" and (found := _BLOCKS.fullmatch(rest)):
-            return cls.blocks(int(found[1]), int(found[2]), float(found[3]))
+        if kind == "window" and (match := _WINDOW.fullmatch(rest)):
+            return cls.window(int(match[1]), int(match[2]))
+        if kind == "blocks" and (match := _BLOCKS.fullmatch(rest)):
+            return cls.blocks(int(match[1]), int(match[2]), float(match[3]))
         raise ProblemError(
             "mask must be full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT (as window:128,0; -1 "
             f"is no bound) or blocks:ROWSxKEYS,DENSITY (as blocks:128x128,0.5), got {text!r}; correct the mask"

@@ -87,10 +87,10 @@ def faults(rounds: Sequence[Round]) -> list[str]:
     The rule sees the card's clock and the driver's reasons, never the times: it cannot favour anybody. Where it would
     discard half of the rounds or more, the card is like that, and all of them count.
     """
-    clocks = [one.pulse.clock_mhz for one in rounds if one.pulse is not None]
+    clocks = [round_.pulse.clock_mhz for round_ in rounds if round_.pulse is not None]
     usual = statistics.median(clocks) if clocks else 0
-    found = [_fault(one.pulse, usual) for one in rounds]
-    return found if 2 * sum(map(bool, found)) < len(found) else [""] * len(found)
+    reasons = [_fault(round_.pulse, usual) for round_ in rounds]
+    return reasons if 2 * sum(map(bool, reasons)) < len(reasons) else [""] * len(reasons)
 
 
 def _fault(pulse: Pulse | None, usual: float) -> str:
@@ -104,7 +104,7 @@ def _fault(pulse: Pulse | None, usual: float) -> str:
 
 def good(rounds: Sequence[Round]) -> list[Round]:
     """The rounds that count."""
-    return [one for one, fault in zip(rounds, faults(rounds), strict=True) if not fault]
+    return [round_ for round_, fault in zip(rounds, faults(rounds), strict=True) if not fault]
 
 
 def interval(rounds: Sequence[Round], name: str, over: str, *, finalists: int) -> Interval | None:
@@ -116,7 +116,7 @@ def interval(rounds: Sequence[Round], name: str, over: str, *, finalists: int) -
     Returns:
         None where there are too few rounds to say anything with that confidence.
     """
-    ratios = sorted(one.times_us[name] / one.times_us[over] for one in rounds)
+    ratios = sorted(round_.times_us[name] / round_.times_us[over] for round_ in rounds)
     rank = _rank(len(ratios), ALPHA / (len(LOOKS) + 1) / max(1, finalists))
     if rank == 0:
         return None
@@ -141,10 +141,10 @@ def _rank(count: int, alpha: float) -> int:
 def leader(rounds: Sequence[Round], finalists: Sequence[str]) -> str:
     """The finalist that is fastest in the median, each round measured against its own mean; the first of equals."""
     scores: dict[str, list[float]] = {name: [] for name in finalists}
-    for one in rounds:
-        mean = statistics.fmean(math.log(one.times_us[name]) for name in finalists)
+    for round_ in rounds:
+        mean = statistics.fmean(math.log(round_.times_us[name]) for name in finalists)
         for name in finalists:
-            scores[name].append(math.log(one.times_us[name]) - mean)
+            scores[name].append(math.log(round_.times_us[name]) - mean)
     return min(finalists, key=lambda name: statistics.median(scores[name]))
 
 
@@ -165,14 +165,16 @@ def ties(rounds: Sequence[Round], finalists: Sequence[str]) -> Class:
     want of rounds.
     """
     first = leader(rounds, finalists)
-    leads = {one: interval(rounds, one, first, finalists=len(finalists)) for one in finalists if one != first}
-    members = [one for one in finalists if one == first or _as_good(leads[one])]
-    medians = {one: statistics.median(each.times_us[one] / each.times_us[first] for each in rounds) for one in members}
+    leads = {name: interval(rounds, name, first, finalists=len(finalists)) for name in finalists if name != first}
+    members = [name for name in finalists if name == first or _as_good(leads[name])]
+    medians = {
+        name: statistics.median(round_.times_us[name] / round_.times_us[first] for round_ in rounds) for name in members
+    }
     return Class(
         leader=first,
         members=tuple(members),
-        near=tuple(one for one in members if medians[one] <= 1.0 + NEAR),
-        decided=all(_placed(one) for one in leads.values()),
+        near=tuple(name for name in members if medians[name] <= 1.0 + NEAR),
+        decided=all(_placed(lead) for lead in leads.values()),
     )
 
 
@@ -193,16 +195,16 @@ def settled(rounds: Sequence[Round], finalists: Sequence[str]) -> bool:
     counted = good(rounds)
     if not counted or not finalists:
         return False
-    found = ties(counted, finalists)
+    standing = ties(counted, finalists)
     leads = {
-        name: interval(counted, name, found.leader, finalists=len(finalists))
+        name: interval(counted, name, standing.leader, finalists=len(finalists))
         for name in counted[0].times_us
-        if name != found.leader
+        if name != standing.leader
     }
-    others = [lead for name, lead in leads.items() if name not in finalists]
+    rival_leads = [lead for name, lead in leads.items() if name not in finalists]
     return (
-        found.decided
-        and all(lead is not None and (lead.low > 1.0 - INDIFFERENT or lead.high < 1.0) for lead in others)
+        standing.decided
+        and all(lead is not None and (lead.low > 1.0 - INDIFFERENT or lead.high < 1.0) for lead in rival_leads)
         and all(lead is not None and lead.high - lead.low <= 2 * PRECISE * lead.ratio for lead in leads.values())
     )
 

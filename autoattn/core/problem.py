@@ -91,10 +91,10 @@ class Modifiers:
     @property
     def names(self) -> tuple[str, ...]:
         """The modifiers that are there, in words; the text of a score_mod as a digest."""
-        found = [f"mod-{digest(self.score_mod)}"] if self.score_mod else []
-        found += [name for name in SWITCHES if getattr(self, name) and name != "learned_slopes"]
-        found = [f"{name}-learned" if name == "alibi" and self.learned_slopes else name for name in found]
-        return (*found, *([f"bias-{self.bias.value}"] if self.bias is not Bias.NONE else []))
+        words = [f"mod-{digest(self.score_mod)}"] if self.score_mod else []
+        words += [name for name in SWITCHES if getattr(self, name) and name != "learned_slopes"]
+        words = [f"{name}-learned" if name == "alibi" and self.learned_slopes else name for name in words]
+        return (*words, *([f"bias-{self.bias.value}"] if self.bias is not Bias.NONE else []))
 
     def forward(self) -> Modifiers:
         """The same in a forward problem: who learns a bias or slopes adds them like any others."""
@@ -326,11 +326,11 @@ class Problem:
         mask += f"-{digest(self.mask.mod)}" if self.mask.mod else ""
         layout = "" if self.layout is Layout.BHSD else f" {self.layout.value}"
         layout += f" {self.tokens_q}x{self.tokens_kv} tokens" if self.packed else ""
-        asked = [self.numerics.value] if self.numerics is not Numerics.ANY else []
-        asked += ["deterministic"] * self.deterministic
+        choices = [self.numerics.value] if self.numerics is not Numerics.ANY else []
+        choices += ["deterministic"] * self.deterministic
         name = "" if self.op is Op.FORWARD else f"{self.op.value} "
         name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
-        return " ".join([name, *self.modifiers.names, *asked])
+        return " ".join([name, *self.modifiers.names, *choices])
 
 
 def padded(head_dim: int) -> int:

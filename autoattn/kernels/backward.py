@@ -107,8 +107,8 @@ def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) ->
     def again(gradients: Gradients) -> None:
         scratch = empty_scratch(kernel, problem, operands.query)
         addresses = addresses_of(operands, saved, gradients, scratch)
-        for one in launches:
-            one(addresses)
+        for bound in launches:
+            bound(addresses)
 
     return again
 
@@ -221,7 +221,7 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
         rows = seq_q if queries == seq_q else -(-seq_q // tile[0])
         columns = seq_kv if keys == seq_kv else -(-seq_kv // tile[1])
         sums = grad.new_empty((batch, heads, rows, columns), dtype=torch.float32)
-    found: dict[str, object] = {
+    arguments: dict[str, object] = {
         "bias_grad_ptr": grad,
         "bias_sums_ptr": sums,
         **dict(zip(strides("g"), grad.stride(), strict=True)),
@@ -229,10 +229,10 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
     }
     if operands.table is not None:
         states = block_table.states_of(operands.table, seq_kv)
-        found["states_ptr"] = states
+        arguments["states_ptr"] = states
         for place, axis in enumerate("bh"):
-            found[f"states_step_{axis}"] = states.stride(place) if states.shape[place] > 1 else 0
-    return found
+            arguments[f"states_step_{axis}"] = states.stride(place) if states.shape[place] > 1 else 0
+    return arguments
 
 
 def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescriptor:
@@ -240,7 +240,7 @@ def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescri
     described = Descriptor.of(tensor)
     if kernel.device.type == "cuda":
         return described
-    found = re.search(r"\[(.*)\]", kind)
-    assert found is not None
-    block = [int(size) for size in found[1].split(",")]
+    match = re.search(r"\[(.*)\]", kind)
+    assert match is not None
+    block = [int(size) for size in match[1].split(",")]
     return TensorDescriptor(tensor, list(described.shape), list(described.strides), block)

@@ -70,12 +70,12 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
     module = _imported(source)
     function = getattr(module, name or source.name)
     names = function.arg_names
-    divisible = {each: by for each, by in module.DIVISIBLE.items() if each in names}
+    divisible = {argument: by for argument, by in module.DIVISIBLE.items() if argument in names}
     kernel = _ast_source(function)(
         fn=function,
-        signature={each: module.SIGNATURE[each] for each in names},
+        signature={argument: module.SIGNATURE[argument] for argument in names},
         constexprs={},
-        attrs={(names.index(each),): [["tt.divisibility", by]] for each, by in divisible.items()},
+        attrs={(names.index(argument),): [["tt.divisibility", by]] for argument, by in divisible.items()},
     )
     facts = capabilities_of(arch)
     target = GPUTarget(facts.backend.value, arch, facts.warp_size)
@@ -335,21 +335,23 @@ def _launch_facts(module: ModuleType) -> list[object]:
         if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA", "PARTS", "PERSISTENT"):
             facts.append((name, repr(value)))
         elif isinstance(value, FunctionType) and value.__module__ == module.__name__:  # Triton's are of other types
-            read = [(one, repr(getattr(module, one))) for one in value.__code__.co_names if one in vars(module)]
+            read = [
+                (symbol, repr(getattr(module, symbol))) for symbol in value.__code__.co_names if symbol in vars(module)
+            ]
             facts.append((name, value.__code__.co_code, value.__code__.co_consts, read))
     return facts
 
 
 def _together(reports: Sequence[StaticReport]) -> StaticReport:
     """One report of kernels that run one after another; loops are of those with tensor core products, if any has."""
-    walks = [one for one in reports if any(name.startswith(loops.TENSOR) for name in one.loop)] or reports
+    walks = [report for report in reports if any(name.startswith(loops.TENSOR) for name in report.loop)] or reports
     most = ("registers", "spilled_bytes", "shared_bytes", "num_warps")
     return replace(
         reports[0],
         code=hashlib.sha256(" ".join(report.code for report in reports).encode()).hexdigest()[:16],
         code_bytes=sum(report.code_bytes for report in reports),
-        loop=dict(sum((Counter(one.loop) for one in walks), Counter())),
-        masked_loop=dict(sum((Counter(one.masked_loop) for one in walks), Counter())),
+        loop=dict(sum((Counter(walk.loop) for walk in walks), Counter())),
+        masked_loop=dict(sum((Counter(walk.masked_loop) for walk in walks), Counter())),
         **{name: max(getattr(report, name) for report in reports) for name in most},
     )
 

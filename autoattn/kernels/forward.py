@@ -225,7 +225,7 @@ def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | f
 
 def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
     """What changes scores and weights, by the names of a signature."""
-    found: dict[str, Tensor | int | float | None] = {
+    arguments: dict[str, Tensor | int | float | None] = {
         **{number.name: getattr(operands, number.name) for number in NUMBERS},
         "slopes_ptr": operands.slopes,
         "seed": operands.seed,
@@ -233,23 +233,23 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
         "keep_scale": 1.0 / (1.0 - operands.dropout),
     }
     if operands.slopes is not None:
-        found.update(zip(strides("s"), operands.slopes.stride(), strict=True))
+        arguments.update(zip(strides("s"), operands.slopes.stride(), strict=True))
     if operands.bias is not None:
-        found["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
-        found.update(zip(strides("b"), operands.bias.stride(), strict=True))
+        arguments["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
+        arguments.update(zip(strides("b"), operands.bias.stride(), strict=True))
     for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
         for place, tensor in enumerate(captures):
-            found[f"{owner}_captured{place}_ptr"] = tensor
+            arguments[f"{owner}_captured{place}_ptr"] = tensor
             for number, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
-                found[f"{owner}_captured{place}_stride{number}"] = stride
-                found[f"{owner}_captured{place}_size{number}"] = size
-    return found
+                arguments[f"{owner}_captured{place}_stride{number}"] = stride
+                arguments[f"{owner}_captured{place}_size{number}"] = size
+    return arguments
 
 
 def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | float | None]:
     """A block table, by the names of a signature; its two lists have the same rows."""
     rows = zip(table.full_counts.shape[:2], table.full_counts.stride()[:2], strict=True)
-    found: dict[str, Tensor | int | float | None] = {
+    arguments: dict[str, Tensor | int | float | None] = {
         "full_counts_ptr": table.full_counts,
         "full_blocks_ptr": table.full_blocks,
         "partial_counts_ptr": table.partial_counts,
@@ -258,4 +258,4 @@ def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | floa
         "full_width": table.full_blocks.shape[3],
         "partial_width": table.partial_blocks.shape[3],
     }
-    return {f"{prefix}{name}": value for name, value in found.items()}
+    return {f"{prefix}{name}": value for name, value in arguments.items()}

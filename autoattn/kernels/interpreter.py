@@ -44,10 +44,10 @@ def repair() -> tuple[str, ...]:
     """
     if not interprets():
         return ()
-    needed = [each for each in REPAIRS if each.is_needed()]
-    for each in needed:
-        each.apply()
-    return tuple(each.name for each in needed)
+    needed = [fault for fault in REPAIRS if fault.is_needed()]
+    for fault in needed:
+        fault.apply()
+    return tuple(fault.name for fault in needed)
 
 
 def words(error: BaseException) -> str:

@@ -93,8 +93,8 @@ def _zeros_to_keep(size: int, index: int, stream: int) -> Tensor:
     A thread may be allocating from a pool (`torch.cuda.use_mem_pool`; torch.compile's CUDA graphs while they warm up)
     whose owner counts on getting everything back. Pools are a thread's own, so another one asks.
     """
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(_zeros_on, size, index, stream).result()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_zeros_on, size, index, stream).result()
 
 
 def _zeros_on(size: int, index: int, stream: int) -> Tensor:

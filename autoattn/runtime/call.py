@@ -54,7 +54,7 @@ def packed_attention(
 def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...]) -> tuple[Any, Any]:
     """The arguments as the key of a prepared call has them."""
     rare = tuple(given[name] for name in seldom)
-    return tuple(given[name] for name in usual), None if all(each is None for each in rare) else rare
+    return tuple(given[name] for name in usual), None if all(argument is None for argument in rare) else rare
 
 
 def new_attention(

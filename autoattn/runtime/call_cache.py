@@ -92,13 +92,13 @@ def key(
     kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
     if not (_WORDS.issuperset(kinds) and type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS):
         return None
-    others: tuple[Hashable, ...] = ()
+    layouts: tuple[Hashable, ...] = ()
     try:
         address = query.data_ptr() | key.data_ptr() | value.data_ptr()
         for tensor in offsets:
             if type(tensor) not in _TENSORS:
                 return None
-            others += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            layouts += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
             address |= tensor.data_ptr()
         if query.is_neg() or key.is_neg() or value.is_neg():
             return None  # what lies in memory are other numbers
@@ -107,7 +107,7 @@ def key(
             return None  # no such call is prepared: it is an error, or autocast gives it other tensors
         kind = "cuda" if query.is_cuda else "cpu"
         return (
-            dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), others,
+            dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), layouts,
             address & ALIGNED,
             (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
             and (True, _repeats()),
@@ -265,10 +265,10 @@ def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: Pre
     )
     shapes = query.shape, key.shape
     with _writing:
-        others = _guarded.pop(shapes, ())
+        older = _guarded.pop(shapes, ())
         while len(_guarded) >= GUARDED_SHAPES:
             del _guarded[next(iter(_guarded))]  # the oldest
-        _guarded[shapes] = (kind, *others[: GUARDED_OF_SHAPES - 1])
+        _guarded[shapes] = (kind, *older[: GUARDED_OF_SHAPES - 1])
     _put_first(kind, shapes, words)
 
 

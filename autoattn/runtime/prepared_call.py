@@ -65,10 +65,10 @@ def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
     problem, operands = call.problem, call.operands
     three = operands.query, operands.key, operands.value
     cast = any(given.dtype is not read.dtype for given, read in zip(tensors, three, strict=False))
-    others = operands.bias, operands.slopes, operands.sinks, operands.table, operands.query_scale  # the last: float8
+    extras = operands.bias, operands.slopes, operands.sinks, operands.table, operands.query_scale  # the last: float8
     captured = operands.mask_captures or operands.score_captures
     drawn = problem.modifiers.dropout  # its seed is another one each time
-    return all(tensor is None for tensor in others) and not (call.empty or cast or captured or drawn)
+    return all(tensor is None for tensor in extras) and not (call.empty or cast or captured or drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -67,16 +67,17 @@ def check_form(name: str, cu_seqlens: Tensor, device: torch.device) -> None:
         raise TensorError(f"{name} must be on the query's device {device}, got {cu_seqlens.device}; move it")
 
 
-def _check_contents(name: str, found: _Contents, tokens: int, longest: int) -> None:
-    if found.first != 0:
-        raise TensorError(f"{name} must start at 0, got {found.first}; put a 0 in front")
-    if found.shortest < 0:
-        raise TensorError(f"{name} must never decrease, got a step of {found.shortest}; add up the lengths in order")
-    if found.last > tokens:
-        raise TensorError(f"{name} must end within the {tokens} tokens, got {found.last}; correct the lengths")
-    if found.longest > longest:
+def _check_contents(name: str, contents: _Contents, tokens: int, longest: int) -> None:
+    if contents.first != 0:
+        raise TensorError(f"{name} must start at 0, got {contents.first}; put a 0 in front")
+    if contents.shortest < 0:
+        raise TensorError(f"{name} must never decrease, got a step of {contents.shortest}; add up the lengths in order")
+    if contents.last > tokens:
+        raise TensorError(f"{name} must end within the {tokens} tokens, got {contents.last}; correct the lengths")
+    if contents.longest > longest:
         raise TensorError(
-            f"{name} must hold no sequence above the given maximum of {longest} tokens, got {found.longest}; raise it"
+            f"{name} must hold no sequence above the given maximum of {longest} tokens, got {contents.longest}; "
+            "raise it"
         )
 
 
@@ -87,7 +88,7 @@ def _contents(cu_seqlens: Tensor) -> _Contents:
         return known  # type: ignore[no-any-return]
     offsets = cu_seqlens.tolist()
     steps = [after - before for before, after in itertools.pairwise(offsets)]
-    found = _Contents(
+    contents = _Contents(
         version=version,
         address=cu_seqlens.data_ptr(),
         first=offsets[0],
@@ -95,5 +96,5 @@ def _contents(cu_seqlens: Tensor) -> _Contents:
         shortest=min(steps, default=0),
         longest=max(steps, default=0),
     )
-    _read[cu_seqlens] = found
-    return found
+    _read[cu_seqlens] = contents
+    return contents

@@ -99,7 +99,9 @@ def as_they_lie(operands: Operands) -> Operands:
     if torch.compiler.is_compiling():  # the dispatcher copies them
         return operands
     given = {name: getattr(operands, name) for name in Operands.__dataclass_fields__ if name != "bias"}
-    copied = {name: one.resolve_neg() for name, one in given.items() if isinstance(one, Tensor) and one.is_neg()}
+    copied = {
+        name: tensor.resolve_neg() for name, tensor in given.items() if isinstance(tensor, Tensor) and tensor.is_neg()
+    }
     if "narrow_bias" in copied and operands.bias is not None:
         copied["bias"] = copied["narrow_bias"].expand_as(operands.bias)
     return replace(operands, **copied) if copied else operands

@@ -102,12 +102,12 @@ def _sections(cubin: bytes) -> dict[str, bytes]:
         start = struct.unpack_from("<Q", cubin, 0x28)[0]
         size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
         headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
-        found = {}
+        sections = {}
         for name, kind, _, _, offset, length in headers:
             begin = headers[names][4] + name
             if kind != 8:  # SHT_NOBITS: occupies no bytes of the file
-                found[cubin[begin : cubin.index(b"\0", begin)].decode()] = cubin[offset : offset + length]
-        return found
+                sections[cubin[begin : cubin.index(b"\0", begin)].decode()] = cubin[offset : offset + length]
+        return sections
     except (struct.error, IndexError, ValueError) as error:
         raise CompileError(f"a cubin must be whole, got a damaged one ({error}); compile the kernel again") from error
 

@@ -38,7 +38,7 @@ def over_keys(code: list[Instruction]) -> tuple[list[str], list[str]]:
         if len(seldom) < len(holding):
             holding = {head: body for head, body in holding.items() if head not in seldom}
         for head in sorted(holding):
-            if not any(other != head and holding[other] < holding[head] for other in holding):
+            if not any(nested != head and holding[nested] < holding[head] for nested in holding):
                 passes.append(_passes(head, holding[head], blocks, after, order, wanted))
         if passes:
             break
@@ -100,10 +100,10 @@ def _dominators(after: list[list[int]]) -> tuple[list[int], dict[int, int]]:
         for block in order[1:]:
             known = [b for b in before[block] if b in parent]
             best = known[0]
-            for other in known[1:]:
-                while other != best:
-                    if place[other] > place[best]:
-                        other = parent[other]
+            for finger in known[1:]:
+                while finger != best:
+                    if place[finger] > place[best]:
+                        finger = parent[finger]
                     else:
                         best = parent[best]
             if parent.get(block) != best:
@@ -174,7 +174,7 @@ def _without_flags(passes: list[tuple[list[str], list[str]]]) -> list[tuple[list
     products = [_tensor(light) if tensor else light.count("FFMA") for light, _ in passes]
     fewest = min((count for count in products if count), default=0)
     return [
-        one for one, count in zip(passes, products, strict=True) if (not tensor or count) and 5 * count <= 6 * fewest
+        pair for pair, count in zip(passes, products, strict=True) if (not tensor or count) and 5 * count <= 6 * fewest
     ]
 
 

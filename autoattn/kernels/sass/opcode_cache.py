@@ -29,11 +29,11 @@ def recall(tool: str) -> Names:
         changed = path.stat().st_mtime_ns
         if _read_at.get(path) == changed:
             return {}
-        found = _parsed(path.read_bytes())
+        names = _parsed(path.read_bytes())
     except (OSError, ValueError):
         return {}
     _read_at[path] = changed
-    return found
+    return names
 
 
 def keep(tool: str, names: Names) -> None:
@@ -53,12 +53,12 @@ def keep(tool: str, names: Names) -> None:
 
 def _parsed(data: bytes) -> Names:
     try:
-        found = {tuple(bits): name for bits, name in json.loads(data)}
+        names = {tuple(bits): name for bits, name in json.loads(data)}
     except TypeError as error:
         raise ValueError(str(error)) from error
-    if not all(isinstance(name, str) and all(isinstance(bit, int) for bit in bits) for bits, name in found.items()):
+    if not all(isinstance(name, str) and all(isinstance(bit, int) for bit in bits) for bits, name in names.items()):
         raise ValueError("bits must be whole numbers, and names text")
-    return found
+    return names
 
 
 @cache

@@ -31,7 +31,7 @@ NUMERICS = "AUTOATTN_NUMERICS"  # the environment's variable
 # Each call asks for it, and os.environ takes 2 us to turn names into bytes and back; CPython keeps the bytes here.
 _ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _NUMERICS = os.environ.encodekey(NUMERICS) if _ENVIRONMENT is not os.environ else NUMERICS
-_ANY_NUMERICS = tuple(one.value for one in Numerics)  # Dynamo cannot list an enumeration
+_ANY_NUMERICS = tuple(numerics.value for numerics in Numerics)  # Dynamo cannot list an enumeration
 FLOAT8_SCALES = ("query_scale", "key_scale", "value_scale")
 _LAYOUTS = {"bhsd": Layout.BHSD, "bshd": Layout.BSHD}
 
@@ -144,7 +144,7 @@ def longest(
 
 def _call(
     tensors: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, int, int], dtype: torch.dtype | None,
-    given: Mapping[str, Any], facts: dict[str, Any], others: dict[str, Any],
+    given: Mapping[str, Any], facts: dict[str, Any], extras: dict[str, Any],
 ) -> Call:  # fmt: skip
     """What both kinds of call have in common.
 
@@ -154,7 +154,7 @@ def _call(
         dtype: the caller's, which autocast may have changed
         given: the call's arguments
         facts: the problem's facts that both kinds find in their own ways
-        others: the other operands
+        extras: the other operands
     """
     query, key, value = tensors
     batch, seq_q, seq_kv = sizes
@@ -177,7 +177,7 @@ def _call(
         key=key,
         value=value,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
-        **others,
+        **extras,
         **_float8_scales(query, (batch, key.shape[1]), {name: given[name] for name in FLOAT8_SCALES}),
     )
     return Call(
@@ -291,12 +291,12 @@ def scale_of(scale: Any) -> float | None:
     if scale is None:
         return None
     try:
-        found = float(scale)
+        number = float(scale)
     except (TypeError, ValueError):
-        found = None  # Dynamo of torch 2.11 cannot follow an error that is raised here
-    if found is None:
+        number = None  # Dynamo of torch 2.11 cannot follow an error that is raised here
+    if number is None:
         raise TensorError(f"scale must be a number or None, got {scale!r}; correct it")
-    return found
+    return number
 
 
 def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) -> Precision:
@@ -317,8 +317,8 @@ def _precision(precision: str | None, given: torch.dtype | None, query: Tensor) 
 
 def asked_numerics() -> str:
     """What the environment asks of calls that ask nothing themselves; empty where it does not."""
-    found = _ENVIRONMENT.get(_NUMERICS)
-    return found if isinstance(found, str) else os.fsdecode(found) if found else ""
+    setting = _ENVIRONMENT.get(_NUMERICS)
+    return setting if isinstance(setting, str) else os.fsdecode(setting) if setting else ""
 
 
 def numerics_of(numerics: str | None) -> Numerics:
@@ -347,7 +347,7 @@ def deterministic_of(given: Any) -> bool:
 def _float8_scales(query: Tensor, shape: tuple[int, int], given: dict[str, Any]) -> dict[str, Tensor]:
     """The operands that float8 tensors have beside the others, each [batch, heads_kv]."""
     float8 = DTYPE.get(query.dtype) is DType.FLOAT8
-    found = {}
+    scales = {}
     for name, tensor in given.items():
         if tensor is None:
             continue
@@ -359,8 +359,8 @@ def _float8_scales(query: Tensor, shape: tuple[int, int], given: dict[str, Any])
                 f"{name} must be float32 [batch, heads_kv] = {shape}, got {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}; expand or cast it"
             )
-        found[name] = tensor.contiguous()
-    if float8 and len(found) < len(given):
+        scales[name] = tensor.contiguous()
+    if float8 and len(scales) < len(given):
         ones = torch.ones(shape, device=query.device)
-        found = {name: found.get(name, ones) for name in given}
-    return found
+        scales = {name: scales.get(name, ones) for name in given}
+    return scales

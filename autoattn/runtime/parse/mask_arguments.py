@@ -82,14 +82,14 @@ def band(causal: Any, window: Any) -> Mask:
         return _CAUSAL[causal] if causal else _FULL
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise TensorError(f"window must be two whole numbers (left, right), got {window!r}; -1 is no bound on a side")
-    found = Mask.window(*window, causal=bool(causal))
+    mask = Mask.window(*window, causal=bool(causal))
     if causal == "top-left":
         if tuple(window) != (-1, -1):
             raise TensorError(
                 f"windows are aligned bottom-right, got window={tuple(window)} with causal='top-left'; leave one out"
             )
         return _CAUSAL[causal]
-    return found
+    return mask
 
 
 def _words(mask: Any) -> Mask | None:

@@ -50,27 +50,27 @@ def read(
     if none and all(given.get(number.name) in (None, 0.0) for number in NUMBERS):
         return _BIAS_ALONE[bias]
     heads = query.shape[1]
-    found: dict[str, Any] = {
+    operands: dict[str, Any] = {
         number.name: number_of(number, given.get(number.name, number.default)) for number in NUMBERS
     }
     text = ""
     if score_mod is not None:
         sizes = {"b": batch, "h": heads, "q_idx": seq_q, "kv_idx": seq_kv}
-        text, found["score_captures"] = _score_mod(score_mod, sizes, query.device)
+        text, operands["score_captures"] = _score_mod(score_mod, sizes, query.device)
     if alibi_slopes is not None:
-        found["slopes"] = _slopes(alibi_slopes, batch, heads, query)
+        operands["slopes"] = _slopes(alibi_slopes, batch, heads, query)
     if sinks is not None:
-        found["sinks"] = _sinks(sinks, heads, query)
-    if found["dropout"] > 0.0:
-        found["seed"] = _seed(given.get("seed"), query.device)
+        operands["sinks"] = _sinks(sinks, heads, query)
+    if operands["dropout"] > 0.0:
+        operands["seed"] = _seed(given.get("seed"), query.device)
     modifiers = Modifiers(
         score_mod=text,
         alibi=alibi_slopes is not None,
         bias=bias,
         sinks=sinks is not None,
-        **{number.modifier: found[number.name] > 0.0 for number in NUMBERS},
+        **{number.modifier: operands[number.name] > 0.0 for number in NUMBERS},
     )
-    return Changed(modifiers=modifiers, operands=found)
+    return Changed(modifiers=modifiers, operands=operands)
 
 
 def check_tensor(name: str, tensor: Any, device: torch.device) -> None:

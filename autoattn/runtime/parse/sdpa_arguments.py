@@ -242,7 +242,7 @@ def record(function: Callable[..., Any], placed: tuple[Any, ...], given: dict[st
     Args:
         placed: the arguments that have no names in the call.
     """
-    usual = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    usual = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     return torch.overrides.handle_torch_function(function, placed, *placed, **_without_defaults(given, usual))
 
 

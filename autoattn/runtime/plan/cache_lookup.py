@@ -125,7 +125,7 @@ def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
     if explanation.problem is None or device is None:
         return [explanation.variant]
     spaces = search_space.of(explanation.problem.op)
-    seeds = [variant for one in spaces for variant in one.seeds_for(explanation.problem, device)]
+    seeds = [variant for space in spaces for variant in space.seeds_for(explanation.problem, device)]
     return list(dict.fromkeys([explanation.variant, *seeds]))
 
 
@@ -156,8 +156,10 @@ class _Lookup:
         self.problem, self.device = problem, device
         # What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude; what was
         # tuned for any gradients serves deterministic ones likewise.
-        asked = (problem, replace(problem, numerics=Numerics.ANY))
-        self.keys = dict.fromkeys(one.key for one in (*asked, *(replace(one, deterministic=False) for one in asked)))
+        problems = (problem, replace(problem, numerics=Numerics.ANY))
+        self.keys = dict.fromkeys(
+            tuned.key for tuned in (*problems, *(replace(tuned, deterministic=False) for tuned in problems))
+        )
         self.steps: list[str] = []
         self.unavailable = ""
         self.measured: dict[str, CacheEntry] = {}
@@ -167,8 +169,8 @@ class _Lookup:
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
         rules = (self.exact_entry, self.near_entry, self.predicted_entry)
-        found = next((answer for rule in rules if (answer := rule()) is not None), None)
-        return replace(found or self.default_variant(), unavailable=self.unavailable)
+        explanation = next((answer for rule in rules if (answer := rule()) is not None), None)
+        return replace(explanation or self.default_variant(), unavailable=self.unavailable)
 
     def _read(self, folders: tuple[Path, ...]) -> None:
         """Takes in the entries that count; an entry that cannot serve this problem gives way to one that can."""
@@ -201,9 +203,9 @@ class _Lookup:
         for _, far, _, entry in sorted(related, key=lambda item: item[:3]):
             level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
             reason = f"{entry.problem} is {far:.1f} octaves away and was measured on this card"
-            found = self._use(entry, level, reason)
-            if found is not None:
-                return found
+            answer = self._use(entry, level, reason)
+            if answer is not None:
+                return answer
             if excluded is None and (why := self._why_excluded(entry)) is not None:
                 excluded = self._instead(entry, level, f"{reason}, but {why}")
         if excluded is not None:  # what was measured beside it, before a default that nobody measured
@@ -225,13 +227,13 @@ class _Lookup:
                 "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"
             )
             return sdpa(reason, self.problem, self.steps)
-        for one in search_space.of(self.problem.op):
+        for space in search_space.of(self.problem.op):
             try:
-                variant = one.default(self.problem, self.device)
+                variant = space.default(self.problem, self.device)
             except SpaceError as error:
                 self.steps.append(f"default: {error}")
             else:
-                return self._answer(KERNEL, Level.DEFAULT, _default_reason(one.template), variant=variant)
+                return self._answer(KERNEL, Level.DEFAULT, _default_reason(space.template), variant=variant)
         return sdpa(self.steps.pop().removeprefix("default: "), self.problem, self.steps)
 
     def _answer(
@@ -250,7 +252,7 @@ class _Lookup:
 
     def _first(self, entries: list[CacheEntry], level: Level, reason: str) -> Explanation | None:
         """The first that can serve."""
-        return next((found for entry in entries if (found := self._use(entry, level, reason)) is not None), None)
+        return next((answer for entry in entries if (answer := self._use(entry, level, reason)) is not None), None)
 
     def _use(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
         """The entry as an answer, or a step that says why it is none."""
@@ -272,8 +274,8 @@ class _Lookup:
                 reason += f", and {entry.mark.choice} was the fastest when it was verified"
                 return self._answer(entry.mark.choice, level, reason, variant=entry.variant, entry=entry)
         if entry.choice != KERNEL:
-            if (other := entry.versions.get("torch")) != str(torch.__version__):
-                self.steps.append(f"{entry.choice} was the fastest with torch {other}, this is {torch.__version__}")
+            if (release := entry.versions.get("torch")) != str(torch.__version__):
+                self.steps.append(f"{entry.choice} was the fastest with torch {release}, this is {torch.__version__}")
             rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
             gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
             reason += f", and {entry.choice} was the fastest{gain}"
@@ -289,20 +291,24 @@ class _Lookup:
 
     def _instead(self, entry: CacheEntry, level: Level, reason: str) -> Explanation | None:
         """The fastest of what was measured beside a choice that cannot serve here: kernels and rivals."""
-        seeds = (seed for one in search_space.of(self.problem.op) for seed in one.seeds_for(self.problem, self.device))
+        seeds = (
+            seed for space in search_space.of(self.problem.op) for seed in space.seeds_for(self.problem, self.device)
+        )
         seed = next(seeds, None)  # for calls that ask for more than a rival gives
         # A rival that may repeat itself takes at least the time that it takes when it need not.
         routes = [name for name in ROUTES if not self._is_looser(entry) or name not in NEVER_ALIKE]
-        found = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in routes]
+        choices = [(rival.measurement.median_us, rival.name, seed) for rival in entry.rivals if rival.name in routes]
         if self._why_not(entry) is None:
-            found.append((entry.time_us, KERNEL, entry.variant))
-        for one in entry.candidates:
-            alike = replace(entry, template=one.template, params=one.params, source_digest=one.source_digest)
+            choices.append((entry.time_us, KERNEL, entry.variant))
+        for candidate in entry.candidates:
+            alike = replace(
+                entry, template=candidate.template, params=candidate.params, source_digest=candidate.source_digest
+            )
             if self._why_not(alike) is None:
-                found.append((one.time_us, KERNEL, one.variant))
-        if not found:
+                choices.append((candidate.time_us, KERNEL, candidate.variant))
+        if not choices:
             return None
-        _, route, variant = min(found, key=lambda one: one[0])
+        _, route, variant = min(choices, key=lambda choice: choice[0])
         words = route
         if route == KERNEL and variant is not None:
             words = f"{'its kernel' if variant == entry.variant else 'a runner-up'} of {variant.template}"

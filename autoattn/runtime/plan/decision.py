@@ -50,9 +50,9 @@ def explain(
     explanation = of_output(output, card, folder, lse=lse or training)
     if not training:
         return explanation
-    asked = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(problem)
-    learned = Learned(bias=asked.modifiers.bias is Bias.LEARNED, slopes=asked.modifiers.learned_slopes)
-    gradients = cache_lookup.explain(asked, card, folder)
+    backward = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(problem)
+    learned = Learned(bias=backward.modifiers.bias is Bias.LEARNED, slopes=backward.modifiers.learned_slopes)
+    gradients = cache_lookup.explain(backward, card, folder)
     refused = why_not_both(explanation, gradients)
     if card is None:
         without = without_kernel(explanation.reason, output, lse=lse, learned=learned)
@@ -60,8 +60,8 @@ def explain(
         without = without_gradients(refused, output, gradients, lse=lse, learned=learned)
     else:
         both = with_gradients(explanation, gradients)
-        return launch_bound(both, gradients, deterministic=asked.deterministic, lse=lse) or both
-    return repeated(without) if asked.deterministic else without
+        return launch_bound(both, gradients, deterministic=backward.deterministic, lse=lse) or both
+    return repeated(without) if backward.deterministic else without
 
 
 def of_output(problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool) -> Explanation:

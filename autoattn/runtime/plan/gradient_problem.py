@@ -83,7 +83,7 @@ def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
     Args:
         lse: whether the LSE is an answer too; of backward kernels: one that may have a gradient.
     """
-    asked = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
+    traits = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     new = render.natural_traits(problem)
-    wide = asked.wide or new.wide or forward.reaches_far(operands.query, problem.head_dim_v)
-    return replace(asked, alignment=math.gcd(asked.alignment, new.alignment), wide=wide)
+    wide = traits.wide or new.wide or forward.reaches_far(operands.query, problem.head_dim_v)
+    return replace(traits, alignment=math.gcd(traits.alignment, new.alignment), wide=wide)

@@ -42,7 +42,7 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
     gpu_us = {route: first[route] + second[route] for route in routes if route in first and route in second}
     if not gpu_us or gpu_us[KERNEL] >= HOST_US[KERNEL]:
         return None
-    route = min(gpu_us, key=lambda one: max(gpu_us[one], HOST_US[one]))
+    route = min(gpu_us, key=lambda name: max(gpu_us[name], HOST_US[name]))
     if route == KERNEL:
         return None
     reason = (
@@ -58,11 +58,11 @@ def _is_plain(problem: Problem) -> bool:
     return aligned and pytorch_sdpa.why_not_sdpa(problem) is None and pytorch_sdpa.bind(problem, 1.0, SDPA) is not None
 
 
-def _times(found: Explanation) -> dict[str, float]:
+def _times(explanation: Explanation) -> dict[str, float]:
     """Microseconds that the kernel and PyTorch's backends take the GPU; empty where they were not measured."""
-    entry = found.entry
-    if found.problem is None or entry is None or not entry.problem.flops():
+    entry = explanation.entry
+    if explanation.problem is None or entry is None or not entry.problem.flops():
         return {}
-    share = found.problem.flops() / entry.problem.flops()
-    times = {one.name: one.measurement.median_us for one in entry.rivals}
+    share = explanation.problem.flops() / entry.problem.flops()
+    times = {rival.name: rival.measurement.median_us for rival in entry.rivals}
     return {route: share * time_us for route, time_us in {**times, KERNEL: entry.time_us}.items()}

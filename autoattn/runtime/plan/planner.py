@@ -75,7 +75,7 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
         return _of_call(call, _by_pytorch(without, repeats=learns and call.deterministic))
     try:
         if learns:
-            given = (gradient_problem.traits_of(problem, operands, lse=each) for each in (True, lse))
+            given = (gradient_problem.traits_of(problem, operands, lse=wants_lse) for wants_lse in (True, lse))
             both = _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
             return settled(both, problem)
         traits = gradient_problem.traits_of(problem, operands, lse=lse)

@@ -65,10 +65,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None,
-        slopes: Tensor | None, operands: Operands, one: Pass,
+        slopes: Tensor | None, operands: Operands, both: Pass,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         operands = _with(operands, query, key, value, sinks, bias, slopes)
-        output, lse = launch(one, operands)
+        output, lse = launch(both, operands)
         ctx.save_for_backward(query, key, value, output, lse, sinks, bias, slopes)
         # Without what is saved, so that nothing keeps it alive but autograd.
         nothing = query.new_empty(0)
@@ -77,17 +77,17 @@ class _Attention(torch.autograd.Function):
             ctx.operands = replace(ctx.operands, bias=None, narrow_bias=None)
         if slopes is not None:
             ctx.operands = replace(ctx.operands, slopes=None)
-        ctx.problem, ctx.kernel = one.backward_problem, one.backward
+        ctx.problem, ctx.kernel = both.backward_problem, both.backward
         ctx.set_materialize_grads(False)
-        if not one.backward.source.traits.lse:
+        if not both.backward.source.traits.lse:
             ctx.mark_non_differentiable(lse)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor) -> tuple[Tensor | None, ...]:
-        found = _Gradients.apply(*pulls, *ctx.saved_tensors, ctx.operands, ctx.problem, ctx.kernel)
+        grads = _Gradients.apply(*pulls, *ctx.saved_tensors, ctx.operands, ctx.problem, ctx.kernel)
         return (
-            *(grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)),
+            *(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)),
             None,
             None,
         )
@@ -112,8 +112,8 @@ class _Gradients(Once):
         operands: Operands, problem: Problem, kernel: Kernel,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         operands = _with(operands, query, key, value, sinks, bias, slopes)
-        found = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
-        return found.query, found.key, found.value, found.sinks, found.bias, found.slopes
+        gradients = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
+        return gradients.query, gradients.key, gradients.value, gradients.sinks, gradients.bias, gradients.slopes
 
 
 def _with(
@@ -131,11 +131,11 @@ def _with(
 def reads(kernel: Kernel, output_grad: Tensor) -> bool:
     """Whether backward kernels read an output gradient where it lies, a [batch, heads_q, seq_q, head_dim_v] view."""
     traits = kernel.source.traits
-    asked = forward.traits_of(output_grad)
+    grad_traits = forward.traits_of(output_grad)
     steps = zip(output_grad.shape, output_grad.stride(), strict=True)
     apart = all(step > 0 for size, step in steps if size > 1)
     readable = apart and not output_grad.is_neg()
-    return readable and asked.alignment % traits.alignment == 0 and asked.wide <= traits.wide
+    return readable and grad_traits.alignment % traits.alignment == 0 and grad_traits.wide <= traits.wide
 
 
 def lse_grad_as_read(lse_grad: Tensor | None, lse: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def counting_redone() -> Iterator[Redone]:
     try:
         yield count
     finally:
-        left = tuple(one for one in counting[thread] if one is not count)
+        left = tuple(redone for redone in counting[thread] if redone is not count)
         if left:
             counting[thread] = left
         else:

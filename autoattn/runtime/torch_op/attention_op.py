@@ -62,8 +62,8 @@ def _attention(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     The LSE has no elements when nobody asks for it. Asked for by keep_lse alone it is for the backward pass, and NaN
     where no kernels serve both passes.
     """
-    found = at_once(tensors, words)
-    return _both(_ordinary(tensors, words), tensors, words) if found is None else found
+    answer = at_once(tensors, words)
+    return _both(_ordinary(tensors, words), tensors, words) if answer is None else answer
 
 
 def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -71,17 +71,17 @@ def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tens
     if (known := call_cache.find(posed(tensors, words))) is None:
         return None
     pass_of = known.forward if isinstance(known, TrainingCall) else known
-    found = pass_of(*tensors[:3], *offsets_of(tensors))
-    return None if found is None else _both(found, tensors, words)
+    answer = pass_of(*tensors[:3], *offsets_of(tensors))
+    return None if answer is None else _both(answer, tensors, words)
 
 
-def _both(found: Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _both(answer: Answer, tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The output and the LSE that the schema promises, where the answer may be the output alone."""
-    if not isinstance(found, Tensor):
-        return found
+    if not isinstance(answer, Tensor):
+        return answer
     if words.get("keep_lse"):
-        return found, found.new_full(_lse_shape(named(tensors, words)), math.nan, dtype=lse_dtype(found.dtype))
-    return found, found.new_empty_strided((0,), (1,), dtype=lse_dtype(found.dtype))
+        return answer, answer.new_full(_lse_shape(named(tensors, words)), math.nan, dtype=lse_dtype(answer.dtype))
+    return answer, answer.new_empty_strided((0,), (1,), dtype=lse_dtype(answer.dtype))
 
 
 def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> Answer:
@@ -100,9 +100,9 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> Answer:
 
 def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | None:
     """The key of the operator's call; None where it computes on more tensors than that keeps."""
-    query, key, value, *others = tensors
+    query, key, value, *extras = tensors
     offsets = offsets_of(tensors)
-    if sum(isinstance(one, Tensor) or bool(one) for one in others) > len(offsets):
+    if sum(isinstance(extra, Tensor) or bool(extra) for extra in extras) > len(offsets):
         return None
     facts = (*words, *words.values(), "operator", torch.are_deterministic_algorithms_enabled())
     return call_cache.key(query, key, value, offsets, facts, None)
@@ -110,7 +110,7 @@ def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | Non
 
 def offsets_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """cu_seqlens_q and cu_seqlens_kv, where they are there."""
-    return tuple(one for one in tensors[_OFFSETS : _OFFSETS + 2] if one is not None)
+    return tuple(offsets for offsets in tensors[_OFFSETS : _OFFSETS + 2] if offsets is not None)
 
 
 def plan_both(call: Call, given: dict[str, Any]) -> planner.Plan:
@@ -119,8 +119,8 @@ def plan_both(call: Call, given: dict[str, Any]) -> planner.Plan:
     Where they do not, the operator computes the call twice.
     """
     learned = Learned(bias=given["learns_bias"], slopes=given["learns_slopes"])
-    found = planner.plan(call, lse=given["return_lse"], learns=True, learned=learned)
-    return found.captured or found
+    plan = planner.plan(call, lse=given["return_lse"], learns=True, learned=learned)
+    return plan.captured or plan
 
 
 def as_read(tensor: Tensor, given: dict[str, Any]) -> Tensor:
@@ -149,8 +149,8 @@ def empty_lse(given: dict[str, Any]) -> Tensor:
     """A new LSE; without elements where nobody wants one."""
     wanted = given["return_lse"] or given["keep_lse"]
     query: Tensor = given["query"]
-    found: Tensor = query.new_empty(_lse_shape(given) if wanted else [0], dtype=lse_dtype(query.dtype))
-    return found
+    lse: Tensor = query.new_empty(_lse_shape(given) if wanted else [0], dtype=lse_dtype(query.dtype))
+    return lse
 
 
 def _lse_shape(given: dict[str, Any]) -> list[int]:
@@ -174,15 +174,15 @@ def lengths(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
 def function_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The other arguments of the function, but for return_lse."""
     packed = given["layout"] == PACKED
-    asked = {name: given[name] for name in (_PACKED_ARGUMENTS if packed else _ARGUMENTS)}
-    asked["seed"] = given["seed"] if given["drawn_seed"] is None else int(given["drawn_seed"])
-    asked["score_mod"] = _score_mod(given)
+    keywords = {name: given[name] for name in (_PACKED_ARGUMENTS if packed else _ARGUMENTS)}
+    keywords["seed"] = given["seed"] if given["drawn_seed"] is None else int(given["drawn_seed"])
+    keywords["score_mod"] = _score_mod(given)
     if not packed:
-        return {**asked, "mask": _mask(given)}
+        return {**keywords, "mask": _mask(given)}
     seen = Mask.parse(given["mask"])
     if seen.causal:
-        return {**asked, "causal": seen.alignment.value}
-    return {**asked, "window": (-1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right)}
+        return {**keywords, "causal": seen.alignment.value}
+    return {**keywords, "window": (-1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right)}
 
 
 def _score_mod(given: dict[str, Any]) -> str | Traced | None:
@@ -219,8 +219,8 @@ def _autocast(*tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     if three[0].dtype is not tensors[0].dtype:
         words.pop("precision", None)  # it was one of float32 products
     with torch_private.below_autocast():
-        found: tuple[Tensor, Tensor] = operator(*three, *tensors[3:], **words)
-    return found
+        answer: tuple[Tensor, Tensor] = operator(*three, *tensors[3:], **words)
+    return answer
 
 
 for _key in ("AutocastCUDA", "AutocastCPU"):

@@ -43,18 +43,20 @@ def _by_kernel(
     call = attention_op.read(given)
     if (both := attention_op.plan_both(call, given).passes(call.problem)) is None:
         return None
-    made = [None if one is None else attention_op.as_read(one, given) for one in (output, grad_output)]
-    sums = [one[None] if one is not None and given["layout"] == PACKED else one for one in (lse, grad_lse)]
-    found = autograd.differentiate(
+    made = [None if tensor is None else attention_op.as_read(tensor, given) for tensor in (output, grad_output)]
+    sums = [tensor[None] if tensor is not None and given["layout"] == PACKED else tensor for tensor in (lse, grad_lse)]
+    gradients = autograd.differentiate(
         both.backward, both.backward_problem, call.operands, made[0], sums[0], made[1], sums[1]
     )
     layout = Layout(given["layout"])
-    named: dict[str, Tensor | None] = {name: operands.as_given(one, layout) for name, one in found.named()}
+    named: dict[str, Tensor | None] = {
+        name: operands.as_given(gradient, layout) for name, gradient in gradients.named()
+    }
     sinks = given["sinks"]
-    named["sinks"] = found.sinks if found.sinks is None else found.sinks.to(sinks.dtype)
-    named["bias"] = found.bias if found.bias is None else found.bias.reshape(given["bias"].shape)
+    named["sinks"] = gradients.sinks if gradients.sinks is None else gradients.sinks.to(sinks.dtype)
+    named["bias"] = gradients.bias if gradients.bias is None else gradients.bias.reshape(given["bias"].shape)
     slopes = given["alibi_slopes"]
-    named["alibi_slopes"] = found.slopes if found.slopes is None else found.slopes.sum_to_size(slopes.shape)
+    named["alibi_slopes"] = gradients.slopes if gradients.slopes is None else gradients.slopes.sum_to_size(slopes.shape)
     return named
 
 
@@ -62,16 +64,16 @@ def _by_pytorch(
     grad_output: Tensor | None, grad_lse: Tensor | None, given: dict[str, Any], learners: list[str]
 ) -> dict[str, Tensor | None]:
     """Gradients of the named tensors by computing the call once more; None for 0."""
-    asked = {**given, "return_lse": grad_lse is not None}
+    words = {**given, "return_lse": grad_lse is not None}
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name in learners}
-        again, again_lse = _answer(asked | leaves)
+        again, again_lse = _answer(words | leaves)
         pairs = [
             (made, push) for made, push in ((again, grad_output), (again_lse, grad_lse)) if made is not None is not push
         ]
         made, pushes = zip(*pairs, strict=True)
-        found = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
-    return dict(zip(leaves, found, strict=True))
+        grads = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def _answer(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -88,8 +90,8 @@ def _answer(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     """Gradients of those of LEARNING that learn, in its order; each lies in memory as its tensor does."""
-    found = _at_once(tensors, learns, words)
-    return _ordinary(tensors, learns, words) if found is None else found
+    grads = _at_once(tensors, learns, words)
+    return _ordinary(tensors, learns, words) if grads is None else grads
 
 
 def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor] | None:
@@ -101,7 +103,7 @@ def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]
     if output.stride() != known.output or not lse.is_contiguous():
         return None
     made = known.differentiate(*pulls, query, key, value, output, lse, *attention_op.offsets_of(tensors[_BEFORE:]))
-    return [one for one, learnt in zip(made, learns, strict=False) if learnt]
+    return [grad for grad, learnt in zip(made, learns, strict=False) if learnt]
 
 
 def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
@@ -110,10 +112,10 @@ def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any
     with torch_private.above_autograd():
         grad_output, grad_lse, output, lse = tensors[:_BEFORE]
         learners = _learners(learns)
-        found = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
-        if found is None:
-            found = _by_pytorch(grad_output, grad_lse, given, learners)
-    return [_settled(found[name], name, given) for name in learners]
+        grads = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
+        if grads is None:
+            grads = _by_pytorch(grad_output, grad_lse, given, learners)
+    return [_settled(grads[name], name, given) for name in learners]
 
 
 def _shapes(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
@@ -142,7 +144,7 @@ def _settled(grad: Tensor | None, name: str, given: dict[str, Any]) -> Tensor:
 
 
 def _learners(learns: list[bool]) -> list[str]:
-    return [name for name, one in zip(LEARNING, learns, strict=True) if one]
+    return [name for name, learnt in zip(LEARNING, learns, strict=True) if learnt]
 
 
 # --- Autograd ---------------------------------------------------------------------------------------------------------
@@ -156,8 +158,15 @@ def _save(
     if not keyword_only_inputs["return_lse"]:
         ctx.mark_non_differentiable(output[1])
     ctx.words = keyword_only_inputs
-    ctx.lengths = [-1 if one is None else len(one) if isinstance(one, list) else 1 for one in inputs]
-    flat = [part for one in inputs for part in (one if isinstance(one, list) else [one]) if part is not None]
+    ctx.lengths = [
+        -1 if argument is None else len(argument) if isinstance(argument, list) else 1 for argument in inputs
+    ]
+    flat = [
+        part
+        for argument in inputs
+        for part in (argument if isinstance(argument, list) else [argument])
+        if part is not None
+    ]
     ctx.save_for_backward(*output, *flat)
 
 
@@ -167,17 +176,17 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
     for name, length in zip(TENSORS, ctx.lengths, strict=True):
         parts = [flat.pop(0) for _ in range(length)]
         inputs.append(None if length < 0 else parts if name in LISTS else parts[0])
-    nothing: list[Any] = [[None] * len(one) if isinstance(one, list) else None for one in inputs]
+    nothing: list[Any] = [[None] * len(argument) if isinstance(argument, list) else None for argument in inputs]
     if grad_output is None and grad_lse is None:
         return tuple(nothing[: len(ctx.needs_input_grad)])
     given = len(ctx.needs_input_grad)  # the dispatcher leaves out what is the default, and wants no gradients of it
     learns = [place < given and bool(ctx.needs_input_grad[place]) for place in range(len(LEARNING))]
-    found = torch.ops.autoattn.attention_backward(
+    grads = torch.ops.autoattn.attention_backward(
         grad_output, grad_lse, output, lse, *inputs, learns=learns, **ctx.words
     )
-    for place, one in enumerate(learns):
-        if one:
-            nothing[place] = found.pop(0)
+    for place, learnt in enumerate(learns):
+        if learnt:
+            nothing[place] = grads.pop(0)
     return tuple(nothing[:given])
 
 
@@ -197,8 +206,8 @@ _recorded_backward = torch_private.autograd_kernel(_operator, _no_second, None)
 
 def _attention(keys: torch.DispatchKeySet, *tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     find = _in_parts if torch.is_grad_enabled() else attention_op.at_once
-    found = find(tensors, words)
-    return _recorded(keys, *tensors, **words) if found is None else found
+    answer = find(tensors, words)
+    return _recorded(keys, *tensors, **words) if answer is None else answer
 
 
 def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -206,11 +215,11 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
 
     A graph in which lengths are symbols, and one for CUDA graphs, keep the operator.
     """
-    query, key, value, *others = tensors
-    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(one is not None for one in others):
+    query, key, value, *extras = tensors
+    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(extra is not None for extra in extras):
         return None
     if (
-        not all(type(size) is int for one in (query, key, value) for size in one.shape)
+        not all(type(size) is int for tensor in (query, key, value) for size in tensor.shape)
         or torch_private.is_for_cuda_graphs()
     ):
         return None
@@ -219,8 +228,10 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
         return None
     call = attention_op.read(given)
     card = nvidia.present(query.device.index)
-    found = [cache_lookup.explain(one, card) for one in (call.problem, gradient_problem.backward_of(call.problem))]
-    theirs = host_bound.answer(found[0], found[1])
+    explanations = [
+        cache_lookup.explain(problem, card) for problem in (call.problem, gradient_problem.backward_of(call.problem))
+    ]
+    theirs = host_bound.answer(explanations[0], explanations[1])
     if theirs is None:
         return None
     output, _ = execute.run(call, planner.Plan(theirs), lse=False)
@@ -231,8 +242,8 @@ _TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not lo
 
 
 def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
-    found = None if torch.is_grad_enabled() else _at_once(tensors, learns, words)
-    return _recorded_backward(keys, *tensors, learns=learns, **words) if found is None else found
+    grads = None if torch.is_grad_enabled() else _at_once(tensors, learns, words)
+    return _recorded_backward(keys, *tensors, learns=learns, **words) if grads is None else grads
 
 
 library.impl("attention", _attention, "Autograd", with_keyset=True)

@@ -51,14 +51,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, eagerly: Callable[..
     words, table, bias = _seen(mask, given["causal"], given["window"], given["bias"])
     if bias is not None:
         modifier_arguments.check_tensor("bias", bias, query.device)
-    asked = {**_asked(query, given), **mod, **_pieces(table)}
+    options = {**_asked(query, given), **mod, **_pieces(table)}
     slopes = given["alibi_slopes"]
-    found: tuple[Tensor, Tensor] = attention_schema.operator(
+    answer: tuple[Tensor, Tensor] = attention_schema.operator(
         query, key, value, bias, mask=words, layout=layout.value, precision=precision,
         keep_lse=_learns(query, key, value, given["sinks"], bias, slopes),
-        learns_bias=_learns(bias), learns_slopes=_learns(slopes), **asked,
+        learns_bias=_learns(bias), learns_slopes=_learns(slopes), **options,
     )  # fmt: skip
-    return found if given["return_lse"] else found[0]
+    return answer if given["return_lse"] else answer[0]
 
 
 def packed_attention(
@@ -75,7 +75,7 @@ def packed_attention(
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         cu_seqlens.check_form(name, offsets, query.device)
     cu_seqlens.check_pair(cu_seqlens_q, cu_seqlens_kv)
-    found: tuple[Tensor, Tensor] = attention_schema.operator(
+    answer: tuple[Tensor, Tensor] = attention_schema.operator(
         query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
         max_seqlen_q=arguments.length_of("max_seqlen_q", max_seqlen_q),
         max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
@@ -83,7 +83,7 @@ def packed_attention(
         precision=precision, keep_lse=_learns(query, key, value, given["sinks"], given["alibi_slopes"]),
         learns_slopes=_learns(given["alibi_slopes"]), **_asked(query, given), **mod,
     )  # fmt: skip
-    return found if given["return_lse"] else found[0]
+    return answer if given["return_lse"] else answer[0]
 
 
 # --- What goes another way --------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _is_pytorchs(*tensors: Tensor) -> bool:
     """
     if not torch.compiler.is_dynamo_compiling():
         return False
-    if any(isinstance(one, Tensor) and type(one) not in (Tensor, torch.nn.Parameter) for one in tensors):
+    if any(isinstance(tensor, Tensor) and type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
         return True
     return _is_differentiated()
 
@@ -229,30 +229,30 @@ def _pieces(table: Any) -> dict[str, Any]:
 def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """What changes weights, and what both functions have."""
     _check_words("numerics", given["numerics"], "any, online")
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": arguments.scale_of(given["scale"]),
         "numerics": given["numerics"],
         "deterministic": arguments.deterministic_of(given["deterministic"]),
         "return_lse": bool(given["return_lse"]),
     }
     for number in NUMBERS:
-        asked[number.name] = modifier_arguments.number_of(number, given[number.name])
+        options[number.name] = modifier_arguments.number_of(number, given[number.name])
     seed = given["seed"]
-    if asked["dropout"] > 0.0:
+    if options["dropout"] > 0.0:
         # A number that is drawn while the graph runs, and that the backward pass gets again.
-        asked.update(
+        options.update(
             {"drawn_seed": modifier_arguments.draw()} if seed is None else {"seed": modifier_arguments.seed_of(seed)}
         )
     for name in attention_schema.LEARNING[4:]:
         if given[name] is not None:
             modifier_arguments.check_tensor(name, given[name], query.device)
-            asked[name] = given[name]
-    return asked
+            options[name] = given[name]
+    return options
 
 
 def _learns(*tensors: Any) -> bool:
     """Whether some of the tensors need a gradient."""
-    learners = [one for one in tensors if isinstance(one, Tensor) and one.requires_grad]
+    learners = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
     return torch.is_grad_enabled() and len(learners) > 0  # Dynamo of torch 2.11 knows no truth of a list
 
 

@@ -18,6 +18,7 @@ def is_watched(*tensors: Any) -> bool:
     """
     if torch.compiler.is_compiling() or torch_private.count_dispatch_modes():
         return True
-    if any(type(one).__name__ == "FakeTensor" for one in tensors):  # by name: most programs do not load its module
+    # By name: most programs do not load its module.
+    if any(type(tensor).__name__ == "FakeTensor" for tensor in tensors):
         return True
     return torch_private.transforms() == (VMAP,)
