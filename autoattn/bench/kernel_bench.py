@@ -86,7 +86,7 @@ def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Sourc
     found: dict[Source, None] = {}
     for problem in problems:
         told = cache_lookup.explain(problem, card)
-        ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else cache_lookup.variants(told, card)[:1]
+        ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else list(cache_lookup.variants(told, card))[:1]
         for variant in [*ran, *(_variants(told, None, card) if ours is Ours.VARIANTS else ())]:
             with suppress(AutoattnError):  # it is told where the row runs
                 found[render.render(problem, variant)] = None

@@ -6,7 +6,7 @@ Both rules are stated for users in docs/cache.md. Nothing here reads or writes a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -118,8 +118,7 @@ def overlay(
         One overlay for each device and operation, sorted.
     """
     groups: dict[tuple[str, str], list[tuple[Path, CacheFile]]] = {}
-    releases = triton_release.nearest_first()
-    for folder, file in sorted(files, key=lambda item: _rank(releases, item[1].triton)):
+    for folder, file in nearest_release_first(files):
         groups.setdefault((file.device, file.op.value), []).append((folder, file))
     return [_overlay(group, why_not, card) for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
@@ -150,6 +149,12 @@ def _overlay(files: list[tuple[Path, CacheFile]], why_not: WhyNot, card: Callabl
     )
 
 
+def nearest_release_first(files: Iterable[tuple[Path, CacheFile]]) -> list[tuple[Path, CacheFile]]:
+    """Cache files of the installed release of Triton, then those of others; each in the order of their folders."""
+    releases = triton_release.nearest_first()
+    return sorted(files, key=lambda item: _rank(releases, item[1].triton))
+
+
 def _rank(releases: list[str], release: str) -> int:
     """The place of a release among `releases`; behind them all where it is none of them."""
     return releases.index(release) if release in releases else len(releases)
@@ -159,18 +164,18 @@ def _ranked(places: list[Placed], why_not: WhyNot) -> list[Placed]:
     """The entries of one problem in the order in which they count; `places` are in the order of the folders."""
     if len(places) == 1:
         return places
-    measured = _used_first([place for place in places if place.measured], why_not)
-    predicted = _used_first([place for place in places if not place.measured], why_not)
+    measured = used_first([place for place in places if place.measured], why_not)
+    predicted = used_first([place for place in places if not place.measured], why_not)
     prediction_counts = (
         bool(measured and predicted) and why_not(measured[0].entry) is not None and why_not(predicted[0].entry) is None
     )
     return predicted + measured if prediction_counts else measured + predicted
 
 
-def _used_first(places: list[Placed], why_not: WhyNot) -> list[Placed]:
+def used_first(places: Sequence[Placed], why_not: WhyNot) -> list[Placed]:
     """Entries of one problem and one kind of evidence, with the first one that is used in front."""
     if len(places) < 2:
-        return places
+        return list(places)
     used = (
         place
         for number, place in enumerate(places)

@@ -27,6 +27,8 @@ from autoattn.core.trial import Evidence
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, CacheError
 
+Stamp = tuple[int, int, int]  # when a file was written, its bytes and its inode
+Stamps = tuple[Stamp | None, ...]
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
 
 
@@ -88,8 +90,26 @@ def files_of(folder: Path, device: Device, op: Op) -> list[CacheFile]:
     Raises:
         CacheError: a file is damaged, newer, foreign or unreadable.
     """
-    files = (_found(path_of(folder, device, op, release)) for release in triton_release.nearest_first())
+    files = map(_found, paths_of(folder, device, op))
     return [file for file in files if file is not None]
+
+
+def paths_of(folder: Path, device: Device, op: Op) -> list[Path]:
+    """Where `files_of` looks."""
+    return [path_of(folder, device, op, release) for release in triton_release.nearest_first()]
+
+
+def stamps(paths: Iterable[str]) -> Stamps:
+    """What changes when one of these files is written, made or removed."""
+    stamps: list[Stamp | None] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):  # ValueError: a NUL character in the path; reading says what is wrong
+            stamps.append(None)
+        else:
+            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return tuple(stamps)
 
 
 def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:

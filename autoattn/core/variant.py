@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Value = int | bool | str
 
@@ -65,8 +65,7 @@ class Source:
     text: str
     variant: Variant
     traits: Traits
+    digest: str = field(init=False, compare=False)  # names the kernel
 
-    @property
-    def digest(self) -> str:
-        """Names the kernel."""
-        return digest_of(self.text)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_of(self.text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,16 +12,13 @@ import triton
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, inventory, precedence, store
-from autoattn.cache.file_format import CacheFile
-from autoattn.cache.precedence import Placed, WhyNot
 from autoattn.codegen import search_space
-from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.mask import MaskKind
 from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError, UsageError
+from autoattn.runtime.plan import tuned_entries
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
@@ -92,41 +88,26 @@ def differentiates(device: Device | None) -> bool:
     """
     if device is None:
         return False
-    files = _files(inventory.folders(None), device, Op.BACKWARD)
-    places = [place for _, place in _counting(files, device, store.why_held_back)]
-    return any(place.measured and place.entry.choice == KERNEL for place in places)
+    tuned = tuned_entries.read(Op.BACKWARD, device, inventory.folders(None))
+    counting = (precedence.used_first(places, store.why_held_back)[0] for places in tuned.measured.values())
+    return any(place.entry.choice == KERNEL for place in counting)
 
 
-def _files(folders: Sequence[Path], device: Device, op: Op) -> list[tuple[Path, CacheFile]]:
-    """The cache files of a device and an operation, with the folder of each."""
-    return [(folder, file) for folder in folders for file in store.files_of(folder, device, op)]
-
-
-def _counting(files: list[tuple[Path, CacheFile]], device: Device, why_not: WhyNot) -> Iterator[tuple[str, Placed]]:
-    """The entries that count on a card, by the problem's key: of each kind of evidence the first in the overlay."""
-    for overlay in precedence.overlay(files, why_not=why_not, card=lambda _: device.fingerprint):
-        for key, places in overlay.ranked.items():
-            kinds: dict[bool, Placed] = {}
-            for place in places:
-                if not place.measured or place.fingerprint == device.fingerprint:
-                    kinds.setdefault(place.measured, place)
-            for place in kinds.values():
-                yield key, place
-
-
-def variants(explanation: Explanation, device: Device | None) -> list[Variant]:
+def variants(explanation: Explanation, device: Device | None) -> Iterator[Variant]:
     """What to compile for an explanation, best first; nothing when a rival runs.
 
     Whether a variant fits the card and how the tensors lie, only compiling tells; one that does not makes way for the
     seeds of the operation's templates.
     """
     if explanation.route != KERNEL or explanation.variant is None:
-        return []
+        return
+    yield explanation.variant
     if explanation.problem is None or device is None:
-        return [explanation.variant]
-    spaces = search_space.of(explanation.problem.op)
-    seeds = [variant for space in spaces for variant in space.seeds_for(explanation.problem, device)]
-    return list(dict.fromkeys([explanation.variant, *seeds]))
+        return
+    for space in search_space.of(explanation.problem.op):
+        for seed in space.seeds_for(explanation.problem, device):
+            if seed != explanation.variant:
+                yield seed
 
 
 def without(explanation: Explanation, variant: Variant, reason: str) -> Explanation:
@@ -154,17 +135,10 @@ class _Lookup:
 
     def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
         self.problem, self.device = problem, device
-        # What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude; what was
-        # tuned for any gradients serves deterministic ones likewise.
-        problems = (problem, replace(problem, numerics=Numerics.ANY))
-        self.keys = dict.fromkeys(
-            tuned.key for tuned in (*problems, *(replace(tuned, deterministic=False) for tuned in problems))
-        )
-        self.steps: list[str] = []
+        self.keys = _keys_of(problem)
+        self.tuned = tuned_entries.of(problem, device, folders)
+        self.steps: list[str] = list(self.tuned.foreign)
         self.unavailable = ""
-        self.measured: dict[str, CacheEntry] = {}
-        self.predicted: dict[str, CacheEntry] = {}
-        self._read(folders)
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
@@ -172,37 +146,27 @@ class _Lookup:
         explanation = next((answer for rule in rules if (answer := rule()) is not None), None)
         return replace(explanation or self.default_variant(), unavailable=self.unavailable)
 
-    def _read(self, folders: tuple[Path, ...]) -> None:
-        """Takes in the entries that count; an entry that cannot serve this problem gives way to one that can."""
-        files = _files(folders, self.device, self.problem.op)
-        for folder, file in files:
-            if file.fingerprint != self.device.fingerprint:
-                path = store.path_in(folder, file)
-                self.steps.append(f"{path} speaks of {file.fingerprint}, not of {self.device.fingerprint}")
-        for key, place in _counting(files, self.device, self._why_not):
-            (self.measured if place.measured else self.predicted)[key] = place.entry
-
     def exact_entry(self) -> Explanation | None:
         """The problem itself was measured on this card."""
-        entries = [self.measured[key] for key in self.keys if key in self.measured]
+        entries = [self._measurement(key) for key in self.keys if key in self.tuned.measured]
         if not entries:
             self.steps.append("exact: this problem was not measured on this card")
         return self._first(entries, Level.EXACT, "this problem was measured on this card")
 
     def near_entry(self) -> Explanation | None:
         """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
+        sizes = tuned_entries.sizes_of(self.problem)
         related = [
-            (entry.problem.deterministic is not self.problem.deterministic, far, key, entry)
-            for key, entry in self.measured.items()
-            if key not in self.keys
-            and kernel_kind.shares_kernels(self.problem, entry.problem)
-            and (far := distance(entry.problem, self.problem)) <= FARTHEST
+            (self._is_tuned_otherwise(key), octaves, key)
+            for key, others in self.tuned.sizes.items()
+            if key not in self.keys and (octaves := tuned_entries.distance(others, sizes)) <= FARTHEST
         ]
         excluded: Explanation | None = None
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
-        for _, far, _, entry in sorted(related, key=lambda item: item[:3]):
+        for _, octaves, key in sorted(related):
+            entry = self._measurement(key)
             level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
-            reason = f"{entry.problem} is {far:.1f} octaves away and was measured on this card"
+            reason = f"{entry.problem} is {octaves:.1f} octaves away and was measured on this card"
             answer = self._use(entry, level, reason)
             if answer is not None:
                 return answer
@@ -215,7 +179,8 @@ class _Lookup:
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""
-        entries = [self.predicted[key] for key in self.keys if key in self.predicted]
+        keys = [key for key in self.keys if key in self.tuned.predicted]
+        entries = [precedence.used_first(self.tuned.predicted[key], self._why_not)[0].entry for key in keys]
         if not entries:
             self.steps.append("predicted: nobody predicted this problem for this kind of card")
         return self._first(entries, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
@@ -235,6 +200,14 @@ class _Lookup:
             else:
                 return self._answer(KERNEL, Level.DEFAULT, _default_reason(space.template), variant=variant)
         return sdpa(self.steps.pop().removeprefix("default: "), self.problem, self.steps)
+
+    def _measurement(self, key: str) -> CacheEntry:
+        """The measured entry of a problem that counts; one that cannot serve this problem gives way to one that can."""
+        return precedence.used_first(self.tuned.measured[key], self._why_not)[0].entry
+
+    def _is_tuned_otherwise(self, key: str) -> bool:
+        """Whether gradients were tuned to repeat to the bit where these need not, or need not where these must."""
+        return self.tuned.measured[key][0].entry.problem.deterministic is not self.problem.deterministic
 
     def _answer(
         self, route: str, level: Level, reason: str, *, variant: Variant | None, entry: CacheEntry | None = None
@@ -347,24 +320,23 @@ class _Lookup:
 
 def bucket(problem: Problem) -> tuple[int, ...]:
     """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
-    sizes = (*_sizes(problem), problem.seq_kv)
+    sizes = (*tuned_entries.sizes_of(problem), problem.seq_kv)
     return tuple((max(1, int(size)) - 1).bit_length() for size in sizes)
 
 
-def distance(one: Problem, other: Problem) -> float:
+def distance(problem: Problem, other: Problem) -> float:
     """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
-    return sum(abs(math.log2(left / right)) for left, right in zip(_sizes(one), _sizes(other), strict=True))
+    return tuned_entries.distance(tuned_entries.sizes_of(problem), tuned_entries.sizes_of(other))
 
 
-def _sizes(problem: Problem) -> tuple[float, ...]:
-    """Queries of a mean sequence, its keys, heads of all sequences, and group size.
+def _keys_of(problem: Problem) -> tuple[str, ...]:
+    """The keys of entries that speak of a problem itself, the problem's own first.
 
-    Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block
-    table and where lengths are mixed.
+    What was tuned for any numerics serves online ones too, unless its kernel is one that they exclude; what was tuned
+    for any gradients serves deterministic ones likewise.
     """
-    queries, keys = float(problem.seq_q), float(problem.seq_kv)
-    if problem.packed:
-        queries = problem.tokens_q / problem.batch
-    if problem.packed or problem.mask.kind in (MaskKind.WINDOW, MaskKind.BLOCKS):
-        keys = max(1.0, problem.kept_pairs() / (queries * problem.batch))
-    return queries, keys, problem.batch * problem.heads_q, problem.group_size
+    if problem.numerics is Numerics.ANY and not problem.deterministic:
+        return (problem.key,)
+    problems = [problem, replace(problem, numerics=Numerics.ANY)]
+    problems += [replace(tuned, deterministic=False) for tuned in problems]
+    return tuple(dict.fromkeys(tuned.key for tuned in problems))
