@@ -58,9 +58,9 @@ def attend(call: Callable[[Operands], Made], operands: Operands) -> Made:
     if torch_private.are_transforms_active():
         raise TensorError(f"deterministic=True must not be asked of a call that torch.func differentiates; {WAY_OUT}")
     given = {field.name: getattr(operands, field.name) for field in fields(operands)}
-    learners = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.requires_grad}
-    found: Made = _Both.apply(call, operands, tuple(learners), *learners.values())
-    return found
+    learners = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor) and tensor.requires_grad}
+    answer: Made = _Both.apply(call, operands, tuple(learners), *learners.values())
+    return answer
 
 
 class _Both(torch.autograd.Function):
@@ -87,8 +87,8 @@ class _Both(torch.autograd.Function):
         made, wanted = zip(*pairs, strict=True)
         again = torch_private.keeps_graph()  # else what is saved is freed, as autograd does
         with switched_on():
-            found = torch.autograd.grad(made, ctx.leaves, wanted, retain_graph=again, allow_unused=True)
-        return None, None, None, *found
+            grads = torch.autograd.grad(made, ctx.leaves, wanted, retain_graph=again, allow_unused=True)
+        return None, None, None, *grads
 
 
 _counting = threading.Lock()

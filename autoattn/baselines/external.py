@@ -60,13 +60,13 @@ def named(names: str) -> list[Peer]:
     Raises:
         UsageError: a name is unknown, or there is none.
     """
-    found: dict[str, Peer] = {}
+    peers: dict[str, Peer] = {}
     for name in names.split(","):
         peer = PEERS.get(name.strip())
         if peer is None:
             raise UsageError(f"a peer must be one of {', '.join(PEERS)}, got {name.strip()!r:.60}; correct it")
-        found[peer.name] = peer
-    return list(found.values())
+        peers[peer.name] = peer
+    return list(peers.values())
 
 
 def backward_pass(peer: Peer, problem: Problem, operands: Operands, output_grad: Tensor) -> Callable[[], Gradients]:
@@ -147,8 +147,8 @@ def _rival(name: str, about: str, refuses: Callable[[Problem], str | None]) -> P
 def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    found: Callable[..., Any] = flex_attention
-    return found
+    function: Callable[..., Any] = flex_attention
+    return function
 
 
 def _why_not_flex(problem: Problem) -> str | None:
@@ -326,8 +326,8 @@ def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: 
         facts |= {"max_seqlen_q": problem.seq_q, "max_seqlen_k": problem.seq_kv}
 
     def call() -> Tensor:
-        found = (packed if problem.packed else dense)(query, key, value, **facts)
-        output: Tensor = found[0] if isinstance(found, tuple) else found
+        answer = (packed if problem.packed else dense)(query, key, value, **facts)
+        output: Tensor = answer[0] if isinstance(answer, tuple) else answer
         return (output[None] if problem.packed else output).transpose(1, 2)
 
     return call

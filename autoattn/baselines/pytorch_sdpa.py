@@ -88,7 +88,7 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
         masks = _prepared(problem, operands)
         for name in (SDPA, *BACKENDS):
             candidates[name] = partial(_by_backend, problem, operands, name, *masks)
-    found: dict[str, Callable[[], Tensor]] = {}
+    rivals: dict[str, Callable[[], Tensor]] = {}
     for name, call in candidates.items():
         try:
             with warnings.catch_warnings():
@@ -100,8 +100,8 @@ def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor
             if operands.query.is_cuda:
                 torch.cuda.empty_cache()
             continue
-        found[name] = call
-    return found
+        rivals[name] = call
+    return rivals
 
 
 def gradient_calls(
@@ -121,7 +121,7 @@ def gradient_calls(
         tensor.detach().clone().requires_grad_() for tensor in (operands.query, operands.key, operands.value)
     )
     traced = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
-    found: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    rivals: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     with deterministic_sdpa.switched_on(repeated):
         candidates = calls(problem, traced)
     for name, call in candidates.items():
@@ -136,8 +136,8 @@ def gradient_calls(
             if output_grad.is_cuda:
                 torch.cuda.empty_cache()
             continue
-        found[name] = backward
-    return found
+        rivals[name] = backward
+    return rivals
 
 
 def differentiated(
@@ -145,8 +145,8 @@ def differentiated(
 ) -> tuple[Tensor, ...]:
     """Gradients of the leaves by autograd, which keeps the graph; by deterministic algorithms if `repeated`."""
     with deterministic_sdpa.switched_on(repeated):
-        found: tuple[Tensor, ...] = torch.autograd.grad(output, leaves, output_grad, retain_graph=True)
-    return found
+        grads: tuple[Tensor, ...] = torch.autograd.grad(output, leaves, output_grad, retain_graph=True)
+    return grads
 
 
 def bind(

@@ -265,9 +265,9 @@ def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
     return language.parse(text, names) if text else None
 
 
-def _captures(found: Expression | None) -> list[tuple[str, str]]:
+def _captures(expression: Expression | None) -> list[tuple[str, str]]:
     """(name, type) of the arguments with which an expression reads its tensors."""
-    return [argument for capture in (found.captures if found else ()) for argument in capture.arguments()]
+    return [argument for capture in (expression.captures if expression else ()) for argument in capture.arguments()]
 
 
 def _words(kind: KernelKind) -> str:

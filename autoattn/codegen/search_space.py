@@ -121,7 +121,7 @@ class SearchSpace:
         params = self.params_of(variant)
         if not self.tile or not set(_PLACES.findall(self.tile)) <= set(params):
             return str(variant)
-        return _PLACES.sub(lambda found: str(params[found[1]]), self.tile)
+        return _PLACES.sub(lambda match: str(params[match[1]]), self.tile)
 
     def rehearsed(self, variant: Variant, mask: Mask) -> tuple[Variant, Mask]:
         """The variant of the same structure that Triton's interpreter computes soonest, and a mask of small blocks."""
@@ -217,7 +217,7 @@ class SearchSpace:
         """For each parameter in order, the rules that can be tried once it is set."""
         needs = {name: {name} for name in order}
         for name, rule in self.let.items():
-            needs[name] = set().union(*(needs.get(other, set()) for other in rule.names))
+            needs[name] = set().union(*(needs.get(needed, set()) for needed in rule.names))
         ready: list[list[Requirement]] = [[] for _ in order]
         for requirement in self.requirements(deterministic=problem.deterministic):
             used = set().union(*(needs.get(name, set()) for name in requirement.rule.names))
@@ -313,7 +313,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
         _define(name, known)
         if len(set(parameter.choices)) != len(parameter.choices):
             raise SpaceError(f"the choices of {name} must differ, got {parameter.choices}; remove the double")
-    implied = {name: one.implied for name, one in file.parameters.items() if one.implied is not None}
+    implied = {name: parameter.implied for name, parameter in file.parameters.items() if parameter.implied is not None}
     let: dict[str, Rule] = {}
     for name, text in file.let.items():
         let[name] = _rule(text, known)  # a let builds on those before it

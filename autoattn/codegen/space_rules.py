@@ -128,11 +128,11 @@ def _first(parts: list[Callable[[Facts], Any]], wanted: bool) -> Callable[[Facts
     """The value of the first part that is as wanted, else of the last, as Python's `or` and `and` have it."""
 
     def value(facts: Facts) -> Any:
-        found: Any = None
+        result: Any = None
         for part in parts:
-            found = part(facts)
-            if bool(found) is wanted:
+            result = part(facts)
+            if bool(result) is wanted:
                 break
-        return found
+        return result
 
     return value

@@ -161,10 +161,10 @@ def pass_cycles(cost: Demand, blocks: float, num_warps: int, constants: Constant
     customers = max(1.0, blocks * min(1.0, num_warps / SCHEDULERS)) * parts
     services = [cycles / parts for cycles in cost.stations()]
     queues = [customers / len(services)] * len(services)
-    others = (customers - 1) / customers
+    share = (customers - 1) / customers
     cycle = 0.0
     for _ in range(100):
-        times = [service * (1 + others * queue) for service, queue in zip(services, queues, strict=True)]
+        times = [service * (1 + share * queue) for service, queue in zip(services, queues, strict=True)]
         before, cycle = cycle, cost.latency + sum(times)
         queues = [customers * time / cycle for time in times]
         if abs(cycle - before) <= 1e-5 * cycle:

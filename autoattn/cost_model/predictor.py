@@ -48,23 +48,23 @@ class _Work:
     def rows(self, blocks: int) -> tile_schedule.Array:
         """Cycles that each row tile of a head holds a slot, when `blocks` blocks share an SM."""
         workers = blocks * self.program.workers
-        each = [
+        cycles = [
             workers * pass_cycles(cost, workers, self.program.warps, self.constants, ahead=self.program.ahead)
             for cost in self.costs
         ]
-        return self.plain * each[0] + self.masked * each[1] + self.setup
+        return self.plain * cycles[0] + self.masked * cycles[1] + self.setup
 
     def unit_cycles(self) -> dict[str, float]:
         """Cycles of an SM's time that all passes together ask of each unit."""
-        each = self.heads * self.program.workers
-        passes = (float(self.plain.sum()) * each, float(self.masked.sum()) * each)
-        found = {
+        workers = self.heads * self.program.workers
+        passes = (float(self.plain.sum()) * workers, float(self.masked.sum()) * workers)
+        cycles = {
             unit: sum(n * getattr(cost, unit) for n, cost in zip(passes, self.costs, strict=True))
             for unit in ("tensor", "issue", "exp", "shared")
         }
         for unit in ("tensor", "issue", "exp"):  # a block of fewer than four warps leaves schedulers to others
-            found[unit] *= min(1.0, self.program.warps / SCHEDULERS)
-        return found
+            cycles[unit] *= min(1.0, self.program.warps / SCHEDULERS)
+        return cycles
 
 
 def why_unknown(problem: Problem, device: Device) -> str | None:
@@ -159,7 +159,7 @@ def _together_seconds(seconds: tuple[float, ...], constants: Constants) -> float
     """What runs side by side: a little more than the longest, since each makes the others wait at times."""
     longest = max(seconds)
     power = constants.sharpness
-    root: float = sum((each / longest) ** power for each in seconds) ** (1 / power)
+    root: float = sum((part / longest) ** power for part in seconds) ** (1 / power)
     return longest * root
 
 

@@ -77,9 +77,9 @@ def _packed_blocks(problem: Problem, block_m: int, block_n: int, together: int) 
     plain, masked = np.zeros(tiles), np.zeros(tiles)
     begin = 0
     for place, (seq_q, seq_kv) in enumerate(problem.lengths()):
-        found = _band_blocks(problem, seq_q, seq_kv, block_m, block_n, together)
+        bands = _band_blocks(problem, seq_q, seq_kv, block_m, block_n, together)
         row = begin * together // block_m + place
-        for whole, part in zip((plain, masked), found, strict=True):
+        for whole, part in zip((plain, masked), bands, strict=True):
             whole[row : row + len(part)] = part
         begin += seq_q
     return plain, masked
@@ -130,14 +130,14 @@ def makespan(
 
 def _last_tiles(order: Array, heads: int, group: int, count: int) -> Array:
     """Costs of the last `count` tiles in program order."""
-    found: list[Array] = []
+    costs: list[Array] = []
     left, have = heads, 0
     while have < count and left > 0:
         members = left % group or min(group, left)
-        found.insert(0, np.repeat(order, members))
+        costs.insert(0, np.repeat(order, members))
         have += len(order) * members
         left -= members
-    return np.concatenate(found)[-count:]
+    return np.concatenate(costs)[-count:]
 
 
 def dealt_makespan(costs: Array, heads: int, group: int, *, descending: bool, programs: int, slots: int) -> float:

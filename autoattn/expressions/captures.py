@@ -47,8 +47,8 @@ def is_fixed(function: Any) -> bool:
     ):
         return False
     known = function.__globals__
-    found = [known[name] for name in _names(function.__code__) if name in known]
-    return all(isinstance(one, ModuleType) and _steady(one.__name__) for one in found)
+    values = [known[name] for name in _names(function.__code__) if name in known]
+    return all(isinstance(value, ModuleType) and _steady(value.__name__) for value in values)
 
 
 def check(text: str, names: tuple[str, ...], captures: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
@@ -62,12 +62,12 @@ def check(text: str, names: tuple[str, ...], captures: Sequence[Tensor], sizes: 
         TensorError: they are not.
     """
     read = language.parse(text, names)
-    found = [f"{_word(tensor.dtype)}[{tensor.dim()}]" for tensor in captures]
+    kinds = [f"{_word(tensor.dtype)}[{tensor.dim()}]" for tensor in captures]
     declared = [f"{capture.dtype}[{capture.axes}]" for capture in read.captures]
-    if found != declared:
+    if kinds != declared:
         raise TensorError(
             f"an expression must get the tensors that it declares, {', '.join(declared) or 'none'}, got "
-            f"{', '.join(found) or 'none'}; correct one of them"
+            f"{', '.join(kinds) or 'none'}; correct one of them"
         )
     for name, axis, index in read.indexed():
         have, wanted = captures[int(name.removeprefix("captured"))].shape[axis], sizes.get(index, 1)
@@ -101,15 +101,15 @@ def _fingerprint(thing: Any, seen: set[int]) -> Any:
 
 def _inside(function: FunctionType) -> list[Any]:
     """What a function reaches beside its arguments."""
-    found: list[Any] = [function.__defaults__ or (), *(function.__kwdefaults__ or {}).values()]
+    values: list[Any] = [function.__defaults__ or (), *(function.__kwdefaults__ or {}).values()]
     try:
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell that is still empty
         raise UnknownError("an empty cell") from None
     if not _steady(function.__module__):
         known = function.__globals__
-        found += [known[name] for name in sorted(_names(function.__code__)) if name in known]
-    return found
+        values += [known[name] for name in sorted(_names(function.__code__)) if name in known]
+    return values
 
 
 def _names(code: CodeType) -> set[str]:

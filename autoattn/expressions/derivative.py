@@ -60,7 +60,7 @@ def _derivative(node: Node, known: dict[str, Node | None]) -> Node | None:
             "write floor(one / other)"
         )
     grown = [_derivative(part, known) for part in node.parts]
-    if all(one is None for one in grown):
+    if all(grad is None for grad in grown):
         return None
     if node.act == "where":
         return _node("where", node.parts[0], grown[1] or _number(0.0), grown[2] or _number(0.0))
@@ -75,28 +75,28 @@ def _derivative(node: Node, known: dict[str, Node | None]) -> Node | None:
 def _of_two(node: Node, grown: list[Node | None]) -> Node | None:
     """The derivative of what an operator makes of two numbers."""
     left, right = node.parts
-    one, other = grown
+    left_grad, right_grad = grown
     match node.act:
         case "+":
-            return _plus(one, other)
+            return _plus(left_grad, right_grad)
         case "-":
-            return _plus(one, _minus(other))
+            return _plus(left_grad, _minus(right_grad))
         case "*":
-            return _plus(_times(one, right), _times(other, left))
+            return _plus(_times(left_grad, right), _times(right_grad, left))
         case "/":
-            return _plus(_over(one, right), _minus(_over(_times(other, node), right)))
+            return _plus(_over(left_grad, right), _minus(_over(_times(right_grad, node), right)))
         case "%":
-            return one
+            return left_grad
     raise AssertionError(node.act)
 
 
 def _of_extremes(node: Node, grown: list[Node | None]) -> Node:
     """The derivative of the smaller or the larger of two numbers."""
     left, right = node.parts
-    one, other = (each or _number(0.0) for each in grown)
-    mean = _node("*", _node("+", one, other), _number(0.5))
+    left_grad, right_grad = (grad or _number(0.0) for grad in grown)
+    mean = _node("*", _node("+", left_grad, right_grad), _number(0.5))
     first = _node("<" if node.act == "minimum" else ">", left, right)
-    return _node("where", first, one, _node("where", _node("==", left, right), mean, other))
+    return _node("where", first, left_grad, _node("where", _node("==", left, right), mean, right_grad))
 
 
 def _of_one(node: Node) -> Node:
@@ -145,19 +145,19 @@ def _plus(one: Node | None, other: Node | None) -> Node | None:
     return one if other is None else other if one is None else _node("+", one, other)
 
 
-def _minus(one: Node | None) -> Node | None:
-    if one is None:
+def _minus(node: Node | None) -> Node | None:
+    if node is None:
         return None
-    return _number(-one.number) if one.act == "number" else _node("-x", one)
+    return _number(-node.number) if node.act == "number" else _node("-x", node)
 
 
-def _times(one: Node | None, factor: Node) -> Node | None:
-    if one is None:
+def _times(node: Node | None, factor: Node) -> Node | None:
+    if node is None:
         return None
-    if one.act == "number" and factor.act == "number":
-        return _number(float(one.number * factor.number))
-    return factor if one.act == "number" and one.number == 1.0 else _node("*", one, factor)
+    if node.act == "number" and factor.act == "number":
+        return _number(float(node.number * factor.number))
+    return factor if node.act == "number" and node.number == 1.0 else _node("*", node, factor)
 
 
-def _over(one: Node | None, divisor: Node) -> Node | None:
-    return None if one is None else _node("/", one, divisor)
+def _over(node: Node | None, divisor: Node) -> Node | None:
+    return None if node is None else _node("/", node, divisor)

@@ -93,7 +93,9 @@ class _Indexing(TorchFunctionMode):
         if func is Tensor.__getitem__:
             table, index = args
             index = list(index) if isinstance(index, tuple) else [index]
-            if any(isinstance(one, Tensor) for one in index) and all(isinstance(one, Tensor | int) for one in index):
+            if any(isinstance(entry, Tensor) for entry in index) and all(
+                isinstance(entry, Tensor | int) for entry in index
+            ):
                 for axis in reversed(range(len(index))):
                     if not isinstance(index[axis], Tensor):
                         table = table.select(axis, index.pop(axis))
@@ -133,11 +135,11 @@ class _Table:
     def __init__(self, name: str, indices: list[str | None]) -> None:
         self.name, self.indices = name, indices
 
-    def at(self, found: Mapping[int, str]) -> _Table:
+    def at(self, given: Mapping[int, str]) -> _Table:
         """Indexed at some of the axes that are left."""
         left = [place for place, index in enumerate(self.indices) if index is None]
         indices = list(self.indices)
-        for axis, index in found.items():
+        for axis, index in given.items():
             indices[left[axis]] = index
         return _Table(self.name, indices)
 
@@ -211,9 +213,9 @@ class _Translation:
             number = held if isinstance(held, float) else node.args[held]
             return self._cast(_literal(number), node.meta["val"].dtype, number)
         if name in SAME:
-            found = self.values[node.args[0]]
-            same = isinstance(found, str) and not node.meta["val"].dim()
-            return found if same or name == "lift_fresh_copy" else self._unknown(name)
+            value = self.values[node.args[0]]
+            same = isinstance(value, str) and not node.meta["val"].dim()
+            return value if same or name == "lift_fresh_copy" else self._unknown(name)
         arguments = [self._scalar(argument) if argument is not None else None for argument in node.args]
         if name in JOINS:
             return self._joined(name, node, arguments)
@@ -320,7 +322,7 @@ class _Translation:
             return self._unknown(name)
         if name == "select":
             return table.at({int(node.args[1]): _literal(node.args[2])})
-        return table.at({axis: self._scalar(one) for axis, one in enumerate(node.args[1]) if one is not None})
+        return table.at({axis: self._scalar(index) for axis, index in enumerate(node.args[1]) if index is not None})
 
     def _scalar(self, argument: Any) -> str:
         value = self.values[argument] if isinstance(argument, Node) else argument

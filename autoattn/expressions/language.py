@@ -199,10 +199,10 @@ class _Reader:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if not last:
                 if name in self.taken or not name.isascii() or name.startswith("captured"):
                     raise _refused(statement, "a name of its own")
-                found = self.node(value, MAX_DEPTH)
-                self.known[name] = found if found.act == "number" else replace(found, act="step", name=name, parts=())
-                if found.act != "number":
-                    self.steps.append((name, found))
+                node = self.node(value, MAX_DEPTH)
+                self.known[name] = node if node.act == "number" else replace(node, act="step", name=name, parts=())
+                if node.act != "number":
+                    self.steps.append((name, node))
             case ast.Expr(value=value) if last:
                 return self.node(value, MAX_DEPTH)
             case _:
@@ -228,12 +228,12 @@ class _Reader:
                 name in FUNCTIONS and len(arguments) == FUNCTIONS[name][0]
             ):
                 return _called(node, name, *(self.node(argument, depth - 1) for argument in arguments))
-            case ast.Subscript(value=ast.Name(id=name)) if any(one.name == name for one in self.captures):
+            case ast.Subscript(value=ast.Name(id=name)) if any(declared.name == name for declared in self.captures):
                 return self._read(node, name, depth)
         raise _refused(node, "numbers, names, operators, and the functions " + ", ".join(FUNCTIONS))
 
     def _read(self, node: ast.Subscript, name: str, depth: int) -> Node:
-        capture = next(one for one in self.captures if one.name == name)
+        capture = next(declared for declared in self.captures if declared.name == name)
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if len(indices) != capture.axes:
             raise _refused(node, "one index for each axis")
@@ -368,12 +368,12 @@ def _value(node: Node, names: Mapping[str, Any], functions: Mapping[str, Callabl
             return names[node.name if node.act == "name" else f"own_{node.name}"]
         case "read":
             tensor = names[node.name]
-            found = tensor[tuple(
+            element = tensor[tuple(
                 index if _is_inside(part) else _inside(index, tensor.shape[axis], functions)
                 for axis, (part, index) in enumerate(zip(node.parts, parts, strict=True))
             )]  # fmt: skip
             assert node.capture is not None
-            return functions["to_float"](found) if node.capture.dtype in ("float16", "bfloat16") else found
+            return functions["to_float"](element) if node.capture.dtype in ("float16", "bfloat16") else element
         case act if act in FUNCTIONS:
             return functions[act](*parts)
     return ACTS[node.act](*parts)

@@ -40,16 +40,16 @@ class Fault(NamedTuple):
 
 def fault_of(error: BaseException) -> Fault | None:
     """What of the environment an exception tells, in itself or in what it was raised from; None where nothing is."""
-    for each in _chain(error):
-        if isinstance(each, HostError):
-            return Fault(Outcome.HOST_ERROR, str(each))
-        if isinstance(each, MemoryError):
-            return _no_memory(str(each) or "an allocation failed")
-        if isinstance(each, OSError) and each.errno is not None:
-            return _of_system(each)
-        if isinstance(each, RuntimeError) and (missing := _MISSING.match(str(each))):
+    for cause in _chain(error):
+        if isinstance(cause, HostError):
+            return Fault(Outcome.HOST_ERROR, str(cause))
+        if isinstance(cause, MemoryError):
+            return _no_memory(str(cause) or "an allocation failed")
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return _of_system(cause)
+        if isinstance(cause, RuntimeError) and (missing := _MISSING.match(str(cause))):
             return _no_program(missing["name"], "Triton finds none")
-        if (full := _SAID_FULL.search(str(each))) is not None:
+        if (full := _SAID_FULL.search(str(cause))) is not None:
             return _no_room(None, full[0])
     return None
 

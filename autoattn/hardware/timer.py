@@ -137,8 +137,8 @@ class Stopwatch:
 
         done = self._hold(calls, seed, enough)
         return Rounds(
-            times_us={name: [one.times_us[name] for one in done] for name in calls},
-            pulses=[one.pulse for one in done if one.pulse is not None],
+            times_us={name: [round_.times_us[name] for round_ in done] for name in calls},
+            pulses=[round_.pulse for round_ in done if round_.pulse is not None],
         )
 
     def finals(self, calls: Mapping[str, Call], finalists: Sequence[str], *, seconds: float, seed: int) -> list[Round]:
@@ -189,14 +189,14 @@ class Stopwatch:
         begin = time.perf_counter()
         while time.perf_counter() - begin < ENERGY_WARM_SECONDS:
             step()
-        found = metered(
+        energy = metered(
             step,
             lambda: nvidia.joules(self.index),
             time.perf_counter,
             seconds=max(seconds, ENERGY_CALLS * guess / 1e6),
         )
         torch.cuda.synchronize(self.device)
-        return found
+        return energy
 
     def _repeated(self, call: Call, count: int, *, graph: bool) -> Call:
         """So many calls as one: as a CUDA graph where the host would be slower than the card, and where that works."""

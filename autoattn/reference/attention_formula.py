@@ -162,9 +162,9 @@ def _assembled(
     for place in _places(operands, rows, origin or Origin(heads_q=problem.heads_q)):
         for head in range(problem.heads_kv):
             group = slice(head * problem.group_size, (head + 1) * problem.group_size)
-            found, found_lse = _part(problem, operands, dtype, place, head, group, **rough)
-            output[place.entry, group, place.inside] = found
-            lse[place.entry, group, place.inside] = found_lse
+            part_output, part_lse = _part(problem, operands, dtype, place, head, group, **rough)
+            output[place.entry, group, place.inside] = part_output
+            lse[place.entry, group, place.inside] = part_lse
     return output, lse
 
 

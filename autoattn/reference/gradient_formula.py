@@ -55,10 +55,10 @@ def chunks(operands: Operands, dtype: torch.dtype) -> Iterator[Tensor]:
 
 def joined(parts: Sequence[Part]) -> dict[str, Tensor]:
     """The numbers of all parts of each gradient, one behind the other."""
-    found: dict[str, list[Tensor]] = {}
+    pieces: dict[str, list[Tensor]] = {}
     for part in parts:
-        found.setdefault(part.name, []).append(part.numbers.flatten())
-    return {name: torch.cat(numbers) for name, numbers in found.items()}
+        pieces.setdefault(part.name, []).append(part.numbers.flatten())
+    return {name: torch.cat(numbers) for name, numbers in pieces.items()}
 
 
 def expected(
@@ -68,7 +68,7 @@ def expected(
 
     What several places add to, as sequences to the gradient of a sink, is there if all of these places are.
     """
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     sharers: Counter[str] = Counter()
     for place in places_of(problem, operands, None):
         sharers.update(map(str, _indices(problem, operands, place).items()))
@@ -82,11 +82,11 @@ def expected(
             known = str((name, index))
             sharers[known] -= 1
             numbers = getattr(alone, name)
-            if known in found:
-                found[known].numbers.add_(numbers)
+            if known in parts:
+                parts[known].numbers.add_(numbers)
             else:
-                found[known] = Part(name=name, index=index, numbers=numbers)
-    return tuple(part for known, part in found.items() if not sharers[known])
+                parts[known] = Part(name=name, index=index, numbers=numbers)
+    return tuple(part for known, part in parts.items() if not sharers[known])
 
 
 def differentiated(
@@ -108,7 +108,7 @@ def differentiated(
         else:
             made = attention_formula.attention(problem, operands, dtype=dtype, rows=rows, origin=origin)
         pulls = (saved.output_grad, saved.lse_grad) if saved.lse_grad is not None else (saved.output_grad,)
-        pulls = tuple(pull[:, :, rows].to(one.dtype) for one, pull in zip(made, pulls, strict=False))
+        pulls = tuple(pull[:, :, rows].to(tensor.dtype) for tensor, pull in zip(made, pulls, strict=False))
         grads = torch.autograd.grad(made[: len(pulls)], list(leaves.values()), pulls)
         for total, grad in zip(sums.values(), grads, strict=True):
             total += grad
@@ -123,15 +123,19 @@ def _group(problem: Problem, head: int) -> slice:
 def _indices(problem: Problem, operands: Operands, place: Place) -> dict[str, tuple[slice, ...]]:
     """Where the gradients have what a place adds to them, by name."""
     entry, head = place
-    entries, one, group = slice(entry, entry + 1), slice(head, head + 1), _group(problem, head)
-    found: dict[str, tuple[slice, ...]] = {"query": (entries, group), "key": (entries, one), "value": (entries, one)}
+    entries, kv_head, group = slice(entry, entry + 1), slice(head, head + 1), _group(problem, head)
+    indices: dict[str, tuple[slice, ...]] = {
+        "query": (entries, group),
+        "key": (entries, kv_head),
+        "value": (entries, kv_head),
+    }
     if operands.sinks is not None:
-        found["sinks"] = (group,)
+        indices["sinks"] = (group,)
     if operands.narrow_bias is not None and problem.modifiers.bias is Bias.LEARNED:
-        found["bias"] = _own(operands.narrow_bias, entries, group)
+        indices["bias"] = _own(operands.narrow_bias, entries, group)
     if problem.modifiers.learned_slopes:
-        found["slopes"] = (slice(None) if problem.packed else entries, group)
-    return found
+        indices["slopes"] = (slice(None) if problem.packed else entries, group)
+    return indices
 
 
 def _own(tensor: Tensor, entries: slice, group: slice) -> tuple[slice, slice]:
@@ -143,14 +147,14 @@ def _only(problem: Problem, operands: Operands, place: Place) -> tuple[Problem, 
     """One key head of one batch entry, with the query heads that share it, as a problem of its own."""
     entry, head = place
     group = _group(problem, head)
-    entries, one = slice(entry, entry + 1), slice(head, head + 1)
+    entries, kv_head = slice(entry, entry + 1), slice(head, head + 1)
     packed, table, narrow = problem.packed, operands.table, operands.narrow_bias
     small = replace(problem, heads_q=problem.group_size, heads_kv=1, batch=problem.batch if packed else 1)
     return small, replace(
         operands,
         query=operands.query[entries, group],
-        key=operands.key[entries, one],
-        value=operands.value[entries, one],
+        key=operands.key[entries, kv_head],
+        value=operands.value[entries, kv_head],
         bias=operands.bias[entries, group] if operands.bias is not None else None,
         narrow_bias=narrow[_own(narrow, entries, group)] if narrow is not None else None,
         slopes=operands.slopes[slice(None) if packed else entries, group] if operands.slopes is not None else None,

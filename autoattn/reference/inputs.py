@@ -197,8 +197,8 @@ def _cumulative(
 ) -> Tensor | None:
     if not problem.packed:
         return None
-    each = torch.tensor([0, *(pair[place] for pair in (lengths or problem.lengths()))])
-    return each.cumsum(0).to(torch.int32).to(device)
+    offsets = torch.tensor([0, *(pair[place] for pair in (lengths or problem.lengths()))])
+    return offsets.cumsum(0).to(torch.int32).to(device)
 
 
 def _bias(
@@ -244,7 +244,7 @@ def _captured(
 ) -> tuple[Tensor, ...]:
     """Random numbers for what an expression reads, so many that any index of the problem is in range."""
     size = max(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-    found = []
+    tensors = []
     for capture in language.parse(text, names).captures if text else ():
         if size**capture.axes > CAPTURE_ELEMENTS:
             raise ProblemError(
@@ -253,5 +253,5 @@ def _captured(
             )
         numbers = torch.randn((size,) * capture.axes, generator=generator).to(device)
         kind: torch.dtype = getattr(torch, capture.dtype)
-        found.append(numbers > 0 if kind is torch.bool else (4 * numbers).to(kind))
-    return tuple(found)
+        tensors.append(numbers > 0 if kind is torch.bool else (4 * numbers).to(kind))
+    return tuple(tensors)

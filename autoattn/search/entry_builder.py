@@ -89,8 +89,10 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
     if not ranked:
         reasons = Counter(f"{outcome.value}: {reason}" for outcome, reason in failed.values())
         return f"none of {len(failed)} variants passed Triton's interpreter; {_most_common(reasons)}"
-    others = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
-    return _entry(search, ranked[0], others, rejected={variant: outcome for variant, (outcome, _) in failed.items()})
+    runners_up = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
+    return _entry(
+        search, ranked[0], runners_up, rejected={variant: outcome for variant, (outcome, _) in failed.items()}
+    )
 
 
 def measured(search: Searched, default: Variant, previous: Variant | None) -> Steps[CacheEntry | str]:
@@ -102,7 +104,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
     trials = {trial.variant: trial for trial in search.working}
     objective, profile = search.options.objective, search.options.profile
     chosen = [trial.variant for trial in finals.shortlist(search.working, profile.finalists, objective)]
-    variants = list(dict.fromkeys([*chosen, *(one for one in (default, previous) if one in trials)]))
+    variants = list(dict.fromkeys([*chosen, *(variant for variant in (default, previous) if variant in trials)]))
     result = yield from search.shop.final(
         search.problem,
         variants,
@@ -209,6 +211,6 @@ def _both(small: Verdict | None, full: Verdict) -> Verdict:
 
 def versions(*, on_card: bool) -> dict[str, str]:
     """What an entry is made with: autoattn, torch, triton and, on the card, its driver."""
-    found = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
+    releases = {"autoattn": __version__, "torch": str(torch.__version__), "triton": triton.__version__}
     driver = nvidia.driver_version() if on_card else None
-    return found | ({"driver": driver} if driver is not None else {})
+    return releases | ({"driver": driver} if driver is not None else {})

@@ -92,25 +92,25 @@ def decide(
         if (rival.max_error or 0.0) <= error
     ]
     rivals += [
-        _as_rival(one, _lead(counted, one.name, winner, contenders))
-        for one in contenders
-        if one.trial.variant == default and one is not winner
+        _as_rival(contender, _lead(counted, contender.name, winner, contenders))
+        for contender in contenders
+        if contender.trial.variant == default and contender is not winner
     ]
-    others = [one for one in contenders if one is not winner]
+    runners_up = [contender for contender in contenders if contender is not winner]
     return Decision(
         winner=winner.trial,
         measurement=winner.measurement,
         verdict=winner.verdict,
         choice=_choice(winner, rivals, objective),
         rivals=tuple(rivals),
-        others=tuple((one.trial, one.measurement.median_us) for one in others),
+        others=tuple((contender.trial, contender.measurement.median_us) for contender in runners_up),
         finals=Finals(
             rounds=len(counted) or winner.measurement.samples,
             discarded=len(result.rounds) - len(counted),
             decided=decided,
             finalists=tuple(
-                _finalist(one, _lead(counted, one.name, winner, contenders), tied=one.name in tied)
-                for one in (winner, *others)
+                _finalist(contender, _lead(counted, contender.name, winner, contenders), tied=contender.name in tied)
+                for contender in (winner, *runners_up)
             ),
         ),
     )
@@ -119,23 +119,27 @@ def decide(
 def _contenders(finalists: Sequence[Trial], result: Finished) -> list[_Contender]:
     """Those that are right at full size, fastest first."""
     energies = result.energies or (None,) * len(finalists)
-    found = [
+    contenders = [
         _Contender(name=finalist_name(place), trial=trial, measurement=measurement, verdict=verdict, energy=energy)
         for place, (trial, measurement, verdict, energy) in enumerate(
             zip(finalists, result.measurements, result.verdicts, energies, strict=True)
         )
         if measurement is not None and verdict.ok
     ]
-    return sorted(found, key=lambda one: (one.measurement.median_us, one.trial.digest))
+    return sorted(contenders, key=lambda contender: (contender.measurement.median_us, contender.trial.digest))
 
 
 def _as_good(contenders: Sequence[_Contender], objective: Objective) -> list[_Contender]:
     """Those that are as good as the best by the objective; by time all, since the rounds decide that."""
     if objective is Objective.TIME:
         return list(contenders)
-    scores = [(one.score(objective), one) for one in contenders]
+    scores = [(contender.score(objective), contender) for contender in contenders]
     best = min((score for score, _ in scores if score is not None), default=None)
-    return [one for score, one in scores if best is not None and score is not None and score <= best * _room(objective)]
+    return [
+        contender
+        for score, contender in scores
+        if best is not None and score is not None and score <= best * _room(objective)
+    ]
 
 
 def _room(objective: Objective) -> float:
@@ -148,10 +152,17 @@ def _winner(
     """The winner, the names of the class that it is of, and whether more rounds would change that class."""
     if not counted:
         return pool[0], (), False
-    found = paired_stats.ties(counted, [one.name for one in pool])
-    near = [one for one in pool if one.name in found.near]
-    winner = min(near, key=lambda one: (one.trial.variant != previous, _resources(one.trial), one.trial.digest))
-    return winner, found.members, found.decided
+    standing = paired_stats.ties(counted, [contender.name for contender in pool])
+    near = [contender for contender in pool if contender.name in standing.near]
+    winner = min(
+        near,
+        key=lambda contender: (
+            contender.trial.variant != previous,
+            _resources(contender.trial),
+            contender.trial.digest,
+        ),
+    )
+    return winner, standing.members, standing.decided
 
 
 def _resources(trial: Trial) -> tuple[int, int, int]:
@@ -169,17 +180,17 @@ def _lead(counted: Sequence[Round], name: str, winner: _Contender, contenders: S
     return paired_stats.interval(counted, name, winner.name, finalists=len(contenders))
 
 
-def _finalist(one: _Contender, lead: Interval | None, *, tied: bool) -> Finalist:
-    report = one.trial.report
+def _finalist(contender: _Contender, lead: Interval | None, *, tied: bool) -> Finalist:
+    report = contender.trial.report
     facts = {} if report is None else {name: getattr(report, name) for name in _RESOURCES}
     return Finalist(
-        source_digest=one.trial.digest,
-        median_us=one.measurement.median_us,
+        source_digest=contender.trial.digest,
+        median_us=contender.measurement.median_us,
         lead=lead,
         tied=tied,
-        max_error=one.verdict.max_error,
-        rms_error=one.verdict.rms_error,
-        energy=one.energy,
+        max_error=contender.verdict.max_error,
+        rms_error=contender.verdict.rms_error,
+        energy=contender.energy,
         **facts,
     )
 
@@ -187,14 +198,14 @@ def _finalist(one: _Contender, lead: Interval | None, *, tied: bool) -> Finalist
 _RESOURCES = ("registers", "spilled_bytes", "shared_bytes", "num_warps")
 
 
-def _as_rival(one: _Contender, lead: Interval | None) -> Rival:
+def _as_rival(contender: _Contender, lead: Interval | None) -> Rival:
     return Rival(
         name=TEMPLATE_DEFAULT,
-        measurement=one.measurement,
-        max_error=one.verdict.max_error,
-        rms_error=one.verdict.rms_error,
+        measurement=contender.measurement,
+        max_error=contender.verdict.max_error,
+        rms_error=contender.verdict.rms_error,
         lead=lead,
-        energy=one.energy,
+        energy=contender.energy,
     )
 
 

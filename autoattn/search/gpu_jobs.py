@@ -133,33 +133,33 @@ class Final:
             room = gates.room_of(case)
             kernels = [_kernel(memory, source) for source in self.finalists]
             verdicts = tuple(gates.judge(kernel, [case]) for kernel in kernels)
-            others = gates.rival_calls(case)
-            accuracy = {name: gates.errors(call(), case) for name, call in others.items()}
-            others = {name: others[name] for name in others if math.isfinite(accuracy[name][0])}  # NaN is no answer
+            rivals = gates.rival_calls(case)
+            accuracy = {name: gates.errors(call(), case) for name, call in rivals.items()}
+            rivals = {name: rivals[name] for name in rivals if math.isfinite(accuracy[name][0])}  # NaN is no answer
             ours = {
                 finalist_name(place): gates.call_of(kernel, case, room)
                 for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True))
                 if verdict.ok
             }
-            return self._timed(_stopwatch(memory), ours, others, verdicts, accuracy)
+            return self._timed(_stopwatch(memory), ours, rivals, verdicts, accuracy)
         return failed[0]
 
     def _timed(
         self,
         stopwatch: Stopwatch,
         ours: Mapping[str, Call],
-        others: Mapping[str, Call],
+        rivals: Mapping[str, Call],
         verdicts: tuple[Verdict, ...],
         accuracy: Mapping[str, tuple[float, float]],
     ) -> Finished:
-        calls = {**others, **ours}
+        calls = {**rivals, **ours}
         taken = stopwatch.finals(calls, list(ours), seconds=self.seconds, seed=self.seed)
         counted = paired_stats.good(taken)
-        pulses = [one.pulse for one in counted if one.pulse is not None]
+        pulses = [round_.pulse for round_ in counted if round_.pulse is not None]
         flops = self.problem.flops()
-        times = {name: summary([one.times_us[name] for one in counted], flops, pulses) for name in calls}
-        asked = calls if self.energy_seconds else {}
-        used = {name: stopwatch.energy(call, self.energy_seconds) for name, call in asked.items()}
+        times = {name: summary([round_.times_us[name] for round_ in counted], flops, pulses) for name in calls}
+        metered = calls if self.energy_seconds else {}
+        used = {name: stopwatch.energy(call, self.energy_seconds) for name, call in metered.items()}
         names = [finalist_name(place) for place in range(len(verdicts))]
         return Finished(
             verdicts=verdicts,
@@ -172,7 +172,7 @@ class Final:
                     rms_error=accuracy[name][1],
                     energy=used.get(name),
                 )
-                for name in others
+                for name in rivals
             ),
             rounds=tuple(taken),
             energies=tuple(used.get(name) for name in names),
@@ -303,7 +303,7 @@ def _full_case(memory: Memory, problem: Problem) -> Any:
         cases[problem] = cases.pop(problem)  # the one that was asked for last is the last to go
         return cases[problem]
     room = KEPT_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    while cases and sum(one.bytes() for one in (*cases, problem)) > room:
+    while cases and sum(kept.bytes() for kept in (*cases, problem)) > room:
         cases.pop(next(iter(cases)))
     torch.cuda.empty_cache()
     generator = torch.Generator().manual_seed(1)

@@ -48,8 +48,8 @@ def of(studies: Iterable[Iterable[Trial]]) -> tuple[dict[str, float], int]:
                 for params, value in points
             ]
         )
-        found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
-    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0]))), len(points)
+        shares = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+    return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0]))), len(points)
 
 
 def params_of(variant: Variant) -> dict[str, Value]:

@@ -95,15 +95,15 @@ class Contest:
 def spaces(problem: Problem, device: Device, measured: bool) -> list[SearchSpace]:
     """The spaces that have a variant; without the GPU, of templates that the interpreter can rehearse."""
     return [
-        one
-        for one in search_space.of(problem.op)
-        if (measured or one.interpreted) and _why_no_default(one, problem, device) is None
+        space
+        for space in search_space.of(problem.op)
+        if (measured or space.interpreted) and _why_no_default(space, problem, device) is None
     ]
 
 
-def _why_no_default(one: SearchSpace, problem: Problem, device: Device) -> str | None:
+def _why_no_default(space: SearchSpace, problem: Problem, device: Device) -> str | None:
     try:
-        one.default(problem, device)
+        space.default(problem, device)
     except SpaceError as error:
         return str(error)
     return None
@@ -112,12 +112,13 @@ def _why_no_default(one: SearchSpace, problem: Problem, device: Device) -> str |
 def why_no_space(problem: Problem, device: Device) -> str:
     """Why no template has a variant, in words."""
     reasons = (
-        _why_no_default(one, problem, device) or f"{one.template} must be tuned on the card, since no model predicts it"
-        for one in search_space.of(problem.op)
+        _why_no_default(space, problem, device)
+        or f"{space.template} must be tuned on the card, since no model predicts it"
+        for space in search_space.of(problem.op)
     )
     return "; ".join(reasons)
 
 
 def digests(found: Iterable[SearchSpace]) -> dict[str, str]:
     """Template -> digest of its search space."""
-    return {one.template: one.digest for one in found}
+    return {space.template: space.digest for space in found}

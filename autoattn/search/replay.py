@@ -84,9 +84,9 @@ def search_of(
         budget: as in Study, which tries all when there are no more than so many.
     """
     device = device_profiles.named(recorded.header.device)
-    found = Study(None, recorded.space, recorded.header.problem, device, seed=seed, budget=budget, sampler=sampler)
-    found.enqueue(seeds)
-    return found
+    study = Study(None, recorded.space, recorded.header.problem, device, seed=seed, budget=budget, sampler=sampler)
+    study.enqueue(seeds)
+    return study
 
 
 def of_journal(journal: Path, name: str, *, problem: Problem, device: str, versions: dict[str, str]) -> Recording:

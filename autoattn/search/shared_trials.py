@@ -177,7 +177,9 @@ class Ledger:
                 self._end(number)
             else:
                 claims.setdefault(self._space.variant(frozen.params), number)
-        self._news.freed.extend(one for one in self.claimed if one not in claims and one not in self._done)
+        self._news.freed.extend(
+            variant for variant in self.claimed if variant not in claims and variant not in self._done
+        )
         self.claimed = claims
 
     def _dead(self, text: str) -> bool:

@@ -124,10 +124,10 @@ def _proxy(url: str, rest: str) -> Storage:
 
 
 def _need(what: str, package: str | None, extra: str) -> None:
-    found = None
+    spec = None
     with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec(package or "")
-    if found is None:
+        spec = importlib.util.find_spec(package or "")
+    if spec is None:
         raise StorageError(
             f"a {what} needs the Python package {package}, which is not installed; "
             f"run `pip install 'autoattn[{extra}]'`"

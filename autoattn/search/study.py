@@ -119,9 +119,9 @@ class Study:
             variant = self._next()
             if variant is None or self._ledger is None or self._ledger.claim(variant):
                 return variant
-            asked = self._pending.pop(variant)  # another process was faster
-            if asked is not None:
-                self._live.tell(asked, state=TrialState.FAIL)
+            proposal = self._pending.pop(variant)  # another process was faster
+            if proposal is not None:
+                self._live.tell(proposal, state=TrialState.FAIL)
             self.hear()
             if not more():
                 return None
@@ -131,9 +131,9 @@ class Study:
 
         What the machine is to blame for is not written: another run, or another process, tries the variant anew.
         """
-        asked = self._pending.pop(trial.variant, None)
-        if asked is not None:
-            self._live.tell(asked, _value(trial))
+        proposal = self._pending.pop(trial.variant, None)
+        if proposal is not None:
+            self._live.tell(proposal, _value(trial))
             self.trials[trial.variant] = trial
         else:
             self._remember(trial)
@@ -197,20 +197,20 @@ class Study:
 
     def _sampled(self) -> Variant | None:
         for _ in range(ATTEMPTS):
-            asked = self._live.ask(dict(self._distributions))
-            variant = self.space.variant(asked.params)
+            proposal = self._live.ask(dict(self._distributions))
+            variant = self.space.variant(proposal.params)
             if variant in self._pending or variant in self._claimed:
-                self._live.tell(asked, state=TrialState.FAIL)
+                self._live.tell(proposal, state=TrialState.FAIL)
                 continue
             if variant in self.trials:
-                self._live.tell(asked, _value(self.trials[variant]))
+                self._live.tell(proposal, _value(self.trials[variant]))
                 continue
             reason = self.space.why_infeasible(variant, self.problem, self.device)
             if reason is not None:
                 self.refused[reason] = self.refused.get(reason, 0) + 1
-                self._live.tell(asked, BAD)
+                self._live.tell(proposal, BAD)
                 continue
-            self._pending[variant] = asked
+            self._pending[variant] = proposal
             return variant
         return None
 
@@ -245,12 +245,12 @@ class Study:
 
     def _all_if_few(self, budget: int) -> list[Variant] | None:
         """Every feasible variant when there are no more than may be tried; else None."""
-        found: list[Variant] = []
+        variants: list[Variant] = []
         for variant in self.space.feasible(self.problem, self.device):
-            found.append(variant)
-            if len(found) > budget:
+            variants.append(variant)
+            if len(variants) > budget:
                 return None
-        return found
+        return variants
 
 
 def _optunas(sampler: Sampler, seed: int) -> optuna.samplers.BaseSampler:

@@ -218,11 +218,11 @@ class Workshop:
             for kind, source in structures
             if source.digest not in self._verdicts
         }
-        found = dict(zip(new, self._bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
-        for result in found.values():
+        by_digest = dict(zip(new, self._bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
+        for result in by_digest.values():
             _stop_if_hopeless(result)
-        self._verdicts |= {digest: one for digest, one in found.items() if isinstance(one, Verdict)}
-        results = [found.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
+        self._verdicts |= {digest: verdict for digest, verdict in by_digest.items() if isinstance(verdict, Verdict)}
+        results = [by_digest.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
         for result in results:
             self._count(self.rehearsals, outcome_of(result), reason_of(result))
         return results
@@ -295,21 +295,21 @@ class Workshop:
     def _look_ahead(self, pending: deque[_Slot], best_us: float | None) -> None:
         """Settles what can be settled, and gives each free GPU a variant, in the order of the proposals."""
         for slot in list(pending)[: 2 * self._cards - 1]:
-            found = self._reports.get(slot.source.digest)
-            if found is None or len(self._looks) == self._cards:
+            report = self._reports.get(slot.source.digest)
+            if report is None or len(self._looks) == self._cards:
                 return
             if slot.trial is not None or slot.inspected is not None:
                 continue
-            trial = self._inspected(slot, found)
-            if not self.measured or isinstance(found, Failure) or trial.outcome is not Outcome.OK:
+            trial = self._inspected(slot, report)
+            if not self.measured or isinstance(report, Failure) or trial.outcome is not Outcome.OK:
                 slot.trial = trial
                 continue
             slot.inspected = trial
-            same = self._looked_at.get((slot.problem, _code(slot, found)))  # another text with the same machine code
+            same = self._looked_at.get((slot.problem, _code(slot, report)))  # another text with the same machine code
             if same is not None:
                 slot.trial = self._looked(slot, same)
                 continue
-            verdict = self._passed.get((kind_of(slot.problem), _code(slot, found)))
+            verdict = self._passed.get((kind_of(slot.problem), _code(slot, report)))
             job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
             self._looks[self._bench.submit(job, GPU_SECONDS)] = slot
 
@@ -332,9 +332,9 @@ class Workshop:
         assert slot.inspected is not None
         if isinstance(result, Failure):
             return replace(slot.inspected, outcome=result.outcome, detail=result.detail)
-        found = self._reports[slot.source.digest]
-        assert isinstance(found, StaticReport)
-        code = _code(slot, found)
+        report = self._reports[slot.source.digest]
+        assert isinstance(report, StaticReport)
+        code = _code(slot, report)
         self._passed[kind_of(slot.problem), code] = result.verdict
         self._looked_at[slot.problem, code] = result
         looked = Measurement(

@@ -73,7 +73,7 @@ def tune(
         kernels = shop.kernels
         compiling, looking = shop.busy_seconds
     return Summary(
-        entries={one.key: every.entries[one.key] for one in problems if one.key in every.entries},
+        entries={problem.key: every.entries[problem.key] for problem in problems if problem.key in every.entries},
         kept=every.kept,
         failed=every.failed,
         interrupted=interrupted,
@@ -140,7 +140,7 @@ class _All:
             self.kept += 1
             self.listen(_progress(problem, index, total, "kept", 0, 0, old.time_us))
             return
-        siblings = [self.entries[one.key] for one in earlier if one.key in self.entries]
+        siblings = [self.entries[sibling.key] for sibling in earlier if sibling.key in self.entries]
         result = yield from _Run(self, index).entry(siblings, old)
         if isinstance(result, str):
             self.failed[problem.key] = result
@@ -166,14 +166,14 @@ class _Run:
         self.index, self.total, self.shared = index, len(every.problems), every.shared
         self.problem, self.device, self.measured = every.problems[index], every.device, every.measured
         self.options, self.shop, self.listen = every.options, every.shop, every.listen
-        found = multi_template.spaces(self.problem, self.device, self.measured)
-        self.spaces = {one.template: one for one in found}
+        spaces = multi_template.spaces(self.problem, self.device, self.measured)
+        self.spaces = {space.template: space for space in spaces}
 
     def entry(self, siblings: Sequence[CacheEntry], old: CacheEntry | None) -> Steps[CacheEntry | str]:
         """The entry, or in words why there is none; yields while it waits for workers."""
         if not self.spaces:
             return multi_template.why_no_space(self.problem, self.device)
-        with contextlib.closing(Contest([self._study(one) for one in self.spaces.values()])) as study:
+        with contextlib.closing(Contest([self._study(space) for space in self.spaces.values()])) as study:
             return (yield from self._entry_of(study, siblings, old))
 
     def _entry_of(
@@ -185,8 +185,8 @@ class _Run:
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
         study.enqueue(theirs if not self.measured else [])
-        for one in self.spaces.values():
-            study.enqueue(one.seeds_for(self.problem, self.device))
+        for space in self.spaces.values():
+            study.enqueue(space.seeds_for(self.problem, self.device))
         study.enqueue([*elsewhere, *theirs])
         yield from self._search(study, sibling=bool(relatives))
         search = Searched(
@@ -208,12 +208,12 @@ class _Run:
         previous = next(iter(self._known_variants(old)), None) if old is not None else None
         return (yield from entry_builder.measured(search, default, previous))
 
-    def _study(self, one: SearchSpace) -> Study:
+    def _study(self, space: SearchSpace) -> Study:
         journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"
         kept = self.shared if self.shared is not None else storage.journal(journal)
         return Study(
-            Ledger(self._study_name(one), kept, one),
-            one,
+            Ledger(self._study_name(space), kept, space),
+            space,
             self.problem,
             self.device,
             seed=self.options.seed,
@@ -284,15 +284,15 @@ class _Run:
                 break
         return list(variants)
 
-    def _study_name(self, one: SearchSpace) -> str:
+    def _study_name(self, space: SearchSpace) -> str:
         """Everything that, when it changes, makes old trials worthless."""
         parts = (
-            one.template,
+            space.template,
             self.problem.key,
             "measured" if self.measured else "predicted",
             self.device.fingerprint,
-            one.digest,
-            render.template_digest(one.template),
+            space.digest,
+            render.template_digest(space.template),
             f"triton {triton.__version__}",
         )
         return " ".join(parts)

@@ -125,10 +125,10 @@ class Pool:
         return self._wait_for([self.submit(job, seconds) for job in jobs])
 
     def _wait_for(self, tickets: Sequence[int]) -> list[Any]:
-        found: dict[int, Any] = {}
-        while not found.keys() >= set(tickets):
-            found.update(self.next_results())
-        return [found[ticket] for ticket in tickets]
+        results: dict[int, Any] = {}
+        while not results.keys() >= set(tickets):
+            results.update(self.next_results())
+        return [results[ticket] for ticket in tickets]
 
     def next_results(self) -> list[tuple[int, Any]]:
         """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""

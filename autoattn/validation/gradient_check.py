@@ -87,10 +87,10 @@ def make_small_case(
     scores: Scores = Scores.PLAIN,
 ) -> Case:
     """A case of the same kind as `problem`, small; `number` picks among group sizes, layouts, windows and SHARINGS."""
-    one, lengths = output_check.small(problem, seq_q, seq_kv, number), output_check.lengths_of(problem, seq_q, seq_kv)
+    small, lengths = output_check.small(problem, seq_q, seq_kv, number), output_check.lengths_of(problem, seq_q, seq_kv)
     guard, sharing = output_check.GUARD_ROWS, SHARINGS[number % len(SHARINGS)]
-    operands = inputs.make(one, device, generator, scores=scores, guard=guard, lengths=lengths, sharing=sharing)
-    return case_of(one, operands, generator, scores=scores, guard=guard)
+    operands = inputs.make(small, device, generator, scores=scores, guard=guard, lengths=lengths, sharing=sharing)
+    return case_of(small, operands, generator, scores=scores, guard=guard)
 
 
 def make_case(
@@ -175,14 +175,14 @@ def judge(kernel: Kernel, cases: Sequence[Case]) -> Verdict:
         reason = _malformed(first, case) or _malformed(second, case) or (unlike(first, second) if alike else "")
         if reason:
             return replace(worst, ok=False, max_error=math.inf, reason=f"{case.name}: {reason}")
-        for found in (first,) if alike else (first, second):
-            each = errors_by_name(found, case)
-            for name, (error, _) in each.items():
+        for gradients in (first,) if alike else (first, second):
+            by_name = errors_by_name(gradients, case)
+            for name, (error, _) in by_name.items():
                 allowed = case.allowed[name]
                 if not error <= allowed:
                     reason = f"{case.name}: the {name}'s gradient has error {error:.3g} where {allowed:.3g} is allowed"
                     return replace(worst, ok=False, max_error=error, allowed=allowed, reason=reason)
-            max_error, rms_error, allowed = joined(each, case)
+            max_error, rms_error, allowed = joined(by_name, case)
             worst = replace(worst, rms_error=max(worst.rms_error, rms_error))
             if max_error / allowed > closest:
                 closest = max_error / allowed
@@ -219,8 +219,8 @@ def call_of(kernel: Kernel, case: Case, room: Gradients) -> Callable[[], object]
 
 def rival_calls(case: Case) -> dict[str, Callable[[], Gradients]]:
     """The backward passes of the rivals on a case's tensors, ready to be timed; their forward passes are done."""
-    found = pytorch_sdpa.gradient_calls(case.problem, case.operands, case.saved.output_grad)
-    return {name: partial(_named, call) for name, call in found.items()}
+    calls = pytorch_sdpa.gradient_calls(case.problem, case.operands, case.saved.output_grad)
+    return {name: partial(_named, call) for name, call in calls.items()}
 
 
 def _named(call: Callable[[], tuple[Tensor, ...]]) -> Gradients:
@@ -277,7 +277,7 @@ def joined(each: Mapping[str, tuple[float, float]], case: Case) -> tuple[float, 
     """
     most = max(case.allowed.values())
     scaled = [(most / case.allowed[name], *pair) for name, pair in each.items()]
-    return max(scale * one for scale, one, _ in scaled), max(scale * mean for scale, _, mean in scaled), most
+    return max(scale * error for scale, error, _ in scaled), max(scale * mean for scale, _, mean in scaled), most
 
 
 def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float]]:
@@ -290,10 +290,10 @@ def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float
     return {name: (float(error.max()), float(error.square().mean().sqrt())) for name, error in whole.items()}
 
 
-def _written(found: Gradients) -> list[tuple[str, Tensor]]:
+def _written(gradients: Gradients) -> list[tuple[str, Tensor]]:
     """(name, gradient) of those that kernels write themselves."""
-    more = ("bias", found.bias), ("slopes", found.slopes)
-    return [*found.named(), *((name, gradient) for name, gradient in more if gradient is not None)]
+    more = ("bias", gradients.bias), ("slopes", gradients.slopes)
+    return [*gradients.named(), *((name, gradient) for name, gradient in more if gradient is not None)]
 
 
 def unlike(first: Gradients, second: Gradients) -> str:
@@ -303,21 +303,21 @@ def unlike(first: Gradients, second: Gradients) -> str:
     return f"two runs on the same inputs differ in the {differ[0]}'s gradient" if differ else ""
 
 
-def _malformed(found: Gradients, case: Case) -> str:
+def _malformed(gradients: Gradients, case: Case) -> str:
     """What is wrong with gradients beside their size, in words."""
-    for name, gradient in _written(found):
+    for name, gradient in _written(gradients):
         if missing := int(gradient.isnan().sum()):
             return f"{missing} of {gradient.numel()} elements of the {name}'s gradient are NaN or never written"
         room = gradient._base if gradient._base is not None else gradient
         if int(room.isnan().sum()) != room.numel() - gradient.numel():
             return f"it wrote outside the {name}'s gradient"
     blind = case.saved.lse == -math.inf
-    if bool(found.query[blind].count_nonzero()):
+    if bool(gradients.query[blind].count_nonzero()):
         return "the gradient of a query that sees no key is not 0"
     keys, values = ([part for part in case.expected if part.name == name] for name in ("key", "value"))
     for key, value in zip(keys, values, strict=True):
         unseen = (key.numbers == 0).all(-1) & (value.numbers == 0).all(-1)
-        if bool(found.key[key.index][unseen].any()) or bool(found.value[value.index][unseen].any()):
+        if bool(gradients.key[key.index][unseen].any()) or bool(gradients.value[value.index][unseen].any()):
             return "the gradient of a key that no query sees is not 0"
     return ""
 
@@ -343,7 +343,7 @@ def _allowed(
         rounding = 0.5 * torch.finfo(saved.output.dtype).eps * float(products.square().sum(-1).sqrt().max())
     exacts, lows = gradient_formula.joined(expected), gradient_formula.joined(rough)
     counts = _counts(problem, operands)
-    found = {}
+    allowed = {}
     for name, exact in exacts.items():
         low = lows[name]
         coarse = exact.to(attention_formula.TORCH_DTYPE[problem.dtype])
@@ -362,16 +362,16 @@ def _allowed(
             often = counts[name] * problem.head_dim_v**0.5
             absolute += output_check.RISES[scores] * ulp * (often + float(exact.abs().max()))
         honest = float((low - exact).abs().max())
-        found[name] = max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))
-    return found
+        allowed[name] = max(ERROR_RATIO * honest + absolute, float(torch.finfo(torch.float32).tiny))
+    return allowed
 
 
 def _counts(problem: Problem, operands: Operands) -> dict[str, float]:
     """What a number of each gradient counts the gradient of a weight with."""
     largest = {name: operands.scale * float(getattr(operands, name).abs().max()) for name in ("query", "key")}
-    found = {"query": largest["key"], "key": largest["query"], "value": 0.0, "sinks": float(problem.batch)}
+    counts = {"query": largest["key"], "key": largest["query"], "value": 0.0, "sinks": float(problem.batch)}
     if (narrow := operands.narrow_bias) is not None:  # so many queries share one
-        found["bias"] = problem.batch * problem.heads_q * problem.seq_q * narrow.shape[3] // narrow.numel()
+        counts["bias"] = problem.batch * problem.heads_q * problem.seq_q * narrow.shape[3] // narrow.numel()
     # The distances of all queries, whose errors have either sign.
-    found["slopes"] = problem.seq_q**0.5 * max(problem.seq_q, problem.seq_kv)
-    return found
+    counts["slopes"] = problem.seq_q**0.5 * max(problem.seq_q, problem.seq_kv)
+    return counts

@@ -102,13 +102,13 @@ def hides_pairs(problem: Problem) -> bool:
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
     """The same kind of problem, small: two sequences and two key heads, so that every stride counts."""
     group = GROUPS[number % len(GROUPS)]
-    one = replace(problem, heads_q=2 * group, heads_kv=2, mask=_small_mask(problem.mask, number))
+    small_problem = replace(problem, heads_q=2 * group, heads_kv=2, mask=_small_mask(problem.mask, number))
     if not problem.packed:
         layout = (Layout.BHSD, Layout.BSHD)[number // len(GROUPS) % 2]
-        return replace(one, batch=2, layout=layout, seq_q=seq_q, seq_kv=seq_kv)
+        return replace(small_problem, batch=2, layout=layout, seq_q=seq_q, seq_kv=seq_kv)
     queries, keys = (tuple(pair) for pair in zip((seq_q, seq_kv), *BESIDE, strict=True))
     return replace(
-        one,
+        small_problem,
         batch=len(queries),
         seq_q=max(queries),
         seq_kv=max(keys),
@@ -140,8 +140,8 @@ def make_small_case(
     scores: Scores = Scores.PLAIN,
 ) -> Case:
     """A case of the same kind as `problem`, small; `number` picks among group sizes, layouts and windows."""
-    one, lengths = small(problem, seq_q, seq_kv, number), lengths_of(problem, seq_q, seq_kv)
-    return make_case(one, device, generator, scores=scores, guard=GUARD_ROWS, lengths=lengths)
+    small_problem, lengths = small(problem, seq_q, seq_kv, number), lengths_of(problem, seq_q, seq_kv)
+    return make_case(small_problem, device, generator, scores=scores, guard=GUARD_ROWS, lengths=lengths)
 
 
 def lengths_of(problem: Problem, seq_q: int, seq_kv: int) -> tuple[tuple[int, int], ...] | None:
