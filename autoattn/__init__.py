@@ -56,6 +56,6 @@ if not TYPE_CHECKING:  # a type checker takes the names from the imports above, 
             return import_module("autoattn.masks")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found: object = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = found  # the next look-up does not come here
-        return found
+        member: object = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = member  # the next look-up does not come here
+        return member

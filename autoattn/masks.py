@@ -107,9 +107,9 @@ def from_block_mask(block_mask: BlockMask) -> BlockSparse:
     device = block_mask.kv_num_blocks.device
     text, captured = fx_tracing.trace(block_mask.mask_mod, MASK_NAMES, device)
     text = "" if text == "True" else text  # PyTorch's noop_mask
-    found = _made(full + partial > 0, partial > 0, block_q, block_kv, seq_q, seq_kv, text, captured)
-    _converted[block_mask] = found
-    return found
+    mask = _made(full + partial > 0, partial > 0, block_q, block_kv, seq_q, seq_kv, text, captured)
+    _converted[block_mask] = mask
+    return mask
 
 
 _converted: weakref.WeakKeyDictionary[Any, BlockSparse] = weakref.WeakKeyDictionary()

@@ -78,16 +78,16 @@ def guard_tensors(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     Where one object stands in several places, it must there too: the guards refuse an object that they meet twice.
     """
     guards: Any = TensorGuards  # whose annotations leave out the tensors
-    first = [next(place for place, one in enumerate(tensors) if one is tensor) for tensor in tensors]
+    first = [next(place for place, earlier in enumerate(tensors) if earlier is tensor) for tensor in tensors]
     places = sorted(set(first))
     distinct = [tensors[place] for place in places]
-    sizes, strides = [list(one.shape) for one in distinct], [list(one.stride()) for one in distinct]
+    sizes, strides = [list(tensor.shape) for tensor in distinct], [list(tensor.stride()) for tensor in distinct]
     check: Callable[..., bool] = guards(*distinct, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if len(places) == len(tensors):
         return check
 
     def check_shared(*others: Any) -> bool:
-        shared = all(others[place] is other for place, other in zip(first, others, strict=True))
+        shared = all(others[place] is tensor for place, tensor in zip(first, others, strict=True))
         return shared and check(*(others[place] for place in places))
 
     return check_shared

@@ -94,7 +94,7 @@ class Row:
 
     def named(self, name: str) -> Cell | None:
         """The cell of that name that has a time."""
-        return next((one for one in self.cells if one.change.name == name and math.isfinite(one.time_us)), None)
+        return next((cell for cell in self.cells if cell.change.name == name and math.isfinite(cell.time_us)), None)
 
     def over_baseline(self, cell: Cell) -> float:
         """How many times as fast as the baseline; NaN where either has no time."""
@@ -133,29 +133,29 @@ def changes(one: SearchSpace, problem: Problem, device: Device) -> list[Change]:
     """
     base = one.default(problem, device)
     params = one.params_of(base)
-    found = {BASELINE: Change(name=BASELINE, variant=base)}
+    named = {BASELINE: Change(name=BASELINE, variant=base)}
     for step in one.ablation:
         for value in (value for value in one.choices[step] if value != params[step]):
             variant = _nearest(one, params, step, value, problem, device)
             if variant is None:
                 wanted = one.variant({**params, step: value})
                 why = one.why_infeasible(wanted, problem, device) or "no two other parameters make room for it"
-                found.setdefault(f"{step} {value}", Change(name=f"{step} {value}", step=step, why_not=why))
+                named.setdefault(f"{step} {value}", Change(name=f"{step} {value}", step=step, why_not=why))
                 continue
             now = one.params_of(variant)
-            others = {name: now[name] for name in one.choices if now[name] != params[name] and name != step}
-            alone = one.variant({**params, **others})
-            if others and one.why_infeasible(alone, problem, device) is None:
-                found.setdefault(_name(others), Change(name=_name(others), variant=alone))
-            name = f"{step} {value}" + (f" ({_name(others)})" if others else "")
-            found[name] = Change(name=name, step=step, variant=variant)
-    return [*_distinct(found.values()), _bound(base, problem)]
+            companions = {name: now[name] for name in one.choices if now[name] != params[name] and name != step}
+            alone = one.variant({**params, **companions})
+            if companions and one.why_infeasible(alone, problem, device) is None:
+                named.setdefault(_name(companions), Change(name=_name(companions), variant=alone))
+            name = f"{step} {value}" + (f" ({_name(companions)})" if companions else "")
+            named[name] = Change(name=name, step=step, variant=variant)
+    return [*_distinct(named.values()), _bound(base, problem)]
 
 
-def _distinct(found: Iterable[Change]) -> list[Change]:
+def _distinct(candidates: Iterable[Change]) -> list[Change]:
     """Each kernel once: what a change took along may be a change of its own."""
     kept: dict[object, Change] = {}
-    for change in found:
+    for change in candidates:
         key = change.variant or change.name
         if key not in kept or (change.step and not kept[key].step):
             kept[key] = change
@@ -167,17 +167,17 @@ def _name(params: Mapping[str, Value]) -> str:
 
 
 def _nearest(
-    one: SearchSpace, base: Mapping[str, Value], step: str, value: Value, problem: Problem, device: Device
+    space: SearchSpace, base: Mapping[str, Value], step: str, value: Value, problem: Problem, device: Device
 ) -> Variant | None:
     """The feasible variant with the changed step that changes the fewest other parameters; None beyond COMPANIONS."""
     params = {**base, step: value}
-    others = [name for name in one.choices if name != step]
+    companions = [name for name in space.choices if name != step]
     for count in range(COMPANIONS + 1):
-        for names in itertools.combinations(others, count):
-            choices = ([choice for choice in one.choices[name] if choice != base[name]] for name in names)
+        for names in itertools.combinations(companions, count):
+            choices = ([choice for choice in space.choices[name] if choice != base[name]] for name in names)
             for values in itertools.product(*choices):
-                variant = one.variant({**params, **dict(zip(names, values, strict=True))})
-                if one.why_infeasible(variant, problem, device) is None:
+                variant = space.variant({**params, **dict(zip(names, values, strict=True))})
+                if space.why_infeasible(variant, problem, device) is None:
                     return variant
     return None
 

@@ -60,7 +60,7 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
         Pool(size=1) as bench,
     ):
         plans = {
-            problem: {one.template: _planned(one, problem, device) for one in search_space.of(problem.op)}
+            problem: {space.template: _planned(space, problem, device) for space in search_space.of(problem.op)}
             for problem in problems
         }
         sources: dict[str, Source] = {}
@@ -73,18 +73,18 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
             yield _rows(problem, device, plan, inspected, bench_of)
 
 
-def _planned(one: SearchSpace, problem: Problem, device: Device) -> list[Change] | str:
+def _planned(space: SearchSpace, problem: Problem, device: Device) -> list[Change] | str:
     """The changes, or in words why the template has none."""
     try:
-        return changes(one, problem, device)
+        return changes(space, problem, device)
     except SpaceError as error:
         return str(error)
 
 
 def _sources(problem: Problem, plans: Mapping[str, list[Change] | str]) -> dict[str, Source]:
     variants = [change.variant for plan in plans.values() if not isinstance(plan, str) for change in plan]
-    found = (render.render(problem, variant) for variant in variants if variant is not None)
-    return {source.digest: source for source in found}
+    rendered = (render.render(problem, variant) for variant in variants if variant is not None)
+    return {source.digest: source for source in rendered}
 
 
 def _inspect(

@@ -189,9 +189,9 @@ class BackwardPasses:
         given = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
         given["bias"] = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
         given["slopes"] = operands.slopes if modifiers.learned_slopes else None
-        leaves = {name: one.detach().requires_grad_() for name, one in given.items() if one is not None}
-        asked = replace(self.problem, op=Op.FORWARD, deterministic=False)
-        call = Call(problem=asked, operands=self._traced(leaves), deterministic=self.problem.deterministic)
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.items() if tensor is not None}
+        output_problem = replace(self.problem, op=Op.FORWARD, deterministic=False)
+        call = Call(problem=output_problem, operands=self._traced(leaves), deterministic=self.problem.deterministic)
         plan = planner.plan(call, lse=False)
         first = Contestant(name=OURS, ours=True, route=plan.explanation.route, level=told.level.value)
         return told, first, _Late(partial(self._behind, call, plan, leaves))
@@ -199,10 +199,10 @@ class BackwardPasses:
     def _traced(self, leaves: dict[str, Tensor]) -> Operands:
         """The operands of a call of which autograd knows the leaves."""
         operands, bias = self.case.operands, leaves.get("bias")
-        found = replace(operands, **{name: one for name, one in leaves.items() if name != "bias"})
+        traced = replace(operands, **{name: leaf for name, leaf in leaves.items() if name != "bias"})
         if bias is None or operands.bias is None:
-            return found
-        return replace(found, narrow_bias=bias, bias=bias.expand(operands.bias.shape))
+            return traced
+        return replace(traced, narrow_bias=bias, bias=bias.expand(operands.bias.shape))
 
     def _behind(self, call: Call, plan: planner.Plan, leaves: dict[str, Tensor]) -> Run:
         repeated = self.problem.deterministic
@@ -211,8 +211,8 @@ class BackwardPasses:
         three = tuple(leaves.values())
 
         def differentiate() -> Gradients:
-            found = pytorch_sdpa.differentiated(output, three, self.case.saved.output_grad, repeated)
-            return Gradients(**dict(zip(leaves, found, strict=True)))
+            grads = pytorch_sdpa.differentiated(output, three, self.case.saved.output_grad, repeated)
+            return Gradients(**dict(zip(leaves, grads, strict=True)))
 
         return differentiate
 
@@ -226,9 +226,9 @@ class BackwardPasses:
         launch = backward.ready(kernel, self.problem, operands, saved)
 
         def differentiate() -> Gradients:
-            found = backward.empty_gradients(self.problem, operands)
-            launch(found)
-            return found
+            gradients = backward.empty_gradients(self.problem, operands)
+            launch(gradients)
+            return gradients
 
         return differentiate
 
@@ -239,10 +239,10 @@ class BackwardPasses:
 
     def judge(self, found: Gradients, again: Run, *, ours: bool) -> Judged:
         """By the errors at some heads; deterministic gradients must also be the same ones in a second run."""
-        each = gradient_check.errors_by_name(found, self.case)
-        max_error, _, allowed = gradient_check.joined(each, self.case)
+        by_name = gradient_check.errors_by_name(found, self.case)
+        max_error, _, allowed = gradient_check.joined(by_name, self.case)
         wrong = ""
-        for name, (error, _) in each.items():
+        for name, (error, _) in by_name.items():
             limit = self.case.allowed[name] * (1.0 if ours else LOOSE)
             if not error <= limit:
                 wrong = f"the {name}'s gradient has error {error:.3g} where {limit:.3g} is allowed"

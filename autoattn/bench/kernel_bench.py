@@ -83,14 +83,14 @@ def rows(problems: Iterable[Problem], peers: list[Peer], options: Options) -> It
 
 def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Source]:
     """The distinct kernels that the rows will run, as calls on contiguous tensors need them."""
-    found: dict[Source, None] = {}
+    kernels: dict[Source, None] = {}
     for problem in problems:
         told = cache_lookup.explain(problem, card)
         ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else list(cache_lookup.variants(told, card))[:1]
         for variant in [*ran, *(_variants(told, None, card) if ours is Ours.VARIANTS else ())]:
             with suppress(AutoattnError):  # it is told where the row runs
-                found[render.render(problem, variant)] = None
-    return list(found)
+                kernels[render.render(problem, variant)] = None
+    return list(kernels)
 
 
 def compile_ahead(kernels: list[Source], arch: int) -> None:
@@ -106,13 +106,13 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
 
 def _variants(told: cache_lookup.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
     """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
-    problem, found = told.problem, []
+    problem, variants = told.problem, []
     if told.entry is not None:
-        found = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
+        variants = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
     if problem is not None and card is not None:
-        for one in search_space.of(problem.op):
-            found += one.seeds_for(problem, card)
-    return [variant for variant in dict.fromkeys(found) if variant != ran]
+        for space in search_space.of(problem.op):
+            variants += space.seeds_for(problem, card)
+    return [variant for variant in dict.fromkeys(variants) if variant != ran]
 
 
 class _Guarded:
@@ -181,17 +181,19 @@ class _Bench:
         except (torch.cuda.OutOfMemoryError, AutoattnError) as error:
             return Row(problem=problem, note=f"no inputs: {reason_of(error)}")
         with entrants.settled(problem):
-            found = [*self._ours(answers), *self._peers(answers)]
-            for entrant in found:
+            lineup = [*self._ours(answers), *self._peers(answers)]
+            for entrant in lineup:
                 self._check(entrant, answers)
-            right = [one for one in found if one.contestant.state is State.OK]
+            right = [entrant for entrant in lineup if entrant.contestant.state is State.OK]
             try:
                 timing, pulses, note = self._time(right, problem.op)
             except RuntimeError as error:
-                raise _broken(f"one of {', '.join(one.contestant.name for one in right)}", problem, error) from None
+                raise _broken(
+                    f"one of {', '.join(entrant.contestant.name for entrant in right)}", problem, error
+                ) from None
         return Row(
             problem=problem,
-            contestants=tuple(one.contestant for one in found),
+            contestants=tuple(entrant.contestant for entrant in lineup),
             timing=timing,
             pulses=pulses,
             note=note,
@@ -261,34 +263,34 @@ class _Bench:
             return Timing.EVENTS, (), ""
         stopwatch = self._stopwatch(op)
         stopwatch.warm()
-        guesses = {one.contestant.name: min(stopwatch.samples(one, 3)) for one in right}
-        named = {one.contestant.name: one for one in right if not one.failed}
+        guesses = {entrant.contestant.name: min(stopwatch.samples(entrant, 3)) for entrant in right}
+        named = {entrant.contestant.name: entrant for entrant in right if not entrant.failed}
         counts, note = dict.fromkeys(named, 1), ""
         calls: dict[str, timer.Call] = {**named}
         # Autograd runs a backward pass on the stream of its forward pass, which is not the one that a graph records.
         by_graph = op is Op.FORWARD and any(guesses[name] < SMALL_US for name in named)
         if by_graph:
             try:
-                for name, one in named.items():
+                for name, entrant in named.items():
                     counts[name] = max(1, min(GRAPH_CALLS, int(GRAPH_US / guesses[name])))
-                    calls[name] = stopwatch.graph(one.recorded, counts[name])
+                    calls[name] = stopwatch.graph(entrant.recorded, counts[name])
             except Exception as error:  # then all are timed without, in the same way
                 torch.cuda.synchronize(self.device)
                 calls, counts, by_graph = {**named}, dict.fromkeys(named, 1), False
                 note = f"timed without CUDA graphs: {reason_of(error)}"
-        for one in right:
-            one.host_us.clear()
+        for entrant in right:
+            entrant.host_us.clear()
         taken = stopwatch.rounds(
             calls, seconds=self.options.seconds * len(named), seed=self.options.seed, count=self.options.rounds
         )
-        for name, one in named.items():
-            if one.failed:
+        for name, entrant in named.items():
+            if entrant.failed:
                 continue
             times = tuple(sample / counts[name] for sample in taken.times_us[name])
-            host = statistics.median(one.host_us) if one.host_us and not by_graph else None
-            one.mark(times_us=times, calls=counts[name], host_us=host)
+            host = statistics.median(entrant.host_us) if entrant.host_us and not by_graph else None
+            entrant.mark(times_us=times, calls=counts[name], host_us=host)
             if host is not None and host > stopwatch.hidden_us:
-                one.note(
+                entrant.note(
                     f"its host takes more than the {stopwatch.hidden_us:.0f} us that are hidden; its time has some"
                 )
         return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
@@ -296,7 +298,7 @@ class _Bench:
 
 def _why(said: Iterable[warnings.WarningMessage]) -> str:
     """What PyTorch warns of when a backend does not take the inputs, without what it says of the other backends."""
-    texts = [" ".join(str(one.message).split()).split(" (Triggered internally")[0] for one in said]
+    texts = [" ".join(str(warning.message).split()).split(" (Triggered internally")[0] for warning in said]
     return "; ".join(text for text in texts if not re.search(r"not used because|runtime disabled", text))[:300]
 
 

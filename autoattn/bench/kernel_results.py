@@ -125,8 +125,8 @@ class Row:
         return self.problem.flops() / contestant.median_us / 1e6
 
     def _fastest(self, *, ours: bool) -> Contestant | None:
-        timed = [one for one in self.contestants if one.ours is ours and one.timed]
-        return min(timed, key=lambda one: one.median_us, default=None)
+        timed = [contestant for contestant in self.contestants if contestant.ours is ours and contestant.timed]
+        return min(timed, key=lambda contestant: contestant.median_us, default=None)
 
 
 @dataclass(slots=True, kw_only=True)

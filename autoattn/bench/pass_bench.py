@@ -111,32 +111,33 @@ def rows(options: Options, gauge: Gauge | None = None) -> Iterator[list[Row]]:
     for case in options.cases():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _Bench(case, options, gauge).rows()
+            case_rows = _Bench(case, options, gauge).rows()
         try:
             gc.collect()
             gauge.clear()
         except RuntimeError as error:
             raise StateError(
-                f"the GPU must go on after each call, but one of {', '.join(one.value for one in options.attention)} "
+                "the GPU must go on after each call, but one of "
+                f"{', '.join(whose.value for whose in options.attention)} "
                 f"broke it on {case} ({reason_of(error)}); run the others with --attention"
             ) from None
-        yield found
+        yield case_rows
 
 
 def sources(cases: Iterable[Case], card: Device) -> list[Source]:
     """The distinct kernels of both passes that calls will run, where kernels of ours run."""
-    found: dict[Source, None] = {}
+    kernels: dict[Source, None] = {}
     for case in cases:
-        asked = case.problem, gradient_problem.backward_of(case.problem)
-        told = [cache_lookup.explain(one, card) for one in asked]
+        problems = case.problem, gradient_problem.backward_of(case.problem)
+        told = [cache_lookup.explain(problem, card) for problem in problems]
         if gradient_problem.why_not_by(told[1]) is not None:
             continue
-        for one, explanation in zip(asked, told, strict=True):
+        for problem, explanation in zip(problems, told, strict=True):
             if explanation.variant is not None:
                 with suppress(AutoattnError):  # it is told where it runs
-                    traits = render.natural_traits(one, lse=one is asked[0])
-                    found[render.render(one, explanation.variant, traits)] = None
-    return list(found)
+                    traits = render.natural_traits(problem, lse=problem is problems[0])
+                    kernels[render.render(problem, explanation.variant, traits)] = None
+    return list(kernels)
 
 
 @dataclass(slots=True)
@@ -165,18 +166,18 @@ class _Bench:
 
     def rows(self) -> list[Row]:
         entrants = [
-            _Entrant(Row(case=self.case, whose=one), transformer.attention_of(
-                one, self.case.context, self.gauge.device, causal=self.causal
+            _Entrant(Row(case=self.case, whose=whose), transformer.attention_of(
+                whose, self.case.context, self.gauge.device, causal=self.causal
             ))
-            for one in self.options.attention
+            for whose in self.options.attention
         ]  # fmt: skip
         try:
             self._judge_and_time(entrants)
         except (torch.OutOfMemoryError, AutoattnError) as error:  # of inputs and of what is to be expected
-            for one in entrants:
-                if not one.row.times:
-                    one.fail(error)
-        return [one.row for one in entrants]
+            for entrant in entrants:
+                if not entrant.row.times:
+                    entrant.fail(error)
+        return [entrant.row for entrant in entrants]
 
     def _judge_and_time(self, entrants: list[_Entrant]) -> None:
         problem = self.case.problem
@@ -184,46 +185,46 @@ class _Bench:
         judged = gradient_check.full_case(gradient_problem.backward_of(problem), self.gauge.device, generator)
         outputs = output_check.case_of(problem, judged.operands, generator, rows=ROWS)
         three = judged.operands.query, judged.operands.key, judged.operands.value
-        self.leaves = tuple(one.detach().requires_grad_() for one in three)
+        self.leaves = tuple(tensor.detach().requires_grad_() for tensor in three)
         self.pull = judged.saved.output_grad
-        for one in entrants:
+        for entrant in entrants:
             try:
-                self._check(one, outputs, judged)
-                if one.row.state is State.OK:
-                    self._weigh(one)
-                    ran = transformer.ran(one.row.whose, Mode.EAGER, *self.leaves, causal=self.causal)
-                    one.note(ran=ran)
+                self._check(entrant, outputs, judged)
+                if entrant.row.state is State.OK:
+                    self._weigh(entrant)
+                    ran = transformer.ran(entrant.row.whose, Mode.EAGER, *self.leaves, causal=self.causal)
+                    entrant.note(ran=ran)
             except Exception as error:
-                one.fail(error)
+                entrant.fail(error)
             gc.collect()
-        right = [one for one in entrants if one.row.state is State.OK]
+        right = [entrant for entrant in entrants if entrant.row.state is State.OK]
         for part in Part:
             self._time(right, part)
 
-    def _check(self, one: _Entrant, outputs: output_check.Case, judged: gradient_check.Case) -> None:
+    def _check(self, entrant: _Entrant, outputs: output_check.Case, judged: gradient_check.Case) -> None:
         """Compares the output and the gradients with the reference's."""
-        output = one.attend(*self.leaves)
+        output = entrant.attend(*self.leaves)
         query, key, value = torch.autograd.grad(output, self.leaves, self.pull)
-        found = Gradients(query=query, key=key, value=value)
+        gradients = Gradients(query=query, key=key, value=value)
         errors = {name: (error, judged.allowed[name]) for name, (error, _) in
-                  gradient_check.errors_by_name(found, judged).items()}  # fmt: skip
+                  gradient_check.errors_by_name(gradients, judged).items()}  # fmt: skip
         errors["output"] = output_check.errors(output.detach(), outputs)[0], outputs.allowed
-        loose = 1.0 if one.row.whose is Whose.OURS else LOOSE
+        loose = 1.0 if entrant.row.whose is Whose.OURS else LOOSE
         for name, (error, allowed) in errors.items():
             if not error <= loose * allowed:
                 what = name if name == "output" else f"{name}'s gradient"
                 detail = f"the {what} has error {error:.3g} where {loose * allowed:.3g} is allowed"
-                one.note(state=State.WRONG, detail=detail)
+                entrant.note(state=State.WRONG, detail=detail)
 
-    def _weigh(self, one: _Entrant) -> None:
+    def _weigh(self, entrant: _Entrant) -> None:
         """What is allocated, as if nothing else were in the memory."""
         own = sum(tensor.numel() * tensor.element_size() for tensor in (*self.leaves, self.pull))
         base = self.gauge.allocated() - own
         self.gauge.forget_peak()
-        output = one.attend(*self.leaves)
+        output = entrant.attend(*self.leaves)
         before = self.gauge.allocated() - base
         torch.autograd.grad(output, self.leaves, self.pull)
-        one.note(before_bytes=before, peak_bytes=self.gauge.peak() - base)
+        entrant.note(before_bytes=before, peak_bytes=self.gauge.peak() - base)
 
     def _call(self, attend: Attend, part: Part) -> timer.Call:
         """A part of a step, ready to be timed.
@@ -231,7 +232,7 @@ class _Bench:
         Its leaves are its own: autograd goes back to the stream on which a leaf was first used, and a graph that is
         captured on another stream must not wait for that one.
         """
-        leaves = tuple(one.detach().requires_grad_() for one in self.leaves)
+        leaves = tuple(leaf.detach().requires_grad_() for leaf in self.leaves)
         if part is Part.FORWARD:
             return partial(attend, *leaves)
         if part is Part.BACKWARD:
@@ -243,27 +244,27 @@ class _Bench:
         """Times a part of all, in the same way: by CUDA graphs where the host could hold one of them up."""
         if not entrants:
             return
-        named = {one.row.whose.value: one for one in entrants}
+        named = {entrant.row.whose.value: entrant for entrant in entrants}
         try:
-            calls = {name: self._call(one.attend, part) for name, one in named.items()}
+            calls = {name: self._call(entrant.attend, part) for name, entrant in named.items()}
             guesses = {name: min(self.gauge.samples(call, 3)) for name, call in calls.items()}
             counts, graph = dict.fromkeys(named, 1), min(guesses.values()) < LAUNCH_BOUND_US
             if graph:
                 try:
                     wanted = {name: max(1, min(GRAPH_CALLS, int(GRAPH_US / guess))) for name, guess in guesses.items()}
-                    makers = {name: partial(self._call, one.attend, part) for name, one in named.items()}
+                    makers = {name: partial(self._call, entrant.attend, part) for name, entrant in named.items()}
                     calls = {name: self.gauge.graph(make, wanted[name]) for name, make in makers.items()}
                     counts = wanted
                 except Exception as error:  # then all are timed without, in the same way
                     graph = False
-                    for one in entrants:
-                        one.note(detail=f"{part.value} timed without CUDA graphs: {reason_of(error)}")
+                    for entrant in entrants:
+                        entrant.note(detail=f"{part.value} timed without CUDA graphs: {reason_of(error)}")
             seconds = self.options.seconds * len(named)
             taken = self.gauge.rounds(calls, seconds=seconds, seed=self.options.seed)
         except RuntimeError as error:  # out of memory, too; which one's it was nobody knows
-            for one in entrants:
-                one.note(detail=f"{part.value} not timed: {reason_of(error)}")
+            for entrant in entrants:
+                entrant.note(detail=f"{part.value} not timed: {reason_of(error)}")
             return
-        for name, one in named.items():
+        for name, entrant in named.items():
             samples = tuple(sample / counts[name] for sample in taken.times_us[name])
-            one.note(times={**one.row.times, part: Time(samples_us=samples, calls=counts[name], graph=graph)})
+            entrant.note(times={**entrant.row.times, part: Time(samples_us=samples, calls=counts[name], graph=graph)})

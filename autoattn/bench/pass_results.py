@@ -155,5 +155,5 @@ class Run:
 
 def over_ours(rows: list[Row], whose: Whose, part: Part) -> float:
     """Another attention's time over ours: above 1 ours is faster; NaN where either has none."""
-    found = {row.whose: row.ms(part) for row in rows}
-    return found.get(whose, math.nan) / found.get(Whose.OURS, math.nan)
+    times = {row.whose: row.ms(part) for row in rows}
+    return times.get(whose, math.nan) / times.get(Whose.OURS, math.nan)

@@ -97,10 +97,10 @@ def step(gauge: Gauge, forward: Callable[[], Tensor], backward: Callable[[Tensor
     """
     whole_begin = gauge.mark()
     forward_begin = gauge.mark()
-    found = forward()
+    output = forward()
     forward_end = gauge.mark()
     backward_begin = gauge.mark()
-    backward(found)
+    backward(output)
     backward_end = gauge.mark()
     whole_end = gauge.mark()
     gauge.settle()
@@ -109,7 +109,7 @@ def step(gauge: Gauge, forward: Callable[[], Tensor], backward: Callable[[Tensor
         backward_ms=gauge.between(backward_begin, backward_end),
         total_ms=gauge.between(whole_begin, whole_end),
     )
-    return times, found.detach()
+    return times, output.detach()
 
 
 def rows(sizes: list[Size], options: Options, gauge: Gauge | None = None) -> Iterator[Row]:
@@ -137,22 +137,22 @@ def _timed(trials: list[_Trial], steps: int) -> Iterator[Row]:
     """The rows of one case."""
     torch.compiler.reset()  # so that no length is taken for a dynamic one
     order = random.Random(SEED)
-    for one in trials:
-        one.guarded(one.warm)
+    for trial in trials:
+        trial.guarded(trial.warm)
     for _ in range(steps):
-        for one in order.sample(trials, len(trials)):
-            if one.going:
-                one.guarded(one.step)
+        for trial in order.sample(trials, len(trials)):
+            if trial.going:
+                trial.guarded(trial.step)
     losses: list[float] = []
-    for one in trials:
-        if one.loss is not None:
-            one.guarded(one.end)
-        one.leave()
-        if one.row.loss is not None:
-            losses.append(one.row.loss)
-            yield _compared(one.row, losses[0])
+    for trial in trials:
+        if trial.loss is not None:
+            trial.guarded(trial.end)
+        trial.leave()
+        if trial.row.loss is not None:
+            losses.append(trial.row.loss)
+            yield _compared(trial.row, losses[0])
         else:
-            yield one.row
+            yield trial.row
 
 
 def _planned(size: Size, options: Options) -> Iterator[list[Row]]:
@@ -309,8 +309,8 @@ class _Trial:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         enabled = self.row.numbers is Numbers.BFLOAT16
-        found: AbstractContextManager[Any] = torch.autocast(self.gauge.device.type, torch.bfloat16, enabled=enabled)
-        return found
+        context: AbstractContextManager[Any] = torch.autocast(self.gauge.device.type, torch.bfloat16, enabled=enabled)
+        return context
 
     def _attention(self, attend: Attend) -> None:
         """Times one layer's attention alone, on tensors that lie as the model's do, and notes what runs."""
@@ -320,9 +320,9 @@ class _Trial:
         generator = torch.Generator(self.gauge.device).manual_seed(SEED)
         shape = self.row.batch, self.row.context, size.heads, size.head_dim
         drawn = (torch.randn(shape, generator=generator, device=self.gauge.device, dtype=dtype) for _ in range(4))
-        query, key, value, pull = (one.transpose(1, 2) for one in drawn)
+        query, key, value, pull = (tensor.transpose(1, 2) for tensor in drawn)
         query, key = query.contiguous(), key.contiguous()  # as rotary positions leave them
-        leaves = tuple(one.requires_grad_() for one in (query, key, value))
+        leaves = tuple(tensor.requires_grad_() for tensor in (query, key, value))
         if not self.row.ran:
             with self._autocast():
                 self._note(ran=transformer.ran(self.row.whose, self.row.mode, *leaves))
@@ -330,15 +330,15 @@ class _Trial:
 
         def forward() -> Tensor:
             with self._autocast():
-                found: Tensor = call(*leaves)
-            return found
+                output: Tensor = call(*leaves)
+            return output
 
         taken: list[Times] = []
         for number in range(self.options.warmup + ALONE_STEPS):
             for leaf in leaves:
                 leaf.grad = None
             self.gauge.hide()
-            times, _ = step(self.gauge, forward, lambda found: found.backward(pull))
+            times, _ = step(self.gauge, forward, lambda output: output.backward(pull))
             if number >= self.options.warmup:
                 taken.append(times)
         self._note(alone=tuple(taken))

@@ -61,7 +61,7 @@ class Options:
     def planned(self) -> int:
         """Rows in all."""
         choices = (self.models, self.contexts, self.attention, self.numbers, self.modes)
-        return math.prod(len(one) for one in choices)
+        return math.prod(len(choice) for choice in choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +105,15 @@ class Row:
 
     def mean(self, part: str) -> float:
         """Milliseconds of "forward_ms", "backward_ms" or "total_ms"; NaN where nothing was timed."""
-        return statistics.fmean(getattr(one, part) for one in self.times) if self.times else math.nan
+        return statistics.fmean(getattr(step, part) for step in self.times) if self.times else math.nan
 
     def spread(self, part: str) -> float:
         """Standard deviation of the same; NaN below two steps."""
-        return statistics.stdev(getattr(one, part) for one in self.times) if len(self.times) > 1 else math.nan
+        return statistics.stdev(getattr(step, part) for step in self.times) if len(self.times) > 1 else math.nan
 
     def attention_ms(self, part: str) -> float:
         """Median of the attention of all layers, run alone."""
-        return self.layers * statistics.median(getattr(one, part) for one in self.alone) if self.alone else math.nan
+        return self.layers * statistics.median(getattr(step, part) for step in self.alone) if self.alone else math.nan
 
     @property
     def share(self) -> float:
@@ -142,10 +142,10 @@ class Run:
 
     def cases(self) -> list[list[Row]]:
         """Rows that differ in their attention alone, together."""
-        found: dict[tuple[str, int, Numbers, Mode], list[Row]] = {}
+        cases: dict[tuple[str, int, Numbers, Mode], list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.case, []).append(row)
-        return list(found.values())
+            cases.setdefault(row.case, []).append(row)
+        return list(cases.values())
 
 
 def over_ours(rows: list[Row], whose: Whose) -> float | None:
@@ -153,8 +153,8 @@ def over_ours(rows: list[Row], whose: Whose) -> float | None:
 
     It is the median over rounds, in each of which both took a step; seldom slow steps do not move it.
     """
-    found = {row.whose: row.times for row in rows if row.timed}
-    if whose not in found or Whose.OURS not in found:
+    times = {row.whose: row.times for row in rows if row.timed}
+    if whose not in times or Whose.OURS not in times:
         return None
-    both = zip(found[whose], found[Whose.OURS], strict=False)
+    both = zip(times[whose], times[Whose.OURS], strict=False)
     return statistics.median(theirs.total_ms / ours.total_ms for theirs, ours in both)

@@ -125,8 +125,8 @@ class _Layer(nn.Module):
         query, key, value = (
             part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        found = self.attend(_rotated(query, cosines, sines), _rotated(key, cosines, sines), value)
-        stream = stream + self.output(found.transpose(1, 2).flatten(2))
+        attended = self.attend(_rotated(query, cosines, sines), _rotated(key, cosines, sines), value)
+        stream = stream + self.output(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(stream)
         return stream + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
 
@@ -158,9 +158,9 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> T
 
 def ours(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> Tensor:
     """What a user of autoattn calls."""
-    found = functional.attention(query, key, value, causal=causal)
-    assert isinstance(found, Tensor)
-    return found
+    output = functional.attention(query, key, value, causal=causal)
+    assert isinstance(output, Tensor)
+    return output
 
 
 def flex(length: int, device: torch.device, *, causal: bool = True) -> Attend:
@@ -172,8 +172,8 @@ def flex(length: int, device: torch.device, *, causal: bool = True) -> Attend:
     call: Any = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found: Tensor = call(query, key, value, block_mask=table)
-        return found
+        output: Tensor = call(query, key, value, block_mask=table)
+        return output
 
     return attend
 
@@ -186,8 +186,8 @@ def attention_of(whose: Whose, length: int, device: torch.device, *, causal: boo
     """One of the four for a context of `length` tokens."""
     if whose is Whose.FLEX:
         return flex(length, device, causal=causal)
-    found = {Whose.NAIVE: naive, Whose.SDPA: sdpa, Whose.OURS: ours}[whose]
-    return found if causal else partial(found, causal=False)
+    attend = {Whose.NAIVE: naive, Whose.SDPA: sdpa, Whose.OURS: ours}[whose]
+    return attend if causal else partial(attend, causal=False)
 
 
 def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True) -> str:
@@ -252,5 +252,5 @@ class _Watch(torch_private.TorchDispatchMode):
 
 def _named(operators: list[str]) -> str:
     """The backend of PyTorch's attention whose operator is among these; its plain formula has none of its own."""
-    found = re.search(r"\b_scaled_dot_product_(?:fused_)?(\w+?)_attention", " ".join(operators))
-    return str(found[1]) if found else "math"
+    match = re.search(r"\b_scaled_dot_product_(?:fused_)?(\w+?)_attention", " ".join(operators))
+    return str(match[1]) if match else "math"

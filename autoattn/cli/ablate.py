@@ -63,7 +63,7 @@ def command(
     _go(run, ablation_bench.run(problems, card, measured=measured, options=settings), out)
 
 
-def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
+def _go(run: Run, results: Iterator[list[Row]], out: Path) -> None:
     from autoattn.report import ablation_tables
 
     numbers = count(1)
@@ -74,7 +74,7 @@ def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
 
     how = "measured" if run.measured else "predicted by the model"
     rows.take(
-        found,
+        results,
         head=[f"{run.device.full_name}: {run.planned} problems, {how}"],
         keep=run.rows.extend,
         lines=told,
@@ -95,8 +95,8 @@ def line(row: Row) -> str:
     words = [f"baseline {figures.tflops(row.tflops(row.baseline))} TFLOP/s"]
     if row.bound is not None:
         words.append(f"no softmax {figures.tflops(row.tflops(row.bound))}")
-    others = [cell for cell in row.cells if cell not in (row.baseline, row.bound)]
-    best = max(others, key=lambda cell: _or_nothing(row.over_baseline(cell)), default=None)
+    changes = [cell for cell in row.cells if cell not in (row.baseline, row.bound)]
+    best = max(changes, key=lambda cell: _or_nothing(row.over_baseline(cell)), default=None)
     if best is not None:
         words.append(f"best change {best.change.name} {ablation_tables.precise(row.over_baseline(best))}")
     return head + ", ".join(words)

@@ -90,8 +90,8 @@ def picked(shapes: Path, group: list[str] | None, only: list[str] | None) -> lis
     Raises:
         UsageError: they leave none.
     """
-    problems = [one.problem for one in options.problems_of(shapes, group, None)]
-    picked = [one for one in problems if not only or any(text in str(one) for text in only)]
+    problems = [shape.problem for shape in options.problems_of(shapes, group, None)]
+    picked = [problem for problem in problems if not only or any(text in str(problem) for text in only)]
     if not picked:
         raise UsageError(
             f"--only must be part of a problem's printed name, got {', '.join(map(repr, only or ()))}; {shapes} has "
@@ -114,7 +114,7 @@ def _spelled(
     return shlex.join([*words, "--out", str(out)])
 
 
-def _go(run: Run, found: Iterator[Row], out: Path, warning: str | None) -> None:
+def _go(run: Run, results: Iterator[Row], out: Path, warning: str | None) -> None:
     from autoattn.report import kernel_tables
 
     def standing() -> list[str]:
@@ -128,7 +128,7 @@ def _go(run: Run, found: Iterator[Row], out: Path, warning: str | None) -> None:
 
     problems = f"{run.planned} problems, {run.options.inputs.value} inputs; kernels are compiled first"
     rows.take(
-        found,
+        results,
         head=[
             f"{run.machine['card']}: {problems}",
             *(f"{name} is missing: {why}" for name, why in run.missing.items()),
@@ -154,6 +154,14 @@ def line(run: Run, row: Row) -> str:
     words = [f"{figures.tflops(row.tflops(row.ours))} TFLOP/s"]
     if row.ratio is not None:
         words.append(f"{row.ratio:.3f}x the best peer")
-    words += [f"{one.name} {figures.tflops(row.tflops(one))}" for one in row.contestants if one.timed and not one.ours]
-    words += [f"{one.name} {one.state.value}" for one in row.contestants if one.state.value not in ("ok", "absent")]
+    words += [
+        f"{contestant.name} {figures.tflops(row.tflops(contestant))}"
+        for contestant in row.contestants
+        if contestant.timed and not contestant.ours
+    ]
+    words += [
+        f"{contestant.name} {contestant.state.value}"
+        for contestant in row.contestants
+        if contestant.state.value not in ("ok", "absent")
+    ]
     return head + ", ".join(words)

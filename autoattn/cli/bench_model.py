@@ -73,9 +73,9 @@ def spelled(settings: Options, out: Path) -> str:
     lists = {
         "models": settings.models,
         "contexts": settings.contexts,
-        "attention": [one.value for one in settings.attention],
-        "dtype": [one.value for one in settings.numbers],
-        "modes": [one.value for one in settings.modes],
+        "attention": [whose.value for whose in settings.attention],
+        "dtype": [numbers.value for numbers in settings.numbers],
+        "modes": [mode.value for mode in settings.modes],
     }
     words = ["autoattn", "bench", "model"]
     for name, values in lists.items():
@@ -85,11 +85,11 @@ def spelled(settings: Options, out: Path) -> str:
     return shlex.join([*words, "--out", str(out)])
 
 
-def _go(run: Run, found: Iterator[Row], out: Path) -> None:
+def _go(run: Run, results: Iterator[Row], out: Path) -> None:
     from autoattn.report import training_tables
 
     rows.take(
-        found,
+        results,
         head=[f"{run.machine['card']}: {run.options.planned} rows"],
         keep=run.rows.append,
         lines=lambda row: [line(run, row)],

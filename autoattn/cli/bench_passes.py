@@ -68,11 +68,11 @@ def command(
 def spelled(settings: Options, out: Path) -> str:
     """The command that repeats the run."""
     lists = {
-        "tables": [one.value for one in settings.tables],
+        "tables": [table.value for table in settings.tables],
         "contexts": settings.contexts,
         "head-dims": settings.head_dims,
-        "attention": [one.value for one in settings.attention],
-        "dtype": [one.value for one in settings.numbers],
+        "attention": [whose.value for whose in settings.attention],
+        "dtype": [numbers.value for numbers in settings.numbers],
     }
     words = ["autoattn", "bench", "passes"]
     for name, values in lists.items():
@@ -80,11 +80,11 @@ def spelled(settings: Options, out: Path) -> str:
     return shlex.join([*words, "--seconds", f"{settings.seconds:g}", "--seed", str(settings.seed), "--out", str(out)])
 
 
-def _go(run: Run, found: Iterator[list[Row]], out: Path) -> None:
+def _go(run: Run, results: Iterator[list[Row]], out: Path) -> None:
     from autoattn.report import pass_tables
 
     rows.take(
-        found,
+        results,
         head=[f"{run.machine['card']}: {len(run.options.cases())} calls"],
         keep=run.cases.append,
         lines=lambda case: [line(run, case)],

@@ -40,26 +40,28 @@ def list_(
     from autoattn.cli import show, terminal
 
     combined = show.overlays(None, cache)
-    shadowed = Counter((place.folder, one.device, one.op, place.release) for one in combined for place in one.shadowed)
+    shadowed = Counter(
+        (place.folder, overlay.device, overlay.op, place.release) for overlay in combined for place in overlay.shadowed
+    )
     held = [
         inventory.holding(folder, file, shadowed[folder, file.device, file.op, file.triton])
         for folder, file in inventory.read(cache)
     ]
     if json:
-        terminal.print_json([{**asdict(one), "path": str(one.path)} for one in held])
+        terminal.print_json([{**asdict(holding), "path": str(holding.path)} for holding in held])
         return
     console = terminal.console()
     columns = ("=Device", ">Measured", ">Predicted", ">Stale", ">Shadowed", "=Changed", "Card", "Made with", "File")
     rows = [
-        (one.device, one.measured, one.predicted, one.stale, one.shadowed, one.modified, one.fingerprint,
-         "; ".join(one.versions), one.path)
-        for one in held
+        (holding.device, holding.measured, holding.predicted, holding.stale, holding.shadowed, holding.modified,
+         holding.fingerprint, "; ".join(holding.versions), holding.path)
+        for holding in held
     ]  # fmt: skip
     if rows:
         terminal.print_table(console, f"{len(rows)} cache file{'' if len(rows) == 1 else 's'}", columns, rows)
     else:
         console.print("There is no cache file; run autoattn tune, or name another --cache.")
-    show.print_availability(console, (place.entry for one in combined for place in one.counting.values()))
+    show.print_availability(console, (place.entry for overlay in combined for place in overlay.counting.values()))
 
 
 def diff(
@@ -77,22 +79,22 @@ def diff(
     from autoattn.cli import show, terminal
     from autoattn.tools import bundle
 
-    others = (
+    files = (
         bundle.load(second)
         if second is not None
-        else [file for one in show.overlays(None, None) for file in one.by_release]
+        else [file for overlay in show.overlays(None, None) for file in overlay.by_release]
     )
-    found = inventory.differences(bundle.load(first), others)
+    differences = inventory.differences(bundle.load(first), files)
     if json:
-        terminal.print_json([_document(one) for one in found])
-    elif not found:
+        terminal.print_json([_document(difference) for difference in differences])
+    elif not differences:
         terminal.console().print("They hold the same.")
     else:
         columns = ("=Problem", ">us first", ">us second", ">Ratio", "Differs in")
-        for device in dict.fromkeys(one.device for one in found):
-            rows = [_row(one) for one in found if one.device == device]
+        for device in dict.fromkeys(difference.device for difference in differences):
+            rows = [_row(difference) for difference in differences if difference.device == device]
             terminal.print_table(terminal.console(), f"{device}, {len(rows)} that differ", columns, rows)
-    if found:
+    if differences:
         raise typer.Exit(1)
 
 
@@ -164,12 +166,15 @@ def export(
     from autoattn.tools import bundle
 
     combined = show.overlays(device, cache)
-    found = _picked([file for one in combined for file in one.by_release], problems, cache)
-    data = bundle.pack(found, bundle.samples_of([pair for one in combined for pair in one.files]))
+    files = _picked([file for overlay in combined for file in overlay.by_release], problems, cache)
+    data = bundle.pack(files, bundle.samples_of([pair for overlay in combined for pair in overlay.files]))
     writing.write(out, data)
-    packed = {(file.device, key) for file in found for key in file.entries}
+    packed = {(file.device, key) for file in files for key in file.entries}
     folders = Counter(
-        place.folder for one in combined for key, place in one.counting.items() if (one.device, key) in packed
+        place.folder
+        for overlay in combined
+        for key, place in overlay.counting.items()
+        if (overlay.device, key) in packed
     )
     parts = ", ".join(f"{count} of {folder}" for folder, count in folders.items())
     console = terminal.console()
@@ -194,8 +199,8 @@ def prune(
     from autoattn.cli import terminal
 
     cache = inventory.folders(cache)[0]
-    found = inventory.unneeded(cache)
-    gone = found if dry_run else inventory.prune(found)
+    unneeded = inventory.unneeded(cache)
+    gone = unneeded if dry_run else inventory.prune(unneeded)
     verb = "would go" if dry_run else "removed"
     console = terminal.console()
     for path, entries in gone.stale.items():
@@ -205,7 +210,7 @@ def prune(
         console.print(terminal.printable(f"{verb}: {path}"), soft_wrap=True)
     for path in gone.resting:
         console.print(terminal.printable(f"stays: {path}, written to in the last hour"), soft_wrap=True)
-    left = found.entries - gone.entries + len(found.journals) - len(gone.journals)
+    left = unneeded.entries - gone.entries + len(unneeded.journals) - len(gone.journals)
     changed = f", {left} in use or changed meanwhile" if left else ""
     console.print(
         f"{verb}: {gone.entries} stale entr{'y' if gone.entries == 1 else 'ies'}, {len(gone.journals)} "
@@ -243,21 +248,31 @@ def _picked(files: list[CacheFile], wanted: list[str], named: Path | None) -> li
                 "correct it, or name another --cache"
             )
     return [
-        bundle.only(file, [one for one in file.entries.values() if {one.problem.key, str(one.problem)} & set(wanted)])
+        bundle.only(
+            file, [entry for entry in file.entries.values() if {entry.problem.key, str(entry.problem)} & set(wanted)]
+        )
         for file in files
     ]
 
 
-def _row(one: Difference) -> tuple[object, ...]:
+def _row(difference: Difference) -> tuple[object, ...]:
     from autoattn.report import figures
 
-    times = [figures.microseconds(entry.time_us) if entry is not None else "-" for entry in (one.first, one.second)]
-    ratio = figures.times(one.ratio) if one.ratio is not None else "-"
-    return (one.problem if one.problem is not None else "(the file)", *times, ratio, "; ".join(one.words))
+    times = [
+        figures.microseconds(entry.time_us) if entry is not None else "-"
+        for entry in (difference.first, difference.second)
+    ]
+    ratio = figures.times(difference.ratio) if difference.ratio is not None else "-"
+    return (
+        difference.problem if difference.problem is not None else "(the file)",
+        *times,
+        ratio,
+        "; ".join(difference.words),
+    )
 
 
-def _document(one: Difference) -> dict[str, object]:
+def _document(difference: Difference) -> dict[str, object]:
     return {
-        "device": one.device, "op": one.op, "problem": one.problem, "first": one.first, "second": one.second,
-        "ratio": one.ratio, "words": one.words,
+        "device": difference.device, "op": difference.op, "problem": difference.problem, "first": difference.first,
+        "second": difference.second, "ratio": difference.ratio, "words": difference.words,
     }  # fmt: skip

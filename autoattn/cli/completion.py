@@ -38,8 +38,8 @@ def groups(ctx: typer.Context, incomplete: str) -> Candidates:
     except (AutoattnError, OSError):
         return []
     counts: dict[str, int] = {}
-    for one in named:
-        for group in one.groups:
+    for shape in named:
+        for group in shape.groups:
             counts[group] = counts.get(group, 0) + 1
     return _beginning(incomplete, [(group, f"{count} problems") for group, count in counts.items()])
 
@@ -52,7 +52,7 @@ def problem_keys(ctx: typer.Context, incomplete: str) -> Candidates:
     folder = ctx.params.get("cache")
     folders = [Path(folder)] if folder is not None else [resources.user_cache(), resources.shipped_cache()]
     try:
-        files = [file for each in folders for file in read_folder(each)]
+        files = [file for path in folders for file in read_folder(path)]
     except (AutoattnError, OSError):
         return []
     known = {key: str(entry.problem) for file in files for key, entry in file.entries.items()}

@@ -68,21 +68,21 @@ def command(
         modifiers=modifier,
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)
-    for one in named:
-        if lse and not training and one.problem.op.value == "backward":
-            raise UsageError(f"--lse is a choice for outputs, got {one.problem}; leave it out, or add --training")
+    for shape in named:
+        if lse and not training and shape.problem.op.value == "backward":
+            raise UsageError(f"--lse is a choice for outputs, got {shape.problem}; leave it out, or add --training")
     from autoattn.cli import terminal
     from autoattn.hardware import nvidia
     from autoattn.runtime.plan import decision
 
     card = nvidia.resolve(device)[0] if device is not None else nvidia.present()
-    answers = [decision.explain(one.problem, card, cache, lse=lse, training=training) for one in named]
+    answers = [decision.explain(shape.problem, card, cache, lse=lse, training=training) for shape in named]
     if json:
         documents = [_document(answer) for answer in answers]
         terminal.print_json(documents[0] if problem is not None else documents)
         return
-    for each in answers:
-        _print(each)
+    for answer in answers:
+        _print(answer)
 
 
 def _operation(operation: str | None, training: bool, *, given: bool) -> str | None:
@@ -107,7 +107,7 @@ def _print(answer: Explanation) -> None:
     if answer.variant is not None:
         print(f"  variant  {figures.printable(answer.variant.template)}: {figures.printable(answer.variant)}")
     if answer.entry is not None and answer.entry.finals is not None and answer.entry.problem == answer.problem:
-        leads = [f"{one.name} {figures.against(one.lead)}" for one in figures.others(answer.entry) if one.lead]
+        leads = [f"{rival.name} {figures.against(rival.lead)}" for rival in figures.others(answer.entry) if rival.lead]
         print(f"  finals   {figures.printable(figures.finals(answer.entry))}")
         print(f"  over     {figures.printable(', '.join(leads) or 'nobody, or too few rounds')}")
     if answer.entry is not None and answer.entry.worst is not None and answer.entry.problem == answer.problem:

@@ -192,11 +192,11 @@ def problem_of(
     """
     needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
     missing = [name for name, value in needed.items() if value is None]
-    others = (
+    optional = (
         *(batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, operation),
         *(deterministic or None, modifiers or None),
     )
-    if len(missing) == len(needed) and all(value is None for value in others):
+    if len(missing) == len(needed) and all(value is None for value in optional):
         return None
     if missing:
         raise UsageError(
@@ -269,11 +269,11 @@ def of_groups(named: list[NamedProblem], groups: list[str] | None, source: str) 
     Raises:
         UsageError: the source has no such group.
     """
-    known = list(dict.fromkeys(group for one in named for group in one.groups))
+    known = list(dict.fromkeys(group for shape in named for group in shape.groups))
     for group in groups or ():
         if group not in known:
             raise UsageError(f"--group must be a group of {source}, got {group!r}; it has {', '.join(known)}")
-    return [one for one in named if not groups or set(one.groups) & set(groups)]
+    return [shape for shape in named if not groups or set(shape.groups) & set(groups)]
 
 
 def at_least(name: str, least: float, given: float | None) -> None:
@@ -293,15 +293,15 @@ def words(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
         UsageError: there are none, or one that nobody knows.
     """
     known = list(known)
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found or not set(found) <= set(known):
+    chosen = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not chosen or not set(chosen) <= set(known):
         raise UsageError(f"{option} must be of {', '.join(known)}, got {text!r}; separate several by commas")
-    return found
+    return chosen
 
 
 def choices(option: str, text: str, known: type[Choice]) -> tuple[Choice, ...]:
     """The same of an enumeration's values."""
-    return tuple(known(word) for word in words(option, text, [one.value for one in known]))
+    return tuple(known(word) for word in words(option, text, [choice.value for choice in known]))
 
 
 def lengths(option: str, text: str) -> tuple[int, ...]:
@@ -310,10 +310,10 @@ def lengths(option: str, text: str) -> tuple[int, ...]:
     Raises:
         UsageError: there is something else, or nothing.
     """
-    found = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in found):
+    numbers = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in numbers):
         raise UsageError(f"{option} must be whole numbers from 1, got {text!r}; write for example 256,1024")
-    return tuple(dict.fromkeys(int(word) for word in found))
+    return tuple(dict.fromkeys(int(word) for word in numbers))
 
 
 def seed(given: int) -> None:

@@ -105,9 +105,9 @@ def _default(problem: Problem, card: Device) -> Variant:
     from autoattn.errors import SpaceError
 
     reasons = []
-    for one in search_space.of(problem.op):
+    for space in search_space.of(problem.op):
         try:
-            return one.default(problem, card)
+            return space.default(problem, card)
         except SpaceError as error:
             reasons.append(str(error))
     raise SpaceError("; ".join(reasons))
@@ -116,8 +116,8 @@ def _default(problem: Problem, card: Device) -> Variant:
 def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:
     from autoattn.cache import inventory, store
 
-    for one in inventory.overlays(folder, lambda _: card.fingerprint, card.name):
-        place = one.counting.get(problem.key)
+    for overlay in inventory.overlays(folder, lambda _: card.fingerprint, card.name):
+        place = overlay.counting.get(problem.key)
         if place is not None and store.why_held_back(place.entry) is None:
             return place.entry
     return None

@@ -73,26 +73,26 @@ def command(
         evidence=evidence, operation=operation, route=route, only=tuple(only or ()), sort=sort, reverse=reverse
     )
     combined = overlays(device, cache)
-    files = [pair for one in combined for pair in one.files]
+    files = [pair for overlay in combined for pair in overlay.files]
     chosen.check_route(entry for _, file in files for entry in file.entries.values())
-    found = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
+    shown = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
     if json:
         terminal.print_json(
             [
                 {"cache": str(folder), "device": file.device, "fingerprint": file.fingerprint, "entries": entries}
-                for folder, file, entries in found
+                for folder, file, entries in shown
             ]
         )
         return
     console = terminal.console()
-    for folder, file, entries in found:
+    for folder, file, entries in shown:
         for kind in ("measured", "predicted"):
             if rows := [row(entry) for entry in entries if entry.evidence.value == kind]:
                 terminal.print_table(console, f"{file.device}, {kind} ({folder})", COLUMNS, rows)
-    if not found:
+    if not shown:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
     print_left_out(console, combined)
-    print_availability(console, (entry for _, _, entries in found for entry in entries))
+    print_availability(console, (entry for _, _, entries in shown for entry in entries))
 
 
 def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
@@ -108,8 +108,8 @@ def print_left_out(console: Console, combined: list[Overlay]) -> None:
     """Says for each cache folder how many of its entries give way to others, and how many are another card's."""
     from autoattn.cli import terminal
 
-    shadowed = Counter(place.folder for one in combined for place in one.shadowed)
-    foreign = Counter((place.folder, place.fingerprint) for one in combined for place in one.foreign)
+    shadowed = Counter(place.folder for overlay in combined for place in overlay.shadowed)
+    foreign = Counter((place.folder, place.fingerprint) for overlay in combined for place in overlay.foreign)
     lines = [
         f"{_counted(count)} of {folder} left out: another entry of the same problem goes before (docs/cache.md)"
         for folder, count in shadowed.items()

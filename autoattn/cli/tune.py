@@ -110,8 +110,8 @@ def command(
     }  # fmt: skip
     if model is not None:
         if shapes is not None or any(value is not None and value is not False for value in parts.values()):
-            other = "--shapes" if shapes is not None else "the options of one problem"
-            raise UsageError(f"problems come from --model or from {other}, got both; give one")
+            source = "--shapes" if shapes is not None else "the options of one problem"
+            raise UsageError(f"problems come from --model or from {source}, got both; give one")
         named, notes = _of_model(model, device, group, dtype=dtype, batch=batch, lengths=lengths)
     elif lengths is not None:
         raise UsageError("--lengths is a choice for --model, got no --model; add it, or leave --lengths out")
@@ -149,7 +149,7 @@ def _of_model(
     named = options.of_groups(models.problems(document, model), group, f"--model {model}")
     if nvidia.resolve(device)[1]:
         return named, notes
-    forward = [one for one in named if one.problem.op.value == "forward"]
+    forward = [shape for shape in named if shape.problem.op.value == "forward"]
     if len(forward) == len(named):
         return named, notes
     return forward, (*notes, f"{len(named) - len(forward)} problems of gradients are left out, which need the card")
@@ -167,7 +167,7 @@ def _tune(device: str, named: list[NamedProblem], settings: Options, notes: tupl
     console.print(f"{count(len(named), 'problem')}, effort {effort}, cache {settings.cache}", soft_wrap=True)
     for note in notes:
         console.print(terminal.printable(f"Note: {note}."), soft_wrap=True)
-    if (shortage := memory.warning([one.problem for one in named], card)) is not None:
+    if (shortage := memory.warning([shape.problem for shape in named], card)) is not None:
         console.print(terminal.printable(shortage), soft_wrap=True)
     from autoattn.cli.progress import Display
     from autoattn.search import storage, tuner
@@ -175,7 +175,9 @@ def _tune(device: str, named: list[NamedProblem], settings: Options, notes: tupl
     if settings.storage is not None:
         console.print(f"Sharing trials at {storage.shown(settings.storage)}", soft_wrap=True)
     with Display(console, measured=measured) as display:
-        summary = tuner.tune([one.problem for one in named], card, measured=measured, options=settings, listen=display)
+        summary = tuner.tune(
+            [shape.problem for shape in named], card, measured=measured, options=settings, listen=display
+        )
     close(console, named, summary)
     if summary.interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -204,12 +206,12 @@ def close(console: Console, named: list[NamedProblem], summary: Summary) -> None
 
     if not summary.entries and summary.failed:
         console.print(f"Nothing was tuned: {commonest_reason(summary)}", soft_wrap=True)
-    for group in dict.fromkeys(group for one in named for group in one.groups):
+    for group in dict.fromkeys(group for shape in named for group in shape.groups):
         if summary.entries or summary.failed:
-            _table(console, group, [one.problem for one in named if group in one.groups], summary)
+            _table(console, group, [shape.problem for shape in named if group in shape.groups], summary)
     tuned = len(summary.entries) - summary.kept
     parts = [f"{tuned:,} tuned", f"{summary.kept:,} already up to date", f"{len(summary.failed):,} failed"]
-    left = len({one.problem.key for one in named} - summary.entries.keys() - summary.failed.keys())
+    left = len({shape.problem.key for shape in named} - summary.entries.keys() - summary.failed.keys())
     parts += [f"{left:,} not reached"] * bool(left)
     console.print(f"{count(len(named), 'problem')}: {', '.join(parts)}; {duration(summary.seconds)}", soft_wrap=True)
     console.print(
@@ -225,14 +227,14 @@ def close(console: Console, named: list[NamedProblem], summary: Summary) -> None
 
 def counted(outcomes: dict[str, int], noun: str) -> str:
     """44 trials (2 infeasible, 42 ok)."""
-    each = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
-    return f"{count(sum(outcomes.values()), noun)}{f' ({each})' if each else ''}"
+    parts = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
+    return f"{count(sum(outcomes.values()), noun)}{f' ({parts})' if parts else ''}"
 
 
 def commonest_reason(summary: Summary) -> str:
     """Why nothing was tuned, in words: what most variants failed of, or where none did, most problems."""
     if summary.reasons:
-        reason, number = max(summary.reasons.items(), key=lambda each: each[1])
+        reason, number = max(summary.reasons.items(), key=lambda item: item[1])
         return f"{reason} ({number:,} of {sum(summary.reasons.values()):,} variants that failed)"
     (reason, number), *_ = Counter(summary.failed.values()).most_common(1)
     return f"{reason} ({number:,} of {len(summary.failed):,} problems)"
@@ -249,5 +251,7 @@ def _table(console: Console, group: str, problems: list[Problem], summary: Summa
         else:
             reason = summary.failed.get(problem.key)
             rows.append((problem, "", "", "failed" if reason is not None else "not reached", "", reason or "", ""))
-    kinds = sorted({summary.entries[one.key].evidence.value for one in problems if one.key in summary.entries})
+    kinds = sorted(
+        {summary.entries[problem.key].evidence.value for problem in problems if problem.key in summary.entries}
+    )
     terminal.print_table(console, ", ".join([group, *kinds]), show.COLUMNS, rows)

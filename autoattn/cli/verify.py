@@ -49,10 +49,10 @@ def command(
     foreign = [place for place in places if here and place.measured and place.fingerprint != card.fingerprint]
     entries = [place.entry for place in places if place not in foreign]
     if not entries:
-        others = f" but {len(foreign)} that another card measured" if foreign else ""
+        foreign_note = f" but {len(foreign)} that another card measured" if foreign else ""
         raise StateError(
-            f"there must be cached kernels to verify, found none for {card.name}{others}; run autoattn tune, or name a "
-            "--cache"
+            f"there must be cached kernels to verify, found none for {card.name}{foreign_note}; "
+            "run autoattn tune, or name a --cache"
         )
     checked = verify(entries, card)
     rows = [(check.problem, check.finding.value, check.detail) for check in checked]
@@ -68,11 +68,11 @@ def command(
     if mark:
         folder = cache if cache is not None else resources.user_cache()
         for op in Op:
-            found = [(check.entry, check.mark) for check in checked if check.problem.op is op]
-            changed = caching.mark(folder, card, op, found) if found else []
+            pairs = [(check.entry, check.mark) for check in checked if check.problem.op is op]
+            changed = caching.mark(folder, card, op, pairs) if pairs else []
             marked = sum(entry.mark is not None for entry in changed)
             words = f"{marked} marked, {len(changed) - marked} unmarked in {caching.path_of(folder, card, op)}"
-            if found:
+            if pairs:
                 console.print(terminal.printable(words), soft_wrap=True)
     if not all(check.ok for check in checked):
         raise typer.Exit(1)
@@ -82,8 +82,8 @@ def _verifiable(combined: list[Overlay]) -> list[Placed]:
     """The entries that calls take, and those that give way because of a mark, which a verification may lift."""
     return [
         place
-        for one in combined
-        for _, places in sorted(one.ranked.items())
+        for overlay in combined
+        for _, places in sorted(overlay.ranked.items())
         for number, place in enumerate(places)
         if number == 0 or (place.entry.mark is not None and place.entry.mark.holds_back)
     ]

@@ -54,8 +54,8 @@ def dilated_attention(
         tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     merged: tuple[Tensor, Tensor] | None = None
     for length, rate in patterns:
-        found = _pattern(tensors, length, rate, causal, scale)
-        merged = found if merged is None else _merged(merged, found)
+        part = _pattern(tensors, length, rate, causal, scale)
+        merged = part if merged is None else _merged(merged, part)
     assert merged is not None
     output = merged[0].to(query.dtype)
     return output.transpose(1, 2) if layout == "bhsd" else output
@@ -77,8 +77,8 @@ def _pattern(
             parts = (_picked(query, *span, group), _picked(key, *span, 1), _picked(value, *span, 1))
             # Segments are sequences of their own.
             batched = [part.flatten(3, 4).flatten(0, 1) for part in parts]
-            found: Any = functional.attention(*batched, causal=causal, scale=scale, layout="bshd", return_lse=True)
-            for whole, part in ((output, found[0]), (lse, found[1].transpose(1, 2))):
+            answer: Any = functional.attention(*batched, causal=causal, scale=scale, layout="bshd", return_lse=True)
+            for whole, part in ((output, answer[0]), (lse, answer[1].transpose(1, 2))):
                 place = _picked(whole, *span, group)
                 place.copy_(part.reshape(place.shape))
     return output, lse

@@ -266,7 +266,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             else:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(widths)
-            projected = [linear(*each) for each in zip((query, key, value), weights, biases, strict=True)]
+            projected = [linear(*operands) for operands in zip((query, key, value), weights, biases, strict=True)]
         heads = [tensor.unflatten(-1, (-1, self.head_dim)) for tensor in projected]
         if query.dim() == 2:
             return [tensor[None] for tensor in heads]

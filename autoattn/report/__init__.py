@@ -39,8 +39,8 @@ def build(cache_folder: Path | None, out: Path) -> tuple[Path, ...]:
         OSError: `out` cannot be written.
     """
     overlays = inventory.overlays(cache_folder, nvidia.fingerprint_of)
-    homes = {(one.device, key): place.folder for one in overlays for key, place in one.counting.items()}
-    sections = contents.gather([one.file for one in overlays], homes)
+    homes = {(overlay.device, key): place.folder for overlay in overlays for key, place in overlay.counting.items()}
+    sections = contents.gather([overlay.file for overlay in overlays], homes)
     if not sections:
         where = ", ".join(map(str, inventory.folders(cache_folder)))
         raise StateError(f"a report needs cache entries, found none in {where}; run autoattn tune, or name a --cache")

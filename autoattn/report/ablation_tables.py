@@ -44,11 +44,11 @@ def write(run: Run, out: Path) -> tuple[Path, ...]:
 
 def effects(rows: Iterable[Row]) -> list[Effect]:
     """What each change does to the time, in the order of the table."""
-    found: dict[str, list[float]] = {}
+    by_change: dict[str, list[float]] = {}
     for row in rows:
         for cell in row.cells:
             if math.isfinite(row.over_baseline(cell)) and cell is not row.baseline:
-                found.setdefault(cell.change.name, []).append(row.over_baseline(cell))
+                by_change.setdefault(cell.change.name, []).append(row.over_baseline(cell))
     return [
         Effect(
             name=name,
@@ -57,7 +57,7 @@ def effects(rows: Iterable[Row]) -> list[Effect]:
             lowest=min(ratios),
             highest=max(ratios),
         )
-        for name, ratios in found.items()
+        for name, ratios in by_change.items()
     ]
 
 

@@ -44,8 +44,8 @@ class Detail:
     @classmethod
     def among(cls, problems: int) -> Detail:
         """As much as a report of so many problems has room for."""
-        each = max(1, problems)
-        return cls(marks=min(300, max(40, 6000 // each)), lines=min(120, max(20, 3000 // each)))
+        count = max(1, problems)
+        return cls(marks=min(300, max(40, 6000 // count)), lines=min(120, max(20, 3000 // count)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +93,21 @@ def strips(entries: Sequence[CacheEntry]) -> Strips | None:
         entry.problem.key: {rival.name: figures.lead_over(entry, rival) for rival in figures.others(entry)}
         for entry in entries
     }
-    ratios = [ratio for found in leads.values() for lead in found.values() for ratio in _ends(lead)]
+    ratios = [ratio for rivals in leads.values() for lead in rivals.values() for ratio in _ends(lead)]
     if not ratios:
         return None
     scale = Scale.over([*ratios, 1.0], log=True)
-    names = sorted({name for found in leads.values() for name in found})
+    names = sorted({name for rivals in leads.values() for name in rivals})
     styles = {name: (f"s{1 + place % 7}", SHAPES[place % len(SHAPES)]) for place, name in enumerate(names)}
     return Strips(
         ticks=tuple(Tick(at=tick.at, label=f"{tick.label}x") for tick in scale.ticks()),
         legend=tuple(Key(style=style, shape=shape, words=name) for name, (style, shape) in styles.items()),
         of={
             key: Strip(
-                marks=tuple(_rival(name, lead, scale, *styles[name]) for name, lead in found.items()), one=scale.at(1.0)
+                marks=tuple(_rival(name, lead, scale, *styles[name]) for name, lead in rivals.items()),
+                one=scale.at(1.0),
             )
-            for key, found in leads.items()
+            for key, rivals in leads.items()
         },
     )
 
@@ -209,15 +210,15 @@ def _roof(top: float, bandwidth: float, x: Scale, y: Scale) -> str:
 
 
 def _points(entry: CacheEntry, intensity: float, x: Scale, y: Scale) -> list[Mark]:
-    found = []
+    marks = []
     best = figures.best_rival(entry)
     if best is not None:
         rate = entry.tflops / best[1]
         words = f"{entry.problem}: {best[0]}, {figures.tflops(rate)} TFLOP/s"
-        found.append(Mark(x=x.at(intensity), y=100 - y.at(rate), style="s6", shape="ring", title=words))
+        marks.append(Mark(x=x.at(intensity), y=100 - y.at(rate), style="s6", shape="ring", title=words))
     words = f"{entry.problem}: {figures.tflops(entry.tflops)} TFLOP/s at {intensity:,.0f} FLOP/B"
     own = Mark(x=x.at(intensity), y=100 - y.at(entry.tflops), style=OURS, shape="circle", title=words)
-    return [*found, own]
+    return [*marks, own]
 
 
 def _upward(scale: Scale) -> tuple[Tick, ...]:
@@ -244,7 +245,11 @@ def progress(history: History, detail: Detail, *, measured: bool) -> Plot | None
     looks = {name: (f"s{2 * place}", SHAPES[place]) for place, name in enumerate(templates)}
     legend = [Key(style=style, shape=shape, words=name) for name, (style, shape) in looks.items()]
     legend.append(Key(style="best", shape="line", words="best so far"))
-    legend += [Key(style=FAILED[one][0], shape=FAILED[one][1], words=one.value) for one in Outcome if one in failed]
+    legend += [
+        Key(style=FAILED[outcome][0], shape=FAILED[outcome][1], words=outcome.value)
+        for outcome in Outcome
+        if outcome in failed
+    ]
     return Plot(
         title="Search history",
         x_label="trial",

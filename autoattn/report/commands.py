@@ -49,6 +49,6 @@ def arguments(problem: Problem) -> str:
 
 
 def _modifiers(modifiers: Modifiers) -> list[str]:
-    found = [name for name in SWITCHES if getattr(modifiers, name)]
-    found += [f"bias={modifiers.bias.value}"] if modifiers.bias is not Bias.NONE else []
-    return [*found, *([f"score_mod={modifiers.score_mod}"] if modifiers.score_mod else [])]
+    names = [name for name in SWITCHES if getattr(modifiers, name)]
+    names += [f"bias={modifiers.bias.value}"] if modifiers.bias is not Bias.NONE else []
+    return [*names, *([f"score_mod={modifiers.score_mod}"] if modifiers.score_mod else [])]

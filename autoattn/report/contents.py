@@ -146,7 +146,7 @@ class Section:
     @property
     def rankings(self) -> list[Ranking]:
         """What is there, measured first."""
-        return [one for one in (self.measured, self.predicted) if one is not None]
+        return [ranking for ranking in (self.measured, self.predicted) if ranking is not None]
 
     @property
     def quality(self) -> str:
@@ -213,7 +213,7 @@ def _ranking(cards: list[Card], device: Device | None) -> Ranking:
         outcomes=dict(outcomes.most_common()),
         reasons=tuple(history.reasons(histories)),
         importances=tuple(history.importances(histories)),
-        missing=dict(Counter(_kind_of_missing(one.missing) for one in histories if one.missing).most_common()),
+        missing=dict(Counter(_kind_of_missing(search.missing) for search in histories if search.missing).most_common()),
     )
 
 
@@ -230,10 +230,10 @@ def _anchor(*words: str) -> str:
 
 def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, shelf: Shelf, detail: Detail) -> Card:
     anchor = _anchor(name, entry.problem.key)
-    found = history.read(homes.get((name, entry.problem.key)), name, entry)
+    search = history.read(homes.get((name, entry.problem.key)), name, entry)
     rival = figures.best_rival(entry)
-    templates = sorted({trial.variant.template for trial in found.trials})
-    drawn = ((name, charts.parallel(found, name, detail.lines // len(templates))) for name in templates)
+    templates = sorted({trial.variant.template for trial in search.trials})
+    drawn = ((name, charts.parallel(search, name, detail.lines // len(templates))) for name in templates)
     return Card(
         anchor=anchor,
         entry=entry,
@@ -247,8 +247,8 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
         render=rendering(entry, name),
         source=shelf.listing(entry, anchor),
         difference=shelf.difference(entry, anchor),
-        history=found,
-        progress=charts.progress(found, detail, measured=entry.evidence is Evidence.MEASURED),
+        history=search,
+        progress=charts.progress(search, detail, measured=entry.evidence is Evidence.MEASURED),
         parallel=tuple((template, plot) for template, plot in drawn if plot is not None),
         published=None if entry.measurement is not None else published_times.time_of(entry.problem, name),
     )
@@ -282,8 +282,10 @@ def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
     best = entry.finals.finalists[0] if entry.finals is not None else None
     error = best.max_error if best is not None else entry.verdict.max_error if entry.verdict is not None else None
     timings = [row(entry.template, own, 1.0, error, best.energy if best is not None else None)]
-    for one in entry.rivals:
-        timings.append(row(one.name, one.measurement, figures.lead_over(entry, one), one.max_error, one.energy))
+    for rival in entry.rivals:
+        timings.append(
+            row(rival.name, rival.measurement, figures.lead_over(entry, rival), rival.max_error, rival.energy)
+        )
     return tuple(sorted(timings, key=lambda timing: (timing.median_us, timing.name)))
 
 
@@ -311,12 +313,12 @@ def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
     return tuple(
         Standing(
             name=name,
-            problems=len(found),
-            mean=figures.geometric_mean(map(figures.middle, found)),
-            lowest=min(map(figures.middle, found)),
-            highest=max(map(figures.middle, found)),
-            faster=sum(figures.standing(lead) == "good" for lead in found),
-            even=sum(map(figures.even, found)) if any(isinstance(lead, Interval) for lead in found) else None,
+            problems=len(ratios),
+            mean=figures.geometric_mean(map(figures.middle, ratios)),
+            lowest=min(map(figures.middle, ratios)),
+            highest=max(map(figures.middle, ratios)),
+            faster=sum(figures.standing(lead) == "good" for lead in ratios),
+            even=sum(map(figures.even, ratios)) if any(isinstance(lead, Interval) for lead in ratios) else None,
         )
-        for name, found in sorted(leads.items())
+        for name, ratios in sorted(leads.items())
     )

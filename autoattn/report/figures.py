@@ -66,7 +66,7 @@ def error(value: float | None) -> str:
 
 def counts(numbers: Mapping[str, int]) -> str:
     """How many of what, most first."""
-    ordered = sorted(numbers.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{number:,} {name}" for name, number in ordered)
 
 

@@ -57,9 +57,12 @@ class Contestant:
             figures.error(self.rms_error),
             "-" if self.error_ratio is None else f"{self.error_ratio:.2f}",
             *energy,
-            *("-" if one is None else f"{one:,}" for one in (self.registers, self.spilled_bytes, self.shared_bytes)),
+            *(
+                "-" if number is None else f"{number:,}"
+                for number in (self.registers, self.spilled_bytes, self.shared_bytes)
+            ),
             "-" if self.occupancy is None else str(self.occupancy),
-            *("-" if one is None else f"{one:.0%}" for one in (self.tensor_share, self.bandwidth_share)),
+            *("-" if share is None else f"{share:.0%}" for share in (self.tensor_share, self.bandwidth_share)),
             ", ".join([*marks, *(["front"] if self.front else [])]),
         )
 
@@ -73,7 +76,7 @@ def contestants(entry: CacheEntry, device: str) -> tuple[Contestant, ...]:
     except DeviceError:  # a card that nobody described: its peaks are not known
         card = None
     base = next((rival.rms_error for rival in entry.rivals if rival.name == SDPA), None)
-    rows = [_kernel(entry, one, card, base) for one in entry.finals.finalists]
+    rows = [_kernel(entry, finalist, card, base) for finalist in entry.finals.finalists]
     rows += [
         Contestant(
             name=rival.name,
@@ -89,7 +92,7 @@ def contestants(entry: CacheEntry, device: str) -> tuple[Contestant, ...]:
         for rival in entry.rivals
         if rival.name not in figures.OURS  # they are finalists
     ]
-    unbeaten = front([_point(one) for one in rows])
+    unbeaten = front([_point(row) for row in rows])
     return tuple(
         sorted(
             (_marked(row, there) for row, there in zip(rows, unbeaten, strict=True)),
@@ -104,11 +107,11 @@ def front(points: Sequence[tuple[float | None, ...]]) -> list[bool]:
     A coordinate that some point does not know counts for nobody.
     """
     places = range(len(points[0]) if points else 0)
-    known = [place for place in places if all(one[place] is not None for one in points)]
-    plain = [tuple(one[place] or 0.0 for place in known) for one in points]
+    known = [place for place in places if all(point[place] is not None for point in points)]
+    plain = [tuple(point[place] or 0.0 for place in known) for point in points]
     return [
-        not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in plain)
-        for one in plain
+        not any(rival != point and all(a <= b for a, b in zip(rival, point, strict=True)) for rival in plain)
+        for point in plain
     ]
 
 
@@ -120,35 +123,35 @@ def _marked(row: Contestant, unbeaten: bool) -> Contestant:
     return replace(row, front=unbeaten)
 
 
-def _kernel(entry: CacheEntry, one: Finalist, card: Device | None, base: float | None) -> Contestant:
-    facts = (one.registers, one.shared_bytes, one.num_warps)
+def _kernel(entry: CacheEntry, finalist: Finalist, card: Device | None, base: float | None) -> Contestant:
+    facts = (finalist.registers, finalist.shared_bytes, finalist.num_warps)
     fitting = None
     if card is not None and None not in facts:
         fitting = occupancy.occupancy(card, *(fact or 0 for fact in facts))
     return Contestant(
-        name=_name(entry, one),
-        winner=one.source_digest == entry.source_digest,
-        tied=one.tied,
-        median_us=one.median_us,
-        lead=one.lead,
-        max_error=one.max_error,
-        rms_error=one.rms_error,
-        error_ratio=_ratio(one.rms_error, base),
-        energy=one.energy,
-        registers=one.registers,
-        spilled_bytes=one.spilled_bytes,
-        shared_bytes=one.shared_bytes,
+        name=_name(entry, finalist),
+        winner=finalist.source_digest == entry.source_digest,
+        tied=finalist.tied,
+        median_us=finalist.median_us,
+        lead=finalist.lead,
+        max_error=finalist.max_error,
+        rms_error=finalist.rms_error,
+        error_ratio=_ratio(finalist.rms_error, base),
+        energy=finalist.energy,
+        registers=finalist.registers,
+        spilled_bytes=finalist.spilled_bytes,
+        shared_bytes=finalist.shared_bytes,
         occupancy=fitting,
-        tensor_share=_tensor_share(entry.problem, card, one.median_us),
-        bandwidth_share=_bandwidth_share(entry.problem, card, one.median_us),
+        tensor_share=_tensor_share(entry.problem, card, finalist.median_us),
+        bandwidth_share=_bandwidth_share(entry.problem, card, finalist.median_us),
     )
 
 
-def _name(entry: CacheEntry, one: Finalist) -> str:
+def _name(entry: CacheEntry, finalist: Finalist) -> str:
     """Its tile, where the entry has its parameters, and how its digest begins."""
-    known: dict[str, Variant] = {each.source_digest: each.variant for each in entry.candidates}
-    variant = {**known, entry.source_digest: entry.variant}.get(one.source_digest)
-    short = one.source_digest[:8]
+    known: dict[str, Variant] = {candidate.source_digest: candidate.variant for candidate in entry.candidates}
+    variant = {**known, entry.source_digest: entry.variant}.get(finalist.source_digest)
+    short = finalist.source_digest[:8]
     return f"{variant.template} {figures.tile_of(variant)} {short}" if variant is not None else short
 
 

@@ -26,12 +26,12 @@ class History:
     @property
     def improvements(self) -> list[tuple[int, Trial]]:
         """Each trial that was faster than all before it, with its number from 1 on."""
-        found: list[tuple[int, Trial]] = []
+        improved: list[tuple[int, Trial]] = []
         for number, trial in enumerate(self.trials, start=1):
-            best = found[-1][1].time_us if found else None
+            best = improved[-1][1].time_us if improved else None
             if trial.time_us is not None and (best is None or trial.time_us < best):
-                found.append((number, trial))
-        return found
+                improved.append((number, trial))
+        return improved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ def read(folder: Path | None, device: str, entry: CacheEntry) -> History:
     wanted = [trials for name, trials in studies.items() if _belongs(name, entry)]
     if not any(trial.digest == entry.source_digest for trials in wanted for _, trial in trials):
         return History(missing="the journal holds another search than the one that gave this entry")
-    found = sorted((pair for trials in wanted for pair in trials), key=lambda pair: pair[0].timestamp())
-    return History(trials=tuple(trial for _, trial in found))
+    dated = sorted((pair for trials in wanted for pair in trials), key=lambda pair: pair[0].timestamp())
+    return History(trials=tuple(trial for _, trial in dated))
 
 
 def _belongs(name: str, entry: CacheEntry) -> bool:
@@ -90,8 +90,8 @@ def reasons(histories: Iterable[History]) -> list[Reason]:
     """Why trials failed, the most frequent first; details that differ only in their numbers count as one."""
     counted: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], Trial] = {}
-    for one in histories:
-        for trial in one.trials:
+    for history in histories:
+        for trial in history.trials:
             if trial.outcome is not Outcome.OK:
                 kind = trial.outcome.value, re.sub(r"\d[\d,.]*", "#", trial.detail)
                 counted[kind] += 1
@@ -105,12 +105,12 @@ def reasons(histories: Iterable[History]) -> list[Reason]:
 def importances(histories: Iterable[History]) -> list[Importance]:
     """Of each template, over all histories."""
     by_template: dict[str, list[list[Trial]]] = {}
-    for one in histories:
-        for template in {trial.variant.template: None for trial in one.trials}:
-            trials = [trial for trial in one.trials if trial.variant.template == template]
+    for history in histories:
+        for template in {trial.variant.template: None for trial in history.trials}:
+            trials = [trial for trial in history.trials if trial.variant.template == template]
             by_template.setdefault(template, []).append(trials)
-    found = []
+    rankings = []
     for template, studies in sorted(by_template.items()):
         shares, count = importance.of(studies)
-        found.append(Importance(template=template, shares=shares, trials=count))
-    return found
+        rankings.append(Importance(template=template, shares=shares, trials=count))
+    return rankings

@@ -138,5 +138,9 @@ def _groups(run: Run) -> tuple[list[Group], float, bool]:
 def _rates(row: Row) -> dict[str, float]:
     """TFLOP/s of our fastest and of the peers that are right."""
     ours = row.ours
-    found = {} if ours is None else {OURS: row.tflops(ours)}
-    return found | {one.name: row.tflops(one) for one in row.contestants if one.timed and not one.ours}
+    rates = {} if ours is None else {OURS: row.tflops(ours)}
+    return rates | {
+        contestant.name: row.tflops(contestant)
+        for contestant in row.contestants
+        if contestant.timed and not contestant.ours
+    }

@@ -51,14 +51,14 @@ def against_best(rows: Iterable[Row]) -> Standing | None:
 
 def against_each(rows: Iterable[Row]) -> list[Standing]:
     """Ours against each peer, over the rows that both have a time in."""
-    found: dict[str, list[tuple[float, Row]]] = {}
+    by_peer: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
         ours = row.ours
-        for one in row.contestants if ours is not None else ():
-            if ours is not None and one.timed and not one.ours:
-                found.setdefault(one.name, []).append((one.median_us / ours.median_us, row))
-    standings = (_standing(name, ratios) for name, ratios in found.items())
-    return [one for one in standings if one is not None]
+        for contestant in row.contestants if ours is not None else ():
+            if ours is not None and contestant.timed and not contestant.ours:
+                by_peer.setdefault(contestant.name, []).append((contestant.median_us / ours.median_us, row))
+    standings = (_standing(name, ratios) for name, ratios in by_peer.items())
+    return [standing for standing in standings if standing is not None]
 
 
 def _standing(name: str, ratios: list[tuple[float, Row]]) -> Standing | None:
@@ -71,36 +71,36 @@ def _standing(name: str, ratios: list[tuple[float, Row]]) -> Standing | None:
         mean=figures.geometric_mean(numbers),
         lowest=min(numbers),
         highest=max(numbers),
-        worst=min(ratios, key=lambda one: one[0])[1],
+        worst=min(ratios, key=lambda pair: pair[0])[1],
         below=sum(number < 1.0 for number in numbers),
     )
 
 
 def ran(row: Row) -> str:
     """What our fastest ran: template and tile, or the rival that a call takes, and how dispatch came to it."""
-    one = row.ours
-    if one is None:
+    ours = row.ours
+    if ours is None:
         return "-"
-    what = f"{one.route} {figures.tile_of(one.variant)}" if one.variant is not None else one.route
-    return f"{what}, {one.level or one.name}"
+    what = f"{ours.route} {figures.tile_of(ours.variant)}" if ours.variant is not None else ours.route
+    return f"{what}, {ours.level or ours.name}"
 
 
 def cell(row: Row, name: str) -> str:
     """A peer's rate in a row, or in a word why it has none."""
-    one = next((one for one in row.contestants if one.name == name), None)
-    if one is None or one.state is State.ABSENT:
+    peer = next((contestant for contestant in row.contestants if contestant.name == name), None)
+    if peer is None or peer.state is State.ABSENT:
         return "-"
-    return figures.tflops(row.tflops(one)) if one.timed else one.state.value
+    return figures.tflops(row.tflops(peer)) if peer.timed else peer.state.value
 
 
 def told(run: Run) -> list[tuple[str, str, int]]:
     """(contestant, what is the matter, rows) of all that was not compared, or not quite; missing peers first."""
     counted: Counter[tuple[str, str]] = Counter()
     for row in run.rows:
-        for one in row.contestants:
-            if one.detail and one.name not in run.missing:
-                known = "" if one.state in (State.OK, State.ABSENT) else f"{one.state.value}: "
-                counted[one.name, known + one.detail] += 1
+        for contestant in row.contestants:
+            if contestant.detail and contestant.name not in run.missing:
+                known = "" if contestant.state in (State.OK, State.ABSENT) else f"{contestant.state.value}: "
+                counted[contestant.name, known + contestant.detail] += 1
     missing = [(name, why, len(run.rows)) for name, why in run.missing.items()]
     return missing + [(name, why, count) for (name, why), count in counted.items()]
 
@@ -139,57 +139,57 @@ def precise(ratio: float) -> str:
     return f"{ratio:.3f}x"
 
 
-def _spread(one: Contestant) -> str:
-    return f"{figures.microseconds(one.quantile_us(0.2))} to {figures.microseconds(one.quantile_us(0.8))}"
+def _spread(contestant: Contestant) -> str:
+    return f"{figures.microseconds(contestant.quantile_us(0.2))} to {figures.microseconds(contestant.quantile_us(0.8))}"
 
 
 def csv_text(run: Run) -> str:
     """A line for each problem and contestant, with every sample."""
     lines = (
-        _facts(row, one) | (_numbers(row, one) if one.times_us else {})
+        _facts(row, contestant) | (_numbers(row, contestant) if contestant.times_us else {})
         for row in run.rows
-        for one in row.contestants or (Contestant(name="", state=State.FAILED, detail=row.note),)
+        for contestant in row.contestants or (Contestant(name="", state=State.FAILED, detail=row.note),)
     )
     return files.csv_text(COLUMNS, lines)
 
 
-def _facts(row: Row, one: Contestant) -> dict[str, object]:
+def _facts(row: Row, contestant: Contestant) -> dict[str, object]:
     return {
         "problem": row.problem,
         "key": row.problem.key,
-        "contestant": one.name,
-        "ours": int(one.ours),
-        "state": one.state.value,
-        "detail": one.detail,
-        "first_call_s": _short(one.first_s),
-        "max_error": _short(one.max_error),
-        "allowed_error": _short(one.allowed),
-        "route": one.route,
-        "level": one.level,
-        "template": one.variant.template if one.variant is not None else "",
-        "params": figures.settings(one.variant.as_dict()) if one.variant is not None else "",
+        "contestant": contestant.name,
+        "ours": int(contestant.ours),
+        "state": contestant.state.value,
+        "detail": contestant.detail,
+        "first_call_s": _short(contestant.first_s),
+        "max_error": _short(contestant.max_error),
+        "allowed_error": _short(contestant.allowed),
+        "route": contestant.route,
+        "level": contestant.level,
+        "template": contestant.variant.template if contestant.variant is not None else "",
+        "params": figures.settings(contestant.variant.as_dict()) if contestant.variant is not None else "",
     }
 
 
-def _numbers(row: Row, one: Contestant) -> dict[str, object]:
+def _numbers(row: Row, contestant: Contestant) -> dict[str, object]:
     clocks = [pulse.clock_mhz for pulse in row.pulses]
     heats = [pulse.temperature_c for pulse in row.pulses if pulse.temperature_c is not None]
     return {
         "timing": row.timing.value,
-        "calls_per_sample": one.calls,
-        "median_us": _short(one.median_us),
-        "p20_us": _short(one.quantile_us(0.2)),
-        "p80_us": _short(one.quantile_us(0.8)),
-        "samples": len(one.times_us),
-        "tflops": _short(row.tflops(one)),
-        "over_ours": _short(one.median_us / row.ours.median_us) if row.ours is not None else "",
-        "host_us": _short(one.host_us),
+        "calls_per_sample": contestant.calls,
+        "median_us": _short(contestant.median_us),
+        "p20_us": _short(contestant.quantile_us(0.2)),
+        "p80_us": _short(contestant.quantile_us(0.8)),
+        "samples": len(contestant.times_us),
+        "tflops": _short(row.tflops(contestant)),
+        "over_ours": _short(contestant.median_us / row.ours.median_us) if row.ours is not None else "",
+        "host_us": _short(contestant.host_us),
         "clock_mhz_median": _short(statistics.median(clocks)) if clocks else "",
         "clock_mhz_min": min(clocks, default=""),
         "temperature_c_max": max(heats, default=""),
         "slowed": int(any(pulse.slowed for pulse in row.pulses)),
         "clock_reasons": "; ".join(dict.fromkeys(reason for pulse in row.pulses for reason in pulse.reasons)),
-        "samples_us": " ".join(_short(sample) for sample in one.times_us),
+        "samples_us": " ".join(_short(sample) for sample in contestant.times_us),
     }
 
 

@@ -74,10 +74,12 @@ class Shelf:
         runner_up = entry.candidates[0]
         if runner_up.template != entry.template:
             return Difference(note=f"The runner-up is of another template, {runner_up.template}.")
-        (text, note), (other, why_not) = (rendered(entry, variant) for variant in (entry.variant, runner_up.variant))
-        if not text or not other:
+        (text, note), (runner_up_text, why_not) = (
+            rendered(entry, variant) for variant in (entry.variant, runner_up.variant)
+        )
+        if not text or not runner_up_text:
             return Difference(note=note or why_not)
-        lines = tuple(_marked(other, text, runner_up))
+        lines = tuple(_marked(runner_up_text, text, runner_up))
         whole = "\n".join(line for _, line in lines)
         if whole in self._shown:
             return Difference(same_as=self._shown[whole])
@@ -103,17 +105,17 @@ def rendered(entry: CacheEntry, variant: Variant) -> tuple[str, str]:
 
 def choices(entry: CacheEntry) -> tuple[Choice, ...]:
     """The winner's parameters beside the runner-up's; those that differ first."""
-    other = _params(entry.candidates[0], entry) if entry.candidates else {}
-    found = [
+    runner_up = _params(entry.candidates[0], entry) if entry.candidates else {}
+    rows = [
         Choice(
             name=name,
             value=value,
-            other=str(other[name]) if name in other and other[name] != value else "",
+            other=str(runner_up[name]) if name in runner_up and runner_up[name] != value else "",
             about=_about(entry.template).get(name, ""),
         )
         for name, value in sorted(params_of(entry.variant).items())
     ]
-    return tuple(sorted(found, key=lambda choice: not choice.other))
+    return tuple(sorted(rows, key=lambda choice: not choice.other))
 
 
 def differing(candidate: Candidate, entry: CacheEntry) -> str:
@@ -121,8 +123,8 @@ def differing(candidate: Candidate, entry: CacheEntry) -> str:
     own = params_of(entry.variant)
     if candidate.template != entry.template:
         return f"{candidate.template} {figures.settings(candidate.params)}"
-    others = {name: value for name, value in params_of(candidate.variant).items() if own.get(name) != value}
-    return figures.settings(others) or "the same parameters"
+    changed = {name: value for name, value in params_of(candidate.variant).items() if own.get(name) != value}
+    return figures.settings(changed) or "the same parameters"
 
 
 def _params(candidate: Candidate, entry: CacheEntry) -> dict[str, Value]:

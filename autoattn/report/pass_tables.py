@@ -65,13 +65,13 @@ def markdown_text(run: Run) -> str:
     """Header, tables of times and of memory, and what has no numbers with the reason."""
     made = report.environment(finalize=report.markdown_cell)
     made.filters.update(tokens=tokens, ms=milliseconds, mib=mebibytes)
-    others = [one for one in run.options.attention if one is not Whose.OURS]
+    peers = [whose for whose in run.options.attention if whose is not Whose.OURS]
 
     def ratio(rows: list[Row], whose: Whose, part: Part) -> str:
         return figures.times(over_ours(rows, whose, part))
 
     return made.get_template("passes.md.j2").render(
-        run=run, fenced=report.fenced, tables=list(Table), parts=list(Part), others=others, ratio=ratio,
+        run=run, fenced=report.fenced, tables=list(Table), parts=list(Part), others=peers, ratio=ratio,
         whose=run.options.attention,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def csv_text(run: Run) -> str:
 
 def _line(rows: list[Row], row: Row, part: Part) -> dict[str, object]:
     case = row.case
-    found: dict[str, object] = {
+    facts: dict[str, object] = {
         "table": case.table.value,
         "context": case.context,
         "head_dim": case.head_dim,
@@ -97,9 +97,9 @@ def _line(rows: list[Row], row: Row, part: Part) -> dict[str, object]:
         "peak_bytes": "" if row.peak_bytes is None else row.peak_bytes,
     }
     if part not in row.times:
-        return found
+        return facts
     time, over = row.times[part], over_ours(rows, row.whose, part)
-    return found | {
+    return facts | {
         "median_ms": f"{time.ms:.6g}",
         "over_autoattn": f"{over:.6g}" if math.isfinite(over) else "",
         "timing": "graph" if time.graph else "events",
@@ -139,7 +139,7 @@ def _barred(run: Run, number: Callable[[Row], float | None], **facts: Any) -> st
     """A chart of the calls that have such a number; the fewer the better."""
     cases: dict[str, dict[str, float]] = {}
     for rows in run.cases:
-        numbers = {row.whose.value: found for row in rows if (found := number(row)) is not None}
+        numbers = {row.whose.value: value for row in rows if (value := number(row)) is not None}
         if numbers:
             cases[str(rows[0].case)] = numbers
     return kernel_chart.barred(cases, styles=STYLES, card=run.machine["card"], best=min, **facts)

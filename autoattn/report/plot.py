@@ -77,8 +77,8 @@ class Scale:
     @classmethod
     def over(cls, values: Iterable[float], *, log: bool = False, room: float = 0.06) -> Scale:
         """A scale that holds all values, with some room at both ends."""
-        found = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
-        low, high = (min(found), max(found)) if found else (1.0, 10.0)
+        finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        low, high = (min(finite), max(finite)) if finite else (1.0, 10.0)
         if log:
             factor = max((high / low) ** room, 1.08)
             return cls(low=low / factor, high=high * factor, log=True)

@@ -91,13 +91,13 @@ def _facts(run: Run, row: Row) -> dict[str, object]:
 
 
 def _numbers(rows: list[Row], row: Row) -> dict[str, object]:
-    found: dict[str, object] = {}
+    numbers: dict[str, object] = {}
     for part in PARTS:
         name = part.removesuffix("_ms")
-        found[part] = _short(row.mean(part))
-        found[f"{name}_std_ms"] = _short(row.spread(part))
-        found[f"{name}_samples_ms"] = " ".join(_short(getattr(one, part)) for one in row.times)
-    return found | {
+        numbers[part] = _short(row.mean(part))
+        numbers[f"{name}_std_ms"] = _short(row.spread(part))
+        numbers[f"{name}_samples_ms"] = " ".join(_short(getattr(step, part)) for step in row.times)
+    return numbers | {
         "tokens_per_s": _short(row.tokens_per_second),
         "over_autoattn": _short(over_ours(rows, row.whose)),
         "attention_forward_ms": _short(row.attention_ms("forward_ms")),

@@ -69,7 +69,7 @@ def parse(document: object, name: str) -> list[NamedProblem]:
     groups = _mapping(file.get("groups"), f"{name}: groups")
     if not groups:
         raise ShapesError(f"{name}: groups must name at least one group, got none; add one")
-    found: dict[Problem, list[str]] = {}
+    groups_of: dict[Problem, list[str]] = {}
     budget = MAX_PROBLEMS
     for group, body in groups.items():
         for position, values in _entries(group, body, defaults, name):
@@ -78,10 +78,10 @@ def parse(document: object, name: str) -> list[NamedProblem]:
             if budget < 0:
                 raise ShapesError(f"{where} takes the file above {MAX_PROBLEMS} problems; shorten its lists")
             for point in _grid(values):
-                owners = found.setdefault(_problem(point, where), [])
+                owners = groups_of.setdefault(_problem(point, where), [])
                 if group not in owners:
                     owners.append(group)
-    return [NamedProblem(problem=problem, groups=tuple(owners)) for problem, owners in found.items()]
+    return [NamedProblem(problem=problem, groups=tuple(owners)) for problem, owners in groups_of.items()]
 
 
 def _entries(
@@ -121,9 +121,11 @@ def _instead(key: object, known: Iterable[str]) -> str:
 def _values(value: object, where: str) -> dict[str, Any]:
     """The values of a problem, or of defaults for problems, with each choice parsed; a list stays a list of choices."""
     values = _mapping(value, where, _PARSERS)
-    for one, others in _SPELLINGS:
-        if one in values and not others.isdisjoint(values):
-            raise ShapesError(f"{where} gives {one} and {' and '.join(sorted(others & set(values)))}; keep one of them")
+    for spelling, alternatives in _SPELLINGS:
+        if spelling in values and not alternatives.isdisjoint(values):
+            raise ShapesError(
+                f"{where} gives {spelling} and {' and '.join(sorted(alternatives & set(values)))}; keep one of them"
+            )
     return {key: _parsed(key, choice, where) for key, choice in values.items()}
 
 
@@ -141,11 +143,11 @@ def _parsed(key: str, choice: object, where: str) -> list[Any]:
 def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`above` over `below`; another spelling of the same fact gives way too."""
     hidden: set[str] = set()
-    for one, others in _SPELLINGS:
-        if one in above:
-            hidden |= others
-        if not others.isdisjoint(above):
-            hidden.add(one)
+    for spelling, alternatives in _SPELLINGS:
+        if spelling in above:
+            hidden |= alternatives
+        if not alternatives.isdisjoint(above):
+            hidden.add(spelling)
     return {**{key: value for key, value in below.items() if key not in hidden}, **above}
 
 
@@ -239,7 +241,7 @@ def _dtype(key: str, value: object) -> tuple[DType, Precision | None]:
     name, colon, precision = value.partition(":") if isinstance(value, str) else ("", "", "")
     if name in _DTYPES and not colon:
         return _DTYPES[name], None
-    if _DTYPES.get(name) is DType.FLOAT32 and precision in [one.value for one in Precision]:
+    if _DTYPES.get(name) is DType.FLOAT32 and precision in [mode.value for mode in Precision]:
         return DType.FLOAT32, Precision(precision)
     raise ProblemError(
         f"{key} must be float16, bfloat16, float8_e4m3, float32:ieee, float32:tf32 or float32:tf32x3 (also fp16, bf16, "

@@ -89,7 +89,7 @@ def _comment(paragraph: str) -> list[str]:
 def _value(value: object) -> str:
     """A value in YAML's flow style."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_value(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:

@@ -153,13 +153,13 @@ def samples_of(files: Iterable[tuple[Path, CacheFile]]) -> dict[tuple[str, str],
     Raises:
         CacheError: some of them are damaged or cannot be read.
     """
-    found = {}
+    by_problem = {}
     for folder, file in files:
         for key in file.entries:
             samples = finals_samples.read(finals_samples.path_of(folder, file.device, key))
             if samples is not None:
-                found[(file.device, key)] = samples
-    return found
+                by_problem[(file.device, key)] = samples
+    return by_problem
 
 
 def _same_finals(entry: CacheEntry, samples: Samples) -> bool:

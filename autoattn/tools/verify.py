@@ -76,11 +76,11 @@ def verify(entries: Iterable[CacheEntry], device: Device) -> list[Verification]:
     measured = card is not None and card.fingerprint == device.fingerprint
     entries = list(entries)
     with Workshop(device, measured=measured) as shop:
-        one = _Verifier(device, shop, entry_builder.versions(on_card=measured))
+        verifier = _Verifier(device, shop, entry_builder.versions(on_card=measured))
         if measured:
             for entry in entries:  # all of them, while the first are looked at
-                next(one.compiling(entry), None)
-        return [one.verified(entry) for entry in entries]
+                next(verifier.compiling(entry), None)
+        return [verifier.verified(entry) for entry in entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class _Verifier:
         """What became of an entry."""
         if (stale := self._why_stale(entry)) is not None:
             return self._found(entry, Finding.STALE, stale)
-        others = self.shop.alone(self.compiling(entry)) if self.shop.measured else []  # else the GPU's worker compiles
+        # Ahead of the check on the card, else the GPU's worker compiles.
+        runners_up = self.shop.alone(self.compiling(entry)) if self.shop.measured else []
         checked = self.shop.check(entry.problem, entry.variant)
         if isinstance(checked, Failure):
             return self._found(entry, _finding_of(checked), f"{checked.outcome.value}: {checked.detail}")
@@ -107,7 +108,7 @@ class _Verifier:
             return self._found(entry, Finding.SAME, f"{detail}: {checked.median_us:.1f} us at a first look")
         result = self.shop.alone(
             self.shop.final(
-                entry.problem, [entry.variant, *others], seconds=PROFILES[Effort.QUICK].final_seconds, seed=0
+                entry.problem, [entry.variant, *runners_up], seconds=PROFILES[Effort.QUICK].final_seconds, seed=0
             )
         )
         if isinstance(result, Failure):
@@ -120,23 +121,29 @@ class _Verifier:
                 return self._found(
                     entry, _finding_of(worst), f"in its worst case, {worst.outcome.value}: {worst.detail}"
                 )
-        found = met(entry, result, others)
-        return replace(self._found(entry, found.finding, found.detail), choice=found.choice)
+        outcome = met(entry, result, runners_up)
+        return replace(self._found(entry, outcome.finding, outcome.detail), choice=outcome.choice)
 
     def compiling(self, entry: CacheEntry) -> Steps[list[Variant]]:
         """Compiles an entry's kernel and its runners-up; gives those runners-up that there still are."""
         if self._why_stale(entry) is not None:
             return []
-        others = [
-            one.variant
-            for one in entry.candidates
+        runners_up = [
+            candidate.variant
+            for candidate in entry.candidates
             if self._why_stale(
-                replace(entry, template=one.template, params=one.params, source_digest=one.source_digest, finals=None)
+                replace(
+                    entry,
+                    template=candidate.template,
+                    params=candidate.params,
+                    source_digest=candidate.source_digest,
+                    finals=None,
+                )
             )
             is None
         ]
-        taken = yield from self.shop.compiled(entry.problem, [entry.variant, *others])
-        return [one for one in others if one in taken and one != entry.variant]
+        taken = yield from self.shop.compiled(entry.problem, [entry.variant, *runners_up])
+        return [variant for variant in runners_up if variant in taken and variant != entry.variant]
 
     def _why_stale(self, entry: CacheEntry) -> str | None:
         if (stale := store.why_stale(entry)) is not None:
@@ -183,11 +190,13 @@ def met(entry: CacheEntry, result: Finished, others: Sequence[Variant]) -> Met:
     room = result.verdicts[0].allowed * finals.RIVAL_ERROR
     names = {finalist_name(0): "the kernel"}
     names |= {
-        finalist_name(place): f"the runner-up {other}"
-        for place, other in enumerate(others, start=1)
+        finalist_name(place): f"the runner-up {variant}"
+        for place, variant in enumerate(others, start=1)
         if result.verdicts[place].ok
     }
-    names |= {one.name: one.name for one in result.rivals if one.name in ROUTES and (one.max_error or 0.0) <= room}
+    names |= {
+        rival.name: rival.name for rival in result.rivals if rival.name in ROUTES and (rival.max_error or 0.0) <= room
+    }
     if not counted or runs not in names:
         return Met(finding=Finding.BROKEN, detail=f"{entry.choice} gives no right answer to it any more")
     leads = {name: paired_stats.interval(counted, runs, name, finalists=len(names)) for name in names if name != runs}
@@ -206,10 +215,10 @@ def _is_ahead(lead: Interval) -> bool:
 
 def _since(entry: CacheEntry, counted: Sequence[Round], runs: str, checks: int) -> Met:
     """How the choice stands to its time of old."""
-    rival = next((one for one in entry.rivals if one.name == entry.choice), None)
+    rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
     old_us = entry.time_us if rival is None else rival.measurement.median_us
     lead = paired_stats.interval(
-        [Round(times_us={**one.times_us, _BEFORE: old_us}) for one in counted], runs, _BEFORE, finalists=1
+        [Round(times_us={**round_.times_us, _BEFORE: old_us}) for round_ in counted], runs, _BEFORE, finalists=1
     )
     if lead is None:
         return Met(finding=Finding.SAME, detail=f"right; too few rounds to speak of its time, {old_us:.1f} us before")
