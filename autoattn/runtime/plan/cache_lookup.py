@@ -292,7 +292,7 @@ class _Lookup:
 
     def _why_worthless(self, entry: CacheEntry) -> str | None:
         """Why nothing may rest on an entry."""
-        if (reason := store.why_held_back(entry)) is not None:
+        if (reason := self.tuned.why_held_back(entry)) is not None:
             return reason
         if entry.choice not in (KERNEL, *ROUTES):
             return f"its choice {entry.choice} is none of PyTorch's backends"
@@ -310,8 +310,9 @@ class _Lookup:
         return f"{chosen} was timed there with gradients that may differ from run to run"
 
     def _why_infeasible(self, entry: CacheEntry) -> str | None:
-        # Gradients that repeat to the bit are as good as any.
-        problem = replace(self.problem, deterministic=self.problem.deterministic or entry.problem.deterministic)
+        problem = self.problem
+        if entry.problem.deterministic and not problem.deterministic:  # gradients that repeat are as good as any
+            problem = replace(problem, deterministic=True)
         try:
             return search_space.load(entry.template).why_infeasible(entry.variant, problem, self.device)
         except UsageError as error:

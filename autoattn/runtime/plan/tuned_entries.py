@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autoattn.cache import precedence, store
 from autoattn.cache.precedence import Placed
 from autoattn.core import kernel_kind
+from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import MaskKind
@@ -33,6 +34,16 @@ class TunedEntries:
     predicted: dict[str, tuple[Placed, ...]]  # problem key -> those that were predicted for this kind of card
     sizes: dict[str, Sizes]  # problem key -> `sizes_of` of a measured problem
     foreign: tuple[str, ...]  # what is said of files that speak of another card
+    entries: frozenset[int]  # the ids of all entries here
+    _held_back: dict[int, str | None] = field(default_factory=dict)
+
+    def why_held_back(self, entry: CacheEntry) -> str | None:
+        """`store.why_held_back`; each of the entries here is asked once."""
+        if id(entry) not in self.entries:
+            return store.why_held_back(entry)
+        if id(entry) not in self._held_back:
+            self._held_back[id(entry)] = store.why_held_back(entry)
+        return self._held_back[id(entry)]
 
 
 def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntries:
@@ -82,6 +93,9 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
             f"{store.path_in(folder, file)} speaks of {file.fingerprint}, not of {device.fingerprint}"
             for folder, file in files
             if file.fingerprint != device.fingerprint
+        ),
+        entries=frozenset(
+            id(place.entry) for group in (measured, predicted) for places in group.values() for place in places
         ),
     )
 
