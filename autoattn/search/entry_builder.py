@@ -24,8 +24,9 @@ from autoattn.hardware import nvidia
 from autoattn.search import finals, multi_template
 from autoattn.search.gpu_jobs import finalist_name
 from autoattn.search.multi_template import Contest
+from autoattn.search.rehearsal import outcome_of, reason_of
 from autoattn.search.search_options import Options
-from autoattn.search.trial_pipeline import Steps, Workshop, outcome_of, reason_of
+from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.search.worker_pool import Failure
 
 CANDIDATES = 5  # runners-up that an entry keeps

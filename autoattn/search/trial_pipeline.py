@@ -9,15 +9,16 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from autoattn.codegen import render, search_space
+from autoattn.codegen import render
 from autoattn.core.cache_entry import WorstCase
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import PATIENCE
-from autoattn.core.problem import DType, Op, Precision, Problem, padded, pieces
+from autoattn.core.problem import Problem
 from autoattn.core.trial import Measurement, Outcome, StaticReport, Trial, Verdict
 from autoattn.core.variant import Source, Variant
 from autoattn.cost_model import occupancy, predictor
 from autoattn.errors import HostError
+from autoattn.search import rehearsal
 from autoattn.search.compile_job import ALLOCATOR, Inspect
 from autoattn.search.gpu_jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.search.multi_template import Contest
@@ -212,7 +213,7 @@ class Workshop:
         Raises:
             HostError: the machine lacks what every variant needs.
         """
-        structures = [self._structure(problem, variant) for variant in variants]
+        structures = [rehearsal.structure(problem, variant) for variant in variants]
         new = {
             source.digest: Rehearse(problem=kind, source=source)
             for kind, source in structures
@@ -224,7 +225,7 @@ class Workshop:
         self._verdicts |= {digest: verdict for digest, verdict in by_digest.items() if isinstance(verdict, Verdict)}
         results = [by_digest.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
         for result in results:
-            self._count(self.rehearsals, outcome_of(result), reason_of(result))
+            self._count(self.rehearsals, rehearsal.outcome_of(result), rehearsal.reason_of(result))
         return results
 
     def _count(self, counts: Counter[Outcome], outcome: Outcome, detail: str) -> None:
@@ -346,43 +347,6 @@ class Workshop:
         )
         return replace(slot.inspected, verdict=result.verdict, measurement=looked)
 
-    def _structure(self, problem: Problem, variant: Variant) -> tuple[Problem, Source]:
-        """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly."""
-        dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
-        if problem.op is Op.BACKWARD:
-            return _gradient_structure(replace(problem, dtype=dtype), variant)
-        split = bool(variant["HEAD_SPLIT"])
-        odd = render.natural_traits(problem).alignment == 1  # nothing divides the strides: a branch of its own
-        head_dim = head_dim_v = _small_head_dim(problem.head_dim, split=split, odd=odd)
-        if problem.head_dim_v != problem.head_dim:
-            head_dim_v = _small_head_dim(problem.head_dim_v, split=split, odd=odd)
-            # Two head dims stay two, also where one number would have the branches of both.
-            if head_dim_v == head_dim:
-                head_dim_v += 16 if head_dim == 16 else 32
-        small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
-        # The interpreter knows no bfloat16 products, and tf32 ones take their factors in another order.
-        products = variant["products"] != render.AS_ASKED
-        kind = replace(
-            kind_of(replace(problem, mask=mask)),
-            dtype=dtype,
-            precision=Precision.IEEE if products else problem.precision,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-        )
-        return kind, render.render(kind, small)
-
-
-def outcome_of(result: Verdict | Failure) -> Outcome:
-    """What a rehearsal came to."""
-    if isinstance(result, Failure):
-        return result.outcome
-    return Outcome.OK if result.ok else Outcome.WRONG_RESULT
-
-
-def reason_of(result: Verdict | Failure) -> str:
-    """Why a rehearsal failed, in words; empty where it did not."""
-    return result.detail if isinstance(result, Failure) else result.reason
-
 
 def _stop_if_hopeless(result: object) -> None:
     """Raises where a job failed of what would fail every other one, too."""
@@ -393,25 +357,3 @@ def _stop_if_hopeless(result: object) -> None:
 def _code(slot: _Slot, report: StaticReport) -> str:
     """Names the kernel that a variant's text became."""
     return report.code or slot.source.digest
-
-
-def _gradient_structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
-    """The same of kernels for gradients."""
-    odd = render.natural_traits(problem).alignment == 1
-    head_dim = _small_head_dim(problem.head_dim, split=False, odd=odd)
-    head_dim_v = head_dim
-    if problem.head_dim_v != problem.head_dim:
-        head_dim_v = _small_head_dim(problem.head_dim_v, split=False, odd=odd)
-        head_dim_v += 16 * (head_dim_v == head_dim)
-    small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
-    kind = replace(kind_of(replace(problem, mask=mask)), head_dim=head_dim, head_dim_v=head_dim_v)
-    return kind, render.render(kind, small)
-
-
-def _small_head_dim(head_dim: int, *, split: bool, odd: bool) -> int:
-    """A small head dim that is held in as many tiles, and fills the last one just when `head_dim` does."""
-    widths = pieces(head_dim) if split else (padded(head_dim),)
-    if sum(widths) == head_dim:
-        return 16 if len(widths) == 1 else 48  # 32 + 16
-    small = 24 if len(widths) == 1 else 40
-    return small + odd

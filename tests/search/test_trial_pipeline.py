@@ -310,19 +310,6 @@ def test_a_rehearsal_counts_in_a_precision_that_the_interpreter_has(bench: Bench
     assert shop._bench.environment["TRITON_INTERPRET"] == "1"
 
 
-def test_a_rehearsal_keeps_the_branches_of_the_variant() -> None:
-    for one, source in kernels.every_text():
-        kind, small = Workshop(samples.A30, measured=False)._structure(one, source.variant)
-        for name in ("softmax", "mask_loop", "row_order"):
-            assert small.variant[name] == source.variant[name]
-        assert bool(small.variant["PERSISTENT"]) == bool(source.variant["PERSISTENT"])
-        least = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 0, "barrier": "none"}
-        assert {name: small.variant[name] for name in least} == least
-        assert kind.mask.structure == one.mask.structure
-        assert ("stride_qd" in small.text) == (render.natural_traits(one).alignment == 1)
-        assert ("m_d = " in small.text) == (one.head_dim != one.head_dim_padded)
-
-
 def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=2)
     lost = Failure(outcome=Outcome.TIMEOUT, detail="no answer within 120 s")
