@@ -1,0 +1,111 @@
+"""What a new length costs a look-up: no text, no file and no other kind's entries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import samples
+
+from autoattn.cache import store
+from autoattn.codegen import resources
+from autoattn.core import kernel_kind, variant
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Op, Problem
+from autoattn.runtime.plan import cache_lookup, planner, tuned_entries
+from autoattn.runtime.plan.cache_lookup import Level
+
+H200 = samples.H200
+ASKED = samples.problem()
+
+
+@pytest.fixture(autouse=True)
+def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "shipped")
+
+
+def measured(problem: Problem, **changes: Any) -> CacheEntry:
+    return samples.current(replace(samples.measured(problem), choice="kernel", **changes))
+
+
+def written(folder: Path, *entries: CacheEntry) -> Path:
+    store.merge(folder, H200, Op.FORWARD, entries)
+    return folder
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function after which no text is rendered or hashed and no cache file is read."""
+
+    def forbid() -> None:
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("a new length did what only a new kind may do")
+
+        monkeypatch.setattr(jinja2.Template, "render", fail)
+        monkeypatch.setattr(variant, "digest_of", fail)
+        monkeypatch.setattr(Path, "open", fail)
+        monkeypatch.setattr(store, "files_of", fail)
+
+    return forbid
+
+
+@pytest.mark.parametrize("tuned", [True, False], ids=["tuned", "default"])
+def test_a_new_length_renders_nothing_hashes_nothing_and_reads_no_file(
+    tuned: bool, tmp_path: Path, forbidden: Any
+) -> None:
+    folder = written(tmp_path, measured(ASKED if tuned else samples.problem(head_dim=80)))
+    first = cache_lookup.explain(replace(ASKED, seq_kv=5000), H200, folder)
+    sources = [planner.render.render(ASKED, next(cache_lookup.variants(first, H200)))]
+    forbidden()
+    for length in range(3000, 3050):
+        problem = replace(ASKED, seq_kv=length)
+        explanation = cache_lookup.explain(problem, H200, folder)
+        assert explanation.level in ((Level.BUCKET, Level.NEAREST) if tuned else (Level.DEFAULT,))
+        sources.append(planner.render.render(problem, next(cache_lookup.variants(explanation, H200))))
+    assert all(source is sources[0] for source in sources)
+
+
+def test_entries_of_other_kinds_are_not_among_them(tmp_path: Path) -> None:
+    others = [samples.problem(head_dim=80), samples.problem(mask=Mask.window(64, 0))]
+    folder = written(tmp_path, measured(ASKED), *map(measured, others))
+    entries = tuned_entries.of(ASKED, H200, (folder,))
+    assert list(entries.measured) == [ASKED.key]
+    everything = tuned_entries.read(Op.FORWARD, H200, (folder,))
+    assert set(everything.measured) == {problem.key for problem in (ASKED, *others)}
+    assert all(not kernel_kind.shares_kernels(ASKED, other) for other in others)
+
+
+def test_a_file_that_was_written_since_is_read_again(tmp_path: Path) -> None:
+    folder = written(tmp_path, measured(samples.problem(seq_kv=8192)))
+    assert cache_lookup.explain(ASKED, H200, folder).level is not Level.EXACT
+    written(folder, measured(ASKED))
+    assert cache_lookup.explain(ASKED, H200, folder).level is Level.EXACT
+    next(path for path in (folder / H200.name).iterdir() if path.suffix == ".json").unlink()
+    assert cache_lookup.explain(ASKED, H200, folder).level is Level.DEFAULT
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned_entries, "MAX_KINDS", 2)
+    read: list[Any] = []
+    gather = tuned_entries.read
+    monkeypatch.setattr(tuned_entries, "read", lambda *given: read.append(given) or gather(*given))
+    kinds = [samples.problem(head_dim=head_dim) for head_dim in (32, 64, 96)]
+    for problem in (*kinds, kinds[2], kinds[1], kinds[0]):
+        tuned_entries.of(problem, H200, (tmp_path,))
+    assert len(read) == 4, "of three kinds two are kept, and the first was read again"
+
+
+def test_why_an_entry_is_held_back_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = tuned_entries.of(ASKED, H200, (written(tmp_path, measured(ASKED)),))
+    entry = entries.measured[ASKED.key][0].entry
+    asked: list[CacheEntry] = []
+    monkeypatch.setattr(store, "why_held_back", lambda each: asked.append(each) or "no reason")
+    assert [entries.why_held_back(entry) for _ in range(3)] == ["no reason"] * 3
+    assert asked == [entry]
+    stranger = replace(entry)
+    assert [entries.why_held_back(stranger) for _ in range(2)] == ["no reason"] * 2
+    assert asked == [entry, stranger, stranger], "one that does not stand in the cache may be gone at once"
