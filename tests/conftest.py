@@ -77,12 +77,14 @@ def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from autoattn.kernels import zeroed_scratch
 
-    monkeypatch.setattr(zeroed_scratch, "_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(zeroed_scratch, "_zeros_on", lambda size, index, stream: zeroed_scratch._zeros(size, index))
-    monkeypatch.setattr(zeroed_scratch, "_settle", lambda index: None)
-    monkeypatch.setattr(zeroed_scratch, "_slabs", {})
+    monkeypatch.setattr(zeroed_scratch, "new_zeros", lambda size, index: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(
+        zeroed_scratch, "new_zeros_on", lambda size, index, stream: zeroed_scratch.new_zeros(size, index)
+    )
+    monkeypatch.setattr(zeroed_scratch, "settle", lambda index: None)
+    monkeypatch.setattr(zeroed_scratch, "slabs", {})
     for pool in zeroed_scratch.POOLS.values():
-        monkeypatch.setattr(pool, "_buffers", {})
+        monkeypatch.setattr(pool, "buffers", {})
 
 
 @pytest.fixture

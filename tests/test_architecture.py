@@ -35,6 +35,7 @@ DOORS = {
     "transformers": {"cli"},
     "huggingface_hub": {"cli"},
 }
+REPLACING = ("setattr", "delattr", "getattr", "patch", "object")  # monkeypatch.setattr, mock.patch.object, ...
 
 
 def table() -> dict[str, set[str]]:
@@ -166,6 +167,94 @@ def test_a_fault_is_seen(name: str, source: str, fault: str) -> None:
 
 def test_a_circle_is_seen() -> None:
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def private_names(source: str) -> list[tuple[int, str]]:
+    """Line and dotted name of each private name of the package that a test reads or replaces.
+
+    A name is private where a part of it begins with one underscore. Only what is read from a module or a class can be
+    seen here: of `pool._workers` the source does not say whose attribute it is.
+    """
+    tree = ast.parse(source)
+    meanings: dict[str, str] = {}  # what a local name stands for
+    places: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                meanings[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                places.append((node.lineno, f"{node.module}.{alias.name}"))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                meanings[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+                places.append((node.lineno, alias.name))
+
+    def meant(node: ast.expr) -> str:
+        head, dot, rest = ast.unparse(node).partition(".")
+        return meanings.get(head, "") + dot + rest
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            places.append((node.lineno, meant(node)))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in REPLACING:
+            match node.args:
+                case [ast.Constant(value=str(target)), *_]:
+                    places.append((node.lineno, target))
+                case [owner, ast.Constant(value=str(name)), *_]:
+                    places.append((node.lineno, f"{meant(owner)}.{name}"))
+    return sorted({(line, name) for line, name in places if is_private(name)})
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name is a private one of a module or of a class of the package."""
+    owner, _, last = name.rpartition(".")
+    path = owner.removeprefix(f"{ROOT}.")
+    module, _, kind = path.rpartition(".")
+    owned = owner == ROOT or path in NAMES or (module in NAMES and kind.lstrip("_")[:1].isupper())
+    return bool(owner.startswith(ROOT) and owned and re.fullmatch(r"_(?!_)\w+", last))
+
+
+def test_no_test_reads_a_private_name_of_the_package() -> None:
+    paths = sorted(path for folder in ("tests", "benchmarks") for path in (CHECKOUT / folder).rglob("*.py"))
+    read = [
+        f"{path.relative_to(CHECKOUT)}:{line} reads {name}"
+        for path in paths
+        if "golden" not in path.parts
+        for line, name in private_names(path.read_text(encoding="utf-8"))
+    ]
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from autoattn.cache import store\nstore._rendered()", "autoattn.cache.store._rendered"),
+        ("from autoattn.cache import store as kept\nkept._rendered()", "autoattn.cache.store._rendered"),
+        ("import autoattn.cache.store\nautoattn.cache.store._rendered()", "autoattn.cache.store._rendered"),
+        ("def f():\n    from autoattn.cache.store import _rendered", "autoattn.cache.store._rendered"),
+        ("from autoattn.search.tuner import Run\nRun._name", "autoattn.search.tuner.Run._name"),
+        ("from autoattn.search import tuner\ntuner._Run", "autoattn.search.tuner._Run"),
+        ("from autoattn.cache import store\nmonkeypatch.setattr(store, '_x', 1)", "autoattn.cache.store._x"),
+        ("monkeypatch.setattr('autoattn.cache.store._x', 1)", "autoattn.cache.store._x"),
+    ],
+)
+def test_a_private_name_is_seen(source: str, name: str) -> None:
+    assert name in {seen for _, seen in private_names(source)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._dynamo.reset()",
+        "from autoattn.cache import store\nstore.__name__\nstore.read()",
+        "from autoattn.cache import store\nmonkeypatch.setattr(store, 'read', 1)",
+        "from autoattn.cache import store\nstore.things._x()",
+        "store._x",
+    ],
+)
+def test_other_names_are_no_fault(source: str) -> None:
+    assert private_names(source) == []
 
 
 def modules_after(code: str) -> set[str]:

@@ -281,7 +281,7 @@ def test_on_a_card_it_says_why_no_kernel_may_run(
 
     def why(one: Problem, scale: float) -> str | None:
         tensor: Any = OnCard()
-        return planner._why_no_kernel(one, Operands(query=tensor, key=tensor, value=tensor, scale=scale))
+        return planner.why_no_kernel(one, Operands(query=tensor, key=tensor, value=tensor, scale=scale))
 
     assert why(kernels.problem(), 1.0) in ("a tensor subclass has rules of its own", words)
     monkeypatch.setattr(planner, "Tensor", OnCard)

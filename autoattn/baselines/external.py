@@ -40,7 +40,7 @@ class Peer:
 
     def why_missing(self) -> str | None:
         """Why it cannot be called here at all; None when it can."""
-        return _why_missing(self)
+        return why_not_loadable(self)
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot compute a problem here, one clause; None when nothing is known against it."""
@@ -100,7 +100,8 @@ def _lying(layout: Layout | None, tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _why_missing(peer: Peer) -> str | None:
+def why_not_loadable(peer: Peer) -> str | None:
+    """Why what a peer calls cannot be imported, in words; None when it can. It is tried once in a process."""
     try:
         peer.load()
     except ModuleNotFoundError as error:

@@ -160,7 +160,7 @@ def bind(
     if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
         return None
     if is_one_operator(problem, backend):
-        return partial(_OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
+        return partial(OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
     mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
     if backend == SDPA and _says(mask, problem.seq_q, problem.seq_kv):
         return partial(attend, is_causal=mask.causal, scale=scale)  # one call less, which short steps wait for
@@ -168,7 +168,7 @@ def bind(
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if backend == SDPA:
             return _plain(mask, attend, query, key, value, scale)
-        with _only(backend):
+        with only_backend(backend):
             return _plain(mask, attend, query, key, value, scale)
 
     return call
@@ -181,7 +181,7 @@ def is_one_operator(problem: Problem, backend: str) -> bool:
     chooses a backend each time.
     """
     return (
-        backend in _OPERATORS
+        backend in OPERATORS
         and problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
         and problem.heads_q == problem.heads_kv
         and problem.head_dim == problem.head_dim_v
@@ -194,14 +194,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: b
     return torch_private.flash_attention(query, key, value, causal=causal, scale=scale)
 
 
-_OPERATORS: dict[str, Callable[..., Tensor]] = {
+# Backend -> its operator beneath F.scaled_dot_product_attention.
+OPERATORS: dict[str, Callable[..., Tensor]] = {
     "sdpa-flash": _flash,
     "sdpa-cudnn": torch_private.cudnn_attention,
     "sdpa-efficient": torch_private.efficient_attention,
 }
 
 
-class _only:  # noqa: N801 - a context, as torch.no_grad
+class only_backend:  # noqa: N801 - a context, as torch.no_grad
     """PyTorch's sdpa_kernel for one backend, in 1 us where that takes 9.
 
     PyTorch keeps which backends it may take for the whole process, so that threads must take turns.
@@ -237,7 +238,7 @@ def _by_backend(
 ) -> Tensor:
     """PyTorch's attention with what `_dense_mask` and `_blind` gave, which is made once where a call is timed."""
     if backend != SDPA:
-        with _only(backend):
+        with only_backend(backend):
             return _sdpa(problem, operands, mask, blind)
     return _sdpa(problem, operands, mask, blind)
 

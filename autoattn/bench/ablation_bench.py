@@ -67,7 +67,7 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
         for problem, plan in plans.items():
             sources |= _sources(problem, plan)
         inspected: dict[str, StaticReport | Failure] = {}
-        _inspect(compilers, sources, device, inspected)  # all before the first is timed: the cores are idle then
+        inspect_kernels(compilers, sources, device, inspected)  # all before the first is timed: the cores are idle then
         bench_of = _Bench(pool=bench, options=options) if measured else None
         for problem, plan in plans.items():
             yield _rows(problem, device, plan, inspected, bench_of)
@@ -87,7 +87,7 @@ def _sources(problem: Problem, plans: Mapping[str, list[Change] | str]) -> dict[
     return {source.digest: source for source in rendered}
 
 
-def _inspect(
+def inspect_kernels(
     pool: Pool, sources: Mapping[str, Source], device: Device, inspected: dict[str, StaticReport | Failure]
 ) -> None:
     """Compiles by all cores; on the card, Triton's cache has the kernels afterwards."""

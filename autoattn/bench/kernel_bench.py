@@ -87,7 +87,7 @@ def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Sourc
     for problem in problems:
         told = cache_lookup.explain(problem, card)
         ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else list(cache_lookup.variants(told, card))[:1]
-        for variant in [*ran, *(_variants(told, None, card) if ours is Ours.VARIANTS else ())]:
+        for variant in [*ran, *(variants_beside(told, None, card) if ours is Ours.VARIANTS else ())]:
             with suppress(AutoattnError):  # it is told where the row runs
                 kernels[render.render(problem, variant)] = None
     return list(kernels)
@@ -104,7 +104,7 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
             pass
 
 
-def _variants(told: cache_lookup.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
+def variants_beside(told: cache_lookup.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
     """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
     problem, variants = told.problem, []
     if told.entry is not None:
@@ -169,7 +169,7 @@ class _Bench:
 
     def __init__(self, peers: list[Peer], options: Options) -> None:
         self.peers, self.options = peers, options
-        self.device = _device()
+        self.device = current_device()
         self.card = nvidia.present(self.device.index)
         self.stopwatches: dict[Op, Stopwatch] = {}
 
@@ -209,7 +209,7 @@ class _Bench:
         yield _Guarded(first, call)
         if self.options.ours is not Ours.VARIANTS:
             return
-        for number, variant in enumerate(_variants(told, first.variant, self.card), start=1):
+        for number, variant in enumerate(variants_beside(told, first.variant, self.card), start=1):
             facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=variant)
             yield _Guarded(facts, answers.by_kernel(variant))
 
@@ -302,7 +302,8 @@ def _why(said: Iterable[warnings.WarningMessage]) -> str:
     return "; ".join(text for text in texts if not re.search(r"not used because|runtime disabled", text))[:300]
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
+    """The device that rows are benched on."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -125,13 +125,13 @@ class _Layer(nn.Module):
         query, key, value = (
             part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        attended = self.attend(_rotated(query, cosines, sines), _rotated(key, cosines, sines), value)
+        attended = self.attend(rotate(query, cosines, sines), rotate(key, cosines, sines), value)
         stream = stream + self.output(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(stream)
         return stream + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
 
 
-def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotary positions, in float32, returned in the heads' own dtype."""
     first, second = heads.float().chunk(2, dim=-1)
     turned = torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
@@ -206,7 +206,7 @@ def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor, *, 
     told = functional.explain(query, key, value, causal=causal)
     if mode is Mode.EAGER or told.route == KERNEL:
         return _words(told, backend)
-    if (traced := _traced(query, key, value)) is not None:
+    if (traced := traced_backend(query, key, value)) is not None:
         return f"sdpa {traced}, traced"
     with torch.no_grad():
         told = functional.explain(query, key, value, causal=causal)
@@ -221,7 +221,7 @@ def _words(told: Explanation, backend: str) -> str:
     return told.route.replace("-", " ") if told.level is Level.SDPA else f"{told.route}, {told.level.value}"
 
 
-def _traced(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def traced_backend(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """The backend of PyTorch's attention in the graph of a compiled call; None where an operator of ours is there."""
     names: list[str] = []
 

@@ -16,7 +16,7 @@ from autoattn.core import triton_release
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 
 _logger = logging.getLogger("autoattn")
-_warned: list[str] = []  # what this process was warned of
+warned: list[str] = []  # what this process was warned of
 
 
 def why_unavailable(entry: CacheEntry) -> str | None:
@@ -65,9 +65,9 @@ def _problems(count: int) -> str:
 
 def warn_once(reason: str) -> None:
     """Warns, once in a process, that tuned kernels do not run: by `warnings`, and by logging where it is set up."""
-    if _warned:
+    if warned:
         return
-    _warned.append(reason)
+    warned.append(reason)
     message = (
         f"tuned kernels cannot run here, so that calls may be slower: {reason}. autoattn.explain and autoattn show say "
         "which; this is said once"

@@ -42,7 +42,9 @@ class _Requirement(msgspec.Struct, forbid_unknown_fields=True):
     because: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class SpaceFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The keys of a search space's file; docs/search-spaces.md explains each."""
+
     version: int
     template: str
     interpreted: bool
@@ -180,7 +182,7 @@ class SearchSpace:
         order = list(self.choices)
         rules = self._rules_by_depth(order, problem)
         facts = facts_of(problem, device)
-        return self._extend(order, rules, facts, {}, rng)
+        return self.extend(order, rules, facts, {}, rng)
 
     def seeds_for(self, problem: Problem, device: Device) -> list[Variant]:
         """The seeds that speak of this problem and are feasible, in the file's order."""
@@ -224,7 +226,7 @@ class SearchSpace:
             ready[max((order.index(name) for name in used), default=0)].append(requirement)
         return ready
 
-    def _extend(
+    def extend(
         self,
         order: list[str],
         rules: list[list[Requirement]],
@@ -232,6 +234,7 @@ class SearchSpace:
         chosen: dict[str, Value],
         rng: random.Random | None,
     ) -> Iterator[Variant]:
+        """The feasible variants that have the chosen values: one step of the walk, which chooses one value more."""
         depth = len(chosen)
         if depth == len(order):
             yield self.variant(chosen)
@@ -244,7 +247,7 @@ class SearchSpace:
             params = {**chosen, name: value}
             known = DerivedFacts(facts | params, self.let)
             if all(requirement.rule(known) for requirement in rules[depth]):
-                yield from self._extend(order, rules, facts, params, rng)
+                yield from self.extend(order, rules, facts, params, rng)
 
 
 def _kind_of(problem: Problem) -> tuple[KernelKind, Numerics, bool]:
@@ -293,7 +296,7 @@ def load(template: str) -> SearchSpace:
     """
     path = resources.space_path(template)
     try:
-        file = msgspec.convert(resources.read_yaml(path, SpaceError), _File)
+        file = msgspec.convert(resources.read_yaml(path, SpaceError), SpaceFile)
     except msgspec.ValidationError as error:
         raise SpaceError(f"{path} must be a search space, but {error}; see docs/search-spaces.md") from None
     if file.version != VERSION:
@@ -306,7 +309,7 @@ def load(template: str) -> SearchSpace:
         raise SpaceError(f"in {path}, {error}") from None
 
 
-def _checked(file: _File, digest: str) -> SearchSpace:
+def _checked(file: SpaceFile, digest: str) -> SearchSpace:
     """The search space of a file whose every name is known before the search asks for it."""
     known = set(FACTS)
     for name, parameter in file.parameters.items():
@@ -348,7 +351,7 @@ def _checked(file: _File, digest: str) -> SearchSpace:
     return space
 
 
-def _tile(file: _File) -> str:
+def _tile(file: SpaceFile) -> str:
     if unknown := sorted(set(_PLACES.findall(file.tile)) - set(file.parameters)):
         raise SpaceError(f"a tile must name parameters in braces, got {unknown[0]!r}; correct it")
     return file.tile

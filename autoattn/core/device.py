@@ -64,7 +64,7 @@ def _capabilities(
 # "Target ISA Notes" of mma (float8 from sm_89), wgmma.mma_async (sm_90a alone), tcgen05.mma (sm_100a, sm_101a, which is
 # sm_110a since, sm_103a) and cp.async.bulk.tensor (from sm_90). Lanes: 64 float32 units of an SM in the A100
 # whitepaper, 128 in those of the others.
-_TABLE = {
+ARCHITECTURES = {
     80: _capabilities(MatrixUnit.MMA, 164, 2048, 32, tma=False, float8=False, lanes=16),
     86: _capabilities(MatrixUnit.MMA, 100, 1536, 16, tma=False, float8=False),
     87: _capabilities(MatrixUnit.MMA, 164, 1536, 16, tma=False, float8=False),
@@ -82,7 +82,7 @@ _LEAST = _capabilities(MatrixUnit.MMA, 64, 1024, 16, tma=False, float8=False)
 
 def capabilities_of(arch: int) -> Capabilities:
     """What compute capability `arch` (times ten) can do; of an unknown one, the least that autoattn relies on."""
-    return _TABLE.get(arch, _LEAST)
+    return ARCHITECTURES.get(arch, _LEAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,14 +117,14 @@ def interval(rounds: Sequence[Round], name: str, over: str, *, finalists: int) -
         None where there are too few rounds to say anything with that confidence.
     """
     ratios = sorted(round_.times_us[name] / round_.times_us[over] for round_ in rounds)
-    rank = _rank(len(ratios), ALPHA / (len(LOOKS) + 1) / max(1, finalists))
+    rank = median_rank(len(ratios), ALPHA / (len(LOOKS) + 1) / max(1, finalists))
     if rank == 0:
         return None
     return Interval(ratio=statistics.median(ratios), low=ratios[rank - 1], high=ratios[-rank])
 
 
 @lru_cache(maxsize=4096)
-def _rank(count: int, alpha: float) -> int:
+def median_rank(count: int, alpha: float) -> int:
     """The largest k for which the k-th smallest and the k-th largest of `count` samples enclose their distribution's
     median with probability 1 - `alpha`; 0 where there is none."""
     rank, below = 0, 0.0  # the probability that at most `rank` of the samples are below the median

@@ -36,7 +36,7 @@ def present(index: int | None = None) -> Device | None:
     """
     if not torch.cuda.is_available():
         return None
-    return _describe(torch.cuda.current_device() if index is None else index)
+    return describe(torch.cuda.current_device() if index is None else index)
 
 
 def resolve(text: str) -> tuple[Device, bool]:
@@ -78,7 +78,8 @@ def alike(device: Device) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=16)
-def _describe(index: int) -> Device:
+def describe(index: int) -> Device:
+    """What `present` gives for a card; the driver is asked once."""
     properties = torch.cuda.get_device_properties(index)
     arch = properties.major * 10 + properties.minor
     try:
@@ -114,7 +115,7 @@ def _describe(index: int) -> Device:
 
 def pulse(index: int) -> Pulse | None:
     """Reads clock and temperature through NVML; None where NVML is missing or refuses."""
-    nvml = _nvml()
+    nvml = load_nvml()
     if nvml is None:
         return None
     try:
@@ -135,7 +136,7 @@ def joules(index: int) -> float | None:
 
     The driver adds to it every 20 to 100 ms.
     """
-    nvml = _nvml()
+    nvml = load_nvml()
     if nvml is None:
         return None
     try:
@@ -153,7 +154,7 @@ def _temperature(nvml: ModuleType, handle: Any) -> int | None:
 
 def driver_version() -> str | None:
     """The driver's version, as "580.159.04"; None without NVML."""
-    nvml = _nvml()
+    nvml = load_nvml()
     return str(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else None
 
 
@@ -164,7 +165,8 @@ def _handle(nvml: ModuleType, index: int) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _nvml() -> ModuleType | None:
+def load_nvml() -> ModuleType | None:
+    """NVML, initialised; None where there is no library, no driver or no permission."""
     try:
         nvml = import_module("pynvml")
         nvml.nvmlInit()

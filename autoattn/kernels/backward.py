@@ -66,7 +66,7 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, g
     """Runs the kernels on the current stream of the tensors' device."""
     scratch = empty_scratch(kernel, problem, operands.query)
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = _grids(kernel, problem, operands, gradients)
+    grids = grids_of(kernel, problem, operands, gradients)
     for part in kernel.parts:
         part.launch(grids[part.name], arguments)
     if gradients.bias is not None and (sums := arguments["bias_sums_ptr"]) is not gradients.bias:
@@ -83,7 +83,7 @@ def bind(
     POINTERS; there must be no other tensors.
     """
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = _grids(kernel, problem, operands, gradients)
+    grids = grids_of(kernel, problem, operands, gradients)
     return tuple(bound_launch.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
 
 
@@ -123,7 +123,8 @@ def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
-def _grids(kernel: Kernel, problem: Problem, operands: Operands, gradients: Gradients) -> dict[str, tuple[int]]:
+def grids_of(kernel: Kernel, problem: Problem, operands: Operands, gradients: Gradients) -> dict[str, tuple[int]]:
+    """Name of each kernel -> how many programs it is launched with."""
     sizes = (problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2])
     if gradients.bias is not None:
         sizes += gradients.bias.shape[:2]

@@ -223,14 +223,14 @@ class _Maps(dict[int, Any]):
         here = replace(self.descriptor, address=address)
         made = here if self.encode is None else self.encode(here)
         with _writing:
-            if len(_filled) >= MOST_MAPS:  # calls on ever new addresses, or ever new shapes
-                for maps in {id(maps): maps for maps in _filled}.values():
+            if len(filled_maps) >= MOST_MAPS:  # calls on ever new addresses, or ever new shapes
+                for maps in {id(maps): maps for maps in filled_maps}.values():
                     maps.clear()
-                _filled.clear()
-            _filled.append(self)
+                filled_maps.clear()
+            filled_maps.append(self)
             self[address] = made
         return made
 
 
-_filled: list[_Maps] = []  # one for each encoded descriptor: where it is
+filled_maps: list[_Maps] = []  # one for each encoded descriptor: where it is
 _writing = threading.Lock()

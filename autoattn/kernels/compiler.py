@@ -164,14 +164,14 @@ def make_current(device: torch.device) -> None:
     """
     import torch
 
-    known = _current.__dict__.setdefault("known", set())
+    known = current_contexts.__dict__.setdefault("known", set())
     # The question is itself a call that makes a context current, and the only one that no capture forbids.
     if device.index not in known and not torch.cuda.is_current_stream_capturing():
         torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest
         known.add(device.index)
 
 
-_current = threading.local()  # known: indices of devices
+current_contexts = threading.local()  # known: indices of the devices whose context a thread has
 
 
 def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -> Kernel:

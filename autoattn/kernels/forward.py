@@ -94,7 +94,7 @@ def launch(
     columns, manifest = None, kernel.manifest
     if manifest.turned is not None:  # room for the values, of which they are copied for each launch
         columns = operands.value.new_empty(manifest.turned(problem.batch, problem.heads_kv, operands.key.shape[2]))
-    arguments = _arguments(kernel, problem, operands, output, lse, columns)
+    arguments = launch_arguments(kernel, problem, operands, output, lse, columns)
     scratch = None
     if (needed := zeros(kernel, problem, operands.query)) is not None:
         name, size = needed
@@ -108,7 +108,7 @@ def launch(
     if kernel.before is not None and manifest.grid_before is not None:
         grid = manifest.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
         kernel.before.launch(grid, arguments)
-    kernel.launch(_grid(kernel, problem, operands), arguments)
+    kernel.launch(launch_grid(kernel, problem, operands), arguments)
     number = tiles(kernel, problem, operands.query)
     return scratch[FLAGS : FLAGS + number] if counting and scratch is not None and number else None
 
@@ -118,9 +118,9 @@ def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, l
 
     The call must have no other tensors, and its kernel none that runs before it.
     """
-    arguments = _arguments(kernel, problem, operands, output, lse)
+    arguments = launch_arguments(kernel, problem, operands, output, lse)
     return bound_launch.bind(
-        kernel, _grid(kernel, problem, operands), arguments, POINTERS, zeros(kernel, problem, operands.query)
+        kernel, launch_grid(kernel, problem, operands), arguments, POINTERS, zeros(kernel, problem, operands.query)
     )
 
 
@@ -147,7 +147,8 @@ def partials(kernel: Kernel, problem: Problem, query: Tensor) -> int:
     return int(partials(*_sizes(kernel, problem, query))) if partials is not None else 0
 
 
-def _grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
+def launch_grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
+    """How many programs a kernel is launched with."""
     grid = kernel.manifest.grid
     assert grid is not None
     return grid(*_sizes(kernel, problem, operands.query), kernel.sm_count)
@@ -163,7 +164,7 @@ def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, i
     return problem.batch, problem.heads_q, seq
 
 
-def _arguments(
+def launch_arguments(
     kernel: Kernel,
     problem: Problem,
     operands: Operands,

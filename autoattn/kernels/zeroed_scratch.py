@@ -39,7 +39,7 @@ class ScratchPool:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int], Buffer] = {}  # (device, handle of the stream) -> buffer, the oldest first
+        self.buffers: dict[tuple[int, int], Buffer] = {}  # (device, handle of the stream) -> buffer, the oldest first
 
     def here(self, device: torch.device, size: int) -> Tensor:
         """The numbers of at least `size` for one launch on the current stream of a CUDA device."""
@@ -60,8 +60,8 @@ class ScratchPool:
             if torch.cuda.is_current_stream_capturing():
                 return _of_graph(index, size)
             if stream == _OF_EACH_THREAD:
-                return Buffer.of(_zeros(size, index))
-        buffer = self._buffers.get((index, stream))
+                return Buffer.of(new_zeros(size, index))
+        buffer = self.buffers.get((index, stream))
         if buffer is None or buffer.size < size:
             buffer = self._grown(index, stream, size)
         return buffer
@@ -69,22 +69,22 @@ class ScratchPool:
     def _grown(self, index: int, stream: int, size: int) -> Buffer:
         buffer = Buffer.of(_zeros_to_keep(max(LEAST, 1 << (size - 1).bit_length()), index, stream))
         with _writing:
-            if index not in _slabs:
-                _slabs[index] = _zeros_to_keep(CAPTURED, index, stream)
-                _settle(index)
-            while len(self._buffers) >= MOST:
-                del self._buffers[next(iter(self._buffers))]
-            self._buffers[index, stream] = buffer
+            if index not in slabs:
+                slabs[index] = _zeros_to_keep(CAPTURED, index, stream)
+                settle(index)
+            while len(self.buffers) >= MOST:
+                del self.buffers[next(iter(self.buffers))]
+            self.buffers[index, stream] = buffer
         return buffer
 
 
 def _of_graph(index: int, size: int) -> Buffer:
     with _writing:
-        left = _slabs.get(index)
+        left = slabs.get(index)
         if left is not None and len(left) >= size:
-            _slabs[index] = left[-(-size // STEP) * STEP :]
+            slabs[index] = left[-(-size // STEP) * STEP :]
             return Buffer.of(left[:size])
-    return Buffer.of(_zeros(size, index))
+    return Buffer.of(new_zeros(size, index))
 
 
 def _zeros_to_keep(size: int, index: int, stream: int) -> Tensor:
@@ -94,24 +94,26 @@ def _zeros_to_keep(size: int, index: int, stream: int) -> Tensor:
     whose owner counts on getting everything back. Pools are a thread's own, so another one asks.
     """
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(_zeros_on, size, index, stream).result()
+        return executor.submit(new_zeros_on, size, index, stream).result()
 
 
-def _zeros_on(size: int, index: int, stream: int) -> Tensor:
+def new_zeros_on(size: int, index: int, stream: int) -> Tensor:
+    """Zeros that PyTorch's allocator counts as of a stream."""
     with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):
-        return _zeros(size, index)
+        return new_zeros(size, index)
 
 
-def _zeros(size: int, index: int) -> Tensor:
+def new_zeros(size: int, index: int) -> Tensor:
+    """[size] int32 zeros on a device, set on its current stream."""
     return torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", index))
 
 
-def _settle(index: int) -> None:
+def settle(index: int) -> None:
     """Waits for the zeros that graphs will be given, since those may be replayed on other streams."""
     torch.cuda.current_stream(index).synchronize()
 
 
 # What a kernel calls the numbers -> the pool that they are taken from. Of a scratch, only what counts is left at zero.
 POOLS = {"scratch_ptr": ScratchPool(), "arrivals_ptr": ScratchPool()}
-_slabs: dict[int, Tensor] = {}  # device -> zeros that no graph was given yet
+slabs: dict[int, Tensor] = {}  # device -> zeros that no graph was given yet
 _writing = threading.Lock()

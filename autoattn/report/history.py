@@ -71,14 +71,14 @@ def read(folder: Path | None, device: str, entry: CacheEntry) -> History:
         studies = shared_trials.dated(path)
     except CacheError as error:
         return History(missing=str(error).replace(str(path), f"studies/{path.name}"))
-    wanted = [trials for name, trials in studies.items() if _belongs(name, entry)]
+    wanted = [trials for name, trials in studies.items() if belongs(name, entry)]
     if not any(trial.digest == entry.source_digest for trials in wanted for _, trial in trials):
         return History(missing="the journal holds another search than the one that gave this entry")
     dated = sorted((pair for trials in wanted for pair in trials), key=lambda pair: pair[0].timestamp())
     return History(trials=tuple(trial for _, trial in dated))
 
 
-def _belongs(name: str, entry: CacheEntry) -> bool:
+def belongs(name: str, entry: CacheEntry) -> bool:
     """Whether a study, by its name, searched for this entry: template, evidence and search space agree."""
     words = name.split(" ")
     template, kind = words[0], Evidence.MEASURED if "measured" in words else Evidence.PREDICTED

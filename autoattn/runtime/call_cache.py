@@ -149,9 +149,9 @@ def clear() -> None:
 
 
 def _drop_guards() -> None:
-    global _latest
+    global latest
     _guarded.clear()
-    _latest = ()
+    latest = ()
 
 
 def info() -> CacheInfo:
@@ -217,7 +217,7 @@ def find_guarded(query: Any, key: Any, value: Any, words: Words) -> Callable[...
     try:
         if query.is_nested or key.is_nested or value.is_nested:  # the guards end the process over them
             return None
-        for guarded in _latest:
+        for guarded in latest:
             a, b, c, d, e, f, g = guarded.words
             if (
                 causal is a and layout is e and deterministic is f and return_lse is g
@@ -233,7 +233,7 @@ def find_guarded(query: Any, key: Any, value: Any, words: Words) -> Callable[...
         shapes = query.shape, key.shape
         for guarded in _guarded.get(shapes, ()):
             if guarded.has_words(words) and guarded.matches(query, key, value):
-                _put_first(guarded, shapes, words)
+                put_first(guarded, shapes, words)
                 return guarded.answer
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, or words that nobody can compare:
         pass  # the ordinary way says so
@@ -269,18 +269,18 @@ def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: Pre
         while len(_guarded) >= GUARDED_SHAPES:
             del _guarded[next(iter(_guarded))]  # the oldest
         _guarded[shapes] = (kind, *older[: GUARDED_OF_SHAPES - 1])
-    _put_first(kind, shapes, words)
+    put_first(kind, shapes, words)
 
 
-def _put_first(kind: _GuardedCall, shapes: tuple[Any, Any], words: Words) -> None:
+def put_first(kind: _GuardedCall, shapes: tuple[Any, Any], words: Words) -> None:
     """Asks a kind before all others from now on, unless it was forgotten meanwhile."""
-    global _latest
+    global latest
     with _writing:
         if kind in _guarded.get(shapes, ()):
-            _latest = (replace(kind, words=words), *_latest[: GUARDED_FIRST - 1])
+            latest = (replace(kind, words=words), *latest[: GUARDED_FIRST - 1])
 
 
 _calls: dict[Key, PreparedCall] = {}
 _guarded: dict[tuple[Any, Any], tuple[_GuardedCall, ...]] = {}
-_latest: tuple[_GuardedCall, ...] = ()  # whose words are the very objects of the last calls
+latest: tuple[_GuardedCall, ...] = ()  # whose words are the very objects of the last calls
 _writing = threading.Lock()

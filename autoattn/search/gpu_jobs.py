@@ -141,10 +141,10 @@ class Final:
                 for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True))
                 if verdict.ok
             }
-            return self._timed(_stopwatch(memory), ours, rivals, verdicts, accuracy)
+            return self.time(_stopwatch(memory), ours, rivals, verdicts, accuracy)
         return failed[0]
 
-    def _timed(
+    def time(
         self,
         stopwatch: Stopwatch,
         ours: Mapping[str, Call],
@@ -152,6 +152,14 @@ class Final:
         verdicts: tuple[Verdict, ...],
         accuracy: Mapping[str, tuple[float, float]],
     ) -> Finished:
+        """Times what was found right.
+
+        Args:
+            ours: the finalists' calls, by `finalist_name`.
+            rivals: the rivals' calls.
+            verdicts: of all finalists.
+            accuracy: the rivals' largest error and root mean square error.
+        """
         calls = {**rivals, **ours}
         taken = stopwatch.finals(calls, list(ours), seconds=self.seconds, seed=self.seed)
         counted = paired_stats.good(taken)
@@ -205,7 +213,7 @@ class Outgrow:
                 return Failure(outcome=Outcome.WRONG_RESULT, detail=verdict.reason)
             output = forward.empty_output(self.problem, usual.query)
             flags = forward.launch(kernel, self.problem, worst, output, None, counting=True)
-            return self._timed(
+            return self.time(
                 _stopwatch(memory),
                 partial(forward.launch, kernel, self.problem, usual, output, None),
                 partial(forward.launch, kernel, self.problem, worst, output, None),
@@ -214,9 +222,10 @@ class Outgrow:
             )
         return failed[0]
 
-    def _timed(
+    def time(
         self, stopwatch: Stopwatch, usual: Call, worst: Call, verdict: Verdict, flags: torch.Tensor | None
     ) -> WorstCase:
+        """Times a call of usual inputs and one of the worst; `flags` are 1 for tiles that the latter computed twice."""
         taken = stopwatch.rounds({"usual": usual, "worst": worst}, seconds=WORST_SECONDS, seed=self.seed).times_us
         return WorstCase(
             median_us=statistics.median(taken["worst"]),

@@ -56,7 +56,7 @@ class Ledger:
         self.claimed: dict[Variant, int] = {}  # what others are trying -> Optuna's id of the claim
         self._space, self._refusal = space, kept.refusal
         self._distributions = {name: CategoricalDistribution(values) for name, values in space.choices.items()}
-        self._me = str(_Owner.this())
+        self.owner = str(Owner.this())  # as its claims name it
         self._mine: dict[Variant, int] = {}  # what this process is trying
         self._settled: set[int] = set()  # ids of trials that change no more
         self._done: set[Variant] = set()  # by others, or before this process began
@@ -64,11 +64,11 @@ class Ledger:
         self._signs: Mapping[str, Any] = {}  # of life, by owner
         self._listened = -BEAT_SECONDS  # when they were read
         self._heard: dict[str, tuple[object, float]] = {}  # owner -> its latest sign, and when it was new to us
-        self._gone = threading.Event()
+        self.gone = threading.Event()  # once it is set, this process gives no more signs of life
         self._beating: threading.Thread | None = None
         try:
             self._study = optuna.create_study(storage=kept.kept, study_name=name, load_if_exists=True)
-            self._kept, self._id = kept.kept, self._study._study_id
+            self.storage, self._id = kept.kept, self._study._study_id
         except Exception as error:  # whatever Optuna makes of what the storage says
             raise kept.refusal(error) from None
 
@@ -84,7 +84,7 @@ class Ledger:
     def claim(self, variant: Variant) -> bool:
         """Announces that this process tries a variant; False when another one is at it, or was."""
         try:
-            claim = self._kept.create_new_trial(self._id, self._frozen(variant, {_OWNER: self._me}))
+            claim = self.storage.create_new_trial(self._id, self._frozen(variant, {_OWNER: self.owner}))
             self._mine[variant] = claim
             self._read()
             if variant in self._done or self.claimed.get(variant, claim) < claim:
@@ -109,7 +109,7 @@ class Ledger:
         try:
             claim = self._mine.pop(trial.variant, None)
             if claim is None or not self._close(claim, outcome, value):
-                self._settled.add(self._kept.create_new_trial(self._id, self._frozen(trial.variant, outcome, value)))
+                self._settled.add(self.storage.create_new_trial(self._id, self._frozen(trial.variant, outcome, value)))
         except Exception as error:  # a full disk, another writer's damage, a server that went away
             raise self._refusal(error) from None
 
@@ -124,7 +124,7 @@ class Ledger:
 
     def leave(self) -> None:
         """Gives up what this process claimed; of a storage that fails, others learn it by our silence."""
-        self._gone.set()
+        self.gone.set()
         with contextlib.suppress(Exception):
             for variant in list(self._mine):
                 self._withdraw(variant)
@@ -134,8 +134,8 @@ class Ledger:
         self._settled.add(claim)
         try:
             # In this order: what has an outcome is finished, whatever its state says when this process is killed.
-            self._kept.set_trial_user_attr(claim, _TRIAL, outcome[_TRIAL])
-            self._kept.set_trial_state_values(claim, TrialState.COMPLETE, [value])
+            self.storage.set_trial_user_attr(claim, _TRIAL, outcome[_TRIAL])
+            self.storage.set_trial_state_values(claim, TrialState.COMPLETE, [value])
         except UpdateFinishedTrialError:
             return False
         return True
@@ -145,7 +145,7 @@ class Ledger:
 
     def _end(self, claim: int) -> None:
         with contextlib.suppress(UpdateFinishedTrialError):  # another process was faster
-            self._kept.set_trial_state_values(claim, TrialState.FAIL)
+            self.storage.set_trial_state_values(claim, TrialState.FAIL)
 
     def _frozen(self, variant: Variant, attributes: dict[str, Any], value: float | None = None) -> FrozenTrial:
         return create_trial(
@@ -183,12 +183,12 @@ class Ledger:
         self.claimed = claims
 
     def _dead(self, text: str) -> bool:
-        owner, here = _Owner.parse(text), _Owner.parse(self._me)
+        owner, here = Owner.parse(text), Owner.parse(self.owner)
         if owner.machine == here.machine:
             return not owner.runs
         now = time.monotonic()
         if now - self._listened >= BEAT_SECONDS / 2:
-            self._signs, self._listened = self._kept.get_study_user_attrs(self._id), now
+            self._signs, self._listened = self.storage.get_study_user_attrs(self._id), now
         sign = self._signs.get(_alive(text))
         latest, since = self._heard.get(text, (None, -1.0))
         if since < 0 or sign != latest:
@@ -199,15 +199,15 @@ class Ledger:
     def _beat(self) -> None:
         """Gives signs of life; clocks of two machines differ, so they only count."""
         count = 0
-        while not self._gone.wait(BEAT_SECONDS):
+        while not self.gone.wait(BEAT_SECONDS):
             count += 1
             with contextlib.suppress(Exception):  # the search itself will tell
-                self._kept.set_study_user_attr(self._id, _alive(self._me), count)
-        self._kept.remove_session()  # a database session is a thread's own
+                self.storage.set_study_user_attr(self._id, _alive(self.owner), count)
+        self.storage.remove_session()  # a database session is a thread's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Owner:
+class Owner:
     """A process that claims variants, for others to find out whether it lives."""
 
     machine: str  # its boot and its process numbers: containers on one machine have their own
@@ -216,7 +216,8 @@ class _Owner:
     unique: str  # a process may hold a study twice
 
     @classmethod
-    def this(cls) -> _Owner:
+    def this(cls) -> Owner:
+        """The process that asks."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             machine = f"{boot},{os.readlink('/proc/self/ns/pid')}"
@@ -225,7 +226,8 @@ class _Owner:
         return cls(machine=machine, process=os.getpid(), begun=_begun(os.getpid()) or "", unique=uuid.uuid4().hex[:8])
 
     @classmethod
-    def parse(cls, text: str) -> _Owner:
+    def parse(cls, text: str) -> Owner:
+        """The owner whose text this is."""
         machine, process, begun, unique = text.split(" ")
         return cls(machine=machine, process=int(process), begun=begun, unique=unique)
 

@@ -75,8 +75,8 @@ class Study:
         self._rng = random.Random(seed)
         self._distributions = {name: CategoricalDistribution(values) for name, values in space.choices.items()}
         self._sampler = sampler
-        self._live = optuna.create_study(sampler=_optunas(sampler, seed))
-        self._ledger = ledger
+        self.optuna_study = optuna.create_study(sampler=_optunas(sampler, seed))
+        self.ledger = ledger
         self.hear()
         self._everything = self._all_if_few(budget)
 
@@ -117,11 +117,11 @@ class Study:
         """
         while True:
             variant = self._next()
-            if variant is None or self._ledger is None or self._ledger.claim(variant):
+            if variant is None or self.ledger is None or self.ledger.claim(variant):
                 return variant
             proposal = self._pending.pop(variant)  # another process was faster
             if proposal is not None:
-                self._live.tell(proposal, state=TrialState.FAIL)
+                self.optuna_study.tell(proposal, state=TrialState.FAIL)
             self.hear()
             if not more():
                 return None
@@ -133,22 +133,22 @@ class Study:
         """
         proposal = self._pending.pop(trial.variant, None)
         if proposal is not None:
-            self._live.tell(proposal, _value(trial))
+            self.optuna_study.tell(proposal, value_of(trial))
             self.trials[trial.variant] = trial
         else:
             self._remember(trial)
-        if self._ledger is None:
+        if self.ledger is None:
             return
         if trial.outcome.of_environment:
-            self._ledger.give_up(trial.variant)
+            self.ledger.give_up(trial.variant)
         else:
-            self._ledger.finish(trial, _value(trial))
+            self.ledger.finish(trial, value_of(trial))
 
     def hear(self) -> None:
         """Takes what other processes finished; what they gave up is tried next."""
-        if self._ledger is None:
+        if self.ledger is None:
             return
-        news = self._ledger.news()
+        news = self.ledger.news()
         for trial in news.finished:
             if trial.variant not in self.trials:
                 self._remember(trial)
@@ -156,12 +156,12 @@ class Study:
 
     def close(self) -> None:
         """Gives up what was proposed and not recorded, for others to try."""
-        if self._ledger is not None:
-            self._ledger.leave()
+        if self.ledger is not None:
+            self.ledger.leave()
 
     @property
     def _claimed(self) -> dict[Variant, int]:
-        return self._ledger.claimed if self._ledger is not None else {}
+        return self.ledger.claimed if self.ledger is not None else {}
 
     def _new(self, variant: Variant) -> bool:
         return variant not in self.trials and variant not in self._pending and variant not in self._claimed
@@ -187,28 +187,28 @@ class Study:
 
     def _remember(self, trial: Trial) -> None:
         self.trials[trial.variant] = trial
-        self._live.add_trial(
+        self.optuna_study.add_trial(
             create_trial(
                 params=self.space.params_of(trial.variant),
                 distributions=dict(self._distributions),
-                value=_value(trial),
+                value=value_of(trial),
             )
         )
 
     def _sampled(self) -> Variant | None:
         for _ in range(ATTEMPTS):
-            proposal = self._live.ask(dict(self._distributions))
+            proposal = self.optuna_study.ask(dict(self._distributions))
             variant = self.space.variant(proposal.params)
             if variant in self._pending or variant in self._claimed:
-                self._live.tell(proposal, state=TrialState.FAIL)
+                self.optuna_study.tell(proposal, state=TrialState.FAIL)
                 continue
             if variant in self.trials:
-                self._live.tell(proposal, _value(self.trials[variant]))
+                self.optuna_study.tell(proposal, value_of(self.trials[variant]))
                 continue
             reason = self.space.why_infeasible(variant, self.problem, self.device)
             if reason is not None:
                 self.refused[reason] = self.refused.get(reason, 0) + 1
-                self._live.tell(proposal, BAD)
+                self.optuna_study.tell(proposal, BAD)
                 continue
             self._pending[variant] = proposal
             return variant
@@ -230,7 +230,7 @@ class Study:
 
     def _neighbours(self) -> Iterator[Variant]:
         """Feasible variants that differ from a trial in one parameter: the fastest trial's first, in random order."""
-        for trial in sorted(self.trials.values(), key=lambda trial: (_value(trial), trial.variant.digest)):
+        for trial in sorted(self.trials.values(), key=lambda trial: (value_of(trial), trial.variant.digest)):
             params = self.space.params_of(trial.variant)
             near = [
                 self.space.variant({**params, name: value})
@@ -264,6 +264,7 @@ def _optunas(sampler: Sampler, seed: int) -> optuna.samplers.BaseSampler:
         )
 
 
-def _value(trial: Trial) -> float:
+def value_of(trial: Trial) -> float:
+    """What samplers are told of a trial: its time in microseconds, or BAD."""
     time_us = trial.time_us
     return time_us if time_us is not None and math.isfinite(time_us) else BAD

@@ -64,14 +64,14 @@ class Workshop:
         """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
         self.device, self.measured = device, measured
         self._jobs = jobs if jobs is not None else cores()
-        self._compilers = Pool(size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_ROOM)
+        self.compilers = Pool(size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_ROOM)
         # One worker a GPU, so that nothing else runs while it times; without one, interpreters that time nothing.
         apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
         self._cards = max(1, len(cards))
         if measured:
-            self._bench = Pool(size=self._cards, apart=apart)
+            self.bench = Pool(size=self._cards, apart=apart)
         else:
-            self._bench = Pool(size=self._jobs, environment=INTERPRETER)
+            self.bench = Pool(size=self._jobs, environment=INTERPRETER)
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
         self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket
@@ -98,12 +98,12 @@ class Workshop:
     @property
     def busy_seconds(self) -> tuple[float, float]:
         """Seconds that compilers and GPUs had work, each kind's workers added up."""
-        return self._compilers.busy_seconds, self._bench.busy_seconds
+        return self.compilers.busy_seconds, self.bench.busy_seconds
 
     def close(self) -> None:
         """Ends all workers."""
-        self._compilers.close()
-        self._bench.close()
+        self.compilers.close()
+        self.bench.close()
 
     def __enter__(self) -> Workshop:
         return self
@@ -134,9 +134,9 @@ class Workshop:
         Raises:
             HostError: the machine lacks what every variant needs.
         """
-        for pool, ticket, result in next_results(self._compilers, self._bench):
+        for pool, ticket, result in next_results(self.compilers, self.bench):
             _stop_if_hopeless(result)
-            if pool is self._compilers:
+            if pool is self.compilers:
                 self._reports[self._tickets.pop(ticket)] = result
             elif ticket in self._looks:
                 slot = self._looks.pop(ticket)
@@ -166,7 +166,7 @@ class Workshop:
         best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
         if self.measured:
             for place in range(self._cards):
-                self._bench.submit(Prepare(problem=study.problem), PREPARE_SECONDS, place=place)
+                self.bench.submit(Prepare(problem=study.problem), PREPARE_SECONDS, place=place)
         while True:
             if late():  # what is on a GPU by now is waited for, the rest is not
                 pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
@@ -219,7 +219,7 @@ class Workshop:
             for kind, source in structures
             if source.digest not in self._verdicts
         }
-        by_digest = dict(zip(new, self._bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
+        by_digest = dict(zip(new, self.bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
         for result in by_digest.values():
             _stop_if_hopeless(result)
         self._verdicts |= {digest: verdict for digest, verdict in by_digest.items() if isinstance(verdict, Verdict)}
@@ -242,7 +242,7 @@ class Workshop:
         if not self.measured:
             return self.rehearse(problem, variant)[0]
         job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
-        result: Screened | Failure = self._bench.result(job, GPU_SECONDS)
+        result: Screened | Failure = self.bench.result(job, GPU_SECONDS)
         _stop_if_hopeless(result)
         return result
 
@@ -266,7 +266,7 @@ class Workshop:
 
     def _ended(self, job: Job, seconds: float) -> Steps[Any]:
         """Has the finals' GPU do a job, and yields until it is done."""
-        ticket = self._bench.submit(job, seconds, place=0)
+        ticket = self.bench.submit(job, seconds, place=0)
         self._finals[ticket], self._finals_begun[ticket] = _RUNS, time.monotonic()
         while self._finals[ticket] is _RUNS:
             yield
@@ -289,7 +289,7 @@ class Workshop:
     def _begin(self, problem: Problem, variant: Variant) -> _Slot:
         source = render.render(problem, variant)
         if source.digest not in self._reports and source.digest not in self._tickets.values():
-            ticket = self._compilers.submit(Inspect(source=source, arch=self.device.arch), COMPILE_SECONDS)
+            ticket = self.compilers.submit(Inspect(source=source, arch=self.device.arch), COMPILE_SECONDS)
             self._tickets[ticket] = source.digest
         return _Slot(problem=problem, variant=variant, source=source)
 
@@ -312,7 +312,7 @@ class Workshop:
                 continue
             verdict = self._passed.get((kind_of(slot.problem), _code(slot, report)))
             job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
-            self._looks[self._bench.submit(job, GPU_SECONDS)] = slot
+            self._looks[self.bench.submit(job, GPU_SECONDS)] = slot
 
     def _inspected(self, slot: _Slot, report: StaticReport | Failure) -> Trial:
         """What the machine code says of a variant."""

@@ -135,13 +135,13 @@ class _All:
         """One problem's way; it may learn from the earlier ones."""
         problem, total = self.problems[index], len(self.problems)
         old = self.known.get(problem.key)
-        if old is not None and _up_to_date(old, self.device, self.measured, self.options):
+        if old is not None and is_up_to_date(old, self.device, self.measured, self.options):
             self.entries[problem.key] = old
             self.kept += 1
             self.listen(_progress(problem, index, total, "kept", 0, 0, old.time_us))
             return
         siblings = [self.entries[sibling.key] for sibling in earlier if sibling.key in self.entries]
-        result = yield from _Run(self, index).entry(siblings, old)
+        result = yield from ProblemRun(self, index).entry(siblings, old)
         if isinstance(result, str):
             self.failed[problem.key] = result
         else:
@@ -159,7 +159,7 @@ def _ended(work: Steps[None]) -> bool:
     return False
 
 
-class _Run:
+class ProblemRun:
     """One problem's way to its entry."""
 
     def __init__(self, every: _All, index: int) -> None:
@@ -212,7 +212,7 @@ class _Run:
         journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"
         kept = self.shared if self.shared is not None else storage.journal(journal)
         return Study(
-            Ledger(self._study_name(space), kept, space),
+            Ledger(study_name(space, self.problem, self.device, measured=self.measured), kept, space),
             space,
             self.problem,
             self.device,
@@ -284,18 +284,19 @@ class _Run:
                 break
         return list(variants)
 
-    def _study_name(self, space: SearchSpace) -> str:
-        """Everything that, when it changes, makes old trials worthless."""
-        parts = (
-            space.template,
-            self.problem.key,
-            "measured" if self.measured else "predicted",
-            self.device.fingerprint,
-            space.digest,
-            render.template_digest(space.template),
-            f"triton {triton.__version__}",
-        )
-        return " ".join(parts)
+
+def study_name(space: SearchSpace, problem: Problem, device: Device, *, measured: bool) -> str:
+    """What a search is called in its storage: everything that, when it changes, makes old trials worthless."""
+    parts = (
+        space.template,
+        problem.key,
+        "measured" if measured else "predicted",
+        device.fingerprint,
+        space.digest,
+        render.template_digest(space.template),
+        f"triton {triton.__version__}",
+    )
+    return " ".join(parts)
 
 
 def _cards(device: Device, measured: bool, options: Options) -> tuple[str, ...]:
@@ -317,7 +318,7 @@ def _known(folder: Path, device: Device, measured: bool, op: Op) -> dict[str, Ca
     return store.lookup(folder, device, op)
 
 
-def _up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Options) -> bool:
+def is_up_to_date(entry: CacheEntry, device: Device, measured: bool, options: Options) -> bool:
     """Whether a search with these options would find nothing new."""
     if measured and entry.evidence is Evidence.PREDICTED:
         return False

@@ -76,7 +76,7 @@ class _Task(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Worker:
+class Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
     lifeline: int  # our end of a pipe that nobody writes to: it closes with this process
@@ -101,7 +101,7 @@ class Pool:
     )
     niceness: int = 0  # of its workers, as the system counts it: how far they stand behind others
     busy_seconds: float = 0.0  # that workers had a task, all together, as far as the tasks have ended
-    _workers: list[_Worker] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
     _queue: deque[_Task] = field(default_factory=deque)
     _tickets: int = 0
 
@@ -137,7 +137,7 @@ class Pool:
     def close(self) -> None:
         """Ends all workers, whatever they do."""
         self._queue.clear()
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             self._retire(worker)
 
     def __enter__(self) -> Pool:
@@ -146,8 +146,8 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _busy(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.task is not None]
+    def _busy(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.task is not None]
 
     def _gather(self, ready: set[Any]) -> list[tuple[int, Any]]:
         """What the workers whose connections are ready say, and what became of those whose time is up."""
@@ -164,7 +164,7 @@ class Pool:
 
     def _feed(self) -> None:
         """Gives tasks to whoever is free and did the fewest; a worker is started when none of those that are is."""
-        started = {worker.place: worker for worker in self._workers}
+        started = {worker.place: worker for worker in self.workers}
         free = [place for place in range(self.size) if place not in started or started[place].task is None]
         free.sort(key=lambda place: started[place].jobs if place in started else math.inf)
         while free and self._queue:
@@ -181,7 +181,7 @@ class Pool:
             with contextlib.suppress(OSError):  # it died, which _receive sees
                 worker.connection.send_bytes(task.job)
 
-    def _receive(self, worker: _Worker) -> list[tuple[int, Any]]:
+    def _receive(self, worker: Worker) -> list[tuple[int, Any]]:
         assert worker.task is not None
         try:
             message = worker.connection.recv_bytes()
@@ -204,7 +204,7 @@ class Pool:
             self._retire(worker)
         return [(ticket, content)]
 
-    def _bury(self, worker: _Worker) -> list[tuple[int, Any]]:
+    def _bury(self, worker: Worker) -> list[tuple[int, Any]]:
         """What a worker that closed its connection leaves: a crash, or a job for the next worker."""
         assert worker.task is not None
         task, how = worker.task, _death(worker)
@@ -218,7 +218,7 @@ class Pool:
             return []
         return [(task.ticket, _failure_of_dead(worker, how))]
 
-    def _start(self, place: int) -> _Worker:
+    def _start(self, place: int) -> Worker:
         ours, theirs = socket.socketpair()
         watched, lifeline = os.pipe()
         apart = self.apart[place] if place < len(self.apart) else {}
@@ -239,18 +239,18 @@ class Pool:
             raise HostError(f"a worker process must start, but {said}; free memory or processes") from error
         theirs.close()
         os.close(watched)
-        worker = _Worker(process=process, connection=Connection(ours.detach()), lifeline=lifeline, place=place)
-        self._workers.append(worker)
+        worker = Worker(process=process, connection=Connection(ours.detach()), lifeline=lifeline, place=place)
+        self.workers.append(worker)
         return worker
 
-    def _retire(self, worker: _Worker) -> None:
+    def _retire(self, worker: Worker) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # nothing ends what is stuck in the driver
             worker.process.wait(EXIT_SECONDS)
         worker.connection.close()
         os.close(worker.lifeline)
-        self._workers.remove(worker)
+        self.workers.remove(worker)
 
 
 def next_results(*pools: Pool) -> list[tuple[Pool, int, Any]]:
@@ -277,7 +277,7 @@ def next_results(*pools: Pool) -> list[tuple[Pool, int, Any]]:
 _BEGUN, _RESULT, _BROKEN = "begun", "result", "broken"
 
 
-def _death(worker: _Worker) -> str:
+def _death(worker: Worker) -> str:
     """How a worker that closed its connection ended, in words."""
     try:
         code = worker.process.wait(EXIT_SECONDS)
@@ -290,7 +290,7 @@ def _death(worker: _Worker) -> str:
     return f"the process died ({how})"
 
 
-def _failure_of_dead(worker: _Worker, how: str) -> Failure:
+def _failure_of_dead(worker: Worker, how: str) -> Failure:
     """What became of the job of a worker that died: the job's crash, unless the machine is to blame."""
     if not worker.begun:  # it never saw the job
         detail = f"a worker process must start, but {how} before its first job; AUTOATTN_DEBUG=1 shows what it says"

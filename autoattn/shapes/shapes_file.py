@@ -120,7 +120,7 @@ def _instead(key: object, known: Iterable[str]) -> str:
 
 def _values(value: object, where: str) -> dict[str, Any]:
     """The values of a problem, or of defaults for problems, with each choice parsed; a list stays a list of choices."""
-    values = _mapping(value, where, _PARSERS)
+    values = _mapping(value, where, PARSERS)
     for spelling, alternatives in _SPELLINGS:
         if spelling in values and not alternatives.isdisjoint(values):
             raise ShapesError(
@@ -135,7 +135,7 @@ def _parsed(key: str, choice: object, where: str) -> list[Any]:
     if not choices:
         raise ShapesError(f"{where}: {key} must be a value or a list of them, got an empty list; add a value")
     try:
-        return [_PARSERS[key](key, value) for value in choices]
+        return [PARSERS[key](key, value) for value in choices]
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
 
@@ -307,7 +307,8 @@ def _score_mod(key: str, value: object) -> str:
     return value.strip()
 
 
-_PARSERS: dict[str, Callable[[str, object], Any]] = {
+# Key of a problem -> what reads its value.
+PARSERS: dict[str, Callable[[str, object], Any]] = {
     "dtype": _dtype,
     "batch": _size,
     "heads": _size,

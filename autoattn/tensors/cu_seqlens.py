@@ -24,7 +24,7 @@ class _Contents:
     longest: int
 
 
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> _Contents
+known_contents: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> _Contents
 
 
 def check_pair(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
@@ -83,7 +83,7 @@ def _check_contents(name: str, contents: _Contents, tokens: int, longest: int) -
 
 def _contents(cu_seqlens: Tensor) -> _Contents:
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    known = _read.get(cu_seqlens)
+    known = known_contents.get(cu_seqlens)
     if known is not None and (known.version, known.address) == (version, cu_seqlens.data_ptr()):
         return known  # type: ignore[no-any-return]
     offsets = cu_seqlens.tolist()
@@ -96,5 +96,5 @@ def _contents(cu_seqlens: Tensor) -> _Contents:
         shortest=min(steps, default=0),
         longest=max(steps, default=0),
     )
-    _read[cu_seqlens] = contents
+    known_contents[cu_seqlens] = contents
     return contents

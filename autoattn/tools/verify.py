@@ -76,7 +76,7 @@ def verify(entries: Iterable[CacheEntry], device: Device) -> list[Verification]:
     measured = card is not None and card.fingerprint == device.fingerprint
     entries = list(entries)
     with Workshop(device, measured=measured) as shop:
-        verifier = _Verifier(device, shop, entry_builder.versions(on_card=measured))
+        verifier = Verifier(device, shop, entry_builder.versions(on_card=measured))
         if measured:
             for entry in entries:  # all of them, while the first are looked at
                 next(verifier.compiling(entry), None)
@@ -84,7 +84,7 @@ def verify(entries: Iterable[CacheEntry], device: Device) -> list[Verification]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Verifier:
+class Verifier:
     """Checks one entry after the other."""
 
     device: Device

@@ -229,7 +229,7 @@ def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
         return math.inf, math.inf, f"{missing} of {first.numel()} outputs are NaN or never written"
     if int(room.isnan().sum()) - int(first.isnan().sum()) != room.numel() - first.numel():
         return math.inf, math.inf, "it wrote outside the output"
-    if not _same_wild(first[:, :, case.rows], case.expected):
+    if not same_wild(first[:, :, case.rows], case.expected):
         return math.inf, math.inf, "its NaN and inf do not stand where the reference has them"
     max_error, rms_error = errors(first, case)
     reason = "" if max_error <= case.allowed else f"error {max_error:.3g} where {case.allowed:.3g} is allowed"
@@ -238,14 +238,14 @@ def _compare(kernel: Kernel, case: Case) -> tuple[float, float, str]:
     return max_error, rms_error, reason
 
 
-def _same_wild(output: Tensor, expected: Tensor) -> bool:
+def same_wild(output: Tensor, expected: Tensor) -> bool:
     """Whether NaN, inf and -inf stand in the same places."""
     tests = (torch.isnan, torch.isposinf, torch.isneginf)
     return all(bool(torch.equal(test(output), test(expected))) for test in tests)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_tame(one), _tame(other)) and _same_wild(one, other)
+    return torch.equal(_tame(one), _tame(other)) and same_wild(one, other)
 
 
 def _tame(tensor: Tensor) -> Tensor:

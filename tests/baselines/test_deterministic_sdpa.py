@@ -17,7 +17,7 @@ from computed_card import attend, card, enter, inputs  # noqa: F401 - the first 
 from torch import Tensor
 
 import autoattn
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
 from autoattn.cache import store
 from autoattn.codegen import search_space
@@ -198,12 +198,16 @@ def test_pytorch_is_switched_in_both_passes_and_for_no_longer(switch: list[tuple
     assert switch[-2:] == [("forward", True), ("backward", True)]
 
 
-def test_pytorchs_own_switch_says_so_for_all_calls(switch: list[tuple[str, bool]]) -> None:
+def test_pytorchs_own_switch_says_so_for_all_calls(
+    switch: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = inputs(dtype=torch.float32)
+    switched: list[bool] = []
+    monkeypatch.setattr(torch_private, "set_deterministic_algorithms", lambda on, **_: switched.append(on))
     torch.use_deterministic_algorithms(True)
     try:
         assert arguments.read(*tensors).deterministic
-        assert not deterministic_sdpa._inside
+        assert not switched, "it is on already"
         learnt(autoattn.attention, tensors)
         assert call_cache.find(key_of(tensors)) is not None  # PyTorch switches itself
     finally:

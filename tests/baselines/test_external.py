@@ -57,9 +57,9 @@ def test_an_unknown_name_is_answered_with_all_names(names: str) -> None:
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
-    external._why_missing.cache_clear()
+    external.why_not_loadable.cache_clear()
     yield
-    external._why_missing.cache_clear()
+    external.why_not_loadable.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -231,7 +231,7 @@ def test_flash_attention_is_asked_for_what_we_mean(
     module = pretended(asked, pair=name == "fa4")
     monkeypatch.setitem(sys.modules, "flash_attn", module if place == "flash_attn" else ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute" if place == "cute" else place, module)
-    external._why_missing.cache_clear()
+    external.why_not_loadable.cache_clear()
     one = kernels.problem(**changes)
     operands = operands_of(one)
     assert PEERS[name].why_not(one) is None
@@ -239,7 +239,7 @@ def test_flash_attention_is_asked_for_what_we_mean(
     unbounded = None if name == "fa4" else -1
     sides = tuple(unbounded if side is None else side for side in (one.mask.left, one.mask.right))
     assert set(asked) == {sides}
-    external._why_missing.cache_clear()
+    external.why_not_loadable.cache_clear()
 
 
 class _Differentiated(torch.autograd.Function):

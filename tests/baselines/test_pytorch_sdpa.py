@@ -63,7 +63,7 @@ def test_a_backend_is_named_to_pytorch_for_the_call_alone(backend: str, raises: 
     torch.backends.cuda.enable_math_sdp(False)
     before = [enabled() for enabled in SWITCHES]
     try:
-        with pytest.raises(KeyError) if raises else contextlib.nullcontext(), pytorch_sdpa._only(backend):
+        with pytest.raises(KeyError) if raises else contextlib.nullcontext(), pytorch_sdpa.only_backend(backend):
             ours = [enabled() for enabled in SWITCHES]
             if raises:
                 raise KeyError
@@ -80,7 +80,7 @@ def test_threads_that_name_backends_take_turns() -> None:
 
     def work(backend: str) -> None:
         for _ in range(300):
-            with pytorch_sdpa._only(backend):
+            with pytorch_sdpa.only_backend(backend):
                 for _ in range(5):
                     seen[backend].add(tuple(enabled() for enabled in SWITCHES))
                     time.sleep(0)
@@ -127,7 +127,7 @@ def test_a_backend_is_called_by_its_operator_where_that_means_the_same(
         called.append(said)
         return three[0]
 
-    monkeypatch.setitem(pytorch_sdpa._OPERATORS, "sdpa-flash", operator)
+    monkeypatch.setitem(pytorch_sdpa.OPERATORS, "sdpa-flash", operator)
     call, operands = pytorch_sdpa.bind(one, 0.5, "sdpa-flash", learns=False), operands_of(one)
     assert call is not None
     with contextlib.suppress(RuntimeError):  # the CPU's FlashAttention takes not all of them

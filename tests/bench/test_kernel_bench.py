@@ -216,8 +216,8 @@ def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
 
 def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
     told = cache_lookup.explain(kernels.problem(head_dim=64), samples.H200)
-    assert told.variant in kernel_bench._variants(told, None, samples.H200)
-    assert told.variant not in kernel_bench._variants(told, told.variant, samples.H200)
+    assert told.variant in kernel_bench.variants_beside(told, None, samples.H200)
+    assert told.variant not in kernel_bench.variants_beside(told, told.variant, samples.H200)
 
 
 @pytest.mark.exhaustive

@@ -88,7 +88,7 @@ def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
     with torch.no_grad():
         model = Transformer(TINY, 32)
         query, key = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 32, 16)  # the same at each place
-        turned = [transformer._rotated(one, model.cosines, model.sines) for one in (query, key)]
+        turned = [transformer.rotate(one, model.cosines, model.sines) for one in (query, key)]
     scores = (turned[0] @ turned[1].mT)[0, 0]
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(scores.diagonal(), (query * key).sum(-1)[0, 0])
@@ -152,7 +152,7 @@ def test_of_autoattn_s_rows_the_kernel_is_named_and_who_gives_gradients(
         return told(learns if torch.is_grad_enabled() else free, kernels.problem())
 
     monkeypatch.setattr(functional, "explain", explain)
-    monkeypatch.setattr(transformer, "_traced", lambda *tensors: None)
+    monkeypatch.setattr(transformer, "traced_backend", lambda *tensors: None)
     assert transformer.ran(Whose.OURS, mode, *three()) == words
 
 

@@ -33,7 +33,7 @@ def nothing_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def nobody_warned() -> None:
-    availability._warned.clear()
+    availability.warned.clear()
 
 
 def tuned(problem: Problem = TUNED, **changes: Any) -> CacheEntry:

@@ -21,7 +21,7 @@ from command_line import Run as Program
 from command_line import autoattn, no_card, set_card  # noqa: F401
 
 from autoattn.bench import ablation, ablation_bench
-from autoattn.bench.ablation import BASELINE, BOUND, Cell, Change, Row, Run
+from autoattn.bench.ablation import BASELINE, BOUND, Cell, Change, Options, Row, Run
 from autoattn.cache import store
 from autoattn.codegen import render, search_space
 from autoattn.codegen.render import NO_SOFTMAX
@@ -281,7 +281,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def inspected(_: Pool, sources: Mapping[str, Any], device: Device, found: dict[str, Any]) -> None:
         found |= dict.fromkeys(sources, REPORT)
 
-    monkeypatch.setattr(ablation_bench, "_inspect", inspected)
+    monkeypatch.setattr(ablation_bench, "inspect_kernels", inspected)
     (tmp_path / "shapes.yaml").write_text(SHAPES)
     return tmp_path / "shapes.yaml"
 
@@ -329,7 +329,9 @@ def test_on_the_card_what_is_wrong_hangs_or_is_right_stands_apart(
     assert found[BOUND]["clock_mhz_min"] == "1400"
 
 
+@pytest.mark.usefixtures("file")
 def test_a_template_without_a_default_is_a_note() -> None:
-    plan = ablation_bench._planned(search_space.load("gluon/forward"), CAUSAL, A30)
-    assert isinstance(plan, str)
-    assert "must have a feasible seed" in plan
+    (rows,) = ablation_bench.run([CAUSAL], A30, measured=False, options=Options())
+    row = next(row for row in rows if row.template == "gluon/forward")
+    assert "must have a feasible seed" in row.note
+    assert not row.cells

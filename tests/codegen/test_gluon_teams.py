@@ -42,14 +42,14 @@ def test_the_heads_of_a_tile_end_where_their_group_does(together: int, teams: in
     operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
     output = forward.empty_output(one, operands.query)
     kernel = Kernel(source=None, module=module, compiled=None, device=torch.device("cpu"), sm_count=132)  # type: ignore[arg-type]
-    passed = forward._arguments(kernel, one, operands, output, None)
+    passed = forward.launch_arguments(kernel, one, operands, output, None)
     for name, tensor in (("query", operands.query), ("output", output)):
         made = passed[name]
         assert isinstance(made, Descriptor)
         assert made.shape == (2, 2, 6, 100, 64)
         assert made.strides[1:3] == (6 * tensor.stride(1), tensor.stride(1))
         assert module.DESCRIPTORS[name][0] == [1, 1, together, 64 // together, 64]
-    assert forward._grid(kernel, one, operands) == (2 * 2 * teams * -(-100 * together // 64),)
+    assert forward.launch_grid(kernel, one, operands) == (2 * 2 * teams * -(-100 * together // 64),)
     key = passed["key"]
     assert isinstance(key, Descriptor)
     assert key.shape == (2, 2, 200, 64)

@@ -461,4 +461,4 @@ def test_every_key_of_a_file_is_documented() -> None:
     keys = set(
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page.partition("| of the problem")[0], re.M)))
     )
-    assert keys == set(search_space._File.__struct_fields__)
+    assert keys == set(search_space.SpaceFile.__struct_fields__)

@@ -258,13 +258,13 @@ def test_every_shipped_choice_is_feasible_somewhere() -> None:
 def test_a_random_variant_of_gluon_is_drawn_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # A parameter that rules need, but that is drawn late, has all that lies between tried in vain: up to 23 seconds.
     steps = []
-    extend = SearchSpace._extend
+    extend = SearchSpace.extend
 
     def counted(self: SearchSpace, *facts: Any) -> Iterator[Variant]:
         steps.append(1)
         return extend(self, *facts)
 
-    monkeypatch.setattr(SearchSpace, "_extend", counted)
+    monkeypatch.setattr(SearchSpace, "extend", counted)
     one = search_space.load("gluon/forward")
     for head_dim, mask in ((256, "causal"), (80, "window:600,64"), (128, "full")):
         asked = problem(heads_q=64, heads_kv=64, seq_q=4096, seq_kv=4096, head_dim=head_dim, mask=Mask.parse(mask))

@@ -29,14 +29,14 @@ def test_an_architecture_has_its_own_units(arch: int, unit: MatrixUnit, tma: boo
 
 
 def test_a_newer_architecture_inherits_nothing() -> None:
-    assert [arch for arch in device._TABLE if capabilities_of(arch).matrix_unit is WGMMA] == [90]
+    assert [arch for arch in device.ARCHITECTURES if capabilities_of(arch).matrix_unit is WGMMA] == [90]
     unknown = capabilities_of(999)
     assert (unknown.matrix_unit, unknown.tma, unknown.float8_products) == (MMA, False, False)
     limits = [
         field.name for field in dataclasses.fields(Capabilities) if field.name.endswith(("_per_sm", "_per_block"))
     ]
     assert len(limits) == 4
-    for known in device._TABLE.values():
+    for known in device.ARCHITECTURES.values():
         assert all(getattr(unknown, name) <= getattr(known, name) for name in limits)
 
 
@@ -46,7 +46,7 @@ def test_sm_120_has_the_shared_memory_of_ada() -> None:
 
 @pytest.mark.parametrize("one", device_profiles.all_devices(), ids=lambda one: one.name)
 def test_a_profiles_limits_are_its_architectures(one: device.Device) -> None:
-    assert one.arch in device._TABLE
+    assert one.arch in device.ARCHITECTURES
     for name in ("shared_bytes_per_sm", "shared_bytes_per_block", "max_threads_per_sm", "max_blocks_per_sm"):
         assert getattr(one, name) == getattr(one.capabilities, name)
 
@@ -69,5 +69,5 @@ def test_the_page_of_devices_has_the_whole_table() -> None:
             *(str(size // 1024) for size in (one.shared_bytes_per_sm, one.shared_bytes_per_block)),
             *(str(most) for most in (one.max_threads_per_sm, one.max_blocks_per_sm)),
         ]
-        for arch, one in device._TABLE.items()
+        for arch, one in device.ARCHITECTURES.items()
     }

@@ -119,7 +119,7 @@ def test_the_ranks_are_those_of_the_binomial_distribution() -> None:
                 for rank in range(1, count // 2 + 1)
             ]
             expected = sum(one <= Fraction(alpha) for one in outside)
-            assert paired_stats._rank(count, alpha) == expected, (count, alpha)
+            assert paired_stats.median_rank(count, alpha) == expected, (count, alpha)
 
 
 def test_too_few_rounds_say_nothing() -> None:
@@ -172,7 +172,7 @@ def test_without_a_difference_95_of_100_contests_say_so_at_every_look() -> None:
         found = drawn({"a": 100.0, "b": 100.0}, LOOKS[-1], seed)
         for look in LOOKS:
             ratios = sorted(one.times_us["b"] / one.times_us["a"] for one in found[:look])
-            rank = paired_stats._rank(look, paired_stats.ALPHA)
+            rank = paired_stats.median_rank(look, paired_stats.ALPHA)
             if not ratios[rank - 1] <= 1.0 <= ratios[-rank]:
                 naive += 1
                 break

@@ -63,9 +63,9 @@ class PretendedNvml(SimpleNamespace):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    nvidia._describe.cache_clear()
+    nvidia.describe.cache_clear()
     yield
-    nvidia._describe.cache_clear()
+    nvidia.describe.cache_clear()
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_name_that_nobody_knows_is_refused() -> None:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
     plug_in(monkeypatch)
     pretended = PretendedNvml(reasons=0, clock=1755, heat=61)
-    monkeypatch.setattr(nvidia, "_nvml", lambda: pretended)
+    monkeypatch.setattr(nvidia, "load_nvml", lambda: pretended)
     return pretended
 
 
@@ -204,7 +204,7 @@ def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> No
 
 def test_without_nvml_there_is_no_clock_and_no_driver_version(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch)
-    monkeypatch.setattr(nvidia, "_nvml", lambda: None)
+    monkeypatch.setattr(nvidia, "load_nvml", lambda: None)
     assert nvidia.pulse(0) is None
     assert nvidia.driver_version() is None
 

@@ -171,7 +171,7 @@ def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_no_more_than_tiles
         source = hopper_gradients.source(one, schedule=schedule, order="any")
         kernel = Kernel(source=source, module=load_module(source), compiled=None, device=CUDA, sm_count=sms)
         operands = SimpleNamespace(query=torch.empty(4, 16, 4096, 0), key=torch.empty(4, 16, 4096, 0))
-        found[schedule] = backward._grids(kernel, one, operands, SimpleNamespace(bias=None))  # type: ignore[arg-type]
+        found[schedule] = backward.grids_of(kernel, one, operands, SimpleNamespace(bias=None))  # type: ignore[arg-type]
     assert found["one_tile"].pop("backward_keys") == (4 * 16 * 32,)
     assert found["dynamic"].pop("backward_keys") == (programs,)
     assert found["dynamic"] == found["one_tile"]

@@ -62,9 +62,9 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     triton.runtime.driver.set_active(here)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(bound_launch, "_filled", [])
+    monkeypatch.setattr(bound_launch, "filled_maps", [])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: here.current.append(threading.get_ident()))
-    monkeypatch.setattr(compiler, "_current", threading.local())
+    monkeypatch.setattr(compiler, "current_contexts", threading.local())
     monkeypatch.setattr(torch_private, "current_device", lambda: torch.cuda.current_device())
     yield here
     triton.runtime.driver._active = before
@@ -93,7 +93,7 @@ def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
     )
     operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
     made = Kernel(source=None, module=module, compiled=compiled, device=torch.device("cuda", 0), sm_count=4)  # type: ignore[arg-type]
-    return made, forward._arguments(made, one, operands, forward.empty_output(one, operands.query), None)
+    return made, forward.launch_arguments(made, one, operands, forward.empty_output(one, operands.query), None)
 
 
 def passed(hooks: tuple[object, object, object], arguments: list[Any]) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.Monk
         for launch in launches:
             launch((16 * step, *ADDRESSES[1:]))
             assert arguments_of(card.launched[-1])[0][1] == 16 * step
-            assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound_launch._filled) <= 10
+            assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound_launch.filled_maps) <= 10
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:
     launch(ADDRESSES)
     assert launch.zeros is not None
     assert arguments_of(card.launched[0])[launch.zeros[0] - launch.begin] == 96
-    assert POOLS["scratch_ptr"]._buffers == {}
+    assert POOLS["scratch_ptr"].buffers == {}

@@ -27,7 +27,7 @@ def hopper(no_shipped_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = nvidia.present()
     if card is None or card.arch != 90:
         pytest.skip("needs a Hopper card: only its kernels have a scratch")
-    monkeypatch.setattr(SCRATCH, "_buffers", {})
+    monkeypatch.setattr(SCRATCH, "buffers", {})
 
 
 def three(*, trips: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ def test_each_launch_leaves_the_counters_at_zero(trips: bool) -> None:
     call, wanted = prepared_call(trips=trips)
     for _ in range(50):
         assert torch.equal(call(), wanted)
-    (room,) = SCRATCH._buffers.values()
+    (room,) = SCRATCH.buffers.values()
     assert room.tensor[:2].tolist() == [0, 0]
 
 
@@ -63,7 +63,7 @@ def test_streams_run_at_once_and_each_has_its_own() -> None:
     (call, wanted), (other, of_other) = prepared_call(), prepared_call(trips=True)
     for found, right in zip(streams.at_once([other, call], 20), (of_other, wanted), strict=True):
         assert all(torch.equal(one, right) for one in found)
-    assert len(SCRATCH._buffers) == 1 + streams.STREAMS
+    assert len(SCRATCH.buffers) == 1 + streams.STREAMS
 
 
 def test_threads_may_share_a_stream() -> None:

@@ -125,9 +125,9 @@ class Twice:
         for filling in (float("nan"), 7.0):
             parts.fill_(filling)
             output = output_check.empty_output(self.problem, 0, interpreted.CPU)
-            arguments = forward._arguments(kernel, self.problem, operands, output, None)
+            arguments = forward.launch_arguments(kernel, self.problem, operands, output, None)
             arguments |= {name: room, "partial_ptr": parts}
-            kernel.launch(forward._grid(kernel, self.problem, operands), arguments)
+            kernel.launch(forward.launch_grid(kernel, self.problem, operands), arguments)
             outputs.append(output.clone())
         return torch.equal(*outputs), int(room.abs().sum()), bool((parts != 7.0).any())
 

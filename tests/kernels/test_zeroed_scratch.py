@@ -15,11 +15,11 @@ from autoattn.kernels.zeroed_scratch import Buffer, ScratchPool
 @pytest.fixture
 def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(capturing=False, made=[], settled=[])
-    on_the_host = zeroed_scratch._zeros
+    on_the_host = zeroed_scratch.new_zeros
     monkeypatch.setattr(
-        zeroed_scratch, "_zeros", lambda size, index: (state.made.append((size, index)), on_the_host(size, index))[1]
+        zeroed_scratch, "new_zeros", lambda size, index: (state.made.append((size, index)), on_the_host(size, index))[1]
     )
-    monkeypatch.setattr(zeroed_scratch, "_settle", state.settled.append)
+    monkeypatch.setattr(zeroed_scratch, "settle", state.settled.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
@@ -62,9 +62,9 @@ def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
     card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asking: list[int] = []
-    plain = zeroed_scratch._zeros_on
+    plain = zeroed_scratch.new_zeros_on
     monkeypatch.setattr(
-        zeroed_scratch, "_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1]
+        zeroed_scratch, "new_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1]
     )
     ScratchPool().buffer(0, 7, 10)
     assert len(asking) == 2, "the buffer, and zeros for graphs"
@@ -107,7 +107,7 @@ def test_a_handle_that_stands_for_the_streams_of_all_threads_shares_nothing(card
     one, other = (pool.buffer(0, 2, 300) for _ in range(2))
     assert not overlap(one, other)
     assert not one.tensor.any()
-    assert pool._buffers == {}
+    assert pool.buffers == {}
 
 
 def test_the_default_stream_which_no_graph_captures_is_not_asked(
@@ -122,6 +122,6 @@ def test_streams_that_come_and_go_do_not_fill_the_memory(card: SimpleNamespace) 
     pool = ScratchPool()
     for stream in range(10, 10 + 2 * zeroed_scratch.MOST):
         pool.buffer(0, stream, 10)
-    assert [*pool._buffers] == [(0, 10 + zeroed_scratch.MOST + number) for number in range(zeroed_scratch.MOST)], (
+    assert [*pool.buffers] == [(0, 10 + zeroed_scratch.MOST + number) for number in range(zeroed_scratch.MOST)], (
         "the latest"
     )

@@ -25,7 +25,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
     """A launch of 128 tiles, each of which up to four programs share; returns its output, which no launch wrote to."""
     if nvidia.present() is None:
         pytest.skip("needs a card that autoattn knows")
-    monkeypatch.setattr(ARRIVALS, "_buffers", {})
+    monkeypatch.setattr(ARRIVALS, "buffers", {})
     one = kernels.problem(batch=2, heads_q=2, heads_kv=2, seq_q=512, seq_kv=4096, head_dim=64, mask="causal")
     three = [
         torch.randn(one.batch, one.heads_q, length, one.head_dim, dtype=torch.float16, device="cuda")
@@ -50,8 +50,8 @@ def test_streams_run_at_once_and_each_has_its_own_counters(launch: Callable[[], 
     wanted = launch()
     (found,) = streams.at_once([launch], 50)
     assert all(torch.equal(one, wanted) for one in found)
-    assert len(ARRIVALS._buffers) == 1 + streams.STREAMS
-    assert not any(buffer.tensor.any() for buffer in ARRIVALS._buffers.values()), "each launch leaves zeros"
+    assert len(ARRIVALS.buffers) == 1 + streams.STREAMS
+    assert not any(buffer.tensor.any() for buffer in ARRIVALS.buffers.values()), "each launch leaves zeros"
 
 
 def test_graphs_are_replayed_beside_one_another_and_beside_launches(launch: Callable[[], Tensor]) -> None:

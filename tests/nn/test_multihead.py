@@ -434,6 +434,7 @@ def test_on_a_gpu_it_runs_a_kernel_and_equals_pytorchs(heads: int) -> None:
     with torch.no_grad():
         actual = ours(tokens, need_weights=False)[0]
         expected = theirs.float()(*[tokens.float()] * 3, need_weights=False)[0]
-        query, key, value = ours._project(tokens, tokens, tokens)
+        projected = torch.nn.functional.linear(tokens, ours.in_proj_weight, ours.in_proj_bias)
+        query, key, value = (tensor.unflatten(-1, (heads, 64)) for tensor in projected.chunk(3, -1))
         assert explain(query, key, value, layout="bshd").variant is not None
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))

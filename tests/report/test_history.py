@@ -24,7 +24,6 @@ from autoattn.report.charts import Detail
 from autoattn.report.history import History
 from autoattn.report.plot import Scale, label, staircase
 from autoattn.search import importance, tuner
-from autoattn.search.search_options import Options
 
 H200 = samples.H200
 BASE = search_space.load("triton/forward").default(samples.problem(), H200).as_dict()
@@ -88,22 +87,11 @@ def test_the_journal_of_another_search_is_not_taken_for_this_one(folder: Path, e
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool, tmp_path: Path) -> None:
+def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool) -> None:
     entry = searched.entry_of(samples.problem(), measured=measured)
-    shop: Any = None  # nothing is compiled
     for kind in (True, False):
-        every = tuner._All(
-            problems=[entry.problem],
-            device=H200,
-            measured=kind,
-            options=Options(cache=tmp_path),
-            shop=shop,
-            listen=lambda _: None,
-            shared=None,
-            known={},
-        )
-        name = tuner._Run(every, 0)._study_name(search_space.load(entry.template))
-        assert history._belongs(name, entry) == (kind is measured)
+        name = tuner.study_name(search_space.load(entry.template), entry.problem, H200, measured=kind)
+        assert history.belongs(name, entry) == (kind is measured)
 
 
 def test_a_damaged_journal_is_a_sentence_in_the_report(folder: Path, entry: CacheEntry) -> None:

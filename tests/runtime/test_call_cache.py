@@ -145,7 +145,7 @@ class planned_for_a_card:  # noqa: N801 - a context
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         patch = self.patch
-        patch.setattr(planner, "_why_not_on", lambda device: None)
+        patch.setattr(planner, "why_not_on", lambda device: None)
         patch.setattr(planner.compiler, "load", lambda source, device: SimpleNamespace(compiled=None))
         patch.setattr(nvidia, "present", lambda index: samples.H200)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -154,7 +154,7 @@ class planned_for_a_card:  # noqa: N801 - a context
 
     def __exit__(self, *error: object) -> None:
         self.patch.undo()
-        planner._loaded.cache_clear()
+        planner.load_once.cache_clear()
         functional.forget()
 
 
@@ -252,20 +252,20 @@ def test_kinds_that_are_asked_last_are_found_too_and_are_asked_first_from_then_o
     for known in (False, True):
         for seq in lengths:
             assert found_among_recent(*three(seq=seq)) is known, seq
-            assert call_cache._latest[0].is_alike(*three(seq=seq)), seq
+            assert call_cache.latest[0].is_alike(*three(seq=seq)), seq
 
 
 def test_what_is_forgotten_while_it_is_found_is_not_found_again() -> None:
     call_cache.clear()
     for seq in range(1, call_cache.GUARDED_FIRST + 3):
         assert not found_among_recent(*three(seq=seq))
-    put_first = call_cache._put_first
+    put_first = call_cache.put_first
 
     def late(*given: Any) -> None:
         call_cache.clear()
         put_first(*given)
 
-    with mock.patch.object(call_cache, "_put_first", late):
+    with mock.patch.object(call_cache, "put_first", late):
         assert found_among_recent(*three(seq=1))
     assert not found_among_recent(*three(seq=1))
 

@@ -33,7 +33,6 @@ from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
-from autoattn.runtime.run import execute
 
 # --- the same launch --------------------------------------------------------------------------------------------------
 
@@ -360,7 +359,7 @@ def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, An
 def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = cache_lookup.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
-    monkeypatch.setattr(planner.pytorch_sdpa, "sdpa", lambda problem, operands, backend="sdpa": backend)
+    monkeypatch.setattr(pytorch_sdpa, "sdpa", lambda problem, operands, backend="sdpa": torch.zeros(1))
     monkeypatch.setattr(pytorch_sdpa, "bind", lambda problem, scale, backend, learns: lambda *three: attend(backend))
     refused: list[type[Exception]] = []
 
@@ -370,7 +369,6 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
         return f"prepared {backend}"
 
     tensors = three()
-    monkeypatch.setattr(execute, "_by_pytorch", lambda *facts: (torch.zeros(1), None))
     autoattn.attention(*tensors)
     assert autoattn.attention(*tensors) == "prepared sdpa-flash"
     refused.append(RuntimeError)

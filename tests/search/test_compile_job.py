@@ -40,7 +40,7 @@ def test_the_garbage_collector_rests_while_a_kernel_is_compiled_and_works_afterw
 
 def test_what_the_allocator_is_told_reaches_compilers_and_not_their_ptxas(monkeypatch: pytest.MonkeyPatch) -> None:
     with Workshop(samples.A30, measured=False, jobs=1) as shop:
-        assert ALLOCATOR.items() <= shop._compilers.environment.items()
+        assert ALLOCATOR.items() <= shop.compilers.environment.items()
     seen: list[set[str]] = []
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)

@@ -49,7 +49,7 @@ def final(**changes: Any) -> Final:
 def finished(job: Final, stopwatch: Any) -> Any:
     bad = Verdict(ok=False, checks=1, max_error=1.0, rms_error=1.0, allowed=4e-3, reason="error 1")
     ours = {finalist_name(0): lambda: 0.1, finalist_name(2): lambda: 0.3}
-    return job._timed(stopwatch, ours, {"sdpa": lambda: 0.5}, (GOOD, bad, GOOD), {"sdpa": (2e-3, 3e-4)})
+    return job.time(stopwatch, ours, {"sdpa": lambda: 0.5}, (GOOD, bad, GOOD), {"sdpa": (2e-3, 3e-4)})
 
 
 def test_rounds_of_a_slowed_card_are_kept_but_not_counted() -> None:
@@ -96,6 +96,6 @@ def test_the_worst_case_is_told_over_the_usual_one_of_the_same_rounds(
     flags: torch.Tensor | None, counted: tuple[int, int]
 ) -> None:
     job = Outgrow(problem=PROBLEM, source=render.render(PROBLEM, kernels.variant()), seed=7)
-    found = job._timed(Paired(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
+    found = job.time(Paired(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
     assert (found.slowdown, found.median_us, found.rounds, found.max_error) == (2.5, 300.0, 3, 1e-3)
     assert (found.tiles, found.redone) == counted

@@ -83,7 +83,7 @@ def test_a_search_is_spread_over_the_cards_and_heard_in_order(shop: Workshop) ->
     trials = searched(shop, large(PROBLEM), variants)
     assert [trial.variant for trial in trials] == variants
     assert {trial.outcome for trial in trials} == {Outcome.OK}, [trial.detail for trial in trials]
-    workers = {worker.place: worker.jobs for worker in shop._bench._workers}
+    workers = {worker.place: worker.jobs for worker in shop.bench.workers}
     assert min(workers[0], workers[1]) >= 3, workers  # each is made ready first
 
 
@@ -98,7 +98,7 @@ def test_a_kernel_that_ruins_one_card_costs_its_trial_alone(shop: Workshop, monk
 def test_a_killed_gpu_worker_costs_no_trial(shop: Workshop) -> None:
     def kill() -> None:
         for _ in range(600):
-            busy = [worker for worker in list(shop._bench._workers) if worker.begun]
+            busy = [worker for worker in list(shop.bench.workers) if worker.begun]
             if busy:
                 os.kill(busy[-1].process.pid, signal.SIGKILL)
                 return

@@ -74,7 +74,7 @@ def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_n
         for one in (huge, full):
             study: Any = Studied([GOOD], one)
             shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
-        jobs = [worker.jobs for worker in shop._bench._workers]
+        jobs = [worker.jobs for worker in shop.bench.workers]
     assert [trial.outcome for trial in heard] == [Outcome.LAUNCH_ERROR, Outcome.OK], [trial.detail for trial in heard]
     assert "out of GPU memory" in heard[0].detail
     assert jobs == [4], "the worker lived on: each problem is made ready and has one look"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from checkout_paths import INSTALLED, SUPPORT
 from optuna.trial import TrialState
@@ -27,7 +28,7 @@ from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.errors import AutoattnError
 from autoattn.search import shared_trials, storage
-from autoattn.search.shared_trials import Ledger, News
+from autoattn.search.shared_trials import Ledger, News, Owner
 from autoattn.search.storage import Storage
 from autoattn.search.study import BAD, Study
 
@@ -174,7 +175,7 @@ def test_what_another_process_measured_informs_the_sampler_and_counts(open_ledge
         first.record(trial(one))
     second.hear()
     assert (second.elsewhere, second.taken, len(second.trials)) == (0, 13, 3)
-    told = second._live.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    told = second.optuna_study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
     assert [one.params for one in told if one.value < BAD] == [one.as_dict() for one in flying]
 
 
@@ -188,8 +189,8 @@ def test_who_loses_the_last_variant_to_another_process_takes_no_other(
         claims.append(variant)
         return len(claims) > 1
 
-    assert one._ledger is not None
-    monkeypatch.setattr(one._ledger, "claim", lost)
+    assert one.ledger is not None
+    monkeypatch.setattr(one.ledger, "claim", lost)
     assert one.propose(lambda: False) is None
     assert len(claims) == 1
     assert one.propose(lambda: True) is not None
@@ -214,7 +215,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[4:]
 import test_shared_trials
-from autoattn.search.shared_trials import Ledger, News
+from autoattn.search.shared_trials import Ledger, News, Owner
 one = Ledger(sys.argv[2], test_shared_trials.kept(sys.argv[1]), test_shared_trials.SPACE)
 assert one.claim(test_shared_trials.OTHER)
 one.finish(test_shared_trials.trial(test_shared_trials.OTHER), 1.0)
@@ -273,8 +274,8 @@ def test_a_killed_process_that_nobody_buried_is_dead(
 
 def test_a_process_number_that_came_again_is_another_process(open_ledger: Open) -> None:
     first, second = open_ledger(), open_ledger()
-    owner = shared_trials._Owner.parse(first._me)
-    first._me = str(shared_trials._Owner(machine=owner.machine, process=owner.process, begun="1", unique="x"))
+    owner = Owner.parse(first.owner)
+    first.owner = str(Owner(machine=owner.machine, process=owner.process, begun="1", unique="x"))
     assert first.claim(ONE)
     assert second.claim(ONE)
 
@@ -285,8 +286,8 @@ def elsewhere(open_ledger: Open, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     monkeypatch.setattr(shared_trials, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(shared_trials, "SILENCE_SECONDS", 0.8)
     one = open_ledger()
-    owner = shared_trials._Owner.parse(one._me)
-    one._me = str(shared_trials._Owner(machine="another", process=owner.process, begun=owner.begun, unique="x"))
+    owner = Owner.parse(one.owner)
+    one.owner = str(Owner(machine="another", process=owner.process, begun=owner.begun, unique="x"))
     return one
 
 
@@ -310,14 +311,14 @@ def test_a_machine_that_falls_silent_loses_its_claims(elsewhere: Ledger, open_le
     assert elsewhere.claim(ONE)
     one = open_ledger()
     assert watched(one, 0.5)
-    elsewhere._gone.set()  # as after kill -9, or when its cable is pulled
+    elsewhere.gone.set()  # as after kill -9, or when its cable is pulled
     assert not watched(one, 10.0)
     assert one.claim(ONE)
 
 
 def test_what_a_process_finished_after_it_was_taken_for_dead_is_kept(elsewhere: Ledger, open_ledger: Open) -> None:
     assert elsewhere.claim(ONE)
-    elsewhere._gone.set()
+    elsewhere.gone.set()
     one = open_ledger()
     assert not watched(one, 10.0)
     elsewhere.finish(trial(ONE), 1.0)
@@ -335,7 +336,7 @@ def test_what_has_an_outcome_is_finished_also_when_its_process_died_before_it_sa
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(first._kept, "set_trial_state_values", killed)
+        patch.setattr(first.storage, "set_trial_state_values", killed)
         with pytest.raises(SystemExit):
             first.finish(trial(ONE), 1.0)
     second = open_ledger()
@@ -405,9 +406,11 @@ def test_a_line_that_a_killed_process_left_half_written_harms_nobody_who_goes_on
 def test_a_trial_of_another_space_is_refused_in_a_sentence(open_ledger: Open) -> None:
     first = open_ledger()
     first.finish(trial(ONE), 1.0)
-    (other,) = first._kept.get_all_trials(first._id)
+    (name,) = optuna.get_all_study_names(first.storage)
+    whole = optuna.load_study(study_name=name, storage=first.storage)
+    (other,) = whole.get_trials()
     other.user_attrs["trial"]["variant"]["params"][0] = ["a", 99]
-    first._kept.create_new_trial(first._id, other)
+    whole.add_trial(other)
     with pytest.raises(AutoattnError) as caught:
         open_ledger().news()
     assert "\n" not in str(caught.value)

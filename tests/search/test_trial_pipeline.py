@@ -24,7 +24,7 @@ from pretended_pool import (
     variants,
 )
 
-from autoattn.codegen import render, search_space
+from autoattn.codegen import search_space
 from autoattn.core.problem import DType, Layout, Numerics, Op, Precision
 from autoattn.core.trial import Outcome, StaticReport, Trial
 from autoattn.errors import HostError
@@ -261,7 +261,7 @@ def test_what_became_of_rehearsals_is_counted_with_the_reason(bench: Bench) -> N
 
 def test_structures_are_rehearsed_together_and_answered_in_order(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=3)
-    assert shop._bench.size == 3
+    assert shop.bench.size == 3
     lazy, plain = kernels.variant(softmax="lazy"), kernels.variant()
     bad = replace(GOOD, ok=False, reason="it is wrong")
     bench.rehearse = lambda job: bad if job.source.variant["softmax"] == "lazy" else GOOD
@@ -307,7 +307,7 @@ def test_a_rehearsal_counts_in_a_precision_that_the_interpreter_has(bench: Bench
     kinds = [(job.problem.dtype, job.problem.precision) for job in benched(shop)]
     # A tf32 product takes its factors in another order, and the others are the same to the interpreter.
     assert set(kinds) == {(DType.FLOAT16, Precision.IEEE), *((DType.FLOAT32, one) for one in Precision)}
-    assert shop._bench.environment["TRITON_INTERPRET"] == "1"
+    assert shop.bench.environment["TRITON_INTERPRET"] == "1"
 
 
 def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) -> None:
@@ -347,19 +347,21 @@ def test_one_variant_can_be_checked_with_and_without_the_card(bench: Bench) -> N
 def test_leaving_ends_all_workers(bench: Bench) -> None:
     with Workshop(samples.A30, measured=True, jobs=2) as shop:
         pass
-    assert shop._compilers.closed  # type: ignore[attr-defined]
-    assert shop._bench.closed  # type: ignore[attr-defined]
+    assert shop.compilers.closed  # type: ignore[attr-defined]
+    assert shop.bench.closed  # type: ignore[attr-defined]
 
 
 def test_compilers_never_touch_the_card_and_one_worker_alone_measures(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=6)
-    assert shop._compilers.environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert shop._compilers.size == 6
-    assert (shop._bench.size, shop._bench.environment) == (1, {})
+    assert shop.compilers.environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert shop.compilers.size == 6
+    assert (shop.bench.size, shop.bench.environment) == (1, {})
 
 
-def looks(shop: Workshop) -> int:
-    return len(shop._looks)
+def waiting_looks(shop: Workshop) -> int:
+    """Looks that no card has answered yet."""
+    pool: Any = shop.bench
+    return sum(isinstance(job, Screen) for _, job in pool.waiting)
 
 
 @pytest.mark.parametrize("cards", [1, 2, 3])
@@ -369,7 +371,7 @@ def test_each_card_looks_at_one_variant_at_a_time_in_the_order_of_the_proposals(
     most: list[int] = []
 
     def screen(job: Screen) -> Screened:
-        most.append(looks(shop))
+        most.append(1 + waiting_looks(shop))  # and the one that is answered now
         return Screened(verdict=GOOD, median_us=100.0, samples=9)
 
     bench.screen = screen
@@ -377,8 +379,8 @@ def test_each_card_looks_at_one_variant_at_a_time_in_the_order_of_the_proposals(
     assert [trial.variant for trial in heard] == proposals
     assert [job.source.variant for job in benched(shop)] == proposals
     assert max(most) == cards
-    assert shop._bench.size == cards
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in shop._bench.apart] == [str(number) for number in range(cards)]
+    assert shop.bench.size == cards
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in shop.bench.apart] == [str(number) for number in range(cards)]
 
 
 def test_what_is_on_a_card_when_time_is_up_is_waited_for_and_no_more_is_begun(bench: Bench) -> None:
@@ -393,14 +395,15 @@ def test_what_is_on_a_card_when_time_is_up_is_waited_for_and_no_more_is_begun(be
     heard = searched(shop, Studied(variants(10)), late=lambda: len(done) >= 3)
     assert len(heard) == len(done) == len(benched(shop))
     assert 3 <= len(done) <= 4
-    assert looks(shop) == 0
+    assert waiting_looks(shop) == 0
+    assert shop.idle
 
 
 def test_finals_run_on_one_card(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=2, cards=["4", "5"])
     for _ in range(3):
         shop.alone(shop.final(LARGE, variants(2), seconds=0.5, seed=7))
-    assert shop._bench.places == [0, 0, 0]  # type: ignore[attr-defined]
+    assert shop.bench.places == [0, 0, 0]  # type: ignore[attr-defined]
 
 
 # --- several searches, and what is not done twice ---------------------------------------------------------------------
@@ -476,7 +479,7 @@ def test_more_is_in_flight_where_no_result_would_help(bench: Bench, budget: int,
 def test_each_card_is_made_ready_for_a_problem_before_its_first_look(bench: Bench) -> None:
     shop = Workshop(samples.H200, measured=True, jobs=2, cards=["4", "5"])
     searched(shop, Studied(variants(3)))
-    jobs, places = shop._bench.asked, shop._bench.places  # type: ignore[attr-defined]
+    jobs, places = shop.bench.asked, shop.bench.places  # type: ignore[attr-defined]
     assert [job.problem for job in jobs[:2]] == [LARGE, LARGE]
     assert all(isinstance(job, Prepare) for job in jobs[:2])
     assert places[:2] == [0, 1]
@@ -507,16 +510,17 @@ def test_finals_take_no_time_of_other_searches(bench: Bench, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("op", "predicted"), [(Op.FORWARD, True), (Op.BACKWARD, False)])
-def test_the_seeds_of_every_template_are_inspected_and_those_that_the_model_knows_are_predicted(op, predicted):
+def test_the_seeds_of_every_template_are_inspected_and_those_that_the_model_knows_are_predicted(bench, op, predicted):
     of = kernels.problem(op=op, dtype=DType.BFLOAT16, batch=4, seq_q=1024, seq_kv=1024, head_dim=64)
     found = StaticReport(
         digest="d", arch=90, registers=128, spilled_bytes=0, shared_bytes=1024, num_warps=4, code_bytes=64,
         loop={"HGMMA.64x64x16.F32.BF16.SS": 8, "MUFU.EX2": 32},
     )  # fmt: skip
-    with Workshop(samples.H200, measured=False, jobs=1) as shop:
-        for points in search_space.of(op):
-            for variant in points.seeds_for(of, samples.H200):
-                slot = trial_pipeline._Slot(problem=of, variant=variant, source=render.render(of, variant))
-                trial = shop._inspected(slot, found)
-                assert trial.outcome is Outcome.OK
-                assert (trial.prediction is not None) == predicted
+    bench.inspect = lambda job: found
+    for points in search_space.of(op):
+        seeds = points.seeds_for(of, samples.H200)
+        heard = searched(Workshop(samples.H200, measured=False, jobs=1), Studied(list(seeds), of))
+        assert [trial.variant for trial in heard] == seeds
+        for trial in heard:
+            assert trial.outcome is Outcome.OK
+            assert (trial.prediction is not None) == predicted

@@ -126,8 +126,8 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
 ) -> None:
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     names = []
-    named = tuner._Run._study_name
-    monkeypatch.setattr(tuner._Run, "_study_name", lambda self, one: names.append(named(self, one)) or names[-1])
+    named = tuner.study_name
+    monkeypatch.setattr(tuner, "study_name", lambda *facts, **kind: names.append(named(*facts, **kind)) or names[-1])
     run(tmp_path / "none", trials=1, storage=url)
     one = search_space.load("triton/forward")
     other = Ledger(names[0], storage.server(url), one)
@@ -243,9 +243,9 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
 ) -> None:
     """Two at once: the third learns from the first whether or not the second has ended."""
     asked: list[list[str]] = []
-    entry = tuner._Run.entry
+    entry = tuner.ProblemRun.entry
     monkeypatch.setattr(
-        tuner._Run,
+        tuner.ProblemRun,
         "entry",
         lambda self, siblings, old: asked.append([one.problem.key for one in siblings]) or entry(self, siblings, old),
     )

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,12 +143,12 @@ def test_jobs_that_come_one_by_one_are_spread_over_the_workers(make: Callable[..
         pool.result(Echo("ready"), 30.0, place=place)
     for _ in range(6):
         pool.result(Echo("once more"), 30.0)
-    assert [worker.jobs for worker in pool._workers] == [4, 4]
+    assert [worker.jobs for worker in pool.workers] == [4, 4]
 
 
 def test_an_idle_pool_has_no_results_and_starts_no_worker(pool: Pool) -> None:
     assert pool.next_results() == []
-    assert pool._workers == []
+    assert pool.workers == []
 
 
 def test_a_worker_is_replaced_after_so_many_jobs(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,14 +243,21 @@ def test_a_job_whose_worker_somebody_killed_runs_again(pool: Pool, tmp_path: Pat
     if begun:
         assert pool.result(Tally(tmp_path / "tally", Exit("kill")), LONG) == 2
         return
-    ticket = pool.submit(Echo(1), LONG)
-    for _ in range(4):
-        process = pool._workers[0].process
-        os.kill(process.pid, signal.SIGKILL)  # while it starts
-        process.wait()
-        pool._gather({pool._workers[0].connection})
-        pool._feed()
-    assert all_results(pool, 1)[ticket][1] == 1
+    killed: set[int] = set()
+
+    def kill() -> None:
+        """Kills the first four workers while they start."""
+        while len(killed) < 4:
+            for worker in list(pool.workers):
+                if worker.process.pid not in killed:
+                    killed.add(worker.process.pid)
+                    os.kill(worker.process.pid, signal.SIGKILL)
+            time.sleep(0.001)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert pool.result(Echo(1), LONG)[1] == 1
+    killer.join()
 
 
 @pytest.mark.parametrize(("end", "times"), [("kill", worker_pool.KILLS), ("segfault", 1), ("abort", 1)])

@@ -24,7 +24,7 @@ def test_the_starter_is_read_back_as_what_was_written(tmp_path: Path) -> None:
 
 def test_every_key_of_the_format_is_explained() -> None:
     keys = set(re.findall(r"[a-z_]+", starter_file.KEYS))
-    assert set(shapes_file._PARSERS) | {"version", "defaults", "groups", "published", "problems", "description"} <= keys
+    assert set(shapes_file.PARSERS) | {"version", "defaults", "groups", "published", "problems", "description"} <= keys
 
 
 def test_the_file_is_small_enough_to_read() -> None:

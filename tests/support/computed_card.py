@@ -125,8 +125,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         return (launch,)
 
     functional.forget()
-    planner._loaded.cache_clear()
-    monkeypatch.setattr(planner, "_why_no_kernel", lambda problem, operands: None)
+    planner.load_once.cache_clear()
+    monkeypatch.setattr(planner, "why_no_kernel", lambda problem, operands: None)
     may_bind = backward.may_bind
     there: Any = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
@@ -142,7 +142,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield seen
     functional.forget()
-    planner._loaded.cache_clear()
+    planner.load_once.cache_clear()
 
 
 @pytest.fixture(params=["eager", "compiled"])

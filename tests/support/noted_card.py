@@ -70,7 +70,7 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: ("stream of", index)))
     monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
-    monkeypatch.setattr(planner, "_why_not_on", lambda device: None)
+    monkeypatch.setattr(planner, "why_not_on", lambda device: None)
     monkeypatch.setattr(planner.compiler, "load", load)
     for module in (bound_launch, zeroed_scratch):
         monkeypatch.setattr(module, "driver", driver)
@@ -81,10 +81,10 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(torch_private, "current_device", lambda: Current.index)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     Current.index = 0
-    planner._loaded.cache_clear()
+    planner.load_once.cache_clear()
     functional.forget()
     yield noted
-    planner._loaded.cache_clear()
+    planner.load_once.cache_clear()
     functional.forget()
 
 

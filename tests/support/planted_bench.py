@@ -62,7 +62,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     """A bench on the CPU."""
     found = Stopwatch(CPU)
     monkeypatch.setattr(kernel_bench, "Stopwatch", found.wound)
-    monkeypatch.setattr(kernel_bench, "_device", lambda: CPU)
+    monkeypatch.setattr(kernel_bench, "current_device", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(kernel_bench, "compile_ahead", lambda kernels, arch: None)
     return found

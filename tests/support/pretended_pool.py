@@ -133,9 +133,9 @@ def searched(
 
 
 def asked(shop: Workshop) -> list[Any]:
-    return shop._compilers.asked  # type: ignore[attr-defined, no-any-return]
+    return shop.compilers.asked  # type: ignore[attr-defined, no-any-return]
 
 
 def benched(shop: Workshop) -> list[Any]:
     """What the GPU's workers were asked, but for what they make ready."""
-    return [job for job in shop._bench.asked if not isinstance(job, Prepare)]  # type: ignore[attr-defined]
+    return [job for job in shop.bench.asked if not isinstance(job, Prepare)]  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from autoattn.codegen import render, resources, search_space
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Evidence, Outcome, Trial
+from autoattn.core.variant import Variant
 from autoattn.errors import AutoattnError, SpaceError
 from autoattn.search import storage
 from autoattn.search.shared_trials import Ledger
@@ -190,12 +191,15 @@ def journal(path: Path) -> str:
     points = search_space.load("triton/forward")
     one = Ledger(STUDY, storage.journal(path), points)
     outcomes = list(Outcome)[:5]
+    trying: list[Variant] = []
     for variant, outcome in zip(points.feasible(samples.problem(), samples.A30), [*outcomes, None, None], strict=False):
         assert one.claim(variant)
         if outcome is not None:
             prediction = samples.prediction(7.5) if outcome is Outcome.OK else None
             one.finish(Trial(variant=variant, outcome=outcome, prediction=prediction), 7.5)
-    one._withdraw(next(iter(one._mine)))
+        else:
+            trying.append(variant)
+    one.give_up(trying[0])
     return path.read_text(encoding="utf-8")
 
 

@@ -196,7 +196,7 @@ def entry_with_runners_up() -> CacheEntry:
 
 
 def verified(entry: CacheEntry, shop: Shop, versions: dict[str, str] = NOW) -> Verification:
-    one: Any = verify._Verifier(samples.H200, shop, versions)  # type: ignore[arg-type]
+    one: Any = verify.Verifier(samples.H200, shop, versions)  # type: ignore[arg-type]
     return one.verified(entry)  # type: ignore[no-any-return]
 
 
@@ -379,9 +379,9 @@ def test_a_marked_problem_is_tuned_again(finding: Finding) -> None:
         versions={**ENTRY.versions, "triton": tuner.triton.__version__},
     )
     options = search_options.Options(effort=search_options.Effort.QUICK)
-    assert tuner._up_to_date(entry, samples.H200, True, options)
+    assert tuner.is_up_to_date(entry, samples.H200, True, options)
     marked = replace(entry, mark=replace(WRONG, finding=finding))
-    assert not tuner._up_to_date(marked, samples.H200, True, options)
+    assert not tuner.is_up_to_date(marked, samples.H200, True, options)
 
 
 def test_a_marked_entry_takes_no_place_and_leaves_in_no_bundle(tmp_path: Path) -> None:

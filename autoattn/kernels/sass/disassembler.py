@@ -34,8 +34,8 @@ _ALWAYS = 7  # the predicate PT
 _UNIFORM_BRANCH = 0x547
 _UNKNOWN = "?"  # an encoding that the disassembler did not print
 
-_base: dict[int, str] = {}  # architecture and low 12 bits of an encoding -> first word
-_detail: dict[tuple[int, int, int], str] = {}  # ... with the bits that hold modifiers -> name
+base_names: dict[int, str] = {}  # architecture and low 12 bits of an encoding -> first word
+detailed_names: dict[tuple[int, int, int], str] = {}  # ... with the bits that hold modifiers -> name
 
 
 def read(cubin: bytes, *, digest: str, arch: int, shared_bytes: int, num_warps: int) -> StaticReport:
@@ -51,11 +51,11 @@ def read(cubin: bytes, *, digest: str, arch: int, shared_bytes: int, num_warps: 
     Raises:
         CompileError: the bytes are no cubin, hold no kernel, or the disassembler refuses them.
     """
-    sections = _sections(cubin)
+    sections = sections_of(cubin)
     text = next((data for name, data in sections.items() if name.startswith(".text.")), None)
     if text is None:
         raise CompileError("a cubin must hold a kernel's code, got none; compile the kernel again")
-    code = _decode(cubin, text, arch)
+    code = decode(cubin, text, arch)
     plain, masked = loops.over_keys(code)
     return StaticReport(
         digest=digest,
@@ -76,8 +76,8 @@ def why_slow(report: StaticReport, cubin: bytes) -> str:
     Empty when nothing does. ptxas says so too (C7512, spills), but only while it compiles, not when Triton's own cache
     holds the kernel.
     """
-    text = next(data for name, data in _sections(cubin).items() if name.startswith(".text."))
-    names = {name.partition(".")[0] for name, _, _ in _decode(cubin, text, report.arch)}
+    text = next(data for name, data in sections_of(cubin).items() if name.startswith(".text."))
+    names = {name.partition(".")[0] for name, _, _ in decode(cubin, text, report.arch)}
     product = "QGMMA" if "QGMMA" in names else "HGMMA"  # of 8 bits, or of 16
     if missing := [name for name in (product, "UTMALDG") if name not in names]:
         return f"it holds no {' and no '.join(missing)} instruction"
@@ -94,7 +94,7 @@ def why_slow(report: StaticReport, cubin: bytes) -> str:
 # --- the ELF file -----------------------------------------------------------------------------------------------------
 
 
-def _sections(cubin: bytes) -> dict[str, bytes]:
+def sections_of(cubin: bytes) -> dict[str, bytes]:
     """Name -> contents of each section that has contents."""
     if len(cubin) < 64 or cubin[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", cubin, 18)[0] != _EM_CUDA:
         raise CompileError("a cubin must be a 64-bit CUDA ELF file, got other bytes; compile the kernel again")
@@ -126,31 +126,31 @@ def _attribute(sections: dict[str, bytes], wanted: int) -> int:
 # --- names of instructions --------------------------------------------------------------------------------------------
 
 
-def _decode(cubin: bytes, text: bytes, arch: int) -> list[Instruction]:
+def decode(cubin: bytes, text: bytes, arch: int) -> list[Instruction]:
     """The kernel's instructions in address order; asks the disassembler only about encodings it never saw."""
     words = list(struct.iter_unpack("<QQ", text[: len(text) // INSTRUCTION_BYTES * INSTRUCTION_BYTES]))
     names = [_name(arch, low, high) for low, high in words]
     if None in names and _recall():
         names = [_name(arch, low, high) for low, high in words]
     if None in names:
-        for at, spelt, rest in _disassemble(cubin):
+        for at, spelt, rest in disassemble(cubin):
             low, high = words[at // INSTRUCTION_BYTES]
             _learn(arch, low, high, spelt, rest)
         _keep()
         names = [_name(arch, low, high) or _UNKNOWN for low, high in words]
     code: list[Instruction] = []
     for i, ((low, high), name) in enumerate(zip(words, names, strict=True)):
-        target, goes_on = _flow(name or _UNKNOWN, i * INSTRUCTION_BYTES, low, high, arch)
+        target, goes_on = flow_of(name or _UNKNOWN, i * INSTRUCTION_BYTES, low, high, arch)
         code.append((name or _UNKNOWN, target, goes_on))
     return code
 
 
 def _name(arch: int, low: int, high: int) -> str | None:
     opcode = arch << 12 | low & 0xFFF
-    base = _base.get(opcode)
+    base = base_names.get(opcode)
     if base is None or base not in DETAILED:
         return base
-    return _detail.get((opcode, *_name_bits(base, low, high)))
+    return detailed_names.get((opcode, *_name_bits(base, low, high)))
 
 
 def _name_bits(base: str, low: int, high: int) -> tuple[int, int]:
@@ -165,9 +165,9 @@ def _name_bits(base: str, low: int, high: int) -> tuple[int, int]:
 def _learn(arch: int, low: int, high: int, name: str, rest: str) -> None:
     base = name.partition(".")[0]
     opcode = arch << 12 | low & 0xFFF
-    _base[opcode] = base
+    base_names[opcode] = base
     if base in DETAILED:
-        _detail[(opcode, *_name_bits(base, low, high))] = _short(base, name, rest)
+        detailed_names[(opcode, *_name_bits(base, low, high))] = short_name(base, name, rest)
 
 
 def _recall() -> bool:
@@ -175,20 +175,20 @@ def _recall() -> bool:
     heard = opcode_cache.recall(disassembler())
     for bits, name in heard.items():
         if len(bits) == 1:
-            _base.setdefault(bits[0], name)
+            base_names.setdefault(bits[0], name)
         elif len(bits) == 3:
-            _detail.setdefault((bits[0], bits[1], bits[2]), name)
+            detailed_names.setdefault((bits[0], bits[1], bits[2]), name)
     return bool(heard)
 
 
 def _keep() -> None:
     """Tells other processes what this one knows."""
-    known: opcode_cache.Names = {(opcode,): name for opcode, name in _base.items()}
-    known.update(_detail.items())
+    known: opcode_cache.Names = {(opcode,): name for opcode, name in base_names.items()}
+    known.update(detailed_names.items())
     opcode_cache.keep(disassembler(), known)
 
 
-def _short(base: str, name: str, operands: str) -> str:
+def short_name(base: str, name: str, operands: str) -> str:
     """The name with only those modifiers that change the cost."""
     if base in ("LDG", "LDGSTS", "LDS", "STS", "LDL", "STL", "STG"):
         width = _WIDTH.search(name)
@@ -198,7 +198,7 @@ def _short(base: str, name: str, operands: str) -> str:
     return name
 
 
-def _disassemble(cubin: bytes) -> Iterator[tuple[int, str, str]]:
+def disassemble(cubin: bytes) -> Iterator[tuple[int, str, str]]:
     """Address, name and operands of each instruction, by one run of nvdisasm."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -225,7 +225,7 @@ def disassembler() -> str:
         raise CompileError(f"Triton must bring nvdisasm along, got {error}; set TRITON_NVDISASM_PATH to one") from error
 
 
-def _flow(name: str, at: int, low: int, high: int, arch: int) -> tuple[int | None, bool]:
+def flow_of(name: str, at: int, low: int, high: int, arch: int) -> tuple[int | None, bool]:
     """Where an instruction may branch to, and whether it may go on to the next one."""
     always = low >> 12 & 0xF == _ALWAYS
     if name in ("EXIT", "RET", "BPT"):

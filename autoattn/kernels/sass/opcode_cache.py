@@ -19,26 +19,26 @@ from autoattn.core.variant import digest_of
 Names = dict[tuple[int, ...], str]  # what tells encodings apart -> name of the instruction
 
 BITS = 2  # counts up when other bits tell encodings apart
-_read_at: dict[Path, int] = {}  # when the file was last changed, as we read it
+read_times: dict[Path, int] = {}  # when the file was last changed, as we read it
 
 
 def recall(tool: str) -> Names:
     """What other processes learned since this one last asked; empty where there is nothing new."""
-    path = _path(tool)
+    path = path_of(tool)
     try:
         changed = path.stat().st_mtime_ns
-        if _read_at.get(path) == changed:
+        if read_times.get(path) == changed:
             return {}
         names = _parsed(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    _read_at[path] = changed
+    read_times[path] = changed
     return names
 
 
 def keep(tool: str, names: Names) -> None:
     """Adds what this process learned; of two that write at once one may lose, and learns it again."""
-    path = _path(tool)
+    path = path_of(tool)
     with contextlib.suppress(OSError):  # a full disk, or a cache that nobody may write
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -68,5 +68,6 @@ def _name_of(tool: str) -> str:
     return digest_of(f"{tool} {facts.st_size} {facts.st_mtime_ns} {BITS}")
 
 
-def _path(tool: str) -> Path:
+def path_of(tool: str) -> Path:
+    """The file in which what a disassembler said is kept."""
     return resources.triton_cache() / "autoattn" / f"{_name_of(tool)}.json"

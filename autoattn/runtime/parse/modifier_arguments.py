@@ -62,7 +62,7 @@ def read(
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, heads, query)
     if operands["dropout"] > 0.0:
-        operands["seed"] = _seed(given.get("seed"), query.device)
+        operands["seed"] = choose_seed(given.get("seed"), query.device)
     modifiers = Modifiers(
         score_mod=text,
         alibi=alibi_slopes is not None,
@@ -142,7 +142,7 @@ def _score_mod(score_mod: Any, sizes: Mapping[str, int], device: torch.device) -
     return score_mod, captured
 
 
-def _seed(seed: Any, device: torch.device) -> int:
+def choose_seed(seed: Any, device: torch.device) -> int:
     """The caller's seed, or a new one."""
     if seed is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

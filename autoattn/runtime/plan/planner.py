@@ -67,7 +67,7 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
     if learned is None:
         learned = Learned.of(operands)
-    refusal = call.no_kernel or _why_no_kernel(problem, operands)
+    refusal = call.no_kernel or why_no_kernel(problem, operands)
     if refusal is None and learns and (why_not := gradient_problem.why_not(operands)) is not None:
         refusal = f"an input needs a gradient, and {why_not}"
     if refusal is not None:
@@ -79,7 +79,7 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
             both = _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
             return settled(both, problem)
         traits = gradient_problem.traits_of(problem, operands, lse=lse)
-        return settled(_prepare(problem, traits, operands.query.device.index), problem)
+        return settled(prepare(problem, traits, operands.query.device.index), problem)
     except _NotLoadedError:
         reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
         return Plan(decision.without_kernel(reason, problem, lse=lse, learned=learned), lasting=False)
@@ -114,13 +114,13 @@ def settled(plan: Plan, problem: Problem) -> Plan:
 
 def forget() -> None:
     """Drops what this process decided, so that a cache written since is read anew."""
-    _prepare.cache_clear()
+    prepare.cache_clear()
     _prepare_both.cache_clear()
     _ruled_out.clear()
 
 
 @lru_cache(maxsize=MAX_PLANS)
-def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
+def prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
     if torch.cuda.is_current_stream_capturing():
         raise _NotLoadedError  # an exception is not kept, so that the next call asks again
@@ -130,7 +130,7 @@ def _prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     refused = ""
     for variant in cache_lookup.variants(explanation, card):
         try:
-            kernel = _loaded(render.render(problem, variant, traits), index)
+            kernel = load_once(render.render(problem, variant, traits), index)
         except CompileError as error:
             refused = str(error)
             if explanation.entry is not None and render.why_not(variant, problem, traits) is None:
@@ -149,14 +149,14 @@ def _prepare_both(
 ) -> Plan:
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
     card = None if torch.cuda.is_current_stream_capturing() else nvidia.present(index)
-    forward_plan = _prepare(problem, traits, index)
+    forward_plan = prepare(problem, traits, index)
     backward_problem = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
     gradient_answer = cache_lookup.explain(backward_problem, card)
     _warn_where_unavailable(gradient_answer)
     refused = decision.why_not_both(forward_plan.explanation, gradient_answer)
     if refused is None and gradient_answer.variant is not None:
         try:
-            gradients = _loaded(render.render(backward_problem, gradient_answer.variant, gradient_traits), index)
+            gradients = load_once(render.render(backward_problem, gradient_answer.variant, gradient_traits), index)
         except CompileError as error:
             refused = str(error)
         else:
@@ -182,14 +182,17 @@ def _warn_where_unavailable(explanation: Explanation) -> None:
 
 
 @cache
-def _loaded(source: Source, index: int) -> compiler.Kernel:
-    """Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step."""
+def load_once(source: Source, index: int) -> compiler.Kernel:
+    """A kernel on a card, compiled when it is first asked for.
+
+    Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step.
+    """
     return compiler.load(source, torch.device("cuda", index))
 
 
-def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
+def why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     """Why no kernel of ours may run, whatever was tuned; None when one may."""
-    reason = _why_not_on(operands.query.device)
+    reason = why_not_on(operands.query.device)
     if reason is not None:
         return reason
     tensors = _tensors(problem, operands)
@@ -203,7 +206,8 @@ def _why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     return None
 
 
-def _why_not_on(device: torch.device) -> str | None:
+def why_not_on(device: torch.device) -> str | None:
+    """Why no kernel of ours runs on a device; None where one may."""
     if device.type != "cuda":
         return f"the tensors are on the {device.type}, and the kernels run on NVIDIA GPUs"
     if torch.version.hip is not None:

@@ -51,7 +51,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, eagerly: Callable[..
     words, table, bias = _seen(mask, given["causal"], given["window"], given["bias"])
     if bias is not None:
         modifier_arguments.check_tensor("bias", bias, query.device)
-    options = {**_asked(query, given), **mod, **_pieces(table)}
+    options = {**_asked(query, given), **mod, **table_arguments(table)}
     slopes = given["alibi_slopes"]
     answer: tuple[Tensor, Tensor] = attention_schema.operator(
         query, key, value, bias, mask=words, layout=layout.value, precision=precision,
@@ -209,7 +209,7 @@ def _seen(mask: Any, causal: Any, window: Any, bias: Any) -> tuple[str, Any, Ten
     return (str(_WHOLE), mask, bias) if words is None else (words, None, bias)
 
 
-def _pieces(table: Any) -> dict[str, Any]:
+def table_arguments(table: Any) -> dict[str, Any]:
     """A table of blocks as the operator takes it."""
     if table is None:
         return {}

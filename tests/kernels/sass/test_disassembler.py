@@ -178,15 +178,15 @@ def test_registers_and_stack_are_those_that_the_resource_listing_states(compiled
 def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, monkeypatch, arch):
     kinds = ({"element": "fp16"}, {"element": "fp32"}, {}, {"split": False})  # each learns from those before it
     each = [compiled(arch, **kind).asm["cubin"] for kind in kinds]
-    for name in ("_base", "_detail"):
+    for name in ("base_names", "detailed_names"):
         monkeypatch.setattr(disassembler, name, {})
     for cubin in each:
-        text = next(data for name, data in disassembler._sections(cubin).items() if name.startswith(".text."))
-        code = disassembler._decode(cubin, text, arch)
-        for at, name, rest in disassembler._disassemble(cubin):
+        text = next(data for name, data in disassembler.sections_of(cubin).items() if name.startswith(".text."))
+        code = disassembler.decode(cubin, text, arch)
+        for at, name, rest in disassembler.disassemble(cubin):
             base = name.partition(".")[0]
             seen, target, _ = code[at // 16]
-            assert seen == (disassembler._short(base, name, rest) if base in disassembler.DETAILED else base)
+            assert seen == (disassembler.short_name(base, name, rest) if base in disassembler.DETAILED else base)
             assert (target is not None) == (base == "BRA")
     targets = {target for _, target, _ in code if target is not None}
     assert targets == labelled(each[-1])
@@ -218,21 +218,21 @@ def labelled(cubin):
 def test_a_kernel_of_known_encodings_does_not_start_the_disassembler(compiled, monkeypatch):
     kernel = compiled(80)
     before = read(kernel, 80)
-    monkeypatch.setattr(disassembler, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    monkeypatch.setattr(disassembler, "disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 80) == before
 
 
 @pytest.fixture(autouse=True)
 def encodings_of_this_test(monkeypatch, tmp_path):
     """Other tests share Triton's cache, where encodings are kept."""
-    monkeypatch.setattr(opcode_cache, "_path", lambda tool: tmp_path / "encodings" / "tool.json")
+    monkeypatch.setattr(opcode_cache, "path_of", lambda tool: tmp_path / "encodings" / "tool.json")
 
 
 def forget(monkeypatch):
     """As if another process began now, with the same cache folder."""
-    for name in ("_base", "_detail"):
+    for name in ("base_names", "detailed_names"):
         monkeypatch.setattr(disassembler, name, {})
-    monkeypatch.setattr(opcode_cache, "_read_at", {})
+    monkeypatch.setattr(opcode_cache, "read_times", {})
 
 
 def test_what_one_process_learned_spares_the_next_one_the_disassembler(compiled, monkeypatch):
@@ -240,14 +240,14 @@ def test_what_one_process_learned_spares_the_next_one_the_disassembler(compiled,
     forget(monkeypatch)
     before = read(kernel, 90)
     forget(monkeypatch)
-    monkeypatch.setattr(disassembler, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    monkeypatch.setattr(disassembler, "disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 90) == before
 
 
 def test_encodings_are_kept_in_tritons_cache(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert opcode_cache._path(disassembler.disassembler()).parent == tmp_path / "autoattn"
+    assert opcode_cache.path_of(disassembler.disassembler()).parent == tmp_path / "autoattn"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'[[["x"], "FFMA"]]', b"[[[1], 2]]", b"[1]"])
@@ -255,12 +255,12 @@ def test_a_damaged_file_of_encodings_is_as_good_as_none(compiled, monkeypatch, d
     kernel = compiled(80)
     forget(monkeypatch)
     before = read(kernel, 80)
-    path = opcode_cache._path(disassembler.disassembler())
+    path = opcode_cache.path_of(disassembler.disassembler())
     path.write_bytes(damage)
     forget(monkeypatch)
     assert read(kernel, 80) == before
     forget(monkeypatch)
-    monkeypatch.setattr(disassembler, "_disassemble", lambda cubin: pytest.fail("the disassembler was started"))
+    monkeypatch.setattr(disassembler, "disassemble", lambda cubin: pytest.fail("the disassembler was started"))
     assert read(kernel, 80) == before, "the file is whole again"
 
 
@@ -282,15 +282,15 @@ def test_what_is_no_cubin_is_refused_in_one_sentence(compiled):
     ],
 )
 def test_branches_are_read_from_their_encoding(arch, at, low, high, target, goes_on):
-    assert disassembler._flow("BRA", at, low, high, arch) == (target, goes_on)
+    assert disassembler.flow_of("BRA", at, low, high, arch) == (target, goes_on)
 
 
 @pytest.mark.parametrize("name", ["LDL.64", "STL.128"])
 @pytest.mark.parametrize(("moves", "measured"), [(0, True), (20, True), (21, False)])
 def test_a_hopper_loop_with_more_than_2_moves_of_registers_in_100_is_not_measured(monkeypatch, name, moves, measured):
     loop = {"HGMMA.64x128x16.F32.BF16.SS": 16, "UTMALDG.4D": 2, "FFMA": 1000 - 18 - moves, name: moves}
-    monkeypatch.setattr(disassembler, "_sections", lambda cubin: {".text.forward": b""})
-    monkeypatch.setattr(disassembler, "_decode", lambda cubin, text, arch: [(each, None, True) for each in loop])
+    monkeypatch.setattr(disassembler, "sections_of", lambda cubin: {".text.forward": b""})
+    monkeypatch.setattr(disassembler, "decode", lambda cubin, text, arch: [(each, None, True) for each in loop])
     facts: dict[str, Any] = {
         "digest": "d",
         "arch": 90,

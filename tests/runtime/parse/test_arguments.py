@@ -250,9 +250,9 @@ def test_offsets_that_were_found_good_are_compared_with_each_calls_own_lengths()
 def test_what_was_read_is_forgotten_with_the_tensor() -> None:
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
     read_packed(offsets, offsets)
-    before = len(cu_seqlens._read)
+    before = len(cu_seqlens.known_contents)
     del offsets
-    assert len(cu_seqlens._read) == before - 1
+    assert len(cu_seqlens.known_contents) == before - 1
 
 
 def test_offsets_of_inference_mode_are_taken() -> None:

@@ -321,9 +321,9 @@ def test_a_captured_graph_asks_for_a_seed(capturing: bool, monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     card = torch.device("cuda")
-    assert modifier_arguments._seed(3, card) == 3
+    assert modifier_arguments.choose_seed(3, card) == 3
     if capturing:
         with pytest.raises(TensorError, match="dropout in a CUDA graph must have a seed, got None"):
-            modifier_arguments._seed(None, card)
+            modifier_arguments.choose_seed(None, card)
     else:
-        assert 0 <= modifier_arguments._seed(None, card) < 2**62
+        assert 0 <= modifier_arguments.choose_seed(None, card) < 2**62

@@ -311,11 +311,15 @@ def another_release() -> str:
     return f"{next(one for one in triton_release.SUPPORTED if one != triton_release.installed_release())}.0"
 
 
-def test_an_entry_of_the_installed_triton_goes_before_one_of_another(tmp_path: Path) -> None:
+def test_an_entry_of_the_installed_triton_goes_before_one_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of_another = measured(ASKED, versions={"triton": another_release()})
     own, shipped = written(tmp_path / "own", of_another), written(tmp_path / "shipped", measured(ASKED))
-    for folders in ((own, shipped), (shipped, own)):
-        explanation = cache_lookup._Lookup(ASKED, H200, folders).run()
+    for user, other in ((own, shipped), (shipped, own)):
+        monkeypatch.setattr(resources, "user_cache", lambda user=user: user)
+        monkeypatch.setattr(resources, "shipped_cache", lambda other=other: other)
+        explanation = cache_lookup.explain(ASKED, H200)
         assert explanation.entry is not None
         assert explanation.entry.versions == {"triton": triton.__version__}
     alone = cache_lookup.explain(ASKED, H200, own).entry

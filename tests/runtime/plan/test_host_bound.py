@@ -186,7 +186,7 @@ def test_a_short_training_call_is_pytorchs(
 ) -> None:
     called: list[bool] = []
     monkeypatch.setitem(
-        pytorch_sdpa._OPERATORS, "sdpa-flash", lambda *three, **said: called.append(True) or on_the_cpu(*three, **said)
+        pytorch_sdpa.OPERATORS, "sdpa-flash", lambda *three, **said: called.append(True) or on_the_cpu(*three, **said)
     )
     tensors = three(layout)
     enter(card, tensors, factors={"sdpa": 0.9, backend: 1.4}, layout=layout)
@@ -204,7 +204,7 @@ def test_an_operator_alone_knows_only_the_kind_of_calls_it_was_bound_for(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """autocast would make other tensors of these, which an operator of PyTorch's does not see."""
-    monkeypatch.setitem(pytorch_sdpa._OPERATORS, "sdpa-flash", on_the_cpu)
+    monkeypatch.setitem(pytorch_sdpa.OPERATORS, "sdpa-flash", on_the_cpu)
     tensors = three()
     enter(card, tensors, factors={"sdpa": 0.9, "sdpa-flash": 1.4})
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
@@ -219,7 +219,7 @@ def test_an_operator_alone_knows_only_the_kind_of_calls_it_was_bound_for(
 def test_torch_func_differentiates_a_short_call(
     card: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pytorch_sdpa._OPERATORS, "sdpa-flash", on_the_cpu)
+    monkeypatch.setitem(pytorch_sdpa.OPERATORS, "sdpa-flash", on_the_cpu)
     tensors = three()
     enter(card, tensors, factors={"sdpa": 0.9, backend: 1.4})
     given = [tensor.detach() for tensor in tensors]

@@ -56,8 +56,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         if lse is not None:
             lse.copy_(sums)
 
-    planner._loaded.cache_clear()
-    monkeypatch.setattr(planner, "_why_no_kernel", lambda problem, operands: None)
+    planner.load_once.cache_clear()
+    monkeypatch.setattr(planner, "why_no_kernel", lambda problem, operands: None)
     monkeypatch.setattr(planner.compiler, "load", load)
     monkeypatch.setattr(forward, "launch", launch)
     monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
@@ -286,4 +286,4 @@ def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorc
 
 
 def test_plans_are_bounded(card: dict[str, Any]) -> None:
-    assert planner._prepare.cache_info().maxsize == 4096
+    assert planner.prepare.cache_info().maxsize == 4096

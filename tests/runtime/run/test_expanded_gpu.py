@@ -60,7 +60,7 @@ def test_plain_triton_reads_them_too(axis: int, monkeypatch: pytest.MonkeyPatch)
         return load(source, device)
 
     monkeypatch.setattr(planner.compiler, "load", refusing)
-    planner._loaded.cache_clear()
+    planner.load_once.cache_clear()
     functional.forget()
     tensors = repeating(axis, ("key", "value"))
     variant = autoattn.explain(*tensors).variant

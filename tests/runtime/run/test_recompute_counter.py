@@ -114,7 +114,7 @@ def test_without_kernels_that_can_say_it_there_is_no_rate(card: Noted, monkeypat
         autoattn.attention(*tensors)  # the plain Triton template needs no scratch
         autoattn.attention(*tensors)
         planted(monkeypatch, 0)  # as one that only takes turns: the scratch is a counter alone
-        planner._loaded.cache_clear()
+        planner.load_once.cache_clear()
         planner.forget()
         autoattn.attention(*tensors)
         autoattn.attention(*tensors)

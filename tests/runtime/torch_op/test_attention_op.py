@@ -52,7 +52,7 @@ SAID: dict[str, tuple[Given, Given]] = {
         {"score_mod": "captured0: float32[1]\nscore * captured0[h]", "score_captures": [STRENGTH]},
         {"score_mod": lambda score, b, h, q_idx, kv_idx: score * STRENGTH[h]},
     ),
-    "blocks": (compile_frontend._pieces(LOCAL), {"mask": LOCAL}),
+    "blocks": (compile_frontend.table_arguments(LOCAL), {"mask": LOCAL}),
     "dropout": ({"dropout": 0.5, "seed": 3}, {"dropout": 0.5, "seed": 3}),
     "drawn": ({"dropout": 0.5, "drawn_seed": torch.tensor([3])}, {"dropout": 0.5, "seed": 3}),
     "numbers": (
@@ -185,8 +185,15 @@ def test_biases_slopes_sinks_and_the_lse_have_gradients_too() -> None:
 @pytest.mark.parametrize("learner", [0, 1, 2, 5])
 def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    whole = attention_op_backward._by_pytorch
-    monkeypatch.setattr(attention_op_backward, "_by_pytorch", lambda *given: asked.append(given[-1]) or whole(*given))
+    attention = attention_op_backward.attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+        if torch.is_grad_enabled():
+            named = {"query": query, "key": key, "value": value, **given}
+            asked.append([name for name, one in named.items() if isinstance(one, Tensor) and one.requires_grad])
+        return attention(query, key, value, **given)
+
+    monkeypatch.setattr(attention_op_backward, "attention", watched)
     tensors = [*inputs(), None, None, SINKS.clone()]
     tensors[learner].requires_grad_()  # type: ignore[union-attr]
     ATTENTION(*tensors, mask="causal")[0].sum().backward()

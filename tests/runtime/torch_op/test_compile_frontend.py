@@ -380,7 +380,7 @@ def test_classes_with_rules_of_their_own_keep_pytorchs_attention(monkeypatch: py
     function = attention(causal="top-left")
     ours = [TwoTensor(tensor, 2.0 * tensor) for tensor in inputs()]
     expected, eager = function(*(2.0 * tensor for tensor in inputs())), function(*ours)
-    monkeypatch.setattr(planner, "_why_no_kernel", None)  # Dynamo need not ask
+    monkeypatch.setattr(planner, "why_no_kernel", None)  # Dynamo need not ask
     for output in (eager, whole(function)(*ours)):
         assert isinstance(output, TwoTensor)
         close(output.b, expected)
@@ -412,7 +412,7 @@ def test_torch_func_grad_is_pytorchs(given: dict[str, Any]) -> None:
 
 
 def test_torch_func_grad_of_what_pytorch_knows_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_why_no_kernel", lambda problem, operands: None)  # as on a card with kernels
+    monkeypatch.setattr(planner, "why_no_kernel", lambda problem, operands: None)  # as on a card with kernels
 
     def total(*tensors: Tensor) -> Tensor:
         return autoattn.attention(*tensors, causal="top-left").sin().sum()
