@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import fake_device
 import gradient_kernels
 import kernels
-import planted_bench
 import pytest
 import samples
 import torch
-from planted_bench import CPU, Stopwatch, benched, named, planted, raising
+from fake_device import Timer
+from planted_bench import CPU, benched, named, planted, raising, timer  # noqa: F401 - a fixture
 from torch import Tensor
 from torch._functorch import config as functorch
 
@@ -25,7 +26,6 @@ from autoattn.codegen import resources, search_space
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.problem import Bias, Layout, Modifiers, Op, Problem
 from autoattn.core.variant import Source
-from autoattn.hardware import nvidia
 from autoattn.kernels import backward, compiler
 from autoattn.reference import attention_formula
 from autoattn.tensors.operands import Gradients, Operands, Saved
@@ -33,11 +33,6 @@ from autoattn.validation import gradient_check
 
 PROBLEM = gradient_kernels.problem(mask="causal")
 REPEATED = replace(PROBLEM, deterministic=True)
-
-
-@pytest.fixture
-def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
-    return planted_bench.install(monkeypatch)
 
 
 def remembered(**changes: Any) -> CacheEntry:
@@ -72,10 +67,10 @@ class Differentiator:
 
 
 @pytest.fixture
-def kernel(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> Differentiator:
+def kernel(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> Differentiator:
     """A card on which a backward kernel runs."""
     found = Differentiator()
-    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
+    fake_device.set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(compiler, "load", found.load)
     monkeypatch.setattr(backward, "launch", found.launch)
     return found
@@ -133,7 +128,7 @@ def test_the_kernel_of_the_cache_is_compiled_ahead() -> None:
     assert source.variant == entry.variant
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -155,7 +150,7 @@ def test_where_nothing_was_tuned_ours_is_what_autograd_runs_behind_a_call(change
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_only_the_backward_pass_of_a_peer_is_timed() -> None:
     forward: list[None] = []
 
@@ -176,7 +171,7 @@ WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
 ]
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 @pytest.mark.parametrize(("call", "state", "words"), WRONG)
 def test_what_goes_wrong_with_a_peers_gradients_is_a_value_and_the_others_go_on(
     call: Callable[[Problem, Operands], Tensor], state: State, words: str
@@ -209,7 +204,7 @@ def tilted(share: float) -> Callable[[Problem, Operands], Tensor]:
     return call
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_a_peer_may_err_a_little_more_than_ours() -> None:
     row = benched(planted("rough", tilted(0.005)), planted("wrong", tilted(0.02)), problem=PROBLEM)
     assert states(row) == {"autoattn": State.OK, "rough": State.OK, "wrong": State.WRONG}
@@ -218,7 +213,7 @@ def test_a_peer_may_err_a_little_more_than_ours() -> None:
     assert (named(row, "autoattn").max_error or 0.0) < allowed < (named(row, "rough").max_error or 0.0)
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_deterministic_gradients_must_be_the_same_twice() -> None:
     others = [planted("tilted", tilted(0.001)), planted("right", pytorch_sdpa.sdpa)]
     assert set(states(benched(*others, problem=PROBLEM)).values()) == {State.OK}
@@ -227,7 +222,7 @@ def test_deterministic_gradients_must_be_the_same_twice() -> None:
     assert "two runs on the same inputs differ in the" in named(row, "tilted").detail
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_peers_run_deterministically_where_that_is_asked_and_only_there() -> None:
     seen: list[bool] = []
 
@@ -245,7 +240,7 @@ def test_peers_run_deterministically_where_that_is_asked_and_only_there() -> Non
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 @pytest.mark.parametrize("op", Op)
 def test_trained_inputs_reach_every_contestant(op: Op) -> None:
     seen: list[float] = []
@@ -263,15 +258,15 @@ def test_trained_inputs_reach_every_contestant(op: Op) -> None:
 # --- how they are timed -----------------------------------------------------------------------------------------------
 
 
-def test_a_backward_pass_is_timed_by_events_behind_a_longer_spin(stopwatch: Stopwatch) -> None:
-    stopwatch.guess = 10.0
+def test_a_backward_pass_is_timed_by_events_behind_a_longer_spin(timer: Timer) -> None:
+    timer.guess = 10.0
     row = benched(planted("right", pytorch_sdpa.sdpa), problem=PROBLEM)
     assert row.timing is Timing.EVENTS
-    assert stopwatch.hidden_us == 880.0
+    assert timer.hidden_us == 880.0
     assert all(one.host_us for one in row.contestants)
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -312,7 +307,7 @@ def test_a_compiled_backward_pass_runs_again_and_in_the_thread_that_asks() -> No
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_a_row_without_room_for_its_inputs_says_so(stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_room_for_its_inputs_says_so(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_case(*facts: object, **more: object) -> gradient_check.Case:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import kernels
-import planted_bench
 import pytest
 import samples
 import torch
-from planted_bench import CPU, Stopwatch, benched, named, planted, raising
+from fake_device import Timer
+from planted_bench import CPU, benched, named, planted, raising, timer  # noqa: F401 - a fixture
 from torch import Tensor
 
 from autoattn.baselines import pytorch_sdpa
@@ -24,22 +25,15 @@ from autoattn.codegen import resources
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.errors import StateError
-from autoattn.hardware import nvidia
 from autoattn.reference import attention_formula, inputs
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.tensors.operands import Operands
 
-
-@pytest.fixture
-def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
-    return planted_bench.install(monkeypatch)
-
-
 # --- what becomes of a contestant -------------------------------------------------------------------------------------
 
 
-def test_ours_and_a_right_peer_are_checked_and_timed(stopwatch: Stopwatch) -> None:
+def test_ours_and_a_right_peer_are_checked_and_timed(timer: Timer) -> None:
     row = benched(planted("right", pytorch_sdpa.sdpa), seconds=0.5)
     assert [one.state for one in row.contestants] == [State.OK, State.OK]
     ours, right = row.contestants
@@ -52,7 +46,7 @@ def test_ours_and_a_right_peer_are_checked_and_timed(stopwatch: Stopwatch) -> No
     assert right.max_error < right.allowed
     assert right.host_us is not None
     assert right.first_s is not None
-    assert stopwatch.seconds == 1.0, "seconds are those of each contestant"
+    assert timer.seconds == 1.0, "seconds are those of each contestant"
     assert len(row.pulses) == 3
 
 
@@ -94,7 +88,7 @@ WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
 ]
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 @pytest.mark.parametrize(("call", "state", "words"), WRONG)
 def test_what_goes_wrong_with_a_peer_is_a_value_and_the_others_go_on(
     call: Callable[[Problem, Operands], Tensor], state: State, words: str
@@ -107,14 +101,14 @@ def test_what_goes_wrong_with_a_peer_is_a_value_and_the_others_go_on(
     assert row.best_peer is named(row, "right")
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_a_peer_that_fails_while_it_is_timed_keeps_no_time() -> None:
     row = benched(planted("late", raising(ValueError("late"), after=4)), planted("right", pytorch_sdpa.sdpa))
     assert (named(row, "late").state, named(row, "late").times_us) == (State.FAILED, ())
     assert named(row, "right").times_us
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepared() -> None:
     def prepare(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
         raise AssertionError
@@ -129,7 +123,7 @@ def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepar
     assert (row.best_peer, row.ratio) == (None, None)
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_a_peer_may_err_a_little_more_than_ours() -> None:
     def off(times: float) -> Callable[[Problem, Operands], Tensor]:
         def call(problem: Problem, operands: Operands) -> Tensor:
@@ -144,7 +138,7 @@ def test_a_peer_may_err_a_little_more_than_ours() -> None:
 
 
 def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
-    stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    timer: Timer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken: list[bool] = []
 
@@ -161,7 +155,7 @@ def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
         benched(planted("rogue", call))
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
     def call(problem: Problem, operands: Operands) -> Tensor:
         time.sleep(0.002)
@@ -173,28 +167,28 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
     assert "more than the 220 us that are hidden" in slow.detail
 
 
-def test_small_problems_are_replayed_from_graphs_of_several_calls(stopwatch: Stopwatch) -> None:
-    stopwatch.guess = 10.0
+def test_small_problems_are_replayed_from_graphs_of_several_calls(timer: Timer) -> None:
+    timer.guess = 10.0
     row = benched(planted("right", pytorch_sdpa.sdpa))
     assert row.timing is Timing.GRAPH
     assert named(row, "right").calls == kernel_bench.GRAPH_CALLS
     assert named(row, "right").times_us[0] == 200.0 / kernel_bench.GRAPH_CALLS
     assert named(row, "right").host_us is None
-    stopwatch.guess = 1000.0
+    timer.guess = 1000.0
     assert benched(planted("right", pytorch_sdpa.sdpa)).timing is Timing.EVENTS
 
 
-def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(stopwatch: Stopwatch) -> None:
-    stopwatch.guess, stopwatch.breaks = 10.0, True
+def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(timer: Timer) -> None:
+    timer.guess, timer.breaks = 10.0, True
     row = benched(planted("right", pytorch_sdpa.sdpa))
     assert row.timing is Timing.EVENTS
     assert {one.calls for one in row.contestants} == {1}
     assert "not permitted when stream is capturing" in row.note
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_variants_are_what_the_seeds_name_without_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
+    fake_device.set_device(monkeypatch, samples.H200)
     row = benched(problem=kernels.problem(head_dim=64), ours=Ours.VARIANTS)
     others = [one for one in row.contestants if one.name.startswith("variant ")]
     assert others
@@ -231,7 +225,7 @@ def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, 
     assert len(list(tmp_path.glob("*/*.cubin"))) == kernel_bench.WORTH_A_POOL
 
 
-@pytest.mark.usefixtures("stopwatch")
+@pytest.mark.usefixtures("timer")
 def test_why_a_backend_does_not_take_the_inputs_is_told_and_nothing_else() -> None:
     def call(problem: Problem, operands: Operands) -> Tensor:
         warnings.warn("Flash attention kernel not used because: (Triggered internally at /a/b.cpp:1)", stacklevel=1)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import pytest
 import samples
 
@@ -22,7 +23,6 @@ from autoattn.cli.app import run
 from autoattn.core.paired_stats import Pulse
 from autoattn.core.problem import Problem
 from autoattn.errors import StateError
-from autoattn.hardware import nvidia
 from autoattn.report import kernel_chart, kernel_tables
 
 SHAPES = """
@@ -224,7 +224,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
             asked.append(one)
             yield row_of(one, 100.0, contestant("sdpa-cudnn", 150.0))
 
-    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
+    fake_device.set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(kernel_bench, "rows", rows)
     return asked
 
@@ -232,7 +232,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 def test_without_a_gpu_the_command_says_so_in_one_sentence(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index=None: None)
+    fake_device.set_device(monkeypatch, None)
     assert run(["bench", str(shapes), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("autoattn: autoattn bench needs an NVIDIA GPU")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import gradient_kernels
 import pytest
 import samples
@@ -24,7 +25,6 @@ from autoattn.cache import store
 from autoattn.cli.app import run
 from autoattn.codegen import resources
 from autoattn.errors import StateError
-from autoattn.hardware import nvidia
 from autoattn.hardware.timer import Rounds
 from autoattn.report import pass_tables as report
 from autoattn.runtime.plan import gradient_problem
@@ -353,7 +353,7 @@ def test_all_of_the_seed_runs_by_default(planted: list[Options], tmp_path: Path)
 def test_without_a_gpu_it_refuses_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index=None: None)
+    fake_device.set_device(monkeypatch, None)
     assert run(["bench", "passes", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import pytest
 
 from autoattn.bench import kernel_bench, training_bench
 from autoattn.bench.training_results import Mode, Numbers, Options, Row, Run, State, Times, Whose, over_ours
 from autoattn.cli.app import run
 from autoattn.errors import StateError
-from autoattn.hardware import nvidia
 from autoattn.report import training_tables
 
 HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
@@ -151,7 +151,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 def test_without_a_gpu_the_command_refuses_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index=None: None)
+    fake_device.set_device(monkeypatch, None)
     assert run(["bench", "model", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert said == (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import exhaustive
+import fake_device
 import planted_tuner
 import pytest
 import samples
@@ -15,14 +16,13 @@ from checkout_paths import python_path
 
 from autoattn.codegen import render, search_space
 from autoattn.core import kernel_kind
-from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.search import trial_pipeline
 
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index=None: samples.H200)
+    fake_device.set_device(monkeypatch, samples.H200)
 
 
 def test_two_shards_share_the_problems_and_keep_kinds_together() -> None:

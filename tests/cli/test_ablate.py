@@ -18,7 +18,8 @@ import pytest
 import samples
 from ablated import Products
 from command_line import Run as Program
-from command_line import autoattn, no_card, set_card  # noqa: F401
+from command_line import autoattn, no_card  # noqa: F401
+from fake_device import set_device
 
 from autoattn.bench import ablation, ablation_bench
 from autoattn.bench.ablation import BASELINE, BOUND, Cell, Change, Options, Row, Run
@@ -305,7 +306,7 @@ def test_without_a_card_and_a_name_the_command_is_one_sentence(file: Path, autoa
 def test_on_the_card_what_is_wrong_hangs_or_is_right_stands_apart(
     file: Path, tmp_path: Path, autoattn: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_card(monkeypatch, device_profiles.named("a30"))
+    set_device(monkeypatch, device_profiles.named("a30"))
     right = Verdict(ok=True, checks=1, max_error=0.0, rms_error=0.0, allowed=1.0)
 
     def result(_: Pool, job: Any, seconds: float) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import samples
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card  # noqa: F401 - fixtures
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card  # noqa: F401 - fixtures
+from fake_device import set_device
 from fake_tuner import fake_tune
 from model_configs import BERT, DEEPSEEK, LLAMA
 
@@ -69,7 +70,7 @@ def test_init_says_where_nothing_can_be_written(autoattn: Run) -> None:
 def test_init_writes_the_problems_that_tune_makes_of_a_model(
     autoattn: Run, tuned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
 ) -> None:
-    set_card(monkeypatch, samples.H200)
+    set_device(monkeypatch, samples.H200)
     path = config(tmp_path, content)
     choices = ("--model", path, "--lengths", "256,512", "--batch", 2, "--dtype", "fp16")
     assert autoattn("tune", "--device", "h200", *choices)[0] == 0

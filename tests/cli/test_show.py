@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import samples
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes, user_cache  # noqa: F401 - fixtures
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
+from fake_device import set_device
 
 from autoattn.cache import store
 from autoattn.cli.terminal import print_json
@@ -147,7 +148,7 @@ def test_show_takes_the_entries_of_the_card_in_this_machine(
     sister = replace(samples.H200, sm_count=128)
     store.merge(resources.shipped_cache(), sister, Op.FORWARD, [samples.current(samples.measured(time_us=999.0))])
     for card, words in ((samples.H200, "999.0"), (sister, "400.0")):
-        set_card(monkeypatch, card)
+        set_device(monkeypatch, card)
         _, out, _ = autoattn("show", "--evidence", "measured")
         assert words not in out
         assert "1 entry of " in out
@@ -396,7 +397,7 @@ def test_verify_leaves_out_what_another_card_measured(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
-    set_card(monkeypatch, replace(samples.H200, sm_count=128))
+    set_device(monkeypatch, replace(samples.H200, sm_count=128))
     _, out, _ = autoattn("verify")
     assert [entry.evidence.value for entry in seen] == ["predicted"]
     assert f"1 left out: measured on {samples.H200.fingerprint}, not on this card\n" in out
@@ -432,7 +433,7 @@ def test_devices_lists_profiles_and_says_what_is_here(autoattn: Run, monkeypatch
     assert code == 0
     assert "NVIDIA A30" in out
     assert "No NVIDIA GPU was found" in out
-    set_card(monkeypatch, samples.H200)
+    set_device(monkeypatch, samples.H200)
     assert "In this machine: NVIDIA H200 (h200)." in autoattn("devices")[1]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import samples
 from cache_files import FORWARD_FILE
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, set_card, shapes  # noqa: F401 - fixtures
+from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, shapes  # noqa: F401 - fixtures
+from fake_device import set_device
 from fake_tuner import fake_tune
 
 from autoattn.bench import kernel_bench
@@ -38,7 +39,7 @@ def test_the_first_line_says_that_nothing_is_measured(
 def test_the_first_line_names_the_other_card_in_the_machine(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_card(monkeypatch, samples.H200)
+    set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(tuner, "tune", fake_tune({}))
     _, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes)
     assert "Predicting for NVIDIA A30 (not in this machine: there is NVIDIA H200)" in out.splitlines()[0]
@@ -48,7 +49,7 @@ def test_the_first_line_names_the_other_card_in_the_machine(
 def test_on_the_card_itself_it_measures(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    set_card(monkeypatch, samples.H200)
+    set_device(monkeypatch, samples.H200)
     fake = fake_tune({})
     monkeypatch.setattr(tuner, "tune", fake)
     _, out, _ = autoattn("tune", "--device", name, "--shapes", shapes)
@@ -79,7 +80,7 @@ def test_problems_beyond_the_devices_memory_are_warned_of_and_tuned_all_the_same
 
 def test_bench_warns_of_them_too(autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes.write_text(shapes.read_text().replace("batch: 4", "batch: 8192"))
-    set_card(monkeypatch, samples.H200)
+    set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(kernel_bench, "machine", lambda peers: {"card": "a card", "torch": "2.13"})
     monkeypatch.setattr(kernel_bench, "rows", lambda *facts: iter(()))
     code, out, _ = autoattn("bench", shapes, "--group", "train", "--out", tmp_path / "bench")

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import kernels
 import pytest
 import torch
@@ -221,8 +222,7 @@ def test_the_interpreter_does_not_run_it() -> None:
 
 def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(grid, arguments by name) of each launch."""
-    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
-    monkeypatch.setattr(compiler, "make_current", lambda _: None)
+    fake_device.set_context(monkeypatch)
     calls: list[Any] = []
     module = load_module(rendered)
     facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fake_device
 import gluon_kernels
 import pytest
 import torch
@@ -64,8 +65,7 @@ def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], 
 
 
 def test_values_are_turned_into_room_of_their_own_before_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.inference_mode())
-    monkeypatch.setattr(compiler, "make_current", lambda _: None)
+    fake_device.set_context(monkeypatch)
     calls: list[Any] = []
     rendered = source(problem(head_dim=80, mask="causal"))
     module = load_module(rendered)

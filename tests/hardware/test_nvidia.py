@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import samples
 import torch
+from fake_device import set_driver
 
 from autoattn.core import device_profiles
 from autoattn.core.paired_stats import Pulse
 from autoattn.errors import DeviceError
 from autoattn.hardware import nvidia
-
-FACTS: dict[str, Any] = {
-    "name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132, "L2_cache_size": samples.H200.l2_bytes,
-    "total_memory": samples.H200.memory_bytes,
-    "shared_memory_per_multiprocessor": 233472, "shared_memory_per_block_optin": 232448,
-    "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "uuid": "1234",
-}  # fmt: skip
 
 
 class NVMLError(Exception):
@@ -70,14 +64,12 @@ def nothing_remembered() -> Iterator[None]:
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
     """Puts a card into the machine."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**{**FACTS, **facts}))
+    set_driver(monkeypatch, facts)
 
 
 @pytest.fixture
 def without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_driver(monkeypatch)
 
 
 # --- which card -------------------------------------------------------------------------------------------------------
@@ -224,14 +216,7 @@ def test_only_cards_that_are_such_a_device_measure_for_it(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, names: tuple[str, ...]
 ) -> None:
     """Of three, the second one has fewer SMs."""
-    counts = (132, 66, 132)
-    plug_in(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(counts))
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda index: SimpleNamespace(**{**FACTS, "multi_processor_count": counts[index]}),
-    )
+    set_driver(monkeypatch, *({"multi_processor_count": count} for count in (132, 66, 132)))
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -241,6 +226,5 @@ def test_only_cards_that_are_such_a_device_measure_for_it(
 
 
 @pytest.mark.usefixtures("without_a_card")
-def test_without_cards_none_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def test_without_cards_none_is_alike() -> None:
     assert nvidia.alike(samples.H200) == ()

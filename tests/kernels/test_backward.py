@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import fake_device
 import gradient_kernels
 import hopper_gradients
 import pytest
 import torch
+from fake_device import CUDA, Launches
 
-from autoattn import torch_private
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
-from autoattn.kernels import backward, bound_launch, manifest
+from autoattn.kernels import backward, manifest
 from autoattn.kernels.compiler import Descriptor, Kernel, load_module
 from autoattn.validation import gradient_check
-
-CUDA = torch.device("cuda", 0)
-
-
-class Noted:
-    """Triton's CompiledKernel, as far as a launch asks it; notes the grid and the arguments."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self) -> None:
-        self.ordinary: list[tuple[Any, ...]] = []
-        self.bound: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.ordinary.append((grid, arguments))
-
-    def run(self, *given: Any) -> None:
-        self.bound.append((given[:3], given[9:]))
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch_private, "current_device", lambda: 0)
-    active = SimpleNamespace(get_current_stream=lambda index: 7)
-    monkeypatch.setattr(bound_launch, "driver", SimpleNamespace(active=active))
+    fake_device.set_context(monkeypatch)
+    fake_device.set_streams(monkeypatch, lambda index: 7)
 
 
 def kernel_of(one: Problem, **changes: Any) -> Kernel:
@@ -53,7 +30,7 @@ def kernel_of(one: Problem, **changes: Any) -> Kernel:
     module = load_module(source)
     whole = Kernel(source=source, module=module, compiled=None, device=CUDA, sm_count=132)
     return replace(
-        whole, parts=tuple(replace(whole, name=name, compiled=Noted()) for name in manifest.of(module).parts)
+        whole, parts=tuple(replace(whole, name=name, compiled=Launches()) for name in manifest.of(module).parts)
     )
 
 
@@ -95,7 +72,8 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
     others = {tensor.data_ptr() for tensor in own.rows}
     for part in kernel.parts:
         ((grid, given),) = part.compiled.ordinary
-        ((grid_again, again),) = part.compiled.bound
+        ((facts, again),) = part.compiled.prepared
+        grid_again = facts[:3]
         assert grid == grid_again
         for name, one_argument, other in zip(part.parameters, given, again, strict=True):
             if name.startswith(("row_lse", "delta")):  # each launch has its own
@@ -117,7 +95,7 @@ def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
     assert not gradient_check.judge(kernel, [case]).ok, "nothing was computed"
     for part in kernel.parts:
-        assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((1, 1) if bound_too else (2, 0))
+        assert (len(part.compiled.ordinary), len(part.compiled.prepared)) == ((1, 1) if bound_too else (2, 0))
 
 
 @pytest.mark.parametrize("bound_too", [False, True])
@@ -134,8 +112,8 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
     for _ in range(3):
         call()
     for part in kernel.parts:
-        assert (len(part.compiled.ordinary), len(part.compiled.bound)) == ((0, 3) if bound_too else (3, 0))
-        made = part.compiled.bound if bound_too else part.compiled.ordinary
+        assert (len(part.compiled.ordinary), len(part.compiled.prepared)) == ((0, 3) if bound_too else (3, 0))
+        made = part.compiled.prepared if bound_too else part.compiled.ordinary
         for _, given in made:
             at = dict(zip(part.parameters, given, strict=True))
             for name, gradient in room.named():

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import fake_device
 import kernels
 import pytest
 import torch
 import triton
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-from autoattn import torch_private
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles
 from autoattn.core.variant import Variant
@@ -37,10 +37,11 @@ ADDRESSES = (16, 32, 48, 64, 80, 96, 0, 0, 0, 0)
 class Card:
     """Stands in for the driver: encodes to a tuple of what it is given, and notes what is launched."""
 
+    context: fake_device.Context
+
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
         self.encoded: list[tuple[Any, ...]] = []
-        self.current: list[int] = []  # threads in which a context was made current
         self.stream = 7
         self.utils = SimpleNamespace(fill_tma_descriptor=self.encode, fill_tma_descriptor_tiled=self.encode)
 
@@ -60,12 +61,8 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     here = Card()
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(here)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    here.context = fake_device.set_context(monkeypatch)
     monkeypatch.setattr(bound_launch, "filled_maps", [])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: here.current.append(threading.get_ident()))
-    monkeypatch.setattr(compiler, "current_contexts", threading.local())
-    monkeypatch.setattr(torch_private, "current_device", lambda: torch.cuda.current_device())
     yield here
     triton.runtime.driver._active = before
 
@@ -142,11 +139,11 @@ def test_a_context_is_current_once_in_each_thread_that_encodes(card: Card) -> No
     launch = bind(card)
     launch(ADDRESSES)
     launch((160, *ADDRESSES[1:]))
-    assert card.current == [threading.get_ident()]
+    assert card.context.threads == [threading.get_ident()]
     other = threading.Thread(target=launch, args=((176, *ADDRESSES[1:]),))
     other.start()
     other.join()
-    assert card.current == [threading.get_ident(), other.ident]
+    assert card.context.threads == [threading.get_ident(), other.ident]
 
 
 def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

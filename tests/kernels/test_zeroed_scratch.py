@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import fake_device
 import pytest
 import torch
 
@@ -14,13 +15,12 @@ from autoattn.kernels.zeroed_scratch import Buffer, ScratchPool
 
 @pytest.fixture
 def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    state = SimpleNamespace(capturing=False, made=[], settled=[])
+    state = SimpleNamespace(context=fake_device.set_context(monkeypatch), made=[], settled=[])
     on_the_host = zeroed_scratch.new_zeros
     monkeypatch.setattr(
         zeroed_scratch, "new_zeros", lambda size, index: (state.made.append((size, index)), on_the_host(size, index))[1]
     )
     monkeypatch.setattr(zeroed_scratch, "settle", state.settled.append)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
 
@@ -76,7 +76,7 @@ def test_each_captured_launch_has_zeros_of_its_own_that_were_made_before(card: S
     shared = [pool.buffer(0, 7, 10), others.buffer(0, 7, 10)]
     made = list(card.made)
     assert card.settled == [0], "once for a device, whoever asks"
-    card.capturing = True
+    card.context.capturing = True
     captured = [one.buffer(0, 7, size) for one, size in ((pool, 10), (pool, 10), (others, 100), (pool, 10))]
     assert card.made == made, "a graph holds no memset"
     assert [buffer.size for buffer in captured] == [10, 10, 100, 10]
@@ -91,12 +91,12 @@ def test_each_captured_launch_has_zeros_of_its_own_that_were_made_before(card: S
 
 def test_a_graph_sets_its_own_zeros_where_none_are_left(card: SimpleNamespace) -> None:
     pool = ScratchPool()
-    card.capturing = True
+    card.context.capturing = True
     pool.buffer(0, 7, 10)
     assert card.made == [(10, 0)], "nothing was launched before the capture"
-    card.capturing = False
+    card.context.capturing = False
     pool.buffer(0, 7, 10)
-    card.capturing = True
+    card.context.capturing = True
     pool.buffer(0, 7, zeroed_scratch.CAPTURED - 5)
     pool.buffer(0, 7, 10)
     assert card.made[-1] == (10, 0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import fake_device
 import numpy as np
 import pytest
 import samples
@@ -25,7 +27,6 @@ from autoattn.cache import store
 from autoattn.codegen import render
 from autoattn.core.mask import Mask
 from autoattn.errors import AutoattnError
-from autoattn.hardware import nvidia
 from autoattn.runtime import call_cache
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import gradient_problem, planner
@@ -139,23 +140,16 @@ def test_calls_with_one_key_are_decided_alike(one: Any, change: str, donor: Any)
         assert again == same
 
 
-class planned_for_a_card:  # noqa: N801 - a context
+@contextmanager
+def planned_for_a_card() -> Iterator[None]:
     """The fixture's plans, for a test that hypothesis runs many times."""
-
-    def __enter__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        patch = self.patch
-        patch.setattr(planner, "why_not_on", lambda device: None)
-        patch.setattr(planner.compiler, "load", lambda source, device: SimpleNamespace(compiled=None))
-        patch.setattr(nvidia, "present", lambda index: samples.H200)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        fake_device.plan_on(patch, samples.H200, lambda *facts: SimpleNamespace(compiled=None)),
+    ):
         patch.setattr(render, "render", lambda problem, variant, traits: (problem, traits))
         patch.setattr(store, "why_stale", lambda entry: None)  # it renders entries too
-
-    def __exit__(self, *error: object) -> None:
-        self.patch.undo()
-        planner.load_once.cache_clear()
-        functional.forget()
+        yield
 
 
 EACH: dict[str, dict[str, Any]] = {

@@ -12,11 +12,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import fake_device
 import pytest
 import samples
 import torch
 import triton
-from noted_card import CUDA, Current, Noted, card, nothing_prepared, packed, three  # noqa: F401 - fixtures
+from fake_device import CUDA, Launches
+from noted_card import card, nothing_prepared, packed, three  # noqa: F401 - fixtures
 from threads import together
 from torch import Tensor
 
@@ -25,7 +27,6 @@ from autoattn import functional
 from autoattn.baselines import pytorch_sdpa
 from autoattn.core.mask import Mask
 from autoattn.errors import AutoattnError, TensorError
-from autoattn.hardware import nvidia
 from autoattn.kernels import bound_launch
 from autoattn.kernels.compiler import Descriptor, Kernel
 from autoattn.kernels.forward import POINTERS
@@ -54,7 +55,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def same(ordinary: tuple[Any, ...], by_run: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
     """The two launch alike; a prepared one passes addresses where the ordinary one passes tensors."""
     (grid, given), (facts, arguments_) = ordinary, by_run
-    assert facts == (*grid, ("stream of", 0), Noted.function, Noted.packed_metadata, None, None, None)
+    assert facts == (*grid, ("stream of", 0), Launches.function, Launches.packed_metadata, None, None, None)
     assert len(given) == len(arguments_)
     for one, other in zip(given, arguments_, strict=True):
         if isinstance(one, Descriptor):
@@ -65,7 +66,7 @@ def same(ordinary: tuple[Any, ...], by_run: tuple[tuple[Any, ...], tuple[Any, ..
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: Noted) -> None:
+def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: Launches) -> None:
     first, second = three(), three()
     made = autoattn.attention(*first, **CALLS[name])
     found = autoattn.attention(*second, **CALLS[name])
@@ -81,13 +82,13 @@ def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: No
 
 
 @pytest.mark.parametrize("name", ["plain", "lse", "causal", "bshd"])
-def test_so_does_one_that_takes_descriptors(name: str, card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
+def test_so_does_one_that_takes_descriptors(name: str, card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_device.set_device(monkeypatch, samples.H200)
     test_a_prepared_call_launches_what_the_ordinary_one_does(name, card)
     assert isinstance(card.prepared[0][1][0], Descriptor)
 
 
-def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted) -> None:
+def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Launches) -> None:
     first, second = packed(), packed()
     made = autoattn.packed_attention(*first, causal=True, return_lse=True)
     found = autoattn.packed_attention(*second, causal=True, return_lse=True)
@@ -101,7 +102,7 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Noted)
     assert len(launch.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
 
 
-def test_every_door_goes_through_what_was_prepared(card: Noted) -> None:
+def test_every_door_goes_through_what_was_prepared(card: Launches) -> None:
     tensors = three()
     swapped = [tensor.transpose(1, 2) for tensor in tensors]
     doors: list[Callable[[], object]] = [
@@ -119,7 +120,7 @@ def test_every_door_goes_through_what_was_prepared(card: Noted) -> None:
 
 
 def test_the_environments_numerics_make_another_answer_at_every_door(
-    card: Noted, monkeypatch: pytest.MonkeyPatch
+    card: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = three()
     doors: list[Callable[[], object]] = [
@@ -147,20 +148,20 @@ def test_the_environments_numerics_make_another_answer_at_every_door(
 
 
 def test_a_launch_has_its_tensors_device_current_and_then_the_callers_again(
-    card: Noted, monkeypatch: pytest.MonkeyPatch
+    card: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(card, "run", lambda *given: seen.append((Current.index, given[3])))
+    monkeypatch.setattr(card, "run", lambda *given: seen.append((card.context.current, given[3])))
     tensors = three()
     autoattn.attention(*tensors)
     for current in (0, 1):
-        Current.index = current
+        card.context.current = current
         autoattn.attention(*tensors)
-        assert Current.index == current
+        assert card.context.current == current
     assert seen == [(0, ("stream of", 0))] * 2
 
 
-def test_launch_hooks_are_called_where_somebody_set_one(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_hooks_are_called_where_somebody_set_one(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(facts: object) -> None: ...
 
     tensors = three()
@@ -178,7 +179,7 @@ def test_launch_hooks_are_called_where_somebody_set_one(card: Noted, monkeypatch
     ]  # fmt: skip
 
 
-def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(
         SIGNATURE={"query": "tensordesc", "output": "tensordesc", "value_ptr": "*fp16", "scratch_ptr": "*i32"},
         DESCRIPTORS={"query": ([1, 1, 64, 16], "layout"), "output": ([1, 1, 64, 16], "layout")},
@@ -201,7 +202,7 @@ def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Noted, monkeypa
     assert not any(isinstance(one, Tensor) for one in known_launch().given)
 
 
-def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
 
     def sized(batch: int, heads: int, rows: int) -> int:
@@ -249,7 +250,7 @@ ORDINARY: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_what_a_key_cannot_hold_takes_the_ordinary_way_each_time(name: str, card: Noted) -> None:
+def test_what_a_key_cannot_hold_takes_the_ordinary_way_each_time(name: str, card: Launches) -> None:
     tensors = three()
     for _ in range(3):
         autoattn.attention(*tensors, **ORDINARY[name]())
@@ -257,9 +258,9 @@ def test_what_a_key_cannot_hold_takes_the_ordinary_way_each_time(name: str, card
 
 
 def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(
-    card: Noted, monkeypatch: pytest.MonkeyPatch
+    card: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
+    fake_device.set_device(monkeypatch, samples.H200)
     eighths = [tensor.to(torch.float8_e4m3fn) for tensor in three()]
     for _ in range(2):
         autoattn.attention(*eighths)
@@ -270,13 +271,13 @@ def test_float8_and_tensors_that_autocast_turns_are_made_anew_each_time(
     assert (len(card.ordinary), len(card.prepared)) == (4, 0)
 
 
-def test_a_call_without_tokens_is_not_prepared(card: Noted) -> None:
+def test_a_call_without_tokens_is_not_prepared(card: Launches) -> None:
     for _ in range(2):
         assert autoattn.attention(*three(seq=0)).shape == (2, 4, 0, 16)
     assert (card.ordinary, card.prepared, call_cache.info().calls) == ([], [], 0)
 
 
-def test_an_error_is_raised_each_time(card: Noted) -> None:
+def test_an_error_is_raised_each_time(card: Launches) -> None:
     tensors = three()
     right: dict[str, Any] = {"causal": True, "window": (3, 3), "softcap": 1.0}
     autoattn.attention(*tensors, **right)
@@ -287,20 +288,20 @@ def test_an_error_is_raised_each_time(card: Noted) -> None:
     assert call_cache.info().calls == 1
 
 
-def test_what_a_graph_forbade_is_not_kept(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_forbade_is_not_kept(card: Launches) -> None:
     tensors = three()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    card.context.capturing = True
     for _ in range(2):
         autoattn.attention(*tensors)
     assert (card.ordinary, call_cache.info().calls) == ([], 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    card.context.capturing = False
     autoattn.attention(*tensors)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    card.context.capturing = True
     autoattn.attention(*tensors)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
 
 
-def test_wrong_offsets_are_seen_though_the_call_was_prepared(card: Noted) -> None:
+def test_wrong_offsets_are_seen_though_the_call_was_prepared(card: Launches) -> None:
     given = packed()
     for _ in range(2):
         autoattn.packed_attention(*given)
@@ -310,7 +311,7 @@ def test_wrong_offsets_are_seen_though_the_call_was_prepared(card: Noted) -> Non
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
 
 
-def test_a_compiled_call_runs_what_was_prepared_for_it(card: Noted) -> None:
+def test_a_compiled_call_runs_what_was_prepared_for_it(card: Launches) -> None:
     """The operator answers as the function does, which knows its second call."""
     tensors = three()
     traced = torch.compile(lambda *given: autoattn.attention(*given), backend="eager", fullgraph=True)
@@ -320,7 +321,7 @@ def test_a_compiled_call_runs_what_was_prepared_for_it(card: Noted) -> None:
 
 
 @pytest.mark.parametrize("learns", [False, True])
-def test_a_compiled_training_step_runs_the_kernel_forward(card: Noted, learns: bool) -> None:
+def test_a_compiled_training_step_runs_the_kernel_forward(card: Launches, learns: bool) -> None:
     tensors = [tensor.requires_grad_(learns) for tensor in three()]
     torch.compile(lambda *given: autoattn.attention(*given, softcap=2.0), backend="aot_eager", fullgraph=True)(*tensors)
     assert len(card.ordinary) == 1
@@ -356,7 +357,7 @@ def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, An
     assert call_cache.info().calls == 0
 
 
-def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_refuses_later_gives_way(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = cache_lookup.Explanation(problem=None, route="sdpa-flash", level=Level.EXACT, reason="it was the fastest")
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     monkeypatch.setattr(pytorch_sdpa, "sdpa", lambda problem, operands, backend="sdpa": torch.zeros(1))
@@ -382,7 +383,7 @@ def test_a_backend_that_refuses_later_gives_way(card: Noted, monkeypatch: pytest
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_gives_way_where_there_are_too_many(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_gives_way_where_there_are_too_many(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "BOUND", 3)
     calls = [three(seq=seq) for seq in (16, 17, 18, 19)]
     for tensors in calls:
@@ -393,14 +394,14 @@ def test_the_oldest_gives_way_where_there_are_too_many(card: Noted, monkeypatch:
     assert (len(card.ordinary), len(card.prepared)) == (5, 2)
 
 
-def test_forgetting_forgets_what_was_prepared(card: Noted) -> None:
+def test_forgetting_forgets_what_was_prepared(card: Launches) -> None:
     for _ in range(2):
         autoattn.attention(*three())
         functional.forget()
     assert (len(card.ordinary), len(card.prepared)) == (2, 0)
 
 
-def test_nothing_prepared_holds_a_tensor(card: Noted) -> None:
+def test_nothing_prepared_holds_a_tensor(card: Launches) -> None:
     autoattn.attention(*three(), return_lse=True)
     autoattn.packed_attention(*packed())
     for known in call_cache.prepared_calls():
@@ -408,7 +409,7 @@ def test_nothing_prepared_holds_a_tensor(card: Noted) -> None:
         assert not any(isinstance(given, Tensor) for given in known.launch.given)
 
 
-def test_threads_may_call_at_once(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_call_at_once(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "BOUND", 4)
     wrong: list[object] = []
 

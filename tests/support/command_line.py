@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import samples
 from checkout_paths import CHECKOUT
+from fake_device import set_device
 
 from autoattn.cache import store
 from autoattn.cli.app import run
 from autoattn.codegen import resources
-from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Op
-from autoattn.hardware import nvidia
 
 ROOT = CHECKOUT
 COMMANDS = ("init", "tune", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache")
@@ -35,13 +34,9 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture(autouse=True)
 def no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No GPU, no shipped cache and no terminal, whatever the machine and the checkout hold."""
-    set_card(monkeypatch, None)
+    set_device(monkeypatch, None)
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "shipped")
-
-
-def set_card(monkeypatch: pytest.MonkeyPatch, card: Device | None) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index=None: card)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_device
 import gradient_kernels
 import pytest
 import samples
@@ -22,11 +23,10 @@ from autoattn.cache import store
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Bias, Problem
 from autoattn.core.variant import Source
-from autoattn.hardware import nvidia
 from autoattn.kernels import backward, forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula
-from autoattn.runtime.plan import gradient_problem, planner
+from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.tensors.operands import Gradients, Operands, Saved
 
@@ -41,7 +41,6 @@ def at(address: int, like: Tensor) -> Tensor:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
-    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
     seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0}
     seen |= {"forward": 0, "backward": 0, "slopes": 0}
 
@@ -124,9 +123,6 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
 
         return (launch,)
 
-    functional.forget()
-    planner.load_once.cache_clear()
-    monkeypatch.setattr(planner, "why_no_kernel", lambda problem, operands: None)
     may_bind = backward.may_bind
     there: Any = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
@@ -135,14 +131,10 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     monkeypatch.setattr(forward, "zeros", lambda *facts: None)
     for name in ("tiles", "partials"):
         monkeypatch.setattr(forward, name, lambda *facts: 0)
-    monkeypatch.setattr(planner.compiler, "load", load)
     monkeypatch.setattr(forward, "launch", run)
     monkeypatch.setattr(backward, "launch", differentiate)
-    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    yield seen
-    functional.forget()
-    planner.load_once.cache_clear()
+    with fake_device.plan_on(monkeypatch, samples.H200, load, tmp_path) as seen["context"]:
+        yield seen
 
 
 @pytest.fixture(params=["eager", "compiled"])

@@ -1,71 +1,35 @@
-"""A bench without a card: a stopwatch that makes up its times, and peers that compute as they are told."""
+"""A bench without a card: the fake device's timer, and peers that compute as they are told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import kernels
 import pytest
 import torch
+from fake_device import Timer
 from torch import Tensor
 
 from autoattn.baselines import pytorch_sdpa
 from autoattn.baselines.external import Peer
 from autoattn.bench import kernel_bench
 from autoattn.bench.kernel_results import Contestant, Options, Row
-from autoattn.core.paired_stats import Pulse
 from autoattn.core.problem import Problem
-from autoattn.hardware.timer import HIDDEN_US, Rounds
 from autoattn.tensors.operands import Operands
 
 CPU = torch.device("cpu")
 
 
-class Stopwatch:
-    """Runs what it is to time, and makes up the times."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.guess = 1000.0
-        self.breaks = False
-        self.hidden_us = HIDDEN_US
-
-    def wound(self, device: torch.device, *, spins: int = 1) -> Stopwatch:
-        self.hidden_us = spins * HIDDEN_US
-        return self
-
-    def warm(self) -> None:
-        pass
-
-    def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        for _ in range(count):
-            call()
-        return [self.guess] * count
-
-    def graph(self, call: Callable[[], object], count: int) -> Callable[[], object]:
-        if self.breaks:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        call()
-        return lambda: None
-
-    def rounds(
-        self, calls: Mapping[str, Callable[[], object]], *, seconds: float, seed: int, count: int | None = None
-    ) -> Rounds:
-        self.seconds = seconds
-        for call in calls.values():
-            call()
-        times = {name: [100.0 * place] * (count or 3) for place, name in enumerate(calls, start=1)}
-        return Rounds(times_us=times, pulses=[Pulse(clock_mhz=1700, slowed=False)] * 3)
-
-
-def install(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
-    """A bench on the CPU."""
-    found = Stopwatch(CPU)
-    monkeypatch.setattr(kernel_bench, "Stopwatch", found.wound)
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
+    """A bench on the CPU; gives its timer."""
+    fake = Timer()
+    monkeypatch.setattr(kernel_bench, "Stopwatch", fake.wound)
     monkeypatch.setattr(kernel_bench, "current_device", lambda: CPU)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(kernel_bench, "compile_ahead", lambda kernels, arch: None)
-    return found
+    return fake
 
 
 def planted(name: str, call: Callable[[Problem, Operands], Tensor], **changes: Any) -> Peer:

@@ -200,14 +200,14 @@ def _no_second(ctx: Any, *pushes: Any) -> Gradients:
 # torch.library.register_autograd registers these as they are. Each then goes through the dispatcher to come to the same
 # Python once more, which takes as long again as all else that a short call waits for; so what is prepared is answered
 # here where nothing is recorded, as in each graph that torch.compile made.
-_recorded = torch_private.autograd_kernel(attention_schema.operator, _differentiate, _save)
-_recorded_backward = torch_private.autograd_kernel(_operator, _no_second, None)
+recorded = torch_private.autograd_kernel(attention_schema.operator, _differentiate, _save)
+recorded_backward = torch_private.autograd_kernel(_operator, _no_second, None)
 
 
 def _attention(keys: torch.DispatchKeySet, *tensors: Any, **words: Any) -> tuple[Tensor, Tensor]:
     find = _in_parts if torch.is_grad_enabled() else attention_op.at_once
     answer = find(tensors, words)
-    return _recorded(keys, *tensors, **words) if answer is None else answer
+    return recorded(keys, *tensors, **words) if answer is None else answer
 
 
 def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -243,7 +243,7 @@ _TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not lo
 
 def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     grads = None if torch.is_grad_enabled() else _at_once(tensors, learns, words)
-    return _recorded_backward(keys, *tensors, learns=learns, **words) if grads is None else grads
+    return recorded_backward(keys, *tensors, learns=learns, **words) if grads is None else grads
 
 
 library.impl("attention", _attention, "Autograd", with_keyset=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import fake_device
 import pytest
 import torch
 from argument_calls import KEY, OFFSETS, QUERY, causal, read, read_packed, zeros
@@ -319,7 +320,7 @@ def test_packed_sequences_take_no_tensor_that_masks(what: str) -> None:
 def test_a_captured_graph_asks_for_a_seed(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from autoattn.runtime.parse import modifier_arguments
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    fake_device.set_context(monkeypatch).capturing = capturing
     card = torch.device("cuda")
     assert modifier_arguments.choose_seed(3, card) == 3
     if capturing:

@@ -275,19 +275,17 @@ def test_a_short_call_that_wants_something_else_is_the_kernels(card: dict[str, A
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_kernels_answer_while_a_cuda_graph_is_captured(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, warm: bool
-) -> None:
+def test_kernels_answer_while_a_cuda_graph_is_captured(card: dict[str, Any], warm: bool) -> None:
     tensors = three()
     enter(card, tensors)
     autoattn.attention(*tensors, causal=True)  # loads the kernels
     if not warm:
         call_cache.clear()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    card["context"].capturing = True
     for calls in (1, 2):
         assert_right(stepped(autoattn.attention, tensors), tensors)
         assert (card["forward"], card["backward"]) == (calls, calls)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    card["context"].capturing = False
     assert_right(stepped(autoattn.attention, tensors), tensors)
     assert card["forward"] == 2
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import formula
 import kernels
 import pytest
@@ -27,7 +29,6 @@ from autoattn.codegen import search_space
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Source, Traits
 from autoattn.errors import CompileError
-from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan import cache_lookup, planner
@@ -36,10 +37,9 @@ from autoattn.tensors.operands import Operands
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Plans as if the CPU's tensors were on an H200 for which nothing was tuned; kernels are computed by PyTorch."""
-    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: tmp_path)
-    seen: dict[str, Any] = {"loaded": [], "capturing": False, "launched": 0}
+    seen: dict[str, Any] = {"loaded": [], "launched": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
         seen["loaded"].append(source)
@@ -56,13 +56,9 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         if lse is not None:
             lse.copy_(sums)
 
-    planner.load_once.cache_clear()
-    monkeypatch.setattr(planner, "why_no_kernel", lambda problem, operands: None)
-    monkeypatch.setattr(planner.compiler, "load", load)
     monkeypatch.setattr(forward, "launch", launch)
-    monkeypatch.setattr(nvidia, "present", lambda index: samples.H200)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: seen["capturing"])
-    return seen
+    with fake_device.plan_on(monkeypatch, samples.H200, load, tmp_path) as seen["context"]:
+        yield seen
 
 
 def test_a_kernel_is_planned_once_and_launched_each_time(card: dict[str, Any]) -> None:
@@ -145,13 +141,13 @@ def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
 
 def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> None:
     tensors = inputs(dtype=torch.float16)
-    card["capturing"] = True
+    card["context"].capturing = True
     close(autoattn.attention(*tensors), expected(tensors, False))
     assert "call once before capturing" in autoattn.explain(*tensors).reason
     assert card["loaded"] == []
-    card["capturing"] = False
+    card["context"].capturing = False
     autoattn.attention(*tensors)
-    card["capturing"] = True
+    card["context"].capturing = True
     autoattn.attention(*tensors)
     assert card["launched"] == 2, "what was loaded before runs in the graph too"
 
@@ -267,7 +263,7 @@ def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
 
 
 def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia, "present", lambda index: samples.A30)
+    fake_device.set_device(monkeypatch, samples.A30)
     tensors = tuple(tensor.to(torch.float8_e4m3fn) for tensor in inputs())
     found = autoattn.explain(*tensors)
     assert (found.route, card["launched"]) == ("eager", 0)

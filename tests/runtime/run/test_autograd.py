@@ -69,7 +69,7 @@ def test_a_prepared_step_of_a_graph_is_answered_before_it_is_recorded(
         return output, *torch.autograd.grad(output, tensors, torch.ones_like(output))
 
     expected = step()
-    for name in ("_recorded", "_recorded_backward"):
+    for name in ("recorded", "recorded_backward"):
         monkeypatch.setattr(attention_op_backward, name, lambda *given, **words: pytest.fail("recorded"))
     for ours, before in zip(step(), expected, strict=True):
         assert torch.equal(ours, before)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from noted_card import CUDA, Noted, card, nothing_prepared, three  # noqa: F401 - fixtures
+from fake_device import CUDA, Launches
+from noted_card import card, nothing_prepared, three  # noqa: F401 - fixtures
 
 import autoattn
 from autoattn.kernels.compiler import Kernel
@@ -22,7 +22,7 @@ from autoattn.runtime.plan import planner
 from autoattn.runtime.run import recompute_counter
 
 
-class Tripping(Noted):
+class Tripping(Launches):
     """A kernel whose launches set the flags that are given; it has room for `tiles` of them."""
 
     def __init__(self, tiles: int) -> None:
@@ -44,7 +44,7 @@ class Tripping(Noted):
 
 
 @pytest.fixture
-def kernel(card: Noted, monkeypatch: pytest.MonkeyPatch) -> Tripping:
+def kernel(card: Launches, monkeypatch: pytest.MonkeyPatch) -> Tripping:
     """What all calls run: four tiles."""
     return planted(monkeypatch, 4)
 
@@ -108,7 +108,7 @@ def test_other_threads_are_not_counted(kernel: Tripping) -> None:
     assert (count.tiles, count.redone) == (4, 2)
 
 
-def test_without_kernels_that_can_say_it_there_is_no_rate(card: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_that_can_say_it_there_is_no_rate(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = three()
     with autoattn.counting_redone() as count:
         autoattn.attention(*tensors)  # the plain Triton template needs no scratch
@@ -122,10 +122,10 @@ def test_without_kernels_that_can_say_it_there_is_no_rate(card: Noted, monkeypat
     assert math.isnan(count.rate)
 
 
-def test_what_a_graph_captures_is_not_counted(kernel: Tripping, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_captures_is_not_counted(card: Launches, kernel: Tripping) -> None:
     tensors, kernel.flags = three(), (1, 0, 0, 0)
     autoattn.attention(*tensors)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    card.context.capturing = True
     with autoattn.counting_redone() as count:
         autoattn.attention(*tensors)
     assert len(kernel.prepared) == 1
