@@ -13,7 +13,7 @@ import pytest
 import samples
 import torch
 import triton
-from computed_card import attend, card, enter, inputs  # noqa: F401 - the first two are fixtures
+from computed_launches import attend, card, enter, inputs  # noqa: F401 - the first two are fixtures
 from torch import Tensor
 
 import autoattn

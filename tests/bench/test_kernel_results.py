@@ -215,7 +215,7 @@ def shapes(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+def fake_rows(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Rows without a card; gives the problems that were asked for."""
     asked: list[Problem] = []
 
@@ -260,11 +260,11 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_the_command_prints_each_row_and_writes_three_files(
-    pretended: list[Problem], shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake_rows: list[Problem], shapes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert run(["bench", str(shapes), "--peers", "sdpa-cudnn,flex", "--out", str(out), "--only", "8x8"]) == 0
-    assert [str(one) for one in pretended] == ["fp16 B1 H2 8x8 D16 full", "fp16 B1 H2 8x8 D16 causal"]
+    assert [str(one) for one in fake_rows] == ["fp16 B1 H2 8x8 D16 full", "fp16 B1 H2 8x8 D16 causal"]
     said = capsys.readouterr().out
     assert "[1/2] fp16 B1 H2 8x8 D16 full: " in said
     assert "1.500x the best peer" in said
@@ -277,12 +277,12 @@ def test_the_command_prints_each_row_and_writes_three_files(
 
 
 def test_gradients_are_benched_like_outputs(
-    pretended: list[Problem], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake_rows: list[Problem], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "backward.yaml"
     path.write_text(SHAPES.replace("batch: 1", "batch: 1, operation: [forward, backward]"))
     assert run(["bench", str(path), "--only", "backward", "--peers", "sdpa-cudnn", "--out", str(tmp_path)]) == 0
-    assert [str(one) for one in pretended] == [
+    assert [str(one) for one in fake_rows] == [
         "backward fp16 B1 H2 8x8 D16 full",
         "backward fp16 B1 H2 8x8 D16 causal",
         "backward fp16 B1 H2 24x24 D16 full",
@@ -294,7 +294,7 @@ def test_gradients_are_benched_like_outputs(
 
 
 def test_ctrl_c_keeps_what_was_done(
-    pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_rows: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = kernel_bench.rows
 
@@ -308,7 +308,7 @@ def test_ctrl_c_keeps_what_was_done(
 
 
 def test_what_was_done_is_kept_when_the_card_breaks(
-    pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_rows: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = kernel_bench.rows
 
@@ -322,7 +322,7 @@ def test_what_was_done_is_kept_when_the_card_breaks(
 
 
 def test_a_problem_without_our_answer_fails_the_command(
-    pretended: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fake_rows: list[Problem], shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     bad = Contestant(name="autoattn", ours=True, state=State.WRONG, detail="error 1 where 0.1 is allowed")

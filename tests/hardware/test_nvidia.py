@@ -1,4 +1,4 @@
-"""The card in this machine, told by a driver that only pretends."""
+"""The card in this machine, told by a fake driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NVMLError(Exception):
     pass
 
 
-class PretendedNvml(SimpleNamespace):
+class FakeNvml(SimpleNamespace):
     """NVML, as far as it is asked."""
 
     NVML_CLOCK_SM = 1
@@ -155,22 +155,22 @@ def test_a_name_that_nobody_knows_is_refused() -> None:
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> PretendedNvml:
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     plug_in(monkeypatch)
-    pretended = PretendedNvml(reasons=0, clock=1755, heat=61)
-    monkeypatch.setattr(nvidia, "load_nvml", lambda: pretended)
-    return pretended
+    fake = FakeNvml(reasons=0, clock=1755, heat=61)
+    monkeypatch.setattr(nvidia, "load_nvml", lambda: fake)
+    return fake
 
 
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (4, False), (8, True), (64, True), (4 | 64, True)])
-def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: PretendedNvml, reasons: int, slowed: bool) -> None:
+def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: FakeNvml, reasons: int, slowed: bool) -> None:
     nvml.reasons = reasons
     found = nvidia.pulse(0)
     assert found is not None
     assert (found.clock_mhz, found.slowed, found.temperature_c) == (1755, slowed, 61)
 
 
-def test_what_holds_the_clock_down_is_told_in_words(nvml: PretendedNvml) -> None:
+def test_what_holds_the_clock_down_is_told_in_words(nvml: FakeNvml) -> None:
     nvml.reasons = 4 | 64 | 1  # 1 is idleness, which holds nothing down
     found = nvidia.pulse(0)
     assert found is not None
@@ -178,18 +178,18 @@ def test_what_holds_the_clock_down_is_told_in_words(nvml: PretendedNvml) -> None
 
 
 @pytest.mark.parametrize("uuid", ["1234", "GPU-1234"])
-def test_the_card_is_the_one_that_cuda_means(nvml: PretendedNvml, monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
+def test_the_card_is_the_one_that_cuda_means(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
     plug_in(monkeypatch, uuid=uuid)
     nvidia.pulse(0)
     assert nvml.asked == "GPU-1234"
 
 
-def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: PretendedNvml) -> None:
+def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: FakeNvml) -> None:
     nvml.heat = None
     assert nvidia.pulse(0) == Pulse(clock_mhz=1755, slowed=False)
 
 
-def test_a_card_that_tells_no_clock_works_without_one(nvml: PretendedNvml) -> None:
+def test_a_card_that_tells_no_clock_works_without_one(nvml: FakeNvml) -> None:
     nvml.clock = None
     assert nvidia.pulse(0) is None
 
@@ -201,7 +201,7 @@ def test_without_nvml_there_is_no_clock_and_no_driver_version(monkeypatch: pytes
     assert nvidia.driver_version() is None
 
 
-def test_the_driver_tells_its_version(nvml: PretendedNvml) -> None:
+def test_the_driver_tells_its_version(nvml: FakeNvml) -> None:
     assert nvidia.driver_version() == "580.159.04"
 
 

@@ -18,7 +18,7 @@ import samples
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noted_card import HALF, nothing_prepared, three  # noqa: F401 - fixtures
+from noted_launches import HALF, nothing_prepared, three  # noqa: F401 - fixtures
 from torch import Tensor
 
 from autoattn import functional

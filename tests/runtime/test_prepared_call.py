@@ -18,7 +18,7 @@ import samples
 import torch
 import triton
 from fake_device import CUDA, Launches
-from noted_card import card, nothing_prepared, packed, three  # noqa: F401 - fixtures
+from noted_launches import card, nothing_prepared, packed, three  # noqa: F401 - fixtures
 from threads import together
 from torch import Tensor
 

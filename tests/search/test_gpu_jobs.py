@@ -1,4 +1,4 @@
-"""What the finals make of rounds, with a stopwatch that only pretends; on a card see test_measure_gpu."""
+"""What the finals make of rounds, with a fake timer; on a card see test_gpu_jobs_gpu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMES = {finalist_name(0): 10.0, finalist_name(2): 12.0, "sdpa": 15.0}
 
 
 @dataclass
-class Pretended:
+class FinalsTimer:
     """A stopwatch on a card that is slowed down, and ten times slower, in every fifth round."""
 
     asked: list[Any] = field(default_factory=list)
@@ -53,7 +53,7 @@ def finished(job: Final, stopwatch: Any) -> Any:
 
 
 def test_rounds_of_a_slowed_card_are_kept_but_not_counted() -> None:
-    found = finished(final(), Pretended())
+    found = finished(final(), FinalsTimer())
     assert len(found.rounds) == 20
     first, wrong, third = found.measurements
     assert wrong is None
@@ -65,14 +65,14 @@ def test_rounds_of_a_slowed_card_are_kept_but_not_counted() -> None:
 
 
 def test_the_finalists_are_told_from_the_rivals() -> None:
-    stopwatch = Pretended()
+    stopwatch = FinalsTimer()
     finished(final(), stopwatch)
     ours = [finalist_name(0), finalist_name(2)]
     assert stopwatch.asked == [(["sdpa", *ours], ours, 0.5, 7)]
 
 
 def test_energy_is_counted_where_it_is_asked_for() -> None:
-    stopwatch = Pretended()
+    stopwatch = FinalsTimer()
     assert finished(final(), stopwatch).energies == (None, None, None)
     found = finished(final(energy_seconds=0.25), stopwatch)
     assert found.energies == (Energy(joules=0.1, watts=500.0), None, Energy(joules=0.3, watts=500.0))
@@ -80,7 +80,7 @@ def test_energy_is_counted_where_it_is_asked_for() -> None:
     assert stopwatch.asked[-3:] == [0.25] * 3
 
 
-class Paired:
+class PairedTimer:
     """A stopwatch on a card that slows down and down, and on which the worst case takes 2, 3 and 2.5 times as long."""
 
     def rounds(self, calls: Mapping[str, Any], *, seconds: float, seed: int) -> Rounds:
@@ -96,6 +96,6 @@ def test_the_worst_case_is_told_over_the_usual_one_of_the_same_rounds(
     flags: torch.Tensor | None, counted: tuple[int, int]
 ) -> None:
     job = Outgrow(problem=PROBLEM, source=render.render(PROBLEM, kernels.variant()), seed=7)
-    found = job.time(Paired(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
+    found = job.time(PairedTimer(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
     assert (found.slowdown, found.median_us, found.rounds, found.max_error) == (2.5, 300.0, 3, 1e-3)
     assert (found.tiles, found.redone) == counted

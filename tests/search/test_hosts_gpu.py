@@ -17,9 +17,9 @@ import planted_jobs
 import pytest
 import samples
 from checkout_paths import python_path
+from fake_pool import Studied
 from planted_kernels import FAULTS
 from planted_variants import BAD, GONE, GOOD, large
-from pretended_pool import Studied
 
 from autoattn.cache import store
 from autoattn.codegen import render

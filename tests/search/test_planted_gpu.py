@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_pool import Studied
 from planted_kernels import FAULTS, Fault
 from planted_variants import BAD, GONE, GOOD, large
-from pretended_pool import Studied
 
 from autoattn.codegen import render
 from autoattn.core.problem import Problem

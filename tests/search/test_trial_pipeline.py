@@ -9,7 +9,7 @@ from typing import Any
 import kernels
 import pytest
 import samples
-from pretended_pool import (
+from fake_pool import (
     BROKEN,
     FINISHED,
     GOOD,
@@ -18,9 +18,9 @@ from pretended_pool import (
     Studied,
     asked,
     benched,
-    pretend,
     report_of,
     searched,
+    set_pool,
     variants,
 )
 
@@ -38,7 +38,7 @@ from autoattn.search.worker_pool import Failure
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return pretend(monkeypatch)
+    return set_pool(monkeypatch)
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

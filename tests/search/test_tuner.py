@@ -1,4 +1,4 @@
-"""The tuner without a GPU: a real small run, and what is chosen with a workshop that only pretends."""
+"""The tuner without a GPU: a real small run, and what is chosen with a fake workshop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import kernels
 import pytest
 import samples
-from pretended_workshop import SMALL, Pretended, pretended, remember, rival, run  # noqa: F401 - a fixture
+from fake_workshop import SMALL, FakeWorkshop, remember, rival, run, workshop  # noqa: F401 - a fixture
 
 from autoattn.cache import store
 from autoattn.core.cache_entry import KERNEL
@@ -31,12 +31,12 @@ def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_pat
     assert (again.kept, again.kernels) == (1, 0)
 
 
-def test_the_same_seed_gives_the_same_entry(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_entry(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     one, other = (run(tmp_path / name, trials=30, seed=5).entries[SMALL.key] for name in ("a", "b"))
     assert replace(one, versions={}) == replace(other, versions={})
 
 
-def test_more_trials_go_on_where_the_last_run_stopped(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_more_trials_go_on_where_the_last_run_stopped(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     run(tmp_path, trials=6)
     summary = run(tmp_path, trials=10)
     assert summary.kept == 0
@@ -45,7 +45,7 @@ def test_more_trials_go_on_where_the_last_run_stopped(pretended: type[Pretended]
 
 
 def test_an_entry_of_another_template_text_is_tuned_anew(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
     source = store.source_of
@@ -54,7 +54,7 @@ def test_an_entry_of_another_template_text_is_tuned_anew(
 
 
 def test_an_entry_outlives_a_change_of_the_template_that_leaves_its_own_text_alone(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
     monkeypatch.setattr("autoattn.codegen.render.template_digest", lambda template: "another")
@@ -62,7 +62,7 @@ def test_an_entry_outlives_a_change_of_the_template_that_leaves_its_own_text_alo
 
 
 def test_an_entry_of_another_search_space_is_tuned_anew_and_its_variants_are_not_tried(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     entry = run(tmp_path).entries[SMALL.key]
     params = {name: value for name, value in entry.params.items() if name != "HEAD_SPLIT"}
@@ -74,7 +74,7 @@ def test_an_entry_of_another_search_space_is_tuned_anew_and_its_variants_are_not
 
 
 def test_a_problem_that_the_device_cannot_run_fails_alone_and_says_why(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     eight = replace(SMALL, dtype=DType.FLOAT8, precision=Precision.IEEE)
     summary = run(tmp_path, eight, SMALL)
@@ -83,25 +83,25 @@ def test_a_problem_that_the_device_cannot_run_fails_alone_and_says_why(
 
 
 def test_a_problem_without_a_working_variant_does_not_stop_the_others(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     other = replace(SMALL, seq_q=128, seq_kv=128)
-    pretended.fails = frozenset({SMALL.key})
+    workshop.fails = frozenset({SMALL.key})
     summary = run(tmp_path, SMALL, other)
     assert list(summary.entries) == [other.key]
     assert "ptxas said no" in summary.failed[SMALL.key]
 
 
-def test_ctrl_c_keeps_what_was_finished(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_finished(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     other = replace(SMALL, seq_q=128, seq_kv=128)
-    pretended.interrupts = frozenset({other.key})
+    workshop.interrupts = frozenset({other.key})
     summary = run(tmp_path, SMALL, other)
     assert summary.interrupted
     assert list(store.read(summary.written[0]).entries) == [SMALL.key]
 
 
-def test_the_fastest_finalist_wins_and_the_kernel_is_the_choice(pretended: type[Pretended], tmp_path: Path) -> None:
-    pretended.rivals = (rival("sdpa", 1000.0),)
+def test_the_fastest_finalist_wins_and_the_kernel_is_the_choice(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
+    workshop.rivals = (rival("sdpa", 1000.0),)
     entry = run(tmp_path, measured=True).entries[SMALL.key]
     assert entry.evidence is Evidence.MEASURED
     assert entry.choice == KERNEL
@@ -117,20 +117,20 @@ def test_the_fastest_finalist_wins_and_the_kernel_is_the_choice(pretended: type[
     ],
 )
 def test_a_faster_rival_is_chosen(
-    pretended: type[Pretended], tmp_path: Path, others: tuple[tuple[str, float], ...], choice: str
+    workshop: type[FakeWorkshop], tmp_path: Path, others: tuple[tuple[str, float], ...], choice: str
 ) -> None:
-    pretended.rivals = tuple(rival(name, time_us) for name, time_us in others)
+    workshop.rivals = tuple(rival(name, time_us) for name, time_us in others)
     assert run(tmp_path, measured=True).entries[SMALL.key].choice == choice
 
 
-def test_a_rival_faster_by_less_than_the_margin_is_not_chosen(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_a_rival_faster_by_less_than_the_margin_is_not_chosen(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     best = run(tmp_path / "a", measured=True).entries[SMALL.key].time_us
-    pretended.rivals = (rival("sdpa", best * (1.0 - finals.MARGIN / 2)),)
+    workshop.rivals = (rival("sdpa", best * (1.0 - finals.MARGIN / 2)),)
     assert run(tmp_path / "b", measured=True).entries[SMALL.key].choice == KERNEL
 
 
-def test_a_rival_that_is_wrong_is_no_rival(pretended: type[Pretended], tmp_path: Path) -> None:
-    pretended.rivals = (rival("sdpa", 1.0, max_error=1.0),)
+def test_a_rival_that_is_wrong_is_no_rival(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
+    workshop.rivals = (rival("sdpa", 1.0, max_error=1.0),)
     entry = run(tmp_path, measured=True).entries[SMALL.key]
     assert entry.choice == KERNEL
     assert "sdpa" not in {one.name for one in entry.rivals}
@@ -138,12 +138,12 @@ def test_a_rival_that_is_wrong_is_no_rival(pretended: type[Pretended], tmp_path:
 
 @pytest.mark.parametrize(("slower", "wins"), [(1.05, True), (1.2, False)])
 def test_what_was_measured_elsewhere_is_tried_and_leaned_on(
-    pretended: type[Pretended], tmp_path: Path, slower: float, wins: bool
+    workshop: type[FakeWorkshop], tmp_path: Path, slower: float, wins: bool
 ) -> None:
     """It is believed over a prediction that is a little better, and not over one that is much better."""
     unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
     remember(tmp_path, unlikely)
-    pretended.time_us = lambda self, variant: 100.0 * (slower if variant == unlikely else 1.0)  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 100.0 * (slower if variant == unlikely else 1.0)  # type: ignore[method-assign]
     entry = run(tmp_path).entries[SMALL.key]
     assert (entry.variant == unlikely) is wins
     tried = [entry.params, *(candidate.params for candidate in entry.candidates)]
@@ -156,24 +156,24 @@ def test_what_was_measured_elsewhere_is_tried_and_leaned_on(
     ids=str,
 )
 def test_a_winner_of_the_same_kind_elsewhere_is_leaned_on_too(
-    pretended: type[Pretended], tmp_path: Path, change: dict[str, Any]
+    workshop: type[FakeWorkshop], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
     remember(tmp_path, unlikely, problem=replace(SMALL, **change))
-    pretended.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
     assert run(tmp_path).entries[SMALL.key].variant == unlikely
 
 
 def test_a_winner_of_another_kind_elsewhere_is_none_of_this_problems_business(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
     remember(tmp_path, unlikely, problem=replace(SMALL, dtype=DType.BFLOAT16))
-    pretended.time_us = lambda self, variant: 1.0 if variant == unlikely else 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 1.0 if variant == unlikely else 100.0  # type: ignore[method-assign]
     assert run(tmp_path).entries[SMALL.key].variant != unlikely
 
 
-def test_entries_that_another_card_measured_are_not_kept(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_entries_that_another_card_measured_are_not_kept(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     run(tmp_path, measured=True)
     sister = replace(samples.H200, sm_count=78)
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=6, cache=tmp_path)

@@ -9,7 +9,7 @@ import gradient_kernels
 import pytest
 import samples
 import typer.testing
-from pretended_workshop import GOOD, SMALL, Pretended, run
+from fake_workshop import GOOD, SMALL, FakeWorkshop, run
 
 from autoattn.cache import file_format, store
 from autoattn.cli import app
@@ -30,7 +30,7 @@ from autoattn.shapes import shapes_file
 BACKWARD = replace(SMALL, op=Op.BACKWARD)
 
 
-class Both(Pretended):
+class Both(FakeWorkshop):
     """A workshop for both operations."""
 
     def time_us(self, variant: Variant) -> float:
@@ -38,13 +38,13 @@ class Both(Pretended):
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Both]:
+def workshop(monkeypatch: pytest.MonkeyPatch) -> type[Both]:
     fresh = type("Fresh", (Both,), {"finals": [], "asked": []})
     monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 
 
-def test_each_operation_has_a_file_of_its_own(pretended: type[Both], tmp_path: Path) -> None:
+def test_each_operation_has_a_file_of_its_own(workshop: type[Both], tmp_path: Path) -> None:
     summary = run(tmp_path, SMALL, BACKWARD, measured=True)
     assert not summary.failed
     folder = tmp_path / samples.H200.name
@@ -58,14 +58,14 @@ def test_each_operation_has_a_file_of_its_own(pretended: type[Both], tmp_path: P
     assert again.kept == 2
 
 
-def test_a_tuned_backward_problem_is_explained_by_its_entry(pretended: type[Both], tmp_path: Path) -> None:
+def test_a_tuned_backward_problem_is_explained_by_its_entry(workshop: type[Both], tmp_path: Path) -> None:
     entry = run(tmp_path, BACKWARD, measured=True).entries[BACKWARD.key]
     found = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
     assert (found.level, found.variant) == (cache_lookup.Level.EXACT, entry.variant)
     assert cache_lookup.explain(SMALL, samples.H200, tmp_path).level is not cache_lookup.Level.EXACT
 
 
-def test_without_the_card_it_says_that_nothing_predicts_gradients(pretended: type[Both], tmp_path: Path) -> None:
+def test_without_the_card_it_says_that_nothing_predicts_gradients(workshop: type[Both], tmp_path: Path) -> None:
     reason = run(tmp_path, BACKWARD).failed[BACKWARD.key]
     assert reason.endswith("triton/backward must be tuned on the card, since no model predicts it")
     assert reason.startswith("gluon/backward must have a feasible seed")

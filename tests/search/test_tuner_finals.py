@@ -1,4 +1,4 @@
-"""The finals of a tune, and the rehearsals that stand in for them without a card; a workshop pretends."""
+"""The finals of a tune, and the rehearsals that stand in for them without a card; the workshop is a fake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import kernels
 import pytest
 import samples
-from pretended_workshop import GOOD, SMALL, Pretended, pretended, remember, rival, run  # noqa: F401 - a fixture
+from fake_workshop import GOOD, SMALL, FakeWorkshop, remember, rival, run, workshop  # noqa: F401 - a fixture
 
 from autoattn.cache import finals_samples, store
 from autoattn.core.cache_entry import KERNEL
@@ -29,24 +29,24 @@ def first_default() -> Variant:
 
 
 def test_the_default_and_the_previous_winner_are_always_in_the_finals(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     default = first_default()
     old = kernels.variant(BLOCK_M=64, BLOCK_N=64, num_stages=2)
     remember(tmp_path, old)
     slow = (default, old)
-    pretended.time_us = lambda self, variant: 1000.0 if variant in slow else 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 1000.0 if variant in slow else 100.0  # type: ignore[method-assign]
     run(tmp_path, measured=True, trials=30)
-    (finalists,) = pretended.finals
+    (finalists,) = workshop.finals
     assert {default, old} <= set(finalists)
     assert len(finalists) == len(set(finalists)) == search_options.PROFILES[search_options.Effort.QUICK].finalists + 2
 
 
 def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     default = first_default()
-    pretended.time_us = lambda self, variant: 200.0 if variant == default else 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 200.0 if variant == default else 100.0  # type: ignore[method-assign]
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
     times = {one.name: one.measurement.median_us for one in entry.rivals}
     assert times == {finals.TEMPLATE_DEFAULT: 200.0}
@@ -54,30 +54,30 @@ def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
 
 
 def test_a_finalist_that_is_wrong_at_full_size_does_not_win(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+    def finished(self: FakeWorkshop, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
         verdicts = (replace(GOOD, ok=False, reason="error 1"), *(GOOD,) * (len(variants) - 1))
         times = [samples.measurement(problem, 10.0 + place) for place in range(len(variants))]
         self.finals.append(variants)
         return Finished(verdicts=verdicts, measurements=tuple(times), rivals=())
 
-    monkeypatch.setattr(pretended, "finished", finished)
+    monkeypatch.setattr(workshop, "finished", finished)
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
-    (finalists,) = pretended.finals
+    (finalists,) = workshop.finals
     assert entry.variant == finalists[1]
     assert finalists[0].as_dict() not in [candidate.params for candidate in entry.candidates]
 
 
 def test_finals_without_a_right_finalist_leave_no_entry(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = replace(GOOD, ok=False, reason="error 1 where 0.1 is allowed")
 
-    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+    def finished(self: FakeWorkshop, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
         return Finished(verdicts=(bad,) * len(variants), measurements=(None,) * len(variants), rivals=())
 
-    monkeypatch.setattr(pretended, "finished", finished)
+    monkeypatch.setattr(workshop, "finished", finished)
     summary = run(tmp_path, measured=True)
     assert summary.failed == {SMALL.key: "no finalist was right at full size: error 1 where 0.1 is allowed"}
     assert summary.written == ()
@@ -85,16 +85,16 @@ def test_finals_without_a_right_finalist_leave_no_entry(
 
 
 def test_finals_that_are_lost_leave_no_entry_and_the_next_problem_goes_on(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, other = pretended.finished, replace(SMALL, batch=2)
+    right, other = workshop.finished, replace(SMALL, batch=2)
 
-    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished | Failure:
+    def finished(self: FakeWorkshop, problem: Problem, variants: list[Variant], **facts: Any) -> Finished | Failure:
         if problem == SMALL:
             return Failure(outcome=Outcome.CRASH, detail="the process died (SIGSEGV)")
         return right(self, problem, variants, **facts)
 
-    monkeypatch.setattr(pretended, "finished", finished)
+    monkeypatch.setattr(workshop, "finished", finished)
     summary = run(tmp_path, SMALL, other, measured=True)
     assert summary.failed == {SMALL.key: "the finals ended with a crash: the process died (SIGSEGV)"}
     assert list(summary.entries) == [other.key]
@@ -103,41 +103,41 @@ def test_finals_that_are_lost_leave_no_entry_and_the_next_problem_goes_on(
 FIRST_MAX = replace(SMALL, seq_q=512, seq_kv=512)  # long enough for a maximum that is kept
 
 
-def only(softmax: str, monkeypatch: pytest.MonkeyPatch, pretended: type[Pretended]) -> None:
+def only(softmax: str, monkeypatch: pytest.MonkeyPatch, workshop: type[FakeWorkshop]) -> None:
     """Has the variants with this softmax be the fastest by far."""
     monkeypatch.setattr(
-        pretended, "time_us", lambda self, variant: 100.0 + len(str(variant)) - 50.0 * (variant["softmax"] == softmax)
+        workshop, "time_us", lambda self, variant: 100.0 + len(str(variant)) - 50.0 * (variant["softmax"] == softmax)
     )
 
 
 def test_a_winner_that_keeps_its_first_maximum_has_its_worst_case_told(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only("first_max", monkeypatch, pretended)
+    only("first_max", monkeypatch, workshop)
     summary = run(tmp_path, FIRST_MAX, measured=True, trials=30, seed=3)
     entry = summary.entries[FIRST_MAX.key]
     assert entry.variant["softmax"] == "first_max"
-    assert pretended.outgrown == [(entry.variant, 3)], "the winner alone, once"
+    assert workshop.outgrown == [(entry.variant, 3)], "the winner alone, once"
     assert entry.worst is not None
     assert (entry.worst.slowdown, entry.worst.redone, entry.worst.tiles) == (2.5, 63, 64)
     assert store.read(summary.written[0]).entries[FIRST_MAX.key].worst == entry.worst
 
 
 def test_another_winner_has_no_worst_case(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only("online", monkeypatch, pretended)
+    only("online", monkeypatch, workshop)
     entry = run(tmp_path, FIRST_MAX, measured=True, trials=30).entries[FIRST_MAX.key]
     assert entry.variant["softmax"] == "online"
-    assert (pretended.outgrown, entry.worst) == ([], None)
+    assert (workshop.outgrown, entry.worst) == ([], None)
 
 
 def test_a_winner_that_is_wrong_in_its_worst_case_leaves_no_entry(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = Failure(outcome=Outcome.WRONG_RESULT, detail="two runs on the same inputs differ")
-    only("first_max", monkeypatch, pretended)
-    monkeypatch.setattr(pretended, "computed_twice", lambda self, problem, variant, seed: wrong)
+    only("first_max", monkeypatch, workshop)
+    monkeypatch.setattr(workshop, "computed_twice", lambda self, problem, variant, seed: wrong)
     summary = run(tmp_path, FIRST_MAX, measured=True, trials=30)
     assert summary.failed == {
         FIRST_MAX.key: "the winner's worst case ended with a wrong result: two runs on the same inputs differ"
@@ -147,32 +147,32 @@ def test_a_winner_that_is_wrong_in_its_worst_case_leaves_no_entry(
 
 
 def test_the_verdict_of_an_entry_covers_the_gate_and_the_full_size(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closer = Verdict(ok=True, checks=1, max_error=3e-3, rms_error=5e-5, allowed=4e-3)
 
-    def finished(self: Pretended, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
+    def finished(self: FakeWorkshop, problem: Problem, variants: list[Variant], **facts: Any) -> Finished:
         times = tuple(samples.measurement(problem, 10.0 + place) for place in range(len(variants)))
         return Finished(verdicts=(closer,) * len(variants), measurements=times, rivals=())
 
-    monkeypatch.setattr(pretended, "finished", finished)
+    monkeypatch.setattr(workshop, "finished", finished)
     verdict = run(tmp_path, measured=True).entries[SMALL.key].verdict
     assert verdict == Verdict(ok=True, checks=11, max_error=3e-3, rms_error=1e-4, allowed=4e-3)
 
 
 def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong: list[Variant] = []
 
-    def rehearse(self: Pretended, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+    def rehearse(self: FakeWorkshop, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
         if wrong:
             return [GOOD for _ in variants]
         wrong.extend(variants[:2])
         died = Failure(outcome=Outcome.CRASH, detail="died")
         return [replace(GOOD, ok=False), died, *(GOOD for _ in variants[2:])]
 
-    monkeypatch.setattr(pretended, "rehearse", rehearse)
+    monkeypatch.setattr(workshop, "rehearse", rehearse)
     entry = run(tmp_path, trials=30).entries[SMALL.key]
     assert entry.variant not in wrong
     assert len(entry.candidates) == 5, "others take the places of those two"
@@ -180,15 +180,15 @@ def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
 
 
 def test_an_entry_says_what_the_interpreter_made_of_variants_and_is_searched_anew_where_it_crashed(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash, wrong = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="no"), replace(GOOD, ok=False, reason="by 1")
 
-    def rehearse(self: Pretended, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+    def rehearse(self: FakeWorkshop, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
         return [crash, wrong, *(GOOD for _ in variants[2:])]
 
     with monkeypatch.context() as broken:
-        broken.setattr(pretended, "rehearse", rehearse)
+        broken.setattr(workshop, "rehearse", rehearse)
         first = run(tmp_path).entries[SMALL.key]
     assert first.search.outcomes == {"interpreter crash": 1, "ok": 4, "wrong result": 1}
     again = run(tmp_path)
@@ -199,10 +199,10 @@ def test_an_entry_says_what_the_interpreter_made_of_variants_and_is_searched_ane
 
 
 def test_a_prediction_without_right_numbers_is_none(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        pretended,
+        workshop,
         "rehearse",
         lambda self, problem, *variants: [replace(GOOD, ok=False, reason="by 1") for _ in variants],
     )
@@ -211,7 +211,7 @@ def test_a_prediction_without_right_numbers_is_none(
     }
 
 
-def test_an_entry_keeps_five_runners_up_in_order(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_an_entry_keeps_five_runners_up_in_order(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     for measured in (False, True):
         entry = run(tmp_path / str(measured), measured=measured, trials=30, effort=search_options.Effort.MAX).entries[
             SMALL.key
@@ -222,12 +222,12 @@ def test_an_entry_keeps_five_runners_up_in_order(pretended: type[Pretended], tmp
         assert len({entry.source_digest, *(one.source_digest for one in entry.candidates)}) == 6
 
 
-def test_the_previous_winner_stays_among_equals(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_the_previous_winner_stays_among_equals(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     for tile in ((64, 64), (32, 64)):
         old = kernels.variant(BLOCK_M=tile[0], BLOCK_N=tile[1], num_stages=2)
         folder = tmp_path / str(tile[0])
         remember(folder, old)
-        pretended.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
+        workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
         entry = run(folder, measured=True, trials=30).entries[SMALL.key]
         assert entry.variant == old
         assert entry.finals is not None
@@ -235,18 +235,18 @@ def test_the_previous_winner_stays_among_equals(pretended: type[Pretended], tmp_
 
 
 def test_without_a_previous_winner_two_tunes_agree_among_equals(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     winners = set()
     for number in range(6):
         noise = random.Random(number)
-        monkeypatch.setattr(pretended, "time_us", lambda self, variant, noise=noise: 100.0 + noise.uniform(0.0, 0.2))
+        monkeypatch.setattr(workshop, "time_us", lambda self, variant, noise=noise: 100.0 + noise.uniform(0.0, 0.2))
         winners.add(run(tmp_path / str(number), measured=True, trials=3).entries[SMALL.key].source_digest)
     assert len(winners) == 1
 
 
-def test_the_raw_samples_are_kept_beside_the_journal(pretended: type[Pretended], tmp_path: Path) -> None:
-    pretended.rivals = (rival("sdpa", 500.0),)
+def test_the_raw_samples_are_kept_beside_the_journal(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
+    workshop.rivals = (rival("sdpa", 500.0),)
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
     found = finals_samples.read(finals_samples.path_of(tmp_path, "h200", SMALL.key))
     assert found is not None
@@ -261,20 +261,20 @@ def test_the_raw_samples_are_kept_beside_the_journal(pretended: type[Pretended],
 
 
 def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretended, "joules", lambda self, variant: 1000.0 - self.time_us(variant))
+    monkeypatch.setattr(workshop, "joules", lambda self, variant: 1000.0 - self.time_us(variant))
     options: dict[str, Any] = {"measured": True, "trials": 30}
     fast = run(tmp_path, **options).entries[SMALL.key]
     cool = run(tmp_path, objective=search_options.Objective.ENERGY, **options).entries[SMALL.key]
     assert cool.time_us > fast.time_us
     assert cool.search.objective == "energy"
-    assert [one["energy_seconds"] for one in pretended.asked] == [0.0, search_options.ENERGY_SECONDS]
+    assert [one["energy_seconds"] for one in workshop.asked] == [0.0, search_options.ENERGY_SECONDS]
     assert cool.finals is not None
     assert {one.energy is not None for one in cool.finals.finalists} == {True}
 
 
-def test_an_entry_for_another_objective_is_not_up_to_date(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_an_entry_for_another_objective_is_not_up_to_date(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     options: dict[str, Any] = {"measured": True, "trials": 6}
     assert run(tmp_path, **options).kept == 0
     assert run(tmp_path, objective=search_options.Objective.ERROR, **options).kept == 0
@@ -284,7 +284,7 @@ def test_an_entry_for_another_objective_is_not_up_to_date(pretended: type[Preten
 
 @pytest.mark.parametrize("objective", [search_options.Objective.ENERGY, search_options.Objective.ERROR])
 def test_energy_and_error_cannot_be_predicted(
-    pretended: type[Pretended], tmp_path: Path, objective: search_options.Objective
+    workshop: type[FakeWorkshop], tmp_path: Path, objective: search_options.Objective
 ) -> None:
     with pytest.raises(UsageError, match="must be measured"):
         run(tmp_path, objective=objective)

@@ -1,4 +1,4 @@
-"""What a tune keeps and what it tries first, one problem at a time and several at once; a workshop pretends."""
+"""What a tune keeps and what it tries first, one problem at a time and several at once; the workshop is a fake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import kernels
 import pytest
 import samples
-from pretended_workshop import SMALL, Pretended, pretended, run  # noqa: F401 - a fixture
+from fake_workshop import SMALL, FakeWorkshop, run, workshop  # noqa: F401 - a fixture
 
 from autoattn.cache import store
 from autoattn.codegen import search_space
@@ -28,7 +28,7 @@ from autoattn.search.shared_trials import Ledger, studies
     [("quick", "quick", 1), ("standard", "quick", 1), ("quick", "standard", 0), ("standard", "max", 0)],
 )
 def test_an_entry_is_kept_unless_more_effort_is_asked_for(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kept: int
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kept: int
 ) -> None:
     small = {
         effort: replace(profile, trials=3 + place)
@@ -41,7 +41,7 @@ def test_an_entry_is_kept_unless_more_effort_is_asked_for(
 
 @pytest.mark.parametrize("stale", ["search space", "source_digest", "triton"])
 def test_an_entry_that_anything_changed_for_is_tuned_anew(
-    pretended: type[Pretended], tmp_path: Path, stale: str
+    workshop: type[FakeWorkshop], tmp_path: Path, stale: str
 ) -> None:
     entry = run(tmp_path).entries[SMALL.key]
     changes: dict[str, dict[str, Any]] = {
@@ -55,14 +55,14 @@ def test_an_entry_that_anything_changed_for_is_tuned_anew(
     assert run(tmp_path).kept == 1
 
 
-def test_a_prediction_is_measured_once_the_card_is_there(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_a_prediction_is_measured_once_the_card_is_there(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=6, cache=tmp_path)
     tuner.tune([SMALL], samples.H200, measured=False, options=options)
     assert run(tmp_path, measured=True).kept == 0
     assert store.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key].evidence is Evidence.MEASURED
 
 
-def test_a_prediction_never_takes_a_measurements_place(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_a_prediction_never_takes_a_measurements_place(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     measured = run(tmp_path, measured=True).entries[SMALL.key]
     options = search_options.Options(effort=search_options.Effort.MAX, trials=12, cache=tmp_path)
     tuner.tune([SMALL], samples.H200, measured=False, options=options)
@@ -70,31 +70,31 @@ def test_a_prediction_never_takes_a_measurements_place(pretended: type[Pretended
     assert (found.evidence, found.params) == (Evidence.MEASURED, measured.params)
 
 
-def test_seeds_are_tried_before_anything_else(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_seeds_are_tried_before_anything_else(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     seeds = search_space.load(kernels.TEMPLATE).seeds_for(SMALL, samples.A30)
     entry = run(tmp_path, trials=len(seeds)).entries[SMALL.key]
     tried = [entry.variant, *(Variant.of(entry.template, one.params) for one in entry.candidates)]
     assert set(tried) <= set(seeds)
 
 
-def test_what_won_for_a_sister_problem_is_tried_for_the_next(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_what_won_for_a_sister_problem_is_tried_for_the_next(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     sister = replace(SMALL, batch=5)
     points = search_space.load(kernels.TEMPLATE)
 
-    def time_us(self: Pretended, variant: Variant) -> float:
+    def time_us(self: FakeWorkshop, variant: Variant) -> float:
         fits_both = points.why_infeasible(variant, SMALL, samples.A30) is None
         return 1.0 if fits_both and variant not in points.seeds_for(SMALL, samples.A30) else 100.0
 
-    pretended.time_us = time_us  # type: ignore[method-assign]
+    workshop.time_us = time_us  # type: ignore[method-assign]
     winner = run(tmp_path, sister, trials=40).entries[sister.key].variant
     assert winner not in points.seeds_for(SMALL, samples.A30)
-    pretended.time_us = lambda self, variant: 1.0 if variant == winner else 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 1.0 if variant == winner else 100.0  # type: ignore[method-assign]
     summary = run(tmp_path, sister, SMALL, trials=20)
     assert summary.kept == 1
     assert summary.entries[SMALL.key].variant == winner
 
 
-def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     def stop(progress: search_options.Progress) -> None:
         if progress.tried == 4:
             raise KeyboardInterrupt
@@ -111,7 +111,7 @@ def test_ctrl_c_in_a_search_loses_no_trial_that_was_recorded(pretended: type[Pre
 
 
 def test_trials_of_a_shared_storage_leave_no_journal_and_are_known_to_the_next(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     first = run(tmp_path / "here", trials=6, storage=url)
@@ -122,7 +122,7 @@ def test_trials_of_a_shared_storage_leave_no_journal_and_are_known_to_the_next(
 
 
 def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_up(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     names = []
@@ -155,7 +155,7 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
     assert len(trials) == len({trial.variant for trial in trials}) == 4
 
 
-def test_studies_of_two_cards_never_mix(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_studies_of_two_cards_never_mix(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     """Neither two models, nor one model of which parts are switched off."""
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=4, cache=tmp_path, storage=url)
@@ -175,13 +175,13 @@ def test_studies_of_two_cards_never_mix(pretended: type[Pretended], tmp_path: Pa
 
 
 def test_each_card_that_is_such_a_device_measures_unless_fewer_are_asked_for(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvidia, "alike", lambda device: ("0", "3", "5"))
     seen = []
-    init = pretended.__init__
+    init = workshop.__init__
     monkeypatch.setattr(
-        pretended, "__init__", lambda self, *given, **named: seen.append(named["cards"]) or init(self, *given, **named)
+        workshop, "__init__", lambda self, *given, **named: seen.append(named["cards"]) or init(self, *given, **named)
     )
     for number in (None, 1, 3):
         run(tmp_path / str(number), measured=True, workers=number)
@@ -193,7 +193,7 @@ def test_each_card_that_is_such_a_device_measures_unless_fewer_are_asked_for(
         run(tmp_path / "many", measured=True, workers=4)
 
 
-def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_a_damaged_cache_is_refused_before_anything_is_tried(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     path = store.path_of(tmp_path, samples.A30, Op.FORWARD)
     path.parent.mkdir(parents=True)
     path.write_text("{", encoding="utf-8")
@@ -203,11 +203,11 @@ def test_a_damaged_cache_is_refused_before_anything_is_tried(pretended: type[Pre
 
 
 def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     heard: list[search_options.Progress] = []
     other = replace(SMALL, seq_q=128, seq_kv=128)
-    pretended.fails = frozenset({other.key})
+    workshop.fails = frozenset({other.key})
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=3, cache=tmp_path)
     tuner.tune([SMALL, other], samples.H200, measured=True, options=options, listen=heard.append)
     phases = [(one.index, one.phase) for one in heard]
@@ -224,10 +224,10 @@ def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
 LADDER = tuple(replace(SMALL, batch=batch) for batch in (1, 2, 3, 4))  # sister problems
 
 
-def test_several_problems_are_searched_at_once_and_none_is_lost(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_several_problems_are_searched_at_once_and_none_is_lost(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     heard: list[search_options.Progress] = []
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=3, cache=tmp_path)
-    pretended.many = 2
+    workshop.many = 2
     summary = tuner.tune(LADDER, samples.H200, measured=True, options=options, listen=heard.append)
     assert list(summary.entries) == [one.key for one in LADDER]
     searched = [one.index for one in heard if one.phase == "search"]
@@ -239,7 +239,7 @@ def test_several_problems_are_searched_at_once_and_none_is_lost(pretended: type[
 
 
 def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
-    pretended: type[Pretended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two at once: the third learns from the first whether or not the second has ended."""
     asked: list[list[str]] = []
@@ -249,20 +249,20 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
         "entry",
         lambda self, siblings, old: asked.append([one.problem.key for one in siblings]) or entry(self, siblings, old),
     )
-    pretended.many = 2
+    workshop.many = 2
     run(tmp_path, *LADDER, measured=True)
     keys = [one.key for one in LADDER]
     assert asked == [[], [], keys[:1], keys[:2]]
 
 
 def test_without_the_card_siblings_kernels_come_first_and_few_new_ones_are_compiled(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
     wider = replace(SMALL, seq_q=256, seq_kv=256)  # other seeds, the same kernels
     summary = run(tmp_path, SMALL, wider, trials=None)
     first = summary.entries[SMALL.key]
-    theirs = [variant for key, variant in pretended.tried if key == wider.key]
-    known = {variant for key, variant in pretended.tried if key == SMALL.key}
+    theirs = [variant for key, variant in workshop.tried if key == wider.key]
+    known = {variant for key, variant in workshop.tried if key == SMALL.key}
     assert theirs[0] == first.variant
     assert (
         sum(variant not in known for variant in theirs)
@@ -271,19 +271,19 @@ def test_without_the_card_siblings_kernels_come_first_and_few_new_ones_are_compi
 
 
 def test_ctrl_c_among_several_searches_gives_up_what_all_of_them_claimed(
-    pretended: type[Pretended], tmp_path: Path
+    workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
-    pretended.many = 2
-    pretended.interrupts = frozenset({LADDER[1].key})
+    workshop.many = 2
+    workshop.interrupts = frozenset({LADDER[1].key})
     summary = run(tmp_path, *LADDER, measured=True)
     assert summary.interrupted
-    pretended.interrupts = frozenset()
+    workshop.interrupts = frozenset()
     again = run(tmp_path, *LADDER, measured=True)
     assert not again.interrupted
     assert len(again.entries) == 4
 
 
-def test_without_trials_it_says_so(pretended: type[Pretended], tmp_path: Path) -> None:
+def test_without_trials_it_says_so(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     summary = run(tmp_path, trials=0)
     assert summary.failed == {
         SMALL.key: "the search was given no time or no trials; allow more with --trials or --timeout"

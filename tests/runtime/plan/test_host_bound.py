@@ -10,7 +10,7 @@ import gradient_kernels
 import pytest
 import samples
 import torch
-from computed_card import (
+from computed_launches import (
     attend,  # noqa: F401 - a fixture
     card,  # noqa: F401 - a fixture
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fake_device
@@ -12,6 +10,7 @@ import kernels
 import pytest
 import samples
 import torch
+from computed_launches import card  # noqa: F401 - a fixture
 from functional_calls import (
     ASKED,
     close,
@@ -29,43 +28,17 @@ from autoattn.codegen import search_space
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Source, Traits
 from autoattn.errors import CompileError
-from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
 from autoattn.tensors.operands import Operands
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """Plans as if the CPU's tensors were on an H200 for which nothing was tuned; kernels are computed by PyTorch."""
-    seen: dict[str, Any] = {"loaded": [], "launched": 0}
-
-    def load(source: Source, device: torch.device) -> Kernel:
-        seen["loaded"].append(source)
-        return Kernel(source=source, module=None, compiled=None, device=device, sm_count=132)  # type: ignore[arg-type]
-
-    def launch(
-        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool
-    ) -> None:
-        seen["launched"] += 1
-        seen["problem"] = one
-        seen["traits"] = forward.traits_of(operands.query, operands.key, operands.value, output)
-        found, sums = pytorch_sdpa.eager(one, operands)
-        output.copy_(found)
-        if lse is not None:
-            lse.copy_(sums)
-
-    monkeypatch.setattr(forward, "launch", launch)
-    with fake_device.plan_on(monkeypatch, samples.H200, load, tmp_path) as seen["context"]:
-        yield seen
-
-
 def test_a_kernel_is_planned_once_and_launched_each_time(card: dict[str, Any]) -> None:
     tensors = inputs(dtype=torch.float16)
     for _ in range(3):
         close(autoattn.attention(*tensors), expected(tensors, False))
-    assert (len(card["loaded"]), card["launched"]) == (1, 3)
+    assert (len(card["loaded"]), card["forward"]) == (1, 3)
     assert autoattn.explain(*tensors).level is Level.DEFAULT
 
 
@@ -149,7 +122,7 @@ def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> 
     autoattn.attention(*tensors)
     card["context"].capturing = True
     autoattn.attention(*tensors)
-    assert card["launched"] == 2, "what was loaded before runs in the graph too"
+    assert card["forward"] == 2, "what was loaded before runs in the graph too"
 
 
 def test_forgetting_reads_the_cache_anew(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +205,7 @@ def test_a_card_has_a_kernel_for_whatever_is_asked(name: str, card: dict[str, An
     tensors = inputs(dtype=torch.float16)
     assert autoattn.explain(*tensors, **given).route == "kernel"
     close(autoattn.attention(*tensors, **given), formula.attention(*tensors, **meant)[0])
-    assert card["launched"] == 1
+    assert card["forward"] == 1
 
 
 def test_packed_calls_get_a_kernel_and_a_packed_output(card: dict[str, Any]) -> None:
@@ -241,7 +214,7 @@ def test_packed_calls_get_a_kernel_and_a_packed_output(card: dict[str, Any]) -> 
         query[None, :3].transpose(1, 2), key[None, :4].transpose(1, 2), value[None, :4].transpose(1, 2)
     )
     output, lse = autoattn.packed_attention(query, key, value, *lengths, return_lse=True)
-    assert card["launched"] == 1
+    assert card["forward"] == 1
     assert output.is_contiguous()
     close(output[:3], exact[0].transpose(0, 1))
     close(lse[:, :3], sums[0])
@@ -266,7 +239,7 @@ def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.Mon
     fake_device.set_device(monkeypatch, samples.A30)
     tensors = tuple(tensor.to(torch.float8_e4m3fn) for tensor in inputs())
     found = autoattn.explain(*tensors)
-    assert (found.route, card["launched"]) == ("eager", 0)
+    assert (found.route, card["forward"]) == ("eager", 0)
     assert "float8 kernels need sm_89 or newer" in found.reason
 
 

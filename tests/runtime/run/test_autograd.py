@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import samples
 import torch
-from computed_card import (
+from computed_launches import (
     assert_gradients,
     attend,  # noqa: F401 - a fixture
     by_pytorch,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fake_device import CUDA, Launches
-from noted_card import card, nothing_prepared, three  # noqa: F401 - fixtures
+from noted_launches import card, nothing_prepared, three  # noqa: F401 - fixtures
 
 import autoattn
 from autoattn.kernels.compiler import Kernel

@@ -34,7 +34,7 @@ def report_of(job: Inspect, **changes: Any) -> StaticReport:
 
 
 @dataclass
-class PretendedPool:
+class FakePool:
     """Answers jobs without a process; compiles the last one first."""
 
     size: int
@@ -62,7 +62,7 @@ class PretendedPool:
         return [self.answer(job) for job in jobs]
 
     @staticmethod
-    def next_results(*pools: PretendedPool) -> list[tuple[PretendedPool, int, Any]]:
+    def next_results(*pools: FakePool) -> list[tuple[FakePool, int, Any]]:
         """A look on the GPU ends before a compile."""
         pool = next((pool for pool in reversed(pools) if pool.waiting), None)
         assert pool is not None, "nothing to wait for: a real pool would give an empty list forever"
@@ -75,7 +75,7 @@ class PretendedPool:
 
 @dataclass
 class Bench:
-    """What the pretended workers answer."""
+    """What the fake workers answer."""
 
     inspect: Callable[[Inspect], Any] = report_of
     screen: Callable[[Screen], Any] = lambda job: Screened(verdict=GOOD, median_us=100.0, samples=9)
@@ -91,15 +91,15 @@ class Bench:
         return self.screen(job) if isinstance(job, Screen) else self.rehearse(job)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Bench:
+def set_pool(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Gives workshops such workers; what they answer can be changed."""
     answers = Bench()
     monkeypatch.setattr(
         trial_pipeline,
         "Pool",
-        lambda size, environment=None, apart=(), **_: PretendedPool(size, environment or {}, answers, apart),
+        lambda size, environment=None, apart=(), **_: FakePool(size, environment or {}, answers, apart),
     )
-    monkeypatch.setattr(trial_pipeline, "next_results", PretendedPool.next_results)
+    monkeypatch.setattr(trial_pipeline, "next_results", FakePool.next_results)
     return answers
 
 

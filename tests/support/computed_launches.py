@@ -1,4 +1,4 @@
-"""A card that is not there: what its kernels would launch in either pass, PyTorch computes."""
+"""A fake device whose launches, of either pass, PyTorch computes."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool = False
     ) -> None:
         seen["forward"] += 1
+        seen["problem"] = one
+        seen["traits"] = forward.traits_of(operands.query, operands.key, operands.value, output)
         assert kernel.source.traits.lse is (lse is not None)
         found, sums = pytorch_sdpa.eager(one, operands)
         output.copy_(found)
@@ -89,11 +91,13 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         for room, gradient in zip([room for room in rooms if room is not None], found, strict=True):
             room.copy_(gradient)
 
-    def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor) -> Callable[..., None]:
+    def bind(
+        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None
+    ) -> Callable[..., None]:
         def launch(addresses: tuple[int, ...]) -> None:
             seen["prepared"] += 1
             query, key, value, *made = (
-                at(address, like)
+                None if like is None else at(address, like)
                 for address, like in zip(
                     addresses[:5], (operands.query, operands.key, operands.value, output, lse), strict=True
                 )

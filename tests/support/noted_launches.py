@@ -1,4 +1,4 @@
-"""A card that is not there: kernels are rendered for it, and launched at one that only notes what it gets."""
+"""A fake device for which kernels are rendered, and whose launches only note what they get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workshop that only pretends, in which every variant works: for the tests of the tuner's rules."""
+"""A fake workshop, in which every variant works: for the tests of the tuner's rules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rounds_of(times: dict[str, float], count: int = 40) -> tuple[Round, ...]:
     return tuple(Round(times_us=dict(times)) for _ in range(count))
 
 
-class Pretended:
+class FakeWorkshop:
     """A workshop in which every variant works and the smaller tile is the faster one."""
 
     fails: frozenset[str] = frozenset()  # problem keys whose variants all fail
@@ -59,7 +59,7 @@ class Pretended:
         self.idle = True
         self._known: set[str] = set()  # digests
 
-    def __enter__(self) -> Pretended:
+    def __enter__(self) -> FakeWorkshop:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,8 +141,8 @@ class Pretended:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    fresh = type("Fresh", (Pretended,), {"finals": [], "asked": [], "outgrown": [], "tried": []})
+def workshop(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorkshop]:
+    fresh = type("Fresh", (FakeWorkshop,), {"finals": [], "asked": [], "outgrown": [], "tried": []})
     monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 
