@@ -77,6 +77,8 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
+    """One process of a pool, and what it does."""
+
     process: subprocess.Popen[bytes]
     connection: Connection
     lifeline: int  # our end of a pipe that nobody writes to: it closes with this process
