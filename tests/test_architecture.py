@@ -172,7 +172,7 @@ def test_a_circle_is_seen() -> None:
 def private_names(source: str) -> list[tuple[int, str]]:
     """Line and dotted name of each private name of the package that a test reads or replaces.
 
-    A name is private where a part of it begins with one underscore. Only what is read from a module or a class can be
+    A name is private where it begins with one underscore. Only what is read from a module or a class can be
     seen here: of `pool._workers` the source does not say whose attribute it is.
     """
     tree = ast.parse(source)
@@ -209,10 +209,13 @@ def private_names(source: str) -> list[tuple[int, str]]:
 def is_private(name: str) -> bool:
     """Whether a dotted name is a private one of a module or of a class of the package."""
     owner, _, last = name.rpartition(".")
+    if not owner.startswith(ROOT) or not re.fullmatch(r"_(?!_)\w+", last):
+        return False
     path = owner.removeprefix(f"{ROOT}.")
-    module, _, kind = path.rpartition(".")
-    owned = owner == ROOT or path in NAMES or (module in NAMES and kind.lstrip("_")[:1].isupper())
-    return bool(owner.startswith(ROOT) and owned and re.fullmatch(r"_(?!_)\w+", last))
+    module, _, member = path.rpartition(".")  # a member is a class, or a module that the other one imports
+    modules = {known.rpartition(".")[2] for known in NAMES}
+    of_class = member.lstrip("_")[:1].isupper()
+    return owner == ROOT or path in NAMES or (module in NAMES and (of_class or member in modules))
 
 
 def test_no_test_reads_a_private_name_of_the_package() -> None:
@@ -236,6 +239,7 @@ def test_no_test_reads_a_private_name_of_the_package() -> None:
         ("from autoattn.search.tuner import Run\nRun._name", "autoattn.search.tuner.Run._name"),
         ("from autoattn.search import tuner\ntuner._Run", "autoattn.search.tuner._Run"),
         ("from autoattn.cache import store\nmonkeypatch.setattr(store, '_x', 1)", "autoattn.cache.store._x"),
+        ("from autoattn.tools import bundle\nbundle.store._x", "autoattn.tools.bundle.store._x"),
         ("monkeypatch.setattr('autoattn.cache.store._x', 1)", "autoattn.cache.store._x"),
     ],
 )
