@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import yaml
 from autoattn.core.problem import Op
 from autoattn.errors import UsageError
 
+_HOMES = ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "USERPROFILE")  # what platformdirs asks, on any system
 MAX_YAML_BYTES = 1024 * 1024  # our largest file is a twentieth of it; a larger one is a mistake
 
 _TEMPLATE_NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 
 
+@cache
 def root() -> Path:
     """The folder that holds templates/, search_spaces/, cache/ and shapes.yaml.
 
@@ -50,7 +53,12 @@ def space_path(name: str) -> Path:
 
 def template_names(op: Op) -> list[str]:
     """The templates of an operation, sorted, found by looking: a new family adds files and edits no registry."""
-    return sorted(f"{path.parent.name}/{op.value}" for path in root().glob(f"templates/*/{op.value}.py.j2"))
+    return list(_template_names(root(), op))
+
+
+@cache
+def _template_names(folder: Path, op: Op) -> tuple[str, ...]:
+    return tuple(sorted(f"{path.parent.name}/{op.value}" for path in folder.glob(f"templates/*/{op.value}.py.j2")))
 
 
 def shipped_cache() -> Path:
@@ -61,7 +69,13 @@ def shipped_cache() -> Path:
 def user_cache() -> Path:
     """The cache of this user: $AUTOATTN_CACHE, else the platform's cache folder for autoattn."""
     chosen = os.environ.get("AUTOATTN_CACHE", "")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("autoattn", appauthor=False)
+    return Path(chosen).expanduser() if chosen else _platform_cache(*map(os.environ.get, _HOMES))
+
+
+@lru_cache(maxsize=1)
+def _platform_cache(*homes: str | None) -> Path:
+    """The platform's cache folder where _HOMES have these values."""
+    return platformdirs.user_cache_path("autoattn", appauthor=False)
 
 
 def triton_cache() -> Path:

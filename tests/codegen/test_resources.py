@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ from autoattn.errors import ShapesError, SpaceError, UsageError
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A stand-in for the folder of the package, in an empty checkout."""
     folder = tmp_path / "autoattn"
     folder.mkdir()
     monkeypatch.setattr(resources, "files", lambda name: tmp_path / name)
-    return folder
+    resources.root.cache_clear()
+    yield folder
+    resources.root.cache_clear()
 
 
 @pytest.mark.skipif(INSTALLED != CHECKOUT, reason="the package is a wheel's")
@@ -34,6 +37,7 @@ def test_a_checkout_serves_its_own_files() -> None:
 def test_a_wheel_serves_what_it_carries(package: Path) -> None:
     assert resources.root() == package.parent
     (package / "_data").mkdir()
+    resources.root.cache_clear()
     assert resources.root() == package / "_data"
     assert resources.template_path("triton/forward") == package / "_data/templates/triton/forward.py.j2"
     assert resources.space_path("triton/forward") == package / "_data/search_spaces/triton/forward.yaml"
@@ -52,7 +56,6 @@ def test_tritons_cache_is_where_triton_says(environment: dict[str, str]) -> None
 
 
 def test_templates_are_found_by_looking(package: Path) -> None:
-    assert resources.template_names(Op.FORWARD) == []
     for name in ("triton/forward.py.j2", "gluon/forward.py.j2", "gluon/decode.py.j2", "triton/forward.txt"):
         path = package.parent / "templates" / name
         path.parent.mkdir(parents=True, exist_ok=True)
