@@ -97,8 +97,16 @@ class SearchSpace:
         Raises:
             SpaceError: the variant is not a point of this space.
         """
-        judgement = _judged(self, variant, *_kind_of(problem), device)
+        judgement = self.judgement_of(variant, problem, device)
         return self.why_unavailable() or judgement.why_not(size_facts(problem))
+
+    def judgement_of(self, variant: Variant, problem: Problem, device: Device) -> Judgement:
+        """What the rules say of a variant for problems of one kind, made once.
+
+        Raises:
+            SpaceError: the variant is not a point of this space.
+        """
+        return _judged(self, variant, *_kind_of(problem), device)
 
     def why_unavailable(self) -> str | None:
         """Why the Triton that is installed cannot compile the template; None when it can."""

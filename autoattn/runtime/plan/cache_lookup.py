@@ -13,6 +13,8 @@ import triton
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, inventory, precedence, store
 from autoattn.codegen import search_space
+from autoattn.codegen.feasibility import Judgement
+from autoattn.codegen.space_facts import size_facts
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Numerics, Op, Problem
@@ -137,6 +139,8 @@ class _Lookup:
         self.problem, self.device = problem, device
         self.keys = _keys_of(problem)
         self.tuned = tuned_entries.of(problem, device, folders)
+        self.sizes = size_facts(problem)
+        self.infeasible: dict[int, str | None] = {}  # id of one of the tuned entries -> why, once asked
         self.steps: list[str] = list(self.tuned.foreign)
         self.unavailable = ""
 
@@ -310,13 +314,35 @@ class _Lookup:
         return f"{chosen} was timed there with gradients that may differ from run to run"
 
     def _why_infeasible(self, entry: CacheEntry) -> str | None:
+        if id(entry) in self.infeasible:
+            return self.infeasible[id(entry)]
+        try:
+            reason = self._judgement_of(entry).why_not(self.sizes)
+        except UsageError as error:
+            return str(error)
+        if id(entry) in self.tuned.entries:
+            self.infeasible[id(entry)] = reason
+        return reason
+
+    def _judgement_of(self, entry: CacheEntry) -> Judgement:
+        """What the rules say of an entry's kernel for problems of this kind; made once for each of the tuned entries.
+
+        Raises:
+            UsageError: there is no such template by now, or its parameters are others.
+        """
+        key = id(entry), self.problem.numerics, self.problem.deterministic
+        if (known := self.tuned.judgements.get(key)) is not None:
+            return known
         problem = self.problem
         if entry.problem.deterministic and not problem.deterministic:  # gradients that repeat are as good as any
             problem = replace(problem, deterministic=True)
-        try:
-            return search_space.load(entry.template).why_infeasible(entry.variant, problem, self.device)
-        except UsageError as error:
-            return str(error)
+        space = search_space.load(entry.template)
+        judgement = space.judgement_of(entry.variant, problem, self.device)
+        if (reason := space.why_unavailable()) is not None:
+            judgement = replace(judgement, sized=(), refusal=reason)
+        if id(entry) in self.tuned.entries:
+            self.tuned.judgements[key] = judgement
+        return judgement
 
 
 def bucket(problem: Problem) -> tuple[int, ...]:

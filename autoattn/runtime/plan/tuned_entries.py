@@ -12,12 +12,13 @@ from pathlib import Path
 
 from autoattn.cache import precedence, store
 from autoattn.cache.precedence import Placed
+from autoattn.codegen.feasibility import Judgement
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import MaskKind
-from autoattn.core.problem import Op, Problem
+from autoattn.core.problem import Numerics, Op, Problem
 
 MAX_KINDS = 512  # whose entries are kept
 Sizes = tuple[float, float, float, float]
@@ -35,6 +36,8 @@ class TunedEntries:
     sizes: dict[str, Sizes]  # problem key -> `sizes_of` of a measured problem
     foreign: tuple[str, ...]  # what is said of files that speak of another card
     entries: frozenset[int]  # the ids of all entries here
+    # (id of an entry, numerics, whether gradients must repeat) -> what the rules say of it, once asked
+    judgements: dict[tuple[int, Numerics, bool], Judgement] = field(default_factory=dict)
     _held_back: dict[int, str | None] = field(default_factory=dict)
 
     def why_held_back(self, entry: CacheEntry) -> str | None:
