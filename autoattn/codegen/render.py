@@ -170,7 +170,7 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
 def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
     """What the templates of gradients ask beside."""
     score_mod = kind.modifiers.score_mod
-    widths = kind.head_dim_padded, kind.head_dim_v_padded
+    widths = padded(kind.head_dim), padded(kind.head_dim_v)
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
     readable = traits.alignment * kind.dtype.bytes >= 16
     return {

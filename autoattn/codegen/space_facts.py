@@ -8,7 +8,7 @@ from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Numerics, Problem, pieces
+from autoattn.core.problem import Bias, DType, Numerics, Problem, padded, pieces
 from autoattn.core.variant import Value
 
 _COUNTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
@@ -54,7 +54,10 @@ def kind_facts(kind: KernelKind, numerics: Numerics, deterministic: bool, device
     """All but SIZES: what rules may ask of a kind of problem and a device."""
     modifiers = kind.modifiers
     return {
-        **{name: getattr(kind, name) for name in _DIMS},
+        "head_dim": kind.head_dim,
+        "head_dim_v": kind.head_dim_v,
+        "head_dim_padded": padded(kind.head_dim),
+        "head_dim_v_padded": padded(kind.head_dim_v),
         "dtype": kind.dtype.value,
         "precision": kind.precision.value,
         "numerics": numerics.value,

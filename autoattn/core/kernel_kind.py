@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Modifiers, Op, Precision, Problem, padded
+from autoattn.core.problem import DType, Modifiers, Op, Precision, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +28,6 @@ class KernelKind:
     mask: Mask  # its structure: a window's bounds are 0 or 1, and a table's density is 0
     modifiers: Modifiers
     packed: bool
-
-    @property
-    def head_dim_padded(self) -> int:
-        """The head dim that tiles are padded to."""
-        return padded(self.head_dim)
-
-    @property
-    def head_dim_v_padded(self) -> int:
-        """The same of a value."""
-        return padded(self.head_dim_v)
 
 
 def of(problem: Problem) -> KernelKind:
