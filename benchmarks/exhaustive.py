@@ -39,8 +39,8 @@ from autoattn.search.multi_template import Contest
 from autoattn.search.search_options import Effort, Objective, Options, Progress
 from autoattn.search.study import Study
 from autoattn.search.trial_pipeline import Steps, Workshop
-from autoattn.search.worker_pool import Failure
 from autoattn.shapes import shapes_file
+from autoattn.workers.worker_pool import Failure
 
 MET = 5  # of the other variants that meet the winner, by their screenings
 SECONDS = 2.0  # of that contest, at most

@@ -32,7 +32,7 @@ from autoattn.core.device import Device  # noqa: E402
 from autoattn.core.trial import Outcome  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
 from autoattn.hardware import nvidia  # noqa: E402
-from autoattn.search.worker_pool import Failure, Pool, cores  # noqa: E402
+from autoattn.workers.worker_pool import Failure, Pool, cores  # noqa: E402
 
 SECONDS = 120.0  # of one job; a hanging kernel costs as much
 CALLS_PER_KERNEL = 4  # on the card, where compiling takes longer than running

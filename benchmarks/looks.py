@@ -18,9 +18,9 @@ from autoattn.kernels import compiler, forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.kernels.sass import disassembler
 from autoattn.search.gpu_jobs import kind_of
-from autoattn.search.worker_pool import Failure
 from autoattn.validation import output_check
 from autoattn.validation.output_check import Gate
+from autoattn.workers.worker_pool import Failure
 
 ROWS = 64  # query rows that are compared at full size
 THREADS = 8  # the driver compiles outside of Python's lock

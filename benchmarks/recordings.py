@@ -24,8 +24,8 @@ from autoattn.core.problem import DType, Problem
 from autoattn.core.trial import Evidence, Outcome, StaticReport, Trial
 from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import occupancy, predictor
-from autoattn.search.compile_job import Inspect
-from autoattn.search.worker_pool import Failure, Pool, cores
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Failure, Pool, cores
 
 DATA = Path(__file__).parent / "data"
 RECORDINGS = DATA / "recordings"

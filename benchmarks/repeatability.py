@@ -46,8 +46,8 @@ from autoattn.search.gpu_jobs import Finished, finalist_name
 from autoattn.search.search_options import PROFILES, Effort, Objective
 from autoattn.search.study import Sampler
 from autoattn.search.trial_pipeline import MEASURED_WINDOW, Workshop
-from autoattn.search.worker_pool import Failure
 from autoattn.shapes import shapes_file
+from autoattn.workers.worker_pool import Failure
 
 HERE = Path(__file__).parent
 RECORDINGS = HERE / "data" / "recordings" / Evidence.MEASURED.value

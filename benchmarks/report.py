@@ -25,7 +25,7 @@ from browser import Browser  # noqa: E402
 from kept import keep  # noqa: E402
 
 from autoattn import __version__, report  # noqa: E402
-from autoattn.search.worker_pool import cores  # noqa: E402
+from autoattn.workers.worker_pool import cores  # noqa: E402
 
 OPENINGS = 5
 WIDTHS = {"desktop": 1440, "phone": 390}

@@ -60,10 +60,10 @@ from autoattn.search.multi_template import Contest
 from autoattn.search.search_options import PROFILES, Effort, Objective, Options
 from autoattn.search.study import Study
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import cores
 from autoattn.shapes import shapes_file
 from autoattn.validation import output_check
 from autoattn.validation.output_check import Case, Gate
+from autoattn.workers.worker_pool import cores
 
 SHAPES = Path(__file__).parent / "shapes" / "speed.yaml"
 TEMPLATE = "triton/forward"  # whose variants triton.autotune can tune too

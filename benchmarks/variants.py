@@ -31,8 +31,8 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Evidence, Outcome, StaticReport, Trial
 from autoattn.core.variant import Source, Variant
-from autoattn.search.worker_pool import Failure, Pool, cores, next_results
 from autoattn.shapes import shapes_file
+from autoattn.workers.worker_pool import Failure, Pool, cores, next_results
 
 HERE = Path(__file__).parent
 SHAPES = HERE / "shapes" / "variants.yaml"

@@ -24,7 +24,7 @@ from autoattn.core.trial import Evidence
 from autoattn.hardware import nvidia
 from autoattn.report import figures
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 
 def keeping(folder: Path, device: Device) -> list[CacheEntry]:

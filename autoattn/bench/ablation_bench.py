@@ -25,11 +25,11 @@ from autoattn.hardware import nvidia
 from autoattn.hardware.timer import Stopwatch
 from autoattn.kernels import compiler, forward
 from autoattn.reference import attention_formula, inputs
-from autoattn.search.compile_job import Inspect
-from autoattn.search.worker_pool import Failure, Pool, cores
 from autoattn.tensors.operands import Operands
 from autoattn.validation import output_check
 from autoattn.validation.output_check import Case
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Failure, Pool, cores
 
 ROWS = 64  # query rows that are compared with the reference, of all heads and sequences
 COMPILE_SECONDS = 120.0

@@ -31,8 +31,8 @@ from autoattn.errors import AutoattnError, DeviceError, StateError
 from autoattn.hardware import nvidia, timer
 from autoattn.hardware.timer import Stopwatch
 from autoattn.runtime.plan import cache_lookup
-from autoattn.search.compile_job import Inspect
-from autoattn.search.worker_pool import Pool, cores
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Pool, cores
 
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
 GRAPH_CALLS = 20  # in one replay, at most

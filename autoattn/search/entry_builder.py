@@ -27,7 +27,7 @@ from autoattn.search.multi_template import Contest
 from autoattn.search.rehearsal import outcome_of, reason_of
 from autoattn.search.search_options import Options
 from autoattn.search.trial_pipeline import Steps, Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model

@@ -25,8 +25,8 @@ from autoattn.hardware.timer import Call, Stopwatch, summary
 from autoattn.kernels import compiler, forward, interpreter
 from autoattn.reference import inputs
 from autoattn.reference.inputs import Scores
-from autoattn.search.worker_pool import Failure
 from autoattn.validation import gradient_check, output_check
+from autoattn.workers.worker_pool import Failure
 
 WORST_SECONDS = 0.02  # of rounds, but at least three; the check before them takes 40 ms on an H200
 KEPT_SHARE = 0.1  # of the card's memory, for the operands of several problems; one alone may take what it needs

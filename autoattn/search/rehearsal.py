@@ -9,7 +9,7 @@ from autoattn.core.problem import DType, Op, Precision, Problem, padded, pieces
 from autoattn.core.trial import Outcome, Verdict
 from autoattn.core.variant import Source, Variant
 from autoattn.search.gpu_jobs import kind_of
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 
 def structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:

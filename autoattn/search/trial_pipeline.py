@@ -19,10 +19,10 @@ from autoattn.core.variant import Source, Variant
 from autoattn.cost_model import occupancy, predictor
 from autoattn.errors import HostError
 from autoattn.search import rehearsal
-from autoattn.search.compile_job import ALLOCATOR, Inspect
 from autoattn.search.gpu_jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.search.multi_template import Contest
-from autoattn.search.worker_pool import Failure, Job, Pool, cores, next_results
+from autoattn.workers.compile_job import ALLOCATOR, Inspect
+from autoattn.workers.worker_pool import Failure, Job, Pool, cores, next_results
 
 COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
@@ -37,7 +37,7 @@ COMPILER_NICENESS = 10  # below whoever times kernels: there is a compiler for e
 REHEARSAL_SECONDS = 120.0
 # One thread: more would wait for the compilers' cores at every small product.
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-COMPILER_ROOM = "autoattn.search.compile_job"
+COMPILER_ROOM = "autoattn.workers.compile_job"
 COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **ALLOCATOR}
 
 

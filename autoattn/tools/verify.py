@@ -27,7 +27,7 @@ from autoattn.search import entry_builder, finals
 from autoattn.search.gpu_jobs import Finished, Screened, finalist_name
 from autoattn.search.search_options import PROFILES, Effort
 from autoattn.search.trial_pipeline import Steps, Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 HELD = (Finding.SAME, Finding.FASTER)
 _BEFORE = "before"  # the time of old, as a contestant of each round

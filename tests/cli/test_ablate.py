@@ -36,7 +36,7 @@ from autoattn.cost_model import predictor
 from autoattn.errors import CacheError, CompileError
 from autoattn.kernels import compiler
 from autoattn.report import ablation_tables as tables
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers.worker_pool import Failure, Pool
 
 H200, A30 = samples.H200, samples.A30
 CAUSAL = samples.problem(batch=16, heads_kv=32, seq_q=1024, seq_kv=1024)

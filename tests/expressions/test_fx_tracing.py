@@ -23,7 +23,7 @@ from autoattn.expressions import captures, language
 from autoattn.expressions.fx_tracing import trace
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
 from autoattn.reference import attention_formula
-from autoattn.search.worker_pool import Pool
+from autoattn.workers.worker_pool import Pool
 
 B, H, Q, K = 2, 3, 7, 9
 GRID = (

@@ -20,8 +20,8 @@ from autoattn.errors import CompileError, HostError
 from autoattn.hardware import host_faults
 from autoattn.kernels import compiler
 from autoattn.search import search_options, tuner
-from autoattn.search.compile_job import Inspect
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Failure
 
 
 def refused(number: int, path: object = None) -> OSError:

@@ -20,7 +20,7 @@ from autoattn.core.variant import Source
 from autoattn.hardware import nvidia
 from autoattn.hardware.timer import Stopwatch
 from autoattn.search import gpu_jobs, search_options, tuner
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.gpu
 

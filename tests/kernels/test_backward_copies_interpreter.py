@@ -9,7 +9,7 @@ import pytest
 from gradient_kernels import judged, problem, source
 
 from autoattn.core.problem import DType, Layout, Modifiers, Precision
-from autoattn.search.worker_pool import Pool
+from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
 FLOAT32: dict[str, Any] = {"dtype": DType.FLOAT32, "precision": Precision.TF32}

@@ -18,8 +18,8 @@ from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision,
 from autoattn.core.variant import Traits
 from autoattn.reference.inputs import Scores
 from autoattn.runtime.plan.gradient_problem import Learned
-from autoattn.search.worker_pool import Failure, Pool
 from autoattn.validation import gradient_check
+from autoattn.workers.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -13,7 +13,7 @@ from interpreted import Run, run
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.core.variant import Source, Traits
-from autoattn.search.worker_pool import Pool
+from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
 

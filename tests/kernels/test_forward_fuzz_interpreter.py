@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from autoattn.core import kernel_kind
 from autoattn.core.problem import Problem
-from autoattn.search.worker_pool import Pool
+from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -15,7 +15,7 @@ from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.trial import Outcome, Verdict
 from autoattn.core.variant import Source, Traits
 from autoattn.search.gpu_jobs import Rehearse
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -16,8 +16,8 @@ from autoattn.core.problem import DType, Layout, Modifiers, Precision, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import load
-from autoattn.search.worker_pool import Pool
 from autoattn.validation import output_check
+from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from autoattn.core.problem import DType
 from autoattn.core.variant import Source, Traits
 from autoattn.kernels.compiler import load_module
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 

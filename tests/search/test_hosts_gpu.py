@@ -29,7 +29,7 @@ from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
 from autoattn.search import search_options, shared_trials, storage, tuner
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Pool
+from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from autoattn.kernels.compiler import build
 from autoattn.search import search_options, tuner
 from autoattn.search.gpu_jobs import Rehearse
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers.worker_pool import Failure, Pool
 
 pytestmark = pytest.mark.interpreter
 

@@ -16,9 +16,9 @@ from child_processes import alive, gone, noted
 from triton import knobs
 
 from autoattn.core.trial import Outcome, StaticReport
-from autoattn.search.compile_job import Inspect
 from autoattn.search.trial_pipeline import COMPILER_ROOM
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Failure, Pool
 
 LIMIT = 5.0  # seconds for a compile that hangs
 ENOUGH = 300.0  # for one that does not, on a busy machine
@@ -87,9 +87,9 @@ def test_a_tool_of_the_compiler_that_somebody_killed_once_is_run_again(plant: Pl
 
 PARENT = """
 import kernels
-from autoattn.search.compile_job import Inspect
-from autoattn.search.worker_pool import Pool
-pool = Pool(size=1, preload="autoattn.search.compile_job")
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Pool
+pool = Pool(size=1, preload="autoattn.workers.compile_job")
 pool.submit(Inspect(source=kernels.source(kernels.problem()), arch=80), 600.0)
 pool.next_results()
 """

@@ -19,7 +19,7 @@ from autoattn.hardware import nvidia
 from autoattn.search import trial_pipeline
 from autoattn.search.gpu_jobs import Finished, Screened
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 pytestmark = pytest.mark.gpu
 

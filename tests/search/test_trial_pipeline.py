@@ -33,7 +33,7 @@ from autoattn.search.gpu_jobs import Final, Prepare, Screen, Screened, kind_of
 from autoattn.search.shared_trials import Ledger
 from autoattn.search.study import Study
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from autoattn.runtime.plan import cache_lookup
 from autoattn.search import tuner
 from autoattn.search.gpu_jobs import Rehearse, kind_of
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
 from autoattn.shapes import shapes_file
+from autoattn.workers.worker_pool import Failure
 
 BACKWARD = replace(SMALL, op=Op.BACKWARD)
 
@@ -112,7 +112,7 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
         asked.extend(jobs)
         return [GOOD for _ in jobs]
 
-    monkeypatch.setattr("autoattn.search.worker_pool.Pool.results", results)
+    monkeypatch.setattr("autoattn.workers.worker_pool.Pool.results", results)
     one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
     with Workshop(samples.H200, measured=False, jobs=1) as shop:
         verdict = shop.check(one, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked"))

@@ -20,7 +20,7 @@ from autoattn.core.variant import Variant
 from autoattn.errors import UsageError
 from autoattn.search import finals, multi_template, search_options
 from autoattn.search.gpu_jobs import Finished
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 
 def first_default() -> Variant:

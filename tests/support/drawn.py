@@ -23,9 +23,9 @@ from autoattn.errors import CompileError
 from autoattn.kernels import compiler
 from autoattn.reference import attention_formula, inputs
 from autoattn.reference.inputs import Scores
-from autoattn.search.worker_pool import Failure
 from autoattn.tensors.operands import Operands
 from autoattn.validation import output_check
+from autoattn.workers.worker_pool import Failure
 
 FEW = 256  # numbers of an answer
 GUARD_ROWS = 3  # of NaN behind each sequence

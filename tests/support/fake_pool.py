@@ -13,10 +13,10 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.search import trial_pipeline
-from autoattn.search.compile_job import Inspect
 from autoattn.search.gpu_jobs import Final, Finished, Prepare, Rehearse, Screen, Screened
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Failure
 
 LARGE = kernels.problem(batch=8, heads_q=16, heads_kv=4, seq_q=2048, seq_kv=4096, head_dim=64, mask="causal")
 GOOD = Verdict(ok=True, checks=11, max_error=1e-3, rms_error=1e-4, allowed=4e-3)

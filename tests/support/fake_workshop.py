@@ -24,7 +24,7 @@ from autoattn.search import search_options, tuner
 from autoattn.search.gpu_jobs import Finished, finalist_name
 from autoattn.search.study import Study
 from autoattn.search.trial_pipeline import Steps
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 SMALL = Problem(
     dtype=DType.FLOAT16, batch=1, heads_q=2, heads_kv=1, seq_q=64, seq_kv=64, head_dim=16, mask=Mask.parse("causal")

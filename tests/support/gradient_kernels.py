@@ -20,9 +20,9 @@ from autoattn.reference.inputs import Scores
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.runtime.run import autograd
-from autoattn.search.worker_pool import Failure, Pool
 from autoattn.tensors.operands import Operands
 from autoattn.validation import gradient_check, output_check
+from autoattn.workers.worker_pool import Failure, Pool
 
 TEMPLATE = "triton/backward"
 BASE: dict[str, Value] = {

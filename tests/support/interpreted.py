@@ -22,10 +22,10 @@ from autoattn.core.variant import Source, Traits
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import load
 from autoattn.reference import attention_formula, inputs
-from autoattn.search.worker_pool import Failure, Pool
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Operands
 from autoattn.validation import output_check
+from autoattn.workers.worker_pool import Failure, Pool
 
 SECONDS = 120.0
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 from looks import Looked
 
 from autoattn.core.trial import Outcome
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 WRONG = 32  # every kernel with this BLOCK_N
 

@@ -7,7 +7,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Verdict
 from autoattn.core.variant import Variant
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 GOOD = Verdict(ok=True, checks=10, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
 

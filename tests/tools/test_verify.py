@@ -24,9 +24,9 @@ from autoattn.runtime.plan import cache_lookup
 from autoattn.search import search_options, tuner
 from autoattn.search.gpu_jobs import Finished, Screened, finalist_name
 from autoattn.search.trial_pipeline import Steps
-from autoattn.search.worker_pool import Failure
 from autoattn.tools import verify
 from autoattn.tools.verify import Verification, met
+from autoattn.workers.worker_pool import Failure
 
 GOOD = Verdict(ok=True, checks=13, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
 BAD = replace(GOOD, ok=False, reason="error 1 where 0.004 is allowed")

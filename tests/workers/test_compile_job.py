@@ -17,9 +17,9 @@ from autoattn.core.trial import Outcome
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.kernels import compiler
-from autoattn.search.compile_job import ALLOCATOR, Inspect
 from autoattn.search.trial_pipeline import Workshop
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.compile_job import ALLOCATOR, Inspect
+from autoattn.workers.worker_pool import Failure
 
 
 def test_the_garbage_collector_rests_while_a_kernel_is_compiled_and_works_afterwards(

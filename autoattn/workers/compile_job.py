@@ -14,7 +14,7 @@ from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.hardware import host_faults
 from autoattn.kernels import compiler
-from autoattn.search.worker_pool import Failure
+from autoattn.workers.worker_pool import Failure
 
 # What the C library is told where a compiler's process starts, the only time that it asks.
 ALLOCATOR = {

@@ -2,7 +2,7 @@
 
 A worker does one job at a time. A job is a picklable value with a `run(memory)` method; `memory` is a dictionary that
 lives as long as the worker. A worker that exceeds its time or dies is replaced, and its job ends as a Failure.
-The children are started as `python -m autoattn.search.worker_pool`, so that no script of the user's is imported twice.
+The children are started as `python -m autoattn.workers.worker_pool`, so that no script of the user's is imported twice.
 They end with their parent, however that ended and whatever they do.
 """
 
@@ -228,7 +228,7 @@ class Pool:
         numbers = [str(theirs.fileno()), str(watched)]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "autoattn.search.worker_pool", *numbers, self.preload, str(self.niceness)],
+                [sys.executable, "-m", "autoattn.workers.worker_pool", *numbers, self.preload, str(self.niceness)],
                 pass_fds=[theirs.fileno(), watched],
                 env={**os.environ, **self.environment, **apart},
                 stdin=subprocess.DEVNULL,

@@ -39,8 +39,8 @@ from planted_jobs import (
 )
 
 from autoattn.core.trial import Outcome
-from autoattn.search import worker_pool
-from autoattn.search.worker_pool import Failure, Pool
+from autoattn.workers import worker_pool
+from autoattn.workers.worker_pool import Failure, Pool
 
 PATHS = python_path()
 LONG = 60.0  # seconds that no job here takes, unless it hangs
@@ -390,7 +390,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import planted_jobs
-from autoattn.search.worker_pool import Pool
+from autoattn.workers.worker_pool import Pool
 pool = Pool(size=2, environment={}, preload="planted_jobs")
 note = Path(sys.argv[1])
 pool.submit(planted_jobs.Hang(note / "busy", child=True, locked=len(sys.argv) > 2), 600)
@@ -447,6 +447,6 @@ def test_workers_run_in_sessions_of_their_own(pool: Pool) -> None:
 def test_planted_jobs_import_nothing_slow() -> None:
     """The workers of these tests start in a moment only as long as this holds."""
     assert planted_jobs.__file__ is not None
-    script = "import planted_jobs, autoattn.search.worker_pool, sys; print('torch' in sys.modules)"
+    script = "import planted_jobs, autoattn.workers.worker_pool, sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "PYTHONPATH": PATHS})
     assert run.stdout == b"False\n"

@@ -1,0 +1,1 @@
+"""Worker processes, and the job that compiles a kernel in one."""
