@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoattn.nn.multihead import MultiheadAttention
     from autoattn.runtime.plan.cache_lookup import Explanation
     from autoattn.runtime.run.recompute_counter import counting_redone
+    from autoattn.runtime.warm_up import warm
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "explain_sdpa",
     "masks",
     "packed_attention",
+    "warm",
 ]
 # Loaded when first used, so that the command line's --help does not wait for torch.
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",
     "packed_attention": "autoattn.functional",
+    "warm": "autoattn.runtime.warm_up",
 }
 
 

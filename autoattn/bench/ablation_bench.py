@@ -25,6 +25,7 @@ from autoattn.hardware import nvidia
 from autoattn.hardware.timer import Stopwatch
 from autoattn.kernels import compiler, forward
 from autoattn.reference import attention_formula, inputs
+from autoattn.search.trial_pipeline import GPU_MODULE
 from autoattn.tensors.operands import Operands
 from autoattn.validation import output_check
 from autoattn.validation.output_check import Case
@@ -57,7 +58,7 @@ def run(problems: Iterable[Problem], device: Device, *, measured: bool, options:
     """
     with (
         Pool(size=cores(), environment={"CUDA_VISIBLE_DEVICES": ""}) as compilers,
-        Pool(size=1) as bench,
+        Pool(size=1, preload=GPU_MODULE) as bench,
     ):
         plans = {
             problem: {space.template: _planned(space, problem, device) for space in search_space.of(problem.op)}

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +21,13 @@ from autoattn.bench.pass_results import TABLES, Case, Options, Part, Row, Time
 from autoattn.bench.training_bench import reason_of
 from autoattn.bench.training_results import Mode, State, Whose
 from autoattn.bench.transformer import Attend
-from autoattn.codegen import render
 from autoattn.core.device import Device
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, StateError
 from autoattn.hardware import nvidia, timer
 from autoattn.hardware.timer import Rounds, Stopwatch
-from autoattn.runtime.plan import cache_lookup, gradient_problem
+from autoattn.runtime.plan import gradient_problem, needed_kernels
+from autoattn.runtime.plan.needed_kernels import Answer
 from autoattn.tensors.operands import Gradients
 from autoattn.validation import gradient_check, output_check
 
@@ -128,15 +128,10 @@ def sources(cases: Iterable[Case], card: Device) -> list[Source]:
     """The distinct kernels of both passes that calls will run, where kernels of ours run."""
     kernels: dict[Source, None] = {}
     for case in cases:
-        problems = case.problem, gradient_problem.backward_of(case.problem)
-        told = [cache_lookup.explain(problem, card) for problem in problems]
-        if gradient_problem.why_not_by(told[1]) is not None:
-            continue
-        for problem, explanation in zip(problems, told, strict=True):
-            if explanation.variant is not None:
-                with suppress(AutoattnError):  # it is told where it runs
-                    traits = render.natural_traits(problem, lse=problem is problems[0])
-                    kernels[render.render(problem, explanation.variant, traits)] = None
+        needs = {need.answer: need for need in needed_kernels.of_call(case.problem, card)}
+        if Answer.GRADIENTS in needs:
+            for answer in (Answer.OUTPUT_AND_LSE, Answer.GRADIENTS):
+                kernels |= dict.fromkeys(islice(needs[answer].sources(card), 1))
     return list(kernels)
 
 

@@ -29,6 +29,7 @@ from autoattn.cli import (
     show,
     tune,
     verify,
+    warm,
 )
 from autoattn.cli.exit_codes import INTERRUPTED, PIPE_CLOSED
 from autoattn.errors import AutoattnError
@@ -72,7 +73,10 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
     commands.command(name, help="\n\n".join(paragraphs), epilog=examples)(command)
 
 
-for module in (init, tune, show, explain, render, verify, report, bench, bench_model, bench_passes, ablate, devices):
+COMMANDS = (
+    init, tune, warm, show, explain, render, verify, report, bench, bench_model, bench_passes, ablate, devices,
+)  # fmt: skip
+for module in COMMANDS:
     # The first underline stands for a space, another one for a dash.
     name = module.__name__.rpartition(".")[2].replace("_", " ", 1).replace("_", "-")
     add(app, name, module.command, module.EXAMPLES)

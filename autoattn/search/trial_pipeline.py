@@ -37,7 +37,9 @@ COMPILER_NICENESS = 10  # below whoever times kernels: there is a compiler for e
 REHEARSAL_SECONDS = 120.0
 # One thread: more would wait for the compilers' cores at every small product.
 INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-COMPILER_ROOM = "autoattn.workers.compile_job"
+# What workers import before their first job, by name, so that this process does not.
+COMPILER_MODULE = "autoattn.workers.compile_job"
+GPU_MODULE = "autoattn.search.gpu_jobs"
 COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **ALLOCATOR}
 
 
@@ -64,14 +66,16 @@ class Workshop:
         """Takes `cards` as CUDA_VISIBLE_DEVICES calls them, a worker for each; none means the current one."""
         self.device, self.measured = device, measured
         self._jobs = jobs if jobs is not None else cores()
-        self.compilers = Pool(size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_ROOM)
+        self.compilers = Pool(
+            size=self._jobs, environment=COMPILER, niceness=COMPILER_NICENESS, preload=COMPILER_MODULE
+        )
         # One worker a GPU, so that nothing else runs while it times; without one, interpreters that time nothing.
         apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
         self._cards = max(1, len(cards))
         if measured:
-            self.bench = Pool(size=self._cards, apart=apart)
+            self.bench = Pool(size=self._cards, apart=apart, preload=GPU_MODULE)
         else:
-            self.bench = Pool(size=self._jobs, environment=INTERPRETER)
+            self.bench = Pool(size=self._jobs, environment=INTERPRETER, preload=GPU_MODULE)
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
         self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket

@@ -98,9 +98,8 @@ class Pool:
     size: int
     environment: Mapping[str, str] = field(default_factory=dict)
     apart: Sequence[Mapping[str, str]] = ()  # what each place's environment has besides
-    preload: str = (
-        "autoattn.search.gpu_jobs"  # imported before the clock of a worker's first job runs: torch and triton are slow
-    )
+    # What a worker imports before the clock of its first job runs, since triton is slow, and torch is slower.
+    preload: str = "autoattn.workers.compile_job"
     niceness: int = 0  # of its workers, as the system counts it: how far they stand behind others
     busy_seconds: float = 0.0  # that workers had a task, all together, as far as the tasks have ended
     workers: list[Worker] = field(default_factory=list)

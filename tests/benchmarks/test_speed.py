@@ -78,7 +78,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that compile nothing and launch nothing."""
     for name, job in planted_tuner.PLANTED.items():
         monkeypatch.setattr(trial_pipeline, name, job)
-    monkeypatch.setattr(trial_pipeline, "COMPILER_ROOM", "planted_tuner")
+    monkeypatch.setattr(trial_pipeline, "COMPILER_MODULE", "planted_tuner")
     monkeypatch.setenv("PYTHONPATH", python_path())
 
 

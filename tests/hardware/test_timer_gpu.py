@@ -130,7 +130,7 @@ def test_a_kernel_that_hangs_or_writes_where_it_must_not_costs_its_trial_alone(
     variant = search_space.load("triton/forward").default(SMALL, card)
     good = render.render(SMALL, variant)
     bad = Source(name="forward", text=text, variant=variant, traits=good.traits)
-    with Pool(size=1) as pool:
+    with Pool(size=1, preload=gpu_jobs.__name__) as pool:
         failed = pool.result(gpu_jobs.Screen(problem=SMALL, source=bad, verdict=None, best_us=None), 20.0)
         assert isinstance(failed, Failure)
         assert failed.outcome in outcomes

@@ -71,7 +71,7 @@ def test_each_worker_has_a_card_of_its_own_and_its_successor_the_same(
     cards: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
-    with Pool(size=2, apart=[{"CUDA_VISIBLE_DEVICES": card} for card in cards]) as pool:
+    with Pool(size=2, apart=[{"CUDA_VISIBLE_DEVICES": card} for card in cards], preload="planted_jobs") as pool:
         seen = [pool.result(planted_jobs.Card(), 60.0, place=place) for place in (0, 1)]
         assert seen[0] != seen[1]
         assert pool.result(planted_jobs.Exit("segfault"), 60.0, place=1).outcome is Outcome.CRASH

@@ -16,7 +16,7 @@ from child_processes import alive, gone, noted
 from triton import knobs
 
 from autoattn.core.trial import Outcome, StaticReport
-from autoattn.search.trial_pipeline import COMPILER_ROOM
+from autoattn.search.trial_pipeline import COMPILER_MODULE
 from autoattn.workers.compile_job import Inspect
 from autoattn.workers.worker_pool import Failure, Pool
 
@@ -63,7 +63,7 @@ def plant(tmp_path: Path) -> Plant:
 @pytest.mark.parametrize(("fault", "outcome", "words"), FAULTS.values(), ids=FAULTS)
 def test_a_compile_whose_ptxas(plant: Plant, tmp_path: Path, fault: str, outcome: Outcome, words: str) -> None:
     job = Inspect(source=kernels.source(kernels.problem()), arch=80)
-    with Pool(size=1, environment=plant(fault), preload=COMPILER_ROOM) as pool:
+    with Pool(size=1, environment=plant(fault), preload=COMPILER_MODULE) as pool:
         result = pool.result(job, LIMIT if outcome is Outcome.TIMEOUT else ENOUGH)
         assert isinstance(result, Failure)
         assert result.outcome is outcome, result.detail
@@ -80,7 +80,7 @@ def test_a_tool_of_the_compiler_that_somebody_killed_once_is_run_again(plant: Pl
     if tool == "NVDISASM":
         path.write_text(path.read_text().replace(knobs.nvidia.ptxas.path, knobs.nvidia.nvdisasm.path))
         environment["TRITON_NVDISASM_PATH"] = environment.pop("TRITON_PTXAS_PATH")
-    with Pool(size=1, environment=environment, preload=COMPILER_ROOM) as pool:
+    with Pool(size=1, environment=environment, preload=COMPILER_MODULE) as pool:
         assert isinstance(pool.result(Inspect(source=kernels.source(kernels.problem()), arch=80), ENOUGH), StaticReport)
     assert (tmp_path / "note").exists()
 

@@ -17,7 +17,9 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Op
 
 ROOT = CHECKOUT
-COMMANDS = ("init", "tune", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache")
+COMMANDS = (
+    "init", "tune", "warm", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache",
+)  # fmt: skip
 ONE = ("--dtype", "bf16", "--batch", "4", "--heads", "32", "--heads-kv", "8", "--seq-q", "1024", "--seq-kv", "4096",
        "--head-dim", "128", "--mask", "causal")  # fmt: skip
 SHAPES = """

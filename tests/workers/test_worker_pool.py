@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import signal
 import subprocess
@@ -39,6 +40,7 @@ from planted_jobs import (
 )
 
 from autoattn.core.trial import Outcome
+from autoattn.search import trial_pipeline
 from autoattn.workers import worker_pool
 from autoattn.workers.worker_pool import Failure, Pool
 
@@ -167,8 +169,10 @@ def test_workers_stand_behind_others_as_far_as_they_are_told_to() -> None:
 
 
 def test_the_workers_of_the_search_know_its_jobs() -> None:
-    with Pool(size=1, environment={"PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""}) as pool:
-        assert pool.preload == "autoattn.search.gpu_jobs"
+    for module in (trial_pipeline.COMPILER_MODULE, trial_pipeline.GPU_MODULE):
+        assert importlib.util.find_spec(module) is not None
+    environment = {"PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": ""}
+    with Pool(size=1, environment=environment, preload=trial_pipeline.GPU_MODULE) as pool:
         assert pool.result(Raise("x"), LONG).detail == "PlantedError: x"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -22,6 +24,7 @@ from autoattn.runtime.plan.cache_lookup import Explanation
 from autoattn.runtime.plan.gradient_problem import Learned
 from autoattn.tensors.operands import Operands
 
+_logger = logging.getLogger("autoattn")
 MAX_SCALE = 1e38  # times log2(e) it is still a float32
 MAX_PLANS = 4096  # a growing key cache poses a new problem at every step
 _ruled_out: set[tuple[Problem, str]] = set()  # routes that did not take a problem's tensors
@@ -187,7 +190,14 @@ def load_once(source: Source, index: int) -> compiler.Kernel:
 
     Problems that differ only in sizes share a kernel; a growing key cache poses a new one at every step.
     """
-    return compiler.load(source, torch.device("cuda", index))
+    begin = time.monotonic()
+    kernel = compiler.load(source, torch.device("cuda", index))
+    seconds = time.monotonic() - begin
+    _logger.info(
+        "a call waited %.1f s for a kernel of %s (%s), to be compiled or found in Triton's cache; autoattn warm "
+        "compiles ahead", seconds, source.variant.template, source.digest,
+    )  # fmt: skip
+    return kernel
 
 
 def why_no_kernel(problem: Problem, operands: Operands) -> str | None:

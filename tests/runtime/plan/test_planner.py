@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import fake_device
@@ -46,6 +47,17 @@ def test_problems_that_differ_only_in_sizes_share_a_kernel(card: dict[str, Any])
     for length in range(300, 316):
         autoattn.attention(*inputs(seq_q=256, seq_kv=length, dtype=torch.float16))
     assert len(card["loaded"]) == 1
+
+
+def test_a_call_that_waits_for_a_compiler_says_so_once(card: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="autoattn"):
+        for length in (300, 300, 301):
+            autoattn.attention(*inputs(seq_kv=length, dtype=torch.float16))
+    (source,) = card["loaded"]
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    words = f"s for a kernel of {source.variant.template} ({source.digest}), to be compiled or found in Triton's cache"
+    assert words in record.getMessage()
 
 
 @pytest.mark.parametrize(("head_dim", "alignment"), [(16, 8), (20, 4), (57, 1)])

@@ -1,0 +1,163 @@
+"""Compiles ahead what calls will need, so that none of them waits for a compiler.
+
+Kernels go to Triton's cache, where every process of this user finds them. Nothing is launched, so that a machine
+without the card can fill the cache of an image that runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autoattn.codegen import search_space
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
+from autoattn.core.trial import StaticReport
+from autoattn.core.variant import Source, Variant
+from autoattn.errors import DeviceError, HostError
+from autoattn.hardware import nvidia
+from autoattn.runtime.plan import needed_kernels
+from autoattn.runtime.plan.needed_kernels import Answer, Need
+from autoattn.shapes import shapes_file
+from autoattn.workers.compile_job import Inspect
+from autoattn.workers.worker_pool import Failure, Pool, cores
+
+COMPILE_SECONDS = 120.0  # for one kernel; those of Hopper take up to ten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmKernel:
+    """What became of one answer of a problem."""
+
+    problem: Problem
+    answer: Answer
+    variant: Variant | None  # of the kernel that is ready; None where there is none
+    reason: str  # why there is none, or why it is not the first choice; empty where it is
+    refused: bool = False  # whether the compiler refused all kernels of the answer
+
+    def __str__(self) -> str:
+        if self.variant is None:
+            return f"{self.problem}, {self.answer.value}: no kernel, {self.reason}"
+        instead = f" ({self.reason})" if self.reason else ""
+        tile = search_space.load(self.variant.template).tile_of(self.variant)
+        return f"{self.problem}, {self.answer.value}: {self.variant.template} {tile}{instead}"
+
+
+def warm(
+    problems: str | Path | Iterable[Problem],
+    device: str | None = None,
+    *,
+    cache: Path | None = None,
+    jobs: int | None = None,
+) -> list[WarmKernel]:
+    """Compiles the kernels that calls of these problems need: the output, the output with the LSE, and the gradients.
+
+    Args:
+        problems: a shapes file, or problems.
+        device: a name, as "h200", or "auto"; the GPU of this machine if None.
+        cache: the only cache to read; the user's over the shipped one if None.
+        jobs: compiler processes; one for each core if None.
+
+    Returns:
+        What became of each answer of each problem, in the order in which it was known.
+
+    Raises:
+        ShapesError: the shapes file is none.
+        DeviceError: there is no such device, or no GPU in this machine.
+        HostError: the machine cannot compile: a disk is full, a program is missing.
+    """
+    if isinstance(problems, str | Path):
+        problems = [named.problem for named in shapes_file.load(Path(problems))]
+    card = nvidia.resolve(device)[0] if device is not None else nvidia.present()
+    if card is None:
+        raise DeviceError("warm needs an NVIDIA GPU in this machine, or device=NAME; give the device to compile for")
+    return list(kernels_of(problems, card, cache=cache, jobs=jobs))
+
+
+def kernels_of(
+    problems: Iterable[Problem], card: Device, *, cache: Path | None = None, jobs: int | None = None
+) -> Iterator[WarmKernel]:
+    """The same for a known card, each as soon as it is known."""
+    choices = [
+        _Choice(need=need, sources=need.sources(card))
+        for problem in dict.fromkeys(problems)
+        for need in needed_kernels.of_call(problem, card, cache)
+    ]
+    with Pool(size=max(1, min(len(choices), jobs or cores()))) as pool:
+        yield from _Compilation(pool, card.arch).run(choices)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Choice:
+    """A need, and the kernels that are left to try for it."""
+
+    need: Need
+    sources: Iterator[Source]
+    refusals: list[str] = field(default_factory=list)
+
+    def ready(self, source: Source) -> WarmKernel:
+        """A kernel is compiled."""
+        return self._told(source.variant, self.refusals[0] if self.refusals else "")
+
+    def nothing_left(self) -> WarmKernel:
+        """No kernel is left: the compiler refused them all, or PyTorch's attention answers."""
+        return self._told(None, self.refusals[0] if self.refusals else self.need.explanation.reason)
+
+    def _told(self, variant: Variant | None, reason: str) -> WarmKernel:
+        return WarmKernel(
+            problem=self.need.problem,
+            answer=self.need.answer,
+            variant=variant,
+            reason=reason,
+            refused=variant is None and bool(self.refusals),
+        )
+
+
+class _Compilation:
+    """Compiles each distinct kernel once; where one is refused, its needs go on to their next."""
+
+    def __init__(self, pool: Pool, arch: int) -> None:
+        self.pool, self.arch = pool, arch
+        self.refusals: dict[Source, str | None] = {}  # None: it is compiled
+        self.waiting: dict[Source, list[_Choice]] = {}
+        self.tickets: dict[int, Source] = {}
+
+    def run(self, choices: list[_Choice]) -> Iterator[WarmKernel]:
+        """What becomes of each choice, as soon as it is known."""
+        while choices or self.tickets:
+            for choice in choices:
+                yield from self._advance(choice)
+            choices = []
+            for ticket, result in self.pool.next_results():
+                source = self.tickets.pop(ticket)
+                self.refusals[source] = refusal = _refusal_of(result)
+                for choice in self.waiting.pop(source):
+                    if refusal is None:
+                        yield choice.ready(source)
+                    else:
+                        choice.refusals.append(refusal)
+                        choices.append(choice)
+
+    def _advance(self, choice: _Choice) -> Iterator[WarmKernel]:
+        """Goes down the kernels of a choice, to one that is compiled or has to be."""
+        for source in choice.sources:
+            if source not in self.refusals:
+                if source not in self.waiting:
+                    self.tickets[self.pool.submit(Inspect(source=source, arch=self.arch), COMPILE_SECONDS)] = source
+                self.waiting.setdefault(source, []).append(choice)
+                return
+            if (refusal := self.refusals[source]) is None:
+                yield choice.ready(source)
+                return
+            choice.refusals.append(refusal)
+        yield choice.nothing_left()
+
+
+def _refusal_of(result: StaticReport | Failure) -> str | None:
+    """Why a kernel was not compiled; None where it was."""
+    if not isinstance(result, Failure):
+        return None
+    if result.outcome.of_environment:
+        raise HostError(result.detail)
+    return result.detail
