@@ -19,7 +19,7 @@ from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler, forward
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.plan import cache_lookup, decision, gradient_problem
+from autoattn.runtime.plan import background_compile, cache_lookup, decision, gradient_problem
 from autoattn.runtime.plan.cache_lookup import Explanation
 from autoattn.runtime.plan.gradient_problem import Learned
 from autoattn.tensors.operands import Operands
@@ -52,7 +52,7 @@ class Plan:
 
 
 class _NotLoadedError(Exception):
-    """The kernel is not loaded, and cannot be while a CUDA graph is captured."""
+    """The kernel is not loaded, and cannot be by now; the words say why."""
 
 
 def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned | None = None) -> Plan:
@@ -83,9 +83,9 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
             return settled(both, problem)
         traits = gradient_problem.traits_of(problem, operands, lse=lse)
         return settled(prepare(problem, traits, operands.query.device.index), problem)
-    except _NotLoadedError:
-        reason = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
-        return Plan(decision.without_kernel(reason, problem, lse=lse, learned=learned), lasting=False)
+    except _NotLoadedError as error:
+        without = decision.without_kernel(str(error), problem, lse=lse, learned=learned)
+        return replace(_by_pytorch(without, repeats=learns and call.deterministic), lasting=False)
 
 
 def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
@@ -126,14 +126,15 @@ def forget() -> None:
 def prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
     if torch.cuda.is_current_stream_capturing():
-        raise _NotLoadedError  # an exception is not kept, so that the next call asks again
+        # An exception is not kept, so that the next call asks again.
+        raise _NotLoadedError("a CUDA graph is being captured and the kernel is not loaded; call once before capturing")
     card = nvidia.present(index)
     explanation = decision.of_output(problem, card, lse=traits.lse)
     _warn_where_unavailable(explanation)
     refused = ""
     for variant in cache_lookup.variants(explanation, card):
         try:
-            kernel = load_once(render.render(problem, variant, traits), index)
+            kernel = _load(render.render(problem, variant, traits), index)
         except CompileError as error:
             refused = str(error)
             if explanation.entry is not None and render.why_not(variant, problem, traits) is None:
@@ -159,7 +160,7 @@ def _prepare_both(
     refused = decision.why_not_both(forward_plan.explanation, gradient_answer)
     if refused is None and gradient_answer.variant is not None:
         try:
-            gradients = load_once(render.render(backward_problem, gradient_answer.variant, gradient_traits), index)
+            gradients = _load(render.render(backward_problem, gradient_answer.variant, gradient_traits), index)
         except CompileError as error:
             refused = str(error)
         else:
@@ -182,6 +183,15 @@ def _warn_where_unavailable(explanation: Explanation) -> None:
     """Tells the user, once, of tuned kernels that the installed Triton cannot compile."""
     if explanation.unavailable:
         availability.warn_once(explanation.unavailable)
+
+
+def _load(source: Source, index: int) -> compiler.Kernel:
+    """A kernel on a card, unless it is compiled in the background and not there yet."""
+    if background_compile.is_asked():
+        card = nvidia.present(index)
+        if card is not None and not background_compile.is_done(source, card.arch):
+            raise _NotLoadedError(background_compile.REASON)
+    return load_once(source, index)
 
 
 @cache
