@@ -26,6 +26,8 @@ from autoattn.baselines import deterministic_sdpa
 from autoattn.cache import store
 from autoattn.codegen import render
 from autoattn.core.mask import Mask
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Traits, Variant
 from autoattn.errors import AutoattnError
 from autoattn.runtime import call_cache
 from autoattn.runtime.parse import arguments
@@ -140,6 +142,16 @@ def test_calls_with_one_key_are_decided_alike(one: Any, change: str, donor: Any)
         assert again == same
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """In place of a source: one for each problem, and not for each kind."""
+
+    problem: Problem
+    traits: Traits
+    variant: Variant
+    digest: str = "0"
+
+
 @contextmanager
 def planned_for_a_card() -> Iterator[None]:
     """The fixture's plans, for a test that hypothesis runs many times."""
@@ -147,7 +159,7 @@ def planned_for_a_card() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
         fake_device.plan_on(patch, samples.H200, lambda *facts: SimpleNamespace(compiled=None)),
     ):
-        patch.setattr(render, "render", lambda problem, variant, traits: (problem, traits))
+        patch.setattr(render, "render", lambda problem, variant, traits: Rendered(problem, traits, variant))
         patch.setattr(store, "why_stale", lambda entry: None)  # it renders entries too
         yield
 

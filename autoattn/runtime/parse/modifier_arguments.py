@@ -28,6 +28,8 @@ class Changed:
     operands: dict[str, Any] = field(default_factory=dict)
 
 
+# Of each number, what switches it off: None only where that is the default.
+_OFF = tuple((number.name, (0.0,) if number.default is not None else (None, 0.0)) for number in NUMBERS)
 _BIAS_ALONE = {bias: Changed(modifiers=Modifiers(bias=bias)) for bias in Bias}
 
 
@@ -47,7 +49,7 @@ def read(
     """
     alibi_slopes, sinks, score_mod = (given.get(name) for name in ("alibi_slopes", "sinks", "score_mod"))
     none = alibi_slopes is None and sinks is None and score_mod is None
-    if none and all(given.get(number.name) in (None, 0.0) for number in NUMBERS):
+    if none and all(given.get(name, 0.0) in off for name, off in _OFF):
         return _BIAS_ALONE[bias]
     heads = query.shape[1]
     operands: dict[str, Any] = {

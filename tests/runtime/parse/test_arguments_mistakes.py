@@ -157,6 +157,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "infinite softcap": ({"softcap": math.inf}, "softcap must be a finite number from 0, got inf; 0 switches it off"),
     "nan softcap": ({"softcap": math.nan}, "softcap must be a finite number from 0, got nan; 0 switches it off"),
     "words as softcap": ({"softcap": "30"}, "softcap must be a finite number from 0, got '30'; 0 switches it off"),
+    "no softcap": ({"softcap": None}, "softcap must be a finite number from 0, got None; 0 switches it off"),
+    "no dropout": ({"dropout": None}, "dropout must be a finite number from 0 and below 1, got None; 0 keeps every"),
     "dropout of all": ({"dropout": 1.0}, "dropout must be a finite number from 0 and below 1, got 1.0; 0 keeps every"),
     "negative dropout": ({"dropout": -0.1}, "dropout must be a finite number from 0 and below 1, got -0.1; 0 keeps"),
     "dropout flag": ({"dropout": True}, "dropout must be a finite number from 0 and below 1, got True; 0 keeps every"),
