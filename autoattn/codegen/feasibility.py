@@ -69,16 +69,18 @@ class Judgement:
         return self.refusal
 
 
-def judge(facts: FactValues, let: Mapping[str, Rule], requirements: Sequence[Requirement]) -> Judgement:
+def judge(
+    facts: FactValues, let: Mapping[str, Rule], of_sizes: frozenset[str], requirements: Sequence[Requirement]
+) -> Judgement:
     """Asks all rules that need no sizes.
 
     Args:
         facts: all facts but SIZES, and the parameters.
         let: what names stand for; each may ask for those before it.
+        of_sizes: `names_of_sizes` of these.
         requirements: in the order in which they are asked.
     """
     derived = DerivedFacts(facts, let)
-    of_sizes = names_of_sizes(let)
     sized: list[Requirement] = []
     for requirement in requirements:
         if requirement.rule.names & of_sizes:

@@ -269,8 +269,13 @@ def _judged(
 ) -> Judgement:
     """What the rules of a space say of a variant for a kind of problem."""
     space.check(variant.as_dict())
-    facts = kind_facts(kind, numerics, deterministic, device) | space.params_of(variant)
-    return feasibility.judge(facts, space.let, space.requirements(deterministic=deterministic))
+    facts = {**kind_facts(kind, numerics, deterministic, device), **space.params_of(variant)}
+    return feasibility.judge(facts, space.let, _names_of_sizes(space), space.requirements(deterministic=deterministic))
+
+
+@lru_cache(maxsize=16)
+def _names_of_sizes(space: SearchSpace) -> frozenset[str]:
+    return feasibility.names_of_sizes(space.let)
 
 
 @lru_cache(maxsize=MAX_KINDS)
@@ -281,8 +286,9 @@ def _judged_seeds(
     seeds = []
     for when, params in space.seeds:
         variant = space.variant(params)
-        facts = kind_facts(kind, numerics, deterministic, device) | space.implied | params
-        speaks = feasibility.judge(facts, space.let, [Requirement(rule=when, because="it speaks of other problems")])
+        facts = {**kind_facts(kind, numerics, deterministic, device), **space.implied, **params}
+        other = Requirement(rule=when, because="it speaks of other problems")
+        speaks = feasibility.judge(facts, space.let, _names_of_sizes(space), [other])
         if not speaks.hopeless:
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
             seeds += [] if judgement.hopeless else [(variant, speaks, judgement)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 
 from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
@@ -21,6 +23,7 @@ _PROBLEM_FACTS = (
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
 )
+MAX_KINDS = 512  # whose facts are kept
 # Not `arch`: what a newer architecture shares with an older one, its number does not say.
 _DEVICE_FACTS = tuple(field.name for field in fields(Device) if field.type in ("int", "float") and field.name != "arch")
 _CAPABILITIES = (*(unit.value for unit in MatrixUnit), "tma", "float8_products", "warp_size")
@@ -50,8 +53,11 @@ def size_facts(problem: Problem) -> dict[str, Value | float]:
     }
 
 
-def kind_facts(kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device) -> dict[str, Value | float]:
-    """All but SIZES: what rules may ask of a kind of problem and a device."""
+@lru_cache(maxsize=MAX_KINDS)
+def kind_facts(
+    kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
+) -> Mapping[str, Value | float]:
+    """All but SIZES: what rules may ask of a kind of problem and a device; to be read alone, since it is kept."""
     modifiers = kind.modifiers
     return {
         "head_dim": kind.head_dim,

@@ -77,7 +77,7 @@ def test_facts_of_a_kind_and_sizes_are_all_facts() -> None:
 
 def test_a_rule_without_sizes_is_asked_once_and_ends_the_list() -> None:
     rules = [requirement("tiles < 1000"), requirement("bytes < 100"), requirement("waves < 2")]
-    judgement = feasibility.judge(FIXED, LET, rules)
+    judgement = feasibility.judge(FIXED, LET, feasibility.names_of_sizes(LET), rules)
     assert judgement.hopeless
     assert judgement.sized == (rules[0],), "what stands behind the broken rule is never asked"
     assert judgement.why_not({"batch": 1}) == "because of bytes < 100 (needs bytes < 100)"
@@ -85,7 +85,9 @@ def test_a_rule_without_sizes_is_asked_once_and_ends_the_list() -> None:
 
 
 def test_names_that_rest_on_sizes_are_worked_out_for_each_problem() -> None:
-    judgement = feasibility.judge(FIXED, LET, [requirement("bytes > 0"), requirement("waves < 2")])
+    judgement = feasibility.judge(
+        FIXED, LET, feasibility.names_of_sizes(LET), [requirement("bytes > 0"), requirement("waves < 2")]
+    )
     assert not judgement.hopeless
     assert judgement.why_not({"batch": 1}) is None
     assert judgement.why_not({"batch": 4}) == "because of waves < 2 (needs waves < 2)"
