@@ -404,13 +404,13 @@ def test_a_line_that_a_killed_process_left_half_written_harms_nobody_who_goes_on
 
 
 def test_a_trial_of_another_space_is_refused_in_a_sentence(open_ledger: Open) -> None:
-    first = open_ledger()
+    name = f"study {uuid.uuid4()}"  # a proxy's storage holds those of other tests too
+    first = open_ledger(name)
     first.finish(trial(ONE), 1.0)
-    (name,) = optuna.get_all_study_names(first.storage)
     whole = optuna.load_study(study_name=name, storage=first.storage)
     (other,) = whole.get_trials()
     other.user_attrs["trial"]["variant"]["params"][0] = ["a", 99]
     whole.add_trial(other)
     with pytest.raises(AutoattnError) as caught:
-        open_ledger().news()
+        open_ledger(name).news()
     assert "\n" not in str(caught.value)
