@@ -185,7 +185,9 @@ def mysql() -> Iterator[MySQL]:
     if who:
         os.chown(folder, who["user"], who["group"])
     port, data, process = free_port(), f"--datadir={folder / 'data'}", None
-    quiet: dict[str, Any] = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **who}
+    # Servers that share a folder for temporary tables remove each other's.
+    quiet: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "TMPDIR": str(folder)}, **who}
+    quiet |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     options = [f"--port={port}", "--bind-address=127.0.0.1", f"--socket={folder / 'socket'}", "--skip-name-resolve"]
     options += [f"--pid-file={folder / 'pid'}", f"--log-error={folder / 'log'}", "--innodb-flush-log-at-trx-commit=0"]
     make = [daemon, "--no-defaults", data, "--initialize-insecure"]
