@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoattn.codegen.space_facts import SIZES
 from autoattn.codegen.space_rules import Rule
@@ -28,20 +28,20 @@ class Requirement:
 class DerivedFacts(dict[str, "Value | float"]):
     """Facts and parameters, and what a space's `let` makes of them: worked out when a rule first asks for it."""
 
-    __slots__ = ("_let",)
+    __slots__ = ("let",)
 
     def __init__(self, facts: FactValues, let: Mapping[str, Rule]) -> None:
         super().__init__(facts)
-        self._let = let
+        self.let = let
 
     def __missing__(self, name: str) -> Value | float:
-        value: Value | float = self._let[name](self)
+        value: Value | float = self.let[name](self)
         self[name] = value
         return value
 
     def with_sizes(self, sizes: FactValues) -> DerivedFacts:
         """The same with the sizes of one problem; nothing that rests on sizes may be worked out here."""
-        facts = DerivedFacts(self, self._let)
+        facts = DerivedFacts(self, self.let)
         facts.update(sizes)
         return facts
 
@@ -51,7 +51,9 @@ class Judgement:
     """What rules say of one set of parameters, whatever the sizes, and what is left to ask of sizes."""
 
     facts: DerivedFacts  # all but sizes and what rests on them
-    sized: tuple[Requirement, ...]  # rules that ask for sizes, in order, before the one that breaks in any case
+    of_sizes: frozenset[str]  # names of these
+    # Rules that ask for sizes, with what is said where they break; in order, before the one that breaks in any case.
+    sized: tuple[tuple[Rule, str], ...]
     refusal: str | None  # of the first rule that breaks in any case
 
     @property
@@ -59,13 +61,30 @@ class Judgement:
         """Whether no sizes make it feasible."""
         return self.refusal is not None
 
+    def specialised(self) -> Judgement:
+        """The same, with all that needs no sizes worked out: for kernels that are asked about ever new sizes."""
+        if not self.sized:
+            return self
+        let = {name: rule.given(self.facts, self.of_sizes) for name, rule in self.facts.let.items()}
+        sized, refusal = [], self.refusal
+        for rule, broken in self.sized:
+            rule = rule.given(self.facts, self.of_sizes)
+            if rule.names:
+                sized.append((rule, broken))
+            elif not rule({}):
+                refusal = broken
+                break
+        asked = set().union(*(rule.names for rule in (*let.values(), *(rule for rule, _ in sized))))
+        facts = {name: self.facts[name] for name in asked - self.of_sizes if name in self.facts}
+        return replace(self, facts=DerivedFacts(facts, let), sized=tuple(sized), refusal=refusal)
+
     def why_not(self, sizes: FactValues) -> str | None:
         """The first rule that breaks with these sizes, in words; None when none does."""
         if self.sized:
             facts = self.facts.with_sizes(sizes)
-            for requirement in self.sized:
-                if not requirement.rule(facts):
-                    return requirement.refusal
+            for rule, refusal in self.sized:
+                if not rule(facts):
+                    return refusal
         return self.refusal
 
 
@@ -81,13 +100,13 @@ def judge(
         requirements: in the order in which they are asked.
     """
     derived = DerivedFacts(facts, let)
-    sized: list[Requirement] = []
+    sized: list[tuple[Rule, str]] = []
     for requirement in requirements:
         if requirement.rule.names & of_sizes:
-            sized.append(requirement)
+            sized.append((requirement.rule, requirement.refusal))
         elif not requirement.rule(derived):
-            return Judgement(facts=derived, sized=tuple(sized), refusal=requirement.refusal)
-    return Judgement(facts=derived, sized=tuple(sized), refusal=None)
+            return Judgement(facts=derived, of_sizes=of_sizes, sized=tuple(sized), refusal=requirement.refusal)
+    return Judgement(facts=derived, of_sizes=of_sizes, sized=tuple(sized), refusal=None)
 
 
 def names_of_sizes(let: Mapping[str, Rule]) -> frozenset[str]:

@@ -50,6 +50,18 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.NotEq: operator.ne,
     ast.Not: operator.not_,
 }
+# The same for values of which every one is a number: they need no guard against words, and unguarded whole numbers that
+# each take 64 bits cannot grow past what MAX_DEPTH levels make of them.
+_OF_NUMBERS: dict[type[ast.AST], Callable[..., Any]] = {
+    **_OPERATORS,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
@@ -69,8 +81,25 @@ class Rule:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise SpaceError(f"a rule must be arithmetic such as BLOCK_M <= 128, got {text!r}; correct it") from None
         names: set[str] = set()
+        self._tree = tree
         self._value = _closure(tree, text.strip(), names, MAX_DEPTH)
         self.names = frozenset(names)
+
+    def given(self, facts: Facts, unknown: frozenset[str]) -> Rule:
+        """The same rule with all worked out that needs no unknown name; it asks for fewer facts and costs less.
+
+        Args:
+            facts: hold every other name in `names`.
+            unknown: names of numbers.
+        """
+        names: set[str] = set()
+        rule = object.__new__(Rule)
+        rule.text = self.text
+        rule._tree = _folded(self._tree, facts, unknown)
+        operators = _OPERATORS if _has_words(rule._tree) else _OF_NUMBERS
+        rule._value = _closure(rule._tree, self.text.strip(), names, MAX_DEPTH, operators)
+        rule.names = frozenset(names)
+        return rule
 
     def __call__(self, facts: Facts) -> Any:
         """The value of the expression; `facts` must hold every name in `names`.
@@ -86,26 +115,32 @@ class Rule:
             raise SpaceError(f"the rule {self.text!r} mixes numbers and words ({error}); correct it") from None
 
 
-def _closure(node: ast.expr, text: str, names: set[str], depth: int) -> Callable[[Facts], Any]:
+def _has_words(tree: ast.expr) -> bool:
+    return any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in ast.walk(tree))
+
+
+def _closure(
+    node: ast.expr, text: str, names: set[str], depth: int, operators: Mapping[type[ast.AST], Any] = _OPERATORS
+) -> Callable[[Facts], Any]:
     """Turns a node into a function of the facts, and notes in `names` what it will ask of them."""
     if depth == 0:
         raise SpaceError(f"a rule must nest at most {MAX_DEPTH} levels, got {text!r}; write it flatter")
 
     def parts(*nodes: ast.expr) -> list[Callable[[Facts], Any]]:
-        return [_closure(part, text, names, depth - 1) for part in nodes]
+        return [_closure(part, text, names, depth - 1, operators) for part in nodes]
 
     match node:
         case ast.Constant(value=int() | float() | str() as constant):
             return lambda facts: constant
         case ast.Name(id=name) if name not in _FUNCTIONS:
             names.add(name)
-            return lambda facts: facts[name]
-        case ast.UnaryOp() if type(node.op) in _OPERATORS:
-            return _applied(_OPERATORS[type(node.op)], parts(node.operand))
-        case ast.BinOp() if type(node.op) in _OPERATORS:
-            return _applied(_OPERATORS[type(node.op)], parts(node.left, node.right))
-        case ast.Compare(ops=[comparison], comparators=[right]) if type(comparison) in _OPERATORS:
-            return _applied(_OPERATORS[type(comparison)], parts(node.left, right))
+            return operator.itemgetter(name)
+        case ast.UnaryOp() if type(node.op) in operators:
+            return _applied(operators[type(node.op)], parts(node.operand))
+        case ast.BinOp() if type(node.op) in operators:
+            return _applied(operators[type(node.op)], parts(node.left, node.right))
+        case ast.Compare(ops=[comparison], comparators=[right]) if type(comparison) in operators:
+            return _applied(operators[type(comparison)], parts(node.left, right))
         case ast.BoolOp():
             return _first(parts(*node.values), isinstance(node.op, ast.Or))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, _, *_] as arguments, keywords=[]):
@@ -115,6 +150,52 @@ def _closure(node: ast.expr, text: str, names: set[str], depth: int) -> Callable
         f"a rule may hold numbers, names, + - * / // %, one comparison at a time, and, or, not, min and max of two or "
         f"more, got {piece!r} in {text!r}; write it with those"
     )
+
+
+def _folded(node: ast.expr, facts: Facts, unknown: frozenset[str]) -> ast.expr:
+    """A checked expression, whose parts without unknown names are numbers and words; what has no result stays."""
+    match node:
+        case ast.Name(id=name):
+            return node if name in unknown else _constant(node, facts)
+        case ast.UnaryOp():
+            parts = [_folded(node.operand, facts, unknown)]
+            folded: ast.expr = ast.UnaryOp(node.op, *parts)
+        case ast.BinOp():
+            parts = [_folded(part, facts, unknown) for part in (node.left, node.right)]
+            folded = ast.BinOp(parts[0], node.op, parts[1])
+        case ast.Compare():
+            parts = [_folded(part, facts, unknown) for part in (node.left, *node.comparators)]
+            folded = ast.Compare(parts[0], node.ops, parts[1:])
+        case ast.Call():
+            parts = [_folded(part, facts, unknown) for part in node.args]
+            folded = ast.Call(node.func, parts, [])
+        case ast.BoolOp():
+            return _decided([_folded(part, facts, unknown) for part in node.values], node)
+        case _:
+            return node
+    return _constant(folded, facts) if all(isinstance(part, ast.Constant) for part in parts) else folded
+
+
+def _constant(node: ast.expr, facts: Facts) -> ast.expr:
+    """The value of a node; the node itself where it has none, or one that is no number and no word."""
+    try:
+        value = _closure(node, "", set(), MAX_DEPTH)(facts)
+    except (ArithmeticError, TypeError, SpaceError):  # said when somebody asks for it
+        return node
+    return ast.Constant(value) if isinstance(value, int | float | str) else node
+
+
+def _decided(values: list[ast.expr], node: ast.BoolOp) -> ast.expr:
+    """`and` or `or` of these, without those that decide nothing and those behind one that decides."""
+    wanted = isinstance(node.op, ast.Or)
+    kept: list[ast.expr] = []
+    for place, value in enumerate(values):
+        if isinstance(value, ast.Constant) and bool(value.value) is wanted:
+            kept.append(value)
+            break
+        if not isinstance(value, ast.Constant) or place == len(values) - 1:
+            kept.append(value)
+    return kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
 
 
 def _applied(act: Callable[..., Any], parts: list[Callable[[Facts], Any]]) -> Callable[[Facts], Any]:

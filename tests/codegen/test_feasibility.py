@@ -48,9 +48,11 @@ def test_a_judgement_names_the_rule_that_breaks_first(device: Device, problem: P
         params = {name: rng.choice(choices) for name, choices in space.choices.items()}
         seeds = [{**space.implied, **values} for _, values in space.seeds]
         for values in (params, rng.choice(seeds)):
+            specialised = space.judgement_of(space.variant(values), problem, device).specialised()
             for one in (problem, resized):  # the second is judged by what was kept of the first
                 refusal = space.why_infeasible(space.variant(values), one, device) or ""
                 assert refusal == asked_one_by_one(space, values, one, device)
+                assert (specialised.why_not(size_facts(one)) or "") == refusal
 
 
 @settings(max_examples=100)
@@ -79,7 +81,7 @@ def test_a_rule_without_sizes_is_asked_once_and_ends_the_list() -> None:
     rules = [requirement("tiles < 1000"), requirement("bytes < 100"), requirement("waves < 2")]
     judgement = feasibility.judge(FIXED, LET, feasibility.names_of_sizes(LET), rules)
     assert judgement.hopeless
-    assert judgement.sized == (rules[0],), "what stands behind the broken rule is never asked"
+    assert judgement.sized == ((rules[0].rule, rules[0].refusal),), "what stands behind the broken rule is never asked"
     assert judgement.why_not({"batch": 1}) == "because of bytes < 100 (needs bytes < 100)"
     assert judgement.why_not({"batch": 99}) == "because of tiles < 1000 (needs tiles < 1000)", "it stands in front"
 
@@ -93,6 +95,18 @@ def test_names_that_rest_on_sizes_are_worked_out_for_each_problem() -> None:
     assert judgement.why_not({"batch": 4}) == "because of waves < 2 (needs waves < 2)"
     assert judgement.why_not({"batch": 1}) is None
     assert not {"tiles", "waves", "batch"} & set(judgement.facts)
+
+
+def test_a_specialised_judgement_asks_of_sizes_alone() -> None:
+    rules = [requirement(rule) for rule in ("BLOCK_M == 64 or tiles > 7", "BLOCK_M < 64 or waves < 2", "batch > 1")]
+    rules.append(requirement("BLOCK_M > 64 and tiles > 1"))
+    judgement = feasibility.judge(FIXED, LET, feasibility.names_of_sizes(LET), rules).specialised()
+    assert [rule.text for rule, _ in judgement.sized] == ["BLOCK_M < 64 or waves < 2", "batch > 1"]
+    assert [set(rule.names) for rule, _ in judgement.sized] == [{"waves"}, {"batch"}]
+    assert not judgement.facts, "nothing but sizes is asked for"
+    assert judgement.refusal == rules[3].refusal, "no sizes meet it"
+    assert judgement.why_not({"batch": 4}) == rules[1].refusal
+    assert judgement.why_not({"batch": 1}) == rules[2].refusal
 
 
 @pytest.mark.parametrize("name", ["tiles", "waves", *sorted(SIZES)])

@@ -268,3 +268,36 @@ def test_any_text_is_a_rule_or_refused_in_one_sentence(text: str) -> None:
         one_sentence(error)
     else:
         assert isinstance(value, int | float | str)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "folded"),
+    [
+        ("a + x * b", {"x"}, False),
+        ("a == 3 or x > 5", set(), True),
+        ("a == 4 or x > 5", {"x"}, False),
+        ("x > 5 or a == 3 or x > 9", {"x"}, False),
+        ("a == 3 and x > 5", {"x"}, False),
+        ("a == 4 and x > 5", set(), True),
+        ("min(a, b) + half", set(), True),
+        ("word == 'ieee' and x > 1", {"x"}, False),
+        ("word == 'tf32' or word != 'x' and x > 1", {"x"}, False),
+        ("not yes or x", {"x"}, False),
+        ("x > 5 and 1 / zero > 0", {"x"}, False),
+    ],
+)
+def test_a_rule_that_is_given_facts_asks_for_the_others_and_has_the_same_value(
+    text: str, asked: set[str], folded: bool
+) -> None:
+    rule = Rule(text)
+    given_facts = rule.given(FACTS, frozenset({"x"}))
+    assert given_facts.text == text
+    assert set(given_facts.names) - {"zero"} == asked
+    for x in (0, 1, 4, 6, 9.5):
+        try:
+            value = rule({**FACTS, "x": x})
+        except SpaceError as error:
+            with pytest.raises(SpaceError, match=str(error)[:20].replace("(", ".")):
+                given_facts({**FACTS, "x": x})
+        else:
+            assert given_facts({} if folded else {**FACTS, "x": x}) == value
