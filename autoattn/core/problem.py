@@ -214,6 +214,21 @@ class Problem:
         right = -1 if right is None or (right >= self.seq_q - 1 and right > 0) else right
         return replace(self, mask=Mask.window(left, right))
 
+    def resized(self, batch: int, seq_q: int, seq_kv: int, tokens_q: int = 0, tokens_kv: int = 0) -> Problem:
+        """The same problem with other sizes, unchecked: a tenth of what `dataclasses.replace` takes.
+
+        They must be such that the mask keeps its name: see `simplified`, and top-left masks of equal lengths.
+        """
+        resized, write = object.__new__(Problem), object.__setattr__
+        for name in _UNSIZED:
+            write(resized, name, getattr(self, name))
+        write(resized, "batch", batch)
+        write(resized, "seq_q", seq_q)
+        write(resized, "seq_kv", seq_kv)
+        write(resized, "tokens_q", tokens_q)
+        write(resized, "tokens_kv", tokens_kv)
+        return resized
+
     @property
     def packed(self) -> bool:
         """Whether sequences of their own lengths stand one behind the other."""
@@ -331,6 +346,10 @@ class Problem:
         name = "" if self.op is Op.FORWARD else f"{self.op.value} "
         name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
         return " ".join([name, *self.modifiers.names, *choices])
+
+
+SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call
+_UNSIZED = tuple(field.name for field in fields(Problem) if field.name not in SIZES)
 
 
 def padded(head_dim: int) -> int:

@@ -15,6 +15,7 @@ from autoattn.cache import availability, inventory, precedence, store
 from autoattn.codegen import search_space
 from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
+from autoattn.core import size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Numerics, Op, Problem
@@ -25,6 +26,7 @@ from autoattn.runtime.plan import tuned_entries
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
 NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
+MAX_CLASSES = 4096  # of sizes, of one kind, whose answers are kept
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
 
 
@@ -51,6 +53,7 @@ class Explanation:
     entry: CacheEntry | None = None
     variant: Variant | None = None
     unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
+    chosen_for: Problem | None = None  # the problem that the choice was made for, where it holds for a class of sizes
 
     def __str__(self) -> str:
         return f"{self.route} ({self.level.value}): {self.reason}"
@@ -72,7 +75,7 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     folders = inventory.folders(folder)
     if device is None:
         return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
-    return _device_supported(problem, device) or _Lookup(problem, device, folders).run()
+    return _device_supported(problem, device) or _Lookup(problem, device, folders).answer()
 
 
 def _device_supported(problem: Problem, device: Device) -> Explanation | None:
@@ -135,14 +138,40 @@ def _default_reason(template: str) -> str:
 class _Lookup:
     """One walk down the rules; what fails on the way is kept as steps."""
 
-    def __init__(self, problem: Problem, device: Device, folders: tuple[Path, ...]) -> None:
-        self.problem, self.device = problem, device
-        self.keys = _keys_of(problem)
+    def __init__(
+        self, problem: Problem, device: Device, folders: tuple[Path, ...], *, represents: bool = False
+    ) -> None:
+        self.problem, self.device, self.folders = problem, device, folders
+        # What was tuned for the problem itself says nothing of others in its class.
+        self.keys = () if represents else _keys_of(problem)
         self.tuned = tuned_entries.of(problem, device, folders)
         self.sizes = size_facts(problem)
         self.infeasible: dict[int, str | None] = {}  # id of one of the tuned entries -> why, once asked
         self.steps: list[str] = list(self.tuned.foreign)
         self.unavailable = ""
+
+    def answer(self) -> Explanation:
+        """What was tuned for the problem itself, or else the answer of its class of sizes, which is worked out once.
+
+        A kernel that cannot run at these sizes gives way to what their own walk finds.
+        """
+        if not any(key in self.tuned.measured or key in self.tuned.predicted for key in self.keys):
+            smallest = size_class.representative(self.problem)
+            answers = self.tuned.answers
+            if (shared := answers.get(smallest)) is None:
+                shared = _Lookup(smallest, self.device, self.folders, represents=True).run()
+                if len(answers) >= MAX_CLASSES:
+                    answers.clear()
+                answers[smallest] = shared
+            if shared.variant is None or self._may_run(shared.variant):
+                level = shared.level if shared.entry is None else self._level_of(shared.entry)
+                return replace(shared, problem=self.problem, level=level, chosen_for=smallest)
+        return self.run()
+
+    def _may_run(self, variant: Variant) -> bool:
+        """Whether a kernel of the problem's class is feasible at its own sizes too."""
+        judgement = search_space.load(variant.template).judgement_of(variant, self.problem, self.device)
+        return judgement.why_not(self.sizes) is None
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
@@ -169,7 +198,7 @@ class _Lookup:
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
         for _, octaves, key in sorted(related):
             entry = self._measurement(key)
-            level = Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
+            level = self._level_of(entry)
             reason = f"{entry.problem} is {octaves:.1f} octaves away and was measured on this card"
             answer = self._use(entry, level, reason)
             if answer is not None:
@@ -180,6 +209,10 @@ class _Lookup:
             return excluded
         self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
         return None
+
+    def _level_of(self, entry: CacheEntry) -> Level:
+        """How close the entry of another problem is."""
+        return Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""

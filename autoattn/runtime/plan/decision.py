@@ -99,7 +99,8 @@ def why_not_both(output: Explanation, gradients: Explanation) -> str | None:
 
 def with_gradients(output: Explanation, gradients: Explanation) -> Explanation:
     """The explanation of a call whose gradients are computed by a kernel too."""
-    return replace(output, steps=(*output.steps, f"gradients: {gradients.reason}"))
+    of_class = output.chosen_for if gradients.chosen_for is not None else None
+    return replace(output, steps=(*output.steps, f"gradients: {gradients.reason}"), chosen_for=of_class)
 
 
 def launch_bound(output: Explanation, gradients: Explanation, *, deterministic: bool, lse: bool) -> Explanation | None:

@@ -16,7 +16,7 @@ from autoattn.core.variant import Traits
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan.cache_lookup import Explanation, Level
-from autoattn.tensors.operands import Operands
+from autoattn.tensors.operands import Operands, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,5 +85,5 @@ def traits_of(problem: Problem, operands: Operands, *, lse: bool) -> Traits:
     """
     traits = forward.traits_of(operands.query, operands.key, operands.value, lse=lse, bias=operands.bias)
     new = render.natural_traits(problem)
-    wide = traits.wide or new.wide or forward.reaches_far(operands.query, problem.head_dim_v)
+    wide = traits.wide or new.wide or forward.reaches_far(View.of(operands.query), problem.head_dim_v)
     return replace(traits, alignment=math.gcd(traits.alignment, new.alignment), wide=wide)

@@ -31,7 +31,7 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
     """How PyTorch's attention runs both passes of a call whose kernels were found; None where the kernels do.
 
     What a pass takes is the longer of the GPU's time and the CPU's. The GPU needs as long as for the measured problem
-    that speaks for it, times what the pairs of its own are of those. Only calls count that
+    that speaks for it, times what the pairs of its own, or of its class of sizes, are of those. Only calls count that
     F.scaled_dot_product_attention says in full.
     """
     problem = forward.problem
@@ -60,9 +60,9 @@ def _is_plain(problem: Problem) -> bool:
 
 def _times(explanation: Explanation) -> dict[str, float]:
     """Microseconds that the kernel and PyTorch's backends take the GPU; empty where they were not measured."""
-    entry = explanation.entry
-    if explanation.problem is None or entry is None or not entry.problem.flops():
+    entry, problem = explanation.entry, explanation.chosen_for or explanation.problem
+    if problem is None or entry is None or not entry.problem.flops():
         return {}
-    share = explanation.problem.flops() / entry.problem.flops()
+    share = problem.flops() / entry.problem.flops()
     times = {rival.name: rival.measurement.median_us for rival in entry.rivals}
     return {route: share * time_us for route, time_us in {**times, KERNEL: entry.time_us}.items()}

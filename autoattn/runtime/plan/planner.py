@@ -21,7 +21,7 @@ from autoattn.kernels import compiler, forward
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import background_compile, cache_lookup, decision, gradient_problem
 from autoattn.runtime.plan.cache_lookup import Explanation
-from autoattn.runtime.plan.gradient_problem import Learned
+from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.tensors.operands import Operands
 
 _logger = logging.getLogger("autoattn")
@@ -92,6 +92,26 @@ def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     """PyTorch answers a call, whatever was tuned."""
     learned = Learned.of(call.operands)
     return _of_call(call, Plan(decision.without_kernel(reason, call.problem, lse=lse, learned=learned)))
+
+
+def replan(plan: Plan, problem: Problem, index: int, *, deterministic: bool) -> Plan | None:
+    """The plan of a call that differs in sizes alone from one that kernels answer; None where it takes the call.
+
+    Args:
+        plan: of the other call, whose tensors lie as this one's do.
+        problem: of this one.
+        index: of the device.
+    """
+    if plan.kernel is None:
+        return None
+    try:
+        traits = plan.kernel.source.traits
+        if plan.gradients is None:
+            return prepare(problem, traits, index)
+        gradient_traits = plan.gradients.source.traits
+        return _prepare_both(problem, traits, gradient_traits, index, deterministic, NONE_LEARNED)
+    except _NotLoadedError:
+        return None
 
 
 def _of_call(call: Call, plan: Plan) -> Plan:
@@ -220,6 +240,11 @@ def why_no_kernel(problem: Problem, operands: Operands) -> str | None:
         return "a tensor subclass has rules of its own"
     if not torch.finfo(torch.float32).tiny <= operands.scale <= MAX_SCALE:
         return f"the kernels need a positive scale that float32 can hold, got {operands.scale}"
+    return why_too_many_programs(problem)
+
+
+def why_too_many_programs(problem: Problem) -> str | None:
+    """Why no launch can hold the programs of a problem; None where one can."""
     tiles = problem.tokens_q // 16 + problem.batch + 1 if problem.packed else problem.batch * -(-problem.seq_q // 16)
     if problem.heads_q * tiles > forward.MAX_TILES:
         return "the launch would need more than 2**31 - 1 programs"

@@ -9,6 +9,7 @@ import math
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autoattn.cache import precedence, store
 from autoattn.cache.precedence import Placed
@@ -38,6 +39,7 @@ class TunedEntries:
     entries: frozenset[int]  # the ids of all entries here
     # (id of an entry, numerics, whether gradients must repeat) -> what the rules say of it, once asked
     judgements: dict[tuple[int, Numerics, bool], Judgement] = field(default_factory=dict)
+    answers: dict[Problem, Any] = field(default_factory=dict)  # who speaks for a class of sizes -> what it gets
     _held_back: dict[int, str | None] = field(default_factory=dict)
 
     def why_held_back(self, entry: CacheEntry) -> str | None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import samples
+import strategies
 import triton
+from hypothesis import HealthCheck, given, settings
 
 from autoattn.cache import store
 from autoattn.codegen import render, resources, search_space
@@ -515,3 +517,47 @@ def test_on_a_card_older_than_ampere_pytorch_answers(tmp_path: Path) -> None:
 
 def test_an_explanation_reads_as_one_line(tmp_path: Path) -> None:
     assert str(explained(tmp_path)).startswith("kernel (default): no tuned entry can serve it, so a default of")
+
+
+# --- classes of sizes -------------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_a_class_share_what_its_smallest_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path, measured(NEAR))
+    first = explained(folder, samples.problem(seq_kv=4400))
+    assert first.chosen_for == samples.problem(seq_kv=4096)
+    monkeypatch.setattr(cache_lookup.tuned_entries, "distance", lambda *sizes: pytest.fail("a known class was walked"))
+    second = explained(folder, samples.problem(seq_kv=4500))
+    assert second == replace(first, problem=samples.problem(seq_kv=4500))
+
+
+def test_the_level_of_a_class_is_that_of_each_problem(tmp_path: Path) -> None:
+    folder = written(tmp_path, measured(samples.problem(seq_kv=4096)))
+    levels = [explained(folder, samples.problem(seq_kv=length)).level for length in (4095, 4096, 4097, 4500)]
+    assert levels == [Level.BUCKET, Level.EXACT, Level.NEAREST, Level.NEAREST]
+
+
+def test_a_kernel_of_a_class_that_cannot_run_at_a_problems_sizes_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = samples.problem(seq_q=64, seq_kv=64, batch=1)
+    space = search_space.load("gluon/forward")
+    alone = explained(tmp_path, one)
+    larger = one.resized(16, 4096, 4096)
+    monkeypatch.setattr(cache_lookup.size_class, "representative", lambda problem: larger)
+    cache_lookup.tuned_entries.of(one, H200, cache_lookup.inventory.folders(tmp_path)).answers.clear()
+    chosen = explained(tmp_path, larger).variant
+    assert chosen is not None
+    assert space.why_infeasible(chosen, one, H200) is not None
+    explanation = explained(tmp_path, one)
+    assert (explanation.variant, explanation.chosen_for) == (alone.variant, None)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(strategies.problems(tiny=False))
+def test_what_a_class_gets_can_run_at_every_size_of_it(tmp_path: Path, problem: Problem) -> None:
+    for device in (H200, A30):
+        explanation = explained(tmp_path, problem.simplified(), device)
+        if explanation.variant is not None:
+            space = search_space.load(explanation.variant.template)
+            assert space.why_infeasible(explanation.variant, problem.simplified(), device) is None

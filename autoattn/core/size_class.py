@@ -1,0 +1,44 @@
+"""Classes of sizes: problems of one kind whose batch and lengths round down to the same numbers.
+
+Which kernel is best changes little over an eighth of an octave, or a fourth. So a choice is made once for a class, by
+the problem of its smallest sizes, and calls whose lengths never repeat find it made. The smallest decides because rules
+mostly ask whether there is enough work for a kernel: what it may run, all of the class may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+from autoattn.core.mask import Alignment, MaskKind
+from autoattn.core.problem import SIZES, Problem
+
+BITS = 4  # that a rounded size keeps: 8 sizes an octave, and each below 16 by itself
+PACKED_BITS = 3  # the same of packed sequences, which differ in more sizes from batch to batch
+
+
+def rounded(size: int, bits: int = BITS) -> int:
+    """A size rounded down to so many binary digits, so that powers of two and lengths of few digits stay."""
+    step = max(size.bit_length() - bits, 0)
+    return size >> step << step
+
+
+def rounding(*, packed: bool) -> Callable[[int], int]:
+    """How the sizes of a problem are rounded."""
+    return _round_packed if packed else _round
+
+
+_round = lru_cache(maxsize=1 << 14)(rounded)
+_round_packed = lru_cache(maxsize=1 << 14)(partial(rounded, bits=PACKED_BITS))
+
+
+def representative(problem: Problem) -> Problem:
+    """The problem that speaks for the class of a problem: the smallest of it, with as many heads.
+
+    The problem speaks for itself where smaller sizes give its mask another name (`Problem.simplified`).
+    """
+    smallest = problem.resized(*map(rounding(packed=problem.packed), (getattr(problem, name) for name in SIZES)))
+    mask = problem.mask
+    if mask.alignment is Alignment.TOP_LEFT and smallest.seq_q == smallest.seq_kv:
+        return problem
+    return smallest if mask.kind is not MaskKind.WINDOW or smallest.simplified().mask == mask else problem
