@@ -18,7 +18,7 @@ from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel, described
 from autoattn.tensors import block_table
-from autoattn.tensors.operands import Gradients, Operands, Saved, empty_as
+from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
 
 COPIES = ("query", "key", "output_grad")  # of which kernels make turned copies, where they do
 # The order in which bound launches take the addresses of a call's tensors: 0 for one that is not there, and none of
@@ -43,6 +43,16 @@ class Scratch:
     sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
     turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
     copies: dict[str, Tensor] = field(default_factory=dict)  # of COPIES -> [batch, heads, head_dim, rows]; maybe none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScratchShapes:
+    """Of the tensors of a Scratch, by the same names; 0 for one that is not there."""
+
+    rows: tuple[int, int, int, int]
+    sums: int
+    turns: int
+    copies: dict[str, tuple[int, ...]]
 
 
 def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
@@ -142,19 +152,29 @@ def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
     return -(weights * delta).sum((0, 2))
 
 
-def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
-    """Room for what the kernels of one launch leave for one another."""
+def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> ScratchShapes:
+    """What `empty_scratch` allocates."""
     batch, heads_q, seq_q, _ = query.shape
     numbers = 3 if problem.modifiers.learned_slopes else 2
-    rows = query.new_empty((numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP), dtype=torch.float32)
     sums, turns = (
-        query.new_empty(numbers(problem.batch, problem.heads_q, seq_q), dtype=dtype) if numbers is not None else None
-        for numbers, dtype in ((kernel.manifest.sums, torch.float32), (kernel.manifest.turns, torch.int32))
+        0 if numbers is None else int(numbers(problem.batch, problem.heads_q, seq_q))
+        for numbers in (kernel.manifest.sums, kernel.manifest.turns)
     )
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
-    shapes = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
-    copies = {name: query.new_empty(shape) for name, shape in shapes.items()}
-    return Scratch(rows=rows, sums=sums, turns=turns, copies=copies)
+    copies = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
+    rows = numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP
+    return ScratchShapes(rows=rows, sums=sums, turns=turns, copies=copies)
+
+
+def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
+    """Room for what the kernels of one launch leave for one another."""
+    shapes, manifest = scratch_shapes(kernel, problem, query), kernel.manifest
+    return Scratch(
+        rows=query.new_empty(shapes.rows, dtype=torch.float32),
+        sums=query.new_empty(shapes.sums, dtype=torch.float32) if manifest.sums is not None else None,
+        turns=query.new_empty(shapes.turns, dtype=torch.int32) if manifest.turns is not None else None,
+        copies={name: query.new_empty(shape) for name, shape in shapes.copies.items()},
+    )
 
 
 def _arguments(
@@ -238,7 +258,7 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
 
 def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescriptor:
     """What a kernel reads boxes of a tensor with: for the TMA unit, or for the interpreter that stands in for it."""
-    described = Descriptor.of(tensor)
+    described = Descriptor.of(View.of(tensor), tensor.data_ptr())
     if kernel.device.type == "cuda":
         return described
     match = re.search(r"\[(.*)\]", kind)

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Bound:
     index: int  # of the device
     pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
     maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
+    described: tuple[str, ...]  # the arguments that these are
+    sized: tuple[tuple[int, int], ...]  # (place in `given`, place among the numbers that sizes decide)
     zeros: tuple[int, int, int, ScratchPool] | None  # (place in `given`, place among the addresses, numbers, whose)
     device_of: Callable[[], int]  # -> current device
     stream_of: Callable[[int], int]  # device -> handle of its current stream
@@ -90,6 +93,7 @@ def bind(
     arguments: Mapping[str, object],
     order: tuple[str, ...],
     zeros: tuple[str, int] | None,
+    sized: tuple[str, ...] = (),
 ) -> Bound:
     """The launch `kernel.launch(grid, arguments)`, ready for tensors that lie elsewhere.
 
@@ -97,9 +101,10 @@ def bind(
         order: names of the arguments whose addresses a launch takes, in its order. The descriptors of a
             tensor `name` go by the address of `name`_ptr.
         zeros: the argument that takes int32 zeros, and how many; None where the kernel has none.
+        sized: names of the arguments that sizes decide, in the order in which `resize` takes them.
     """
     boxes = any(isinstance(arguments.get(name), Descriptor) for name in kernel.parameters)
-    direct, compiled = _Direct.of(kernel, boxes=boxes), kernel.compiled
+    direct, compiled = _direct(kernel, boxes), kernel.compiled
     triton_takes = (compiled.function, compiled.packed_metadata), ()
     settings, behind = direct.settings(compiled) if direct else triton_takes
     flat: list[object] = [*grid, 1, 1, None, *settings]
@@ -108,10 +113,13 @@ def bind(
     begin = len(flat)
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Maps]] = []
+    of_sizes: list[tuple[int, int]] = []
+    names: list[str] = []
     taken = None
     for name in kernel.parameters:
         given = arguments.get(name)
         if isinstance(given, Descriptor):
+            names.append(name)
             encode = direct.encoder(len(maps), kernel.device) if direct else None
             maps.append((len(flat), order.index(f"{described(name)}_ptr"), _Maps(given, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
@@ -120,6 +128,8 @@ def bind(
             pointers.append((len(flat), order.index(name)))
             if zeros is not None and name == zeros[0]:
                 taken = len(flat), order.index(name), zeros[1], POOLS[name]
+        elif name in sized:
+            of_sizes.append((len(flat), sized.index(name)))
         flat.append(None if name in order else given)
     return Bound(
         compiled=compiled,
@@ -131,10 +141,40 @@ def bind(
         index=kernel.device.index,
         pointers=tuple(pointers),
         maps=tuple(maps),
+        described=tuple(names),
+        sized=tuple(of_sizes),
         zeros=taken,
         device_of=torch_private.current_device,
         stream_of=driver.active.get_current_stream,
     )
+
+
+def resize(
+    bound: Bound, grid: tuple[int], numbers: tuple[int, ...], descriptors: Mapping[str, Descriptor], zeros: int
+) -> Bound:
+    """The same launch with other sizes.
+
+    Args:
+        numbers: what sizes decide, in the order that `bind` was told.
+        descriptors: by the names of their arguments.
+        zeros: how many the launch takes, where it takes any.
+    """
+    given = bound.given.copy()
+    given[0] = grid[0]
+    for place, number in bound.sized:
+        given[place] = numbers[number]
+    maps = []
+    for name, (place, address, old) in zip(bound.described, bound.maps, strict=True):
+        descriptor = descriptors[name]
+        if (descriptor.shape, descriptor.strides) == (old.descriptor.shape, old.descriptor.strides):
+            maps.append((place, address, old))
+            continue
+        if old.encode is not None:  # then shape and strides are arguments of their own
+            steps = (*descriptor.shape, *descriptor.strides)
+            given[place + 1 : place + 1 + len(steps)] = steps
+        maps.append((place, address, _Maps(descriptor, old.encode)))
+    taken = None if bound.zeros is None else (*bound.zeros[:2], zeros, bound.zeros[3])
+    return replace(bound, given=given, maps=tuple(maps), zeros=taken)
 
 
 # --- Triton's launcher ------------------------------------------------------------------------------------------------
@@ -208,6 +248,12 @@ class _Direct:
             return encode(descriptor, facts, *ignored)[0]
 
         return encoded
+
+
+@lru_cache(maxsize=1024)
+def _direct(kernel: Kernel, boxes: bool) -> _Direct | None:
+    """`_Direct.of`, which looks into Triton's closures, once for a kernel."""
+    return _Direct.of(kernel, boxes=boxes)
 
 
 class _Maps(dict[int, Any]):

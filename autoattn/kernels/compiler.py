@@ -31,7 +31,8 @@ from autoattn.kernels.sass import disassembler, loops
 
 if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their start
     import torch
-    from torch import Tensor
+
+    from autoattn.tensors.operands import View
 
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
@@ -266,12 +267,12 @@ class Descriptor:
     round_f32_to_tf32: bool = False  # asked for since Triton 3.7
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Descriptor:
-        """Of such a view."""
-        shape, strides = tuple(tensor.shape), tensor.stride()
+    def of(cls, view: View, address: int = 0) -> Descriptor:
+        """Of such a view at an address."""
+        shape, strides = view
         # An axis of one element may step by anything, which the TMA unit would refuse.
         steps = [step if size > 1 else -(-shape[-1] // 8) * 8 for size, step in zip(shape, strides, strict=True)]
-        return cls(address=tensor.data_ptr(), shape=shape, strides=(*steps[:-1], 1))
+        return cls(address=address, shape=tuple(shape), strides=(*steps[:-1], 1))
 
     @property
     def base(self) -> Descriptor:

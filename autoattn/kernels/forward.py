@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel, described
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
-from autoattn.tensors.operands import BlockTable, Operands, empty_as, strides_as
+from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
@@ -27,6 +29,12 @@ POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
     *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
 )
+# The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
+SIZED = (
+    *("batch", "tokens_q", "tokens_kv", "batch_heads", "seq_q", "seq_kv"),
+    *(stride for name in "qkvo" for stride in strides(name)),
+)
+_VIEWS = "query", "key", "value", "output"
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
@@ -35,21 +43,31 @@ ALIGNED = 15  # of an address: what kernels may be made for is that 16 or less d
 
 def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -> Traits:
     """What the memory of query, key, value and output, as [batch, heads, seq, head_dim] views, asks of the code."""
-    element = tensors[0].element_size()
-    alignment = 16 // element
-    wide = False
+    element, addresses = tensors[0].element_size(), 0
     for tensor in tensors:
-        _, _, seq, head_dim = tensor.shape
-        stride_b, stride_h, stride_s, stride_d = tensor.stride()
-        reach = (seq - 1) * stride_s + max(head_dim - 1, 1) * stride_d
-        wide = wide or reach + TILE_ROWS * stride_s >= 2**31
-        if stride_d != 1:
-            alignment = 1
-        for step in (stride_b, stride_h, stride_s, tensor.data_ptr() // element):
-            alignment = math.gcd(alignment, step)
-        if tensor.data_ptr() % element:
+        address = tensor.data_ptr()
+        if address % element:
             raise TensorError(f"tensors must start at a multiple of their element size, {element} bytes; clone them")
-    return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype] if bias is not None else "")
+        addresses |= address
+    element_type = BIAS_ELEMENT[bias.dtype] if bias is not None else ""
+    return traits_of_views(map(View.of, tensors), addresses, element, lse=lse, bias=element_type)
+
+
+def traits_of_views(views: Iterable[View], addresses: int, element: int, *, lse: bool, bias: str = "") -> Traits:
+    """The same of tensors that lie like these.
+
+    Args:
+        addresses: of all of them, combined by bitwise or.
+        element: bytes of one.
+        bias: Triton's name of the element type of a bias.
+    """
+    steps, anything, wide = 16 // element | addresses // element, False, False
+    for (_, _, seq, head_dim), (stride_b, stride_h, stride_s, stride_d) in views:
+        steps |= stride_b | stride_h | stride_s
+        anything = anything or stride_d != 1
+        wide = wide or (seq - 1 + TILE_ROWS) * stride_s + max(head_dim - 1, 1) * stride_d >= 2**31
+    alignment = 1 if anything else steps & -steps  # the lowest bit: what divides all of them
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,9 +80,15 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype is torch.float64 else torch.float32
 
 
-def reaches_far(query: Tensor, head_dim_v: int) -> bool:
+def reaches_far(query: View, head_dim_v: int) -> bool:
     """Whether offsets inside one head of one sequence of the output can pass 2**31 elements."""
-    return bool((query.shape[2] + TILE_ROWS) * strides_as(query, head_dim_v)[2] >= 2**31)
+    return (query.shape[2] + TILE_ROWS) * query.without_gaps(head_dim_v).strides[2] >= 2**31
+
+
+def may_reach_far(problem: Problem) -> bool:
+    """Whether offsets inside one sequence of a tensor without gaps may pass 2**31 elements."""
+    rows = max(problem.seq_q, problem.seq_kv, problem.tokens_q, problem.tokens_kv) + TILE_ROWS
+    return rows * problem.heads_q * max(problem.head_dim, problem.head_dim_v) >= 2**31
 
 
 def empty_output(problem: Problem, query: Tensor) -> Tensor:
@@ -108,7 +132,7 @@ def launch(
     if kernel.before is not None and manifest.grid_before is not None:
         grid = manifest.grid_before(problem.batch, problem.heads_kv, operands.key.shape[2])
         kernel.before.launch(grid, arguments)
-    kernel.launch(launch_grid(kernel, problem, operands), arguments)
+    kernel.launch(launch_grid(kernel, problem, operands.query), arguments)
     number = tiles(kernel, problem, operands.query)
     return scratch[FLAGS : FLAGS + number] if counting and scratch is not None and number else None
 
@@ -119,12 +143,27 @@ def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, l
     The call must have no other tensors, and its kernel none that runs before it.
     """
     arguments = launch_arguments(kernel, problem, operands, output, lse)
-    return bound_launch.bind(
-        kernel, launch_grid(kernel, problem, operands), arguments, POINTERS, zeros(kernel, problem, operands.query)
+    grid, needed = launch_grid(kernel, problem, operands.query), zeros(kernel, problem, operands.query)
+    return bound_launch.bind(kernel, grid, arguments, POINTERS, needed, SIZED)
+
+
+def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, View, View, View]) -> Bound:
+    """A launch that `bind` made, for a problem of other sizes.
+
+    Args:
+        views: of query, key, value and output.
+    """
+    needed = zeros(kernel, problem, views[0])
+    return bound_launch.resize(
+        bound,
+        launch_grid(kernel, problem, views[0]),
+        sized_arguments(problem, *views),
+        _described(kernel, problem, dict(zip(_VIEWS, views, strict=True))),
+        0 if needed is None else needed[1],
     )
 
 
-def zeros(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[str, int] | None:
+def zeros(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[str, int] | None:
     """The argument for int32 zeros that a launch has to itself while it runs, and how many; None where it needs none.
 
     scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
@@ -135,26 +174,26 @@ def zeros(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[str, int] | 
     return None
 
 
-def tiles(kernel: Kernel, problem: Problem, query: Tensor) -> int:
+def tiles(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
     tiles = kernel.manifest.tiles
     return int(tiles(*_sizes(kernel, problem, query))) if tiles is not None else 0
 
 
-def partials(kernel: Kernel, problem: Problem, query: Tensor) -> int:
+def partials(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
     partials = kernel.manifest.partials
     return int(partials(*_sizes(kernel, problem, query))) if partials is not None else 0
 
 
-def launch_grid(kernel: Kernel, problem: Problem, operands: Operands) -> tuple[int]:
+def launch_grid(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int]:
     """How many programs a kernel is launched with."""
     grid = kernel.manifest.grid
     assert grid is not None
-    return grid(*_sizes(kernel, problem, operands.query), kernel.sm_count)
+    return grid(*_sizes(kernel, problem, query), kernel.sm_count)
 
 
-def _sizes(kernel: Kernel, problem: Problem, query: Tensor) -> tuple[int, int, int]:
+def _sizes(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int, int, int]:
     """Batch, heads and rows of each, as a kernel deals them out: heads that share keys may be the rows of one."""
     seq = query.shape[2]
     if heads := kernel.manifest.packed_heads:
@@ -173,44 +212,51 @@ def launch_arguments(
     columns: Tensor | None = None,
 ) -> dict[str, object]:
     """All that a signature may name, but for zeros; `columns` is room for the values that a kernel turns first."""
+    tensors = dict(zip(_VIEWS, (operands.query, operands.key, operands.value, output), strict=True))
+    views = {name: View.of(tensor) for name, tensor in tensors.items()}
     arguments: dict[str, object] = {
         **_numbers(problem, operands),
-        "query_ptr": operands.query,
-        "key_ptr": operands.key,
-        "value_ptr": operands.value,
-        "output_ptr": output,
+        **dict(zip(SIZED, sized_arguments(problem, *views.values()), strict=True)),
+        **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": lse,
     }
-    tensors = (("q", operands.query), ("k", operands.key), ("v", operands.value), ("o", output))
-    for name, tensor in tensors:
-        arguments.update(zip(strides(name), tensor.stride(), strict=True))
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= modifiers(operands)
     if operands.table is not None:
         arguments |= listed(operands.table)
     if kernel.manifest.descriptors:
-        views = {"query": operands.query, "key": operands.key, "value": operands.value, "output": output}
         if columns is not None:
-            views["value_columns"] = arguments["value_columns_ptr"] = columns
-        if kernel.manifest.packed_heads:  # a tile has some of the heads that share keys, and none of the next ones
-            for name in ("query", "output"):
-                views[name] = views[name].unflatten(1, (problem.heads_kv, problem.group_size))
-        arguments |= {name: Descriptor.of(views[described(name)]) for name in kernel.manifest.descriptors}
+            tensors["value_columns"] = arguments["value_columns_ptr"] = columns
+            views["value_columns"] = View.of(columns)
+        for name, descriptor in _described(kernel, problem, views).items():
+            arguments[name] = replace(descriptor, address=tensors[described(name)].data_ptr())
     return arguments
 
 
+def sized_arguments(problem: Problem, query: View, key: View, value: View, output: View) -> tuple[int, ...]:
+    """What SIZED names."""
+    seq_q, seq_kv, batch = query.shape[2], key.shape[2], problem.batch
+    sizes = batch, seq_q, seq_kv, batch * problem.heads_q, seq_q, seq_kv
+    return (*sizes, *query.strides, *key.strides, *value.strides, *output.strides)
+
+
+def _described(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Descriptor]:
+    """The descriptors of a launch, but for addresses."""
+    if not kernel.manifest.descriptors:
+        return {}
+    if kernel.manifest.packed_heads:  # a tile has some of the heads that share keys, and none of the next ones
+        for name in ("query", "output"):
+            (batch, _, *rest), (sequence, head, *steps) = views[name]
+            group = problem.group_size
+            views[name] = View((batch, problem.heads_kv, group, *rest), (sequence, group * head, head, *steps))
+    return {name: Descriptor.of(views[described(name)]) for name in kernel.manifest.descriptors}
+
+
 def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:
-    """Sizes, and what a kernel without modifiers takes."""
-    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
+    """What a kernel without modifiers takes beside sizes and the tensors that every call has."""
     return {
         "cu_seqlens_q_ptr": operands.cu_seqlens_q,
         "cu_seqlens_kv_ptr": operands.cu_seqlens_kv,
-        "batch": problem.batch,
-        "tokens_q": seq_q,
-        "tokens_kv": seq_kv,
-        "batch_heads": problem.batch * problem.heads_q,
-        "seq_q": seq_q,
-        "seq_kv": seq_kv,
         "heads_q": problem.heads_q,
         "group_size": problem.group_size,
         "scale": operands.scale,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED_ARGUMENTS, PACKED_DEFAULTS, KeyRole, names
-from autoattn.runtime import call_cache, prepared_call
+from autoattn.runtime import call_cache, prepared_call, resized_call
 from autoattn.runtime.call_cache import Key
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
@@ -70,8 +70,15 @@ def new_attention(
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
             return compile_frontend.attention(*tensors, eagerly=attention, return_lse=return_lse, **given)
+    sized = resized_call.take_apart(call_key, given["layout"], given)
+    prepared = resized_call.prepare(sized, tensors)
+    if prepared is not None and (output := prepared(*tensors)) is not None:
+        return output
     call = arguments.read(*tensors, **given)
-    return answer(call_key, tensors, call, planner.plan(call, lse=return_lse), lse=return_lse)
+    plan = planner.plan(call, lse=return_lse)
+    output = answer(call_key, tensors, call, plan, lse=return_lse)
+    resized_call.remember(sized, call, plan)
+    return output
 
 
 def new_packed_attention(
@@ -88,8 +95,15 @@ def new_packed_attention(
             return compile_frontend.packed_attention(
                 *tensors, max_seqlen_q, max_seqlen_kv, eagerly=packed_attention, return_lse=return_lse, **given
             )
+    sized = resized_call.take_apart(call_key, resized_call.PACKED, given, (max_seqlen_q, max_seqlen_kv))
+    prepared = resized_call.prepare(sized, tensors)
+    if prepared is not None and (output := prepared(*tensors)) is not None:
+        return output
     call = arguments.read_packed(*tensors, max_seqlen_q, max_seqlen_kv, **given)
-    return answer(call_key, tensors, call, planner.plan(call, lse=return_lse), lse=return_lse)
+    plan = planner.plan(call, lse=return_lse)
+    output = answer(call_key, tensors, call, plan, lse=return_lse)
+    resized_call.remember(sized, call, plan)
+    return output
 
 
 def answer(

@@ -26,6 +26,7 @@ from autoattn.kernels.forward import ALIGNED
 from autoattn.runtime.parse import arguments
 
 BOUND = 4096  # calls; a growing key cache asks for something new at every step
+MAX_FAMILIES = 256  # of calls that differ in sizes alone
 GUARDED_SHAPES = 64  # pairs of shapes with guards
 GUARDED_OF_SHAPES = 4  # kinds of calls of one pair, which are compared in turn
 GUARDED_FIRST = 8  # kinds that are compared before all others: the layers of a model are of few
@@ -62,6 +63,7 @@ class CacheInfo:
 
     calls: int  # that keys find
     bound: int
+    families: int  # of calls that differ in sizes alone, whose plans are kept
     guarded: int  # kinds of calls that guards find
     has_guards: bool  # whether this PyTorch has guards
 
@@ -134,6 +136,19 @@ def keep(call_key: Key, prepared: PreparedCall) -> None:
         _calls[call_key] = prepared
 
 
+def find_family(family_key: Key) -> Any:
+    """What is kept of calls that differ in sizes alone (autoattn.runtime.resized_call); None where nothing is."""
+    return _families.get(family_key)
+
+
+def keep_family(family_key: Key, family: object) -> None:
+    """Keeps it, in place of the oldest where there are too many."""
+    with _writing:
+        while len(_families) >= MAX_FAMILIES:
+            del _families[next(iter(_families))]
+        _families[family_key] = family
+
+
 def drop(call_key: Key) -> None:
     """Drops the prepared call of a key, and all guards."""
     with _writing:
@@ -142,9 +157,10 @@ def drop(call_key: Key) -> None:
 
 
 def clear() -> None:
-    """Drops all prepared calls."""
+    """Drops all prepared calls, and what is kept of families of calls."""
     with _writing:
         _calls.clear()
+        _families.clear()
         _drop_guards()
 
 
@@ -157,7 +173,9 @@ def _drop_guards() -> None:
 def info() -> CacheInfo:
     """How full the cache is."""
     guarded = sum(map(len, _guarded.values()))
-    return CacheInfo(calls=len(_calls), bound=BOUND, guarded=guarded, has_guards=torch_private.TENSOR_GUARDS)
+    return CacheInfo(
+        calls=len(_calls), bound=BOUND, families=len(_families), guarded=guarded, has_guards=torch_private.TENSOR_GUARDS
+    )
 
 
 def prepared_calls() -> tuple[PreparedCall, ...]:
@@ -281,6 +299,7 @@ def put_first(kind: _GuardedCall, shapes: tuple[Any, Any], words: Words) -> None
 
 
 _calls: dict[Key, PreparedCall] = {}
+_families: dict[Key, Any] = {}
 _guarded: dict[tuple[Any, Any], tuple[_GuardedCall, ...]] = {}
 latest: tuple[_GuardedCall, ...] = ()  # whose words are the very objects of the last calls
 _writing = threading.Lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
-from autoattn.core.problem import Layout
+from autoattn.core.problem import SIZES, Layout, Problem
 from autoattn.kernels import forward
 from autoattn.kernels.bound_launch import Addresses, Bound
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime import call_cache, training_call
-from autoattn.runtime.call_cache import Key
+from autoattn.runtime.call_cache import Key, PreparedCall
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import recompute_counter
 from autoattn.runtime.training_call import TrainingCall
-from autoattn.tensors.operands import as_given
+from autoattn.tensors.operands import View, as_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ def prepare(
     """
     if call_key is None or not plan.lasting or not _tensors_are_all(tensors, call):
         return
-    prepared: KernelCall | TrainingCall | SdpaCall | CaptureCall | None
+    prepared: PreparedCall | None
     if plan.captured is not None:
         prepared = _by_either(call_key, tensors, call, plan)
     elif (both := plan.passes(call.problem)) is not None:
@@ -58,6 +58,46 @@ def prepare(
         prepared = None if switched else _by_pytorch(call_key, tensors, call, plan.explanation.route)
     if prepared is not None:
         call_cache.keep(call_key, prepared)
+
+
+def resize(
+    prepared: PreparedCall, call_key: Key, problem: Problem, views: tuple[View, View, View]
+) -> PreparedCall | None:
+    """What answers calls of other sizes by the same kernels, or by the same operator of PyTorch's; None where nothing
+    is resized.
+
+    Args:
+        call_key: of such calls.
+        views: of query, key and value.
+    """
+    if isinstance(prepared, SdpaCall):
+        return replace(prepared, call_key=call_key)
+    if isinstance(prepared, KernelCall):
+        return _resized(prepared, problem, views)
+    if isinstance(prepared, TrainingCall) and isinstance(prepared.forward, KernelCall):
+        backward_problem = prepared.both.backward_problem.resized(*(getattr(problem, name) for name in SIZES))
+        both = replace(prepared.both, problem=problem, backward_problem=backward_problem)
+        return training_call.resize(prepared, both, _resized(prepared.forward, problem, views), views)
+    return None
+
+
+def _resized(prepared: KernelCall, problem: Problem, views: tuple[View, View, View]) -> KernelCall:
+    query, key, value = views
+    output, kernel = query.without_gaps(problem.head_dim_v), prepared.kernel
+    lse = None
+    if prepared.lse is not None:
+        _, heads, rows, _ = query.shape
+        lse = ((heads, rows), (rows, 1)) if problem.packed else (query.shape[:3], (heads * rows, rows, 1))
+    needed = forward.zeros(kernel, problem, query)
+    return KernelCall(
+        kernel=kernel,
+        output=output.given(problem.layout),
+        lse=lse,
+        zeros=0 if needed is None else needed[1],
+        tiles=forward.tiles(kernel, problem, query),
+        partials=forward.partials(kernel, problem, query),
+        launch=forward.resize(prepared.launch, kernel, problem, (query, key, value, output)),
+    )
 
 
 def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
@@ -75,6 +115,7 @@ def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
 class KernelCall:
     """An answer by a kernel of ours."""
 
+    kernel: Kernel
     # Sizes and strides. PyTorch takes twice as long to make a tensor of a torch.Size, or of sizes alone.
     output: tuple[tuple[int, ...], tuple[int, ...]]
     lse: tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -128,6 +169,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> Kernel
     query = call.operands.query
     needed = forward.zeros(kernel, call.problem, query)
     return KernelCall(
+        kernel=kernel,
         output=(tuple(output.shape), output.stride()),
         lse=None if lse is None else (tuple(lse.shape), lse.stride()),
         zeros=0 if needed is None else needed[1],
@@ -144,7 +186,7 @@ def _by_both(
     lse = output.new_empty(output.shape[:3], dtype=_FLOAT32)
     given = answer if isinstance(answer, Tensor) else answer[0]
     forward = _by_kernel(both.forward, call, (output, lse), (given, lse[0] if call.problem.packed else lse))
-    return None if forward is None else training_call.prepare(both, call.operands, tensors, forward, forward.output[1])
+    return None if forward is None else training_call.prepare(both, call.operands, forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

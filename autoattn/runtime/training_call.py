@@ -6,8 +6,9 @@ are those of the first call, and a node of autograd keeps the tensors and these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
@@ -16,16 +17,16 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.core.call_arguments import NUMBERS
-from autoattn.core.problem import Layout
 from autoattn.kernels import backward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.forward import ALIGNED
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import autograd
-from autoattn.tensors.operands import Operands, Saved, as_given, empty_as, viewed
+from autoattn.tensors.operands import Operands, Saved, View, viewed
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
+Views: TypeAlias = tuple[View, View, View]
 _ALIGNED_NUMBERS = 4  # of 4 bytes
 _MOST = 64  # kinds of output gradients that are kept
 _FLOAT32 = torch.float32
@@ -141,46 +142,54 @@ class TrainingCall:
 
 
 def prepare(
-    both: gradient_problem.Pass,
-    operands: Operands,
-    tensors: tuple[Tensor, ...],
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    output: tuple[int, ...],
+    both: gradient_problem.Pass, operands: Operands, forward: Callable[..., tuple[Tensor, Tensor]]
 ) -> TrainingCall | None:
     """Both passes of calls like this one; None where its launches need more than addresses.
 
     Args:
         operands: the call's, which autoattn.runtime.prepared_call has found to be its tensors and nothing else.
-        tensors: query, key, value as the caller gave them, and offsets.
-        forward, output: the forward pass of such calls, and the strides of its output.
+        forward: the forward pass of such calls, whose output lies as the query does.
     """
     if not backward.may_bind(both.backward_problem, operands.query):
         return None
-    scratch = backward.empty_scratch(both.backward, both.backward_problem, operands.query)
-    assert scratch.rows.shape[0] == 2, "learned slopes are more tensors"
-    rows, sums, turns = (0 if part is None else part.numel() for part in (scratch.rows, scratch.sums, scratch.turns))
-    sizes = [scratch.copies[name].numel() for name in backward.COPIES if name in scratch.copies]
-    *begins, end = accumulate(sizes, initial=-(-(rows + sums + turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS)
-    query, key, value = (_gradient_of(tensor, both.problem.layout) for tensor in tensors[:3])
+    views = View.of(operands.query), View.of(operands.key), View.of(operands.value)
     return TrainingCall(
         both=both,
         scale=operands.scale,
         arguments={number.name: getattr(operands, number.name) for number in NUMBERS},
         forward=forward,
-        output=output,
-        gradients=(query, key, value),
-        rows=4 * (rows // 2),
-        sums=4 * sums,
-        numbers=end,
-        copies=tuple(4 * begin for begin in begins),
+        **_memory(both, views),
     )
 
 
-def _gradient_of(tensor: Tensor, layout: Layout) -> Steps:
-    """Sizes and strides, as the caller has them."""
-    nowhere = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    grad = as_given(empty_as(viewed(nowhere, layout), tensor.shape[-1]), layout)
-    return tuple(grad.shape), grad.stride()
+def resize(
+    prepared: TrainingCall, both: gradient_problem.Pass, forward: Callable[..., tuple[Tensor, Tensor]], views: Views
+) -> TrainingCall:
+    """The same for other sizes, with the same kernels.
+
+    Args:
+        views: of query, key and value.
+    """
+    return replace(prepared, both=both, forward=forward, launches={}, **_memory(both, views))
+
+
+def _memory(both: gradient_problem.Pass, views: Views) -> dict[str, Any]:
+    """How much memory a call needs, and how its output and its gradients lie in it."""
+    problem, layout = both.backward_problem, both.problem.layout
+    scratch = backward.scratch_shapes(both.backward, problem, views[0])
+    assert scratch.rows[0] == 2, "learned slopes are more tensors"
+    rows, sums = math.prod(scratch.rows), scratch.sums
+    sizes = [math.prod(scratch.copies[name]) for name in backward.COPIES if name in scratch.copies]
+    room = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+    *begins, end = accumulate(sizes, initial=room)
+    return {
+        "output": views[0].without_gaps(problem.head_dim_v).given(layout)[1],
+        "gradients": tuple(view.without_gaps(view.shape[3]).given(layout) for view in views),
+        "rows": 4 * (rows // 2),
+        "sums": 4 * sums,
+        "numbers": end,
+        "copies": tuple(4 * begin for begin in begins),
+    }
 
 
 class _Attention(torch.autograd.Function):

@@ -3,11 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autoattn.core.problem import Layout
+
+
+class View(NamedTuple):
+    """How a [batch, heads, seq, head_dim] view lies in memory, wherever that is."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        """Of such a view."""
+        return cls(tensor.shape, tensor.stride())
+
+    @classmethod
+    def of_given(cls, shape: tuple[int, ...], strides: tuple[int, ...], layout: Layout) -> View:
+        """The one that `viewed` makes of a tensor of a layout."""
+        if layout is Layout.PACKED:
+            (tokens, heads, head_dim), (step, head, last) = shape, strides
+            return cls((1, heads, tokens, head_dim), (heads * head, head, step, last))
+        if layout is Layout.BSHD:
+            (batch, seq, heads, head_dim), (sequence, step, head, last) = shape, strides
+            return cls((batch, heads, seq, head_dim), (sequence, head, step, last))
+        return cls(shape, strides)
+
+    def given(self, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and strides of the tensor that `as_given` makes of the view."""
+        (batch, heads, seq, head_dim), (sequence, head, step, last) = self.shape, self.strides
+        if layout is Layout.PACKED:
+            return (seq, heads, head_dim), (step, head, last)
+        if layout is Layout.BSHD:
+            return (batch, seq, heads, head_dim), (sequence, step, head, last)
+        return (batch, heads, seq, head_dim), (sequence, head, step, last)
+
+    def without_gaps(self, head_dim: int) -> View:
+        """A view like this one, but for gaps and the head dim.
+
+        Heads lie within tokens where they do here, as a projection leaves them, else tokens within heads. So does
+        PyTorch's own attention, and what a model does with the result needs no copies.
+        """
+        batch, heads, seq, _ = self.shape
+        if 0 < self.strides[1] < self.strides[2]:
+            strides = heads * seq * head_dim, head_dim, heads * head_dim, 1
+        else:
+            strides = heads * seq * head_dim, seq * head_dim, head_dim, 1
+        return View((batch, heads, seq, head_dim), strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,26 +167,14 @@ def as_given(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.transpose(1, 2) if layout is Layout.BSHD else tensor
 
 
-def strides_as(like: Tensor, head_dim: int) -> tuple[int, int, int, int]:
-    """Strides of a [batch, heads, seq, head_dim] tensor without gaps that lies in memory as `like` does.
-
-    Heads lie within tokens where they do in `like`, as a projection leaves them, else tokens within heads. So does
-    PyTorch's own attention, and what a model does with the result needs no copies.
-    """
-    _, heads, seq, _ = like.shape
-    if 0 < like.stride(1) < like.stride(2):
-        return heads * seq * head_dim, head_dim, heads * head_dim, 1
-    return heads * seq * head_dim, seq * head_dim, head_dim, 1
-
-
 def empty_as(like: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """A new tensor like `like`, a [batch, heads, seq, head_dim] view, but for gaps, the head dim and the dtype."""
-    return like.new_empty_strided((*like.shape[:3], head_dim), strides_as(like, head_dim), dtype=dtype or like.dtype)
+    return like.new_empty_strided(*View.of(like).without_gaps(head_dim), dtype=dtype or like.dtype)
 
 
 def lying_as(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor, or a copy that lies in memory as `like` does; both are [batch, heads, seq, head_dim] views."""
-    wanted = strides_as(like, tensor.shape[3])
+    wanted = View.of(like).without_gaps(tensor.shape[3]).strides
     if all(size == 1 or step == at for size, step, at in zip(tensor.shape, tensor.stride(), wanted, strict=True)):
         return tensor
     return empty_as(like, tensor.shape[3], tensor.dtype).copy_(tensor)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,34 @@ def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> N
     by_triton, by_us = card.launched
     assert by_us == by_triton
     assert len(card.encoded) == 2 * len(made.module.DESCRIPTORS)
+
+
+def test_a_resized_launch_is_the_one_that_is_bound_at_other_sizes(card: Card) -> None:
+    made, arguments = kernel(card)
+    first = bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300), forward.SIZED)
+    grown = {
+        name: replace(one, shape=(*one.shape[:2], one.shape[2] + 7, one.shape[3])) if name.startswith("key") else one
+        for name, one in arguments.items()
+        if isinstance(one, Descriptor)
+    }
+    numbers = tuple(range(1000, 1000 + len(forward.SIZED)))
+    changed = {**arguments, **grown, **dict(zip(forward.SIZED, numbers, strict=True))}
+    second = bound_launch.bind(made, (9,), changed, POINTERS, ("scratch_ptr", 400), forward.SIZED)
+    resized = bound_launch.resize(first, (9,), numbers, grown, 400)
+    for launch in (second, resized):
+        launch(ADDRESSES)
+    assert card.launched[0] == card.launched[1]
+    assert resized.zeros == second.zeros
+    assert [given.shape for given in map(descriptor_of, resized.maps)] == [one.shape for one in grown.values()]
+    kept = [new is old for (_, _, new), (_, _, old) in zip(resized.maps, first.maps, strict=True)]
+    assert kept == [not name.startswith("key") for name in resized.described], (
+        "what did not change is not encoded again"
+    )
+
+
+def descriptor_of(place: tuple[int, int, Any]) -> Descriptor:
+    descriptor: Descriptor = place[2].descriptor
+    return descriptor
 
 
 def test_a_descriptor_is_encoded_once_for_an_address(card: Card) -> None:

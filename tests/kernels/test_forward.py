@@ -18,7 +18,7 @@ from autoattn.errors import TensorError
 from autoattn.kernels import forward, manifest
 from autoattn.kernels.compiler import load_module
 from autoattn.reference import inputs
-from autoattn.tensors.operands import Operands
+from autoattn.tensors.operands import Operands, View
 
 HALF = torch.float16
 
@@ -143,8 +143,8 @@ def test_an_output_of_wider_rows_than_the_query_may_reach_far_where_heads_lie_wi
     seq: int, far: bool
 ) -> None:
     query = torch.empty(1, seq, 64, 16, dtype=HALF, device="meta")
-    assert forward.reaches_far(query.transpose(1, 2), 512) is far
-    assert not forward.reaches_far(query.transpose(1, 2).contiguous(), 512)
+    assert forward.reaches_far(View.of(query.transpose(1, 2)), 512) is far
+    assert not forward.reaches_far(View.of(query.transpose(1, 2).contiguous()), 512)
 
 
 def test_the_output_has_the_values_head_dim_and_is_bfloat16_for_float8() -> None:

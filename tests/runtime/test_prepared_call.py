@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ import samples
 import torch
 import triton
 from fake_device import CUDA, Launches
-from noted_launches import card, nothing_prepared, packed, three  # noqa: F401 - fixtures
+from noted_launches import card, nothing_prepared, packed, same, three  # noqa: F401 - fixtures
 from threads import together
 from torch import Tensor
 
@@ -30,10 +29,11 @@ from autoattn.errors import AutoattnError, TensorError
 from autoattn.kernels import bound_launch
 from autoattn.kernels.compiler import Descriptor, Kernel
 from autoattn.kernels.forward import POINTERS
-from autoattn.runtime import call_cache, prepared_call
+from autoattn.runtime import call_cache, prepared_call, resized_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.tensors.operands import View
 
 # --- the same launch --------------------------------------------------------------------------------------------------
 
@@ -50,19 +50,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "score_mod": {"score_mod": "score + 0.5"},
     "bshd": {"layout": "bshd", "return_lse": True},
 }
-
-
-def same(ordinary: tuple[Any, ...], by_run: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
-    """The two launch alike; a prepared one passes addresses where the ordinary one passes tensors."""
-    (grid, given), (facts, arguments_) = ordinary, by_run
-    assert facts == (*grid, ("stream of", 0), Launches.function, Launches.packed_metadata, None, None, None)
-    assert len(given) == len(arguments_)
-    for one, other in zip(given, arguments_, strict=True):
-        if isinstance(one, Descriptor):
-            assert replace(one, address=0) == replace(other, address=0)
-        else:
-            assert isinstance(other, int | float)
-            assert isinstance(one, Tensor) or one == other
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -195,7 +182,7 @@ def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Launches, monke
     assert [grid for grid, _ in card.ordinary] == [(11, 1, 1)]
     assert [facts[0] for facts, _ in card.prepared] == [11] * 3
     passed = card.prepared[-1][1]
-    assert passed[:2] == (Descriptor.of(query), Descriptor.of(output))
+    assert passed[:2] == tuple(Descriptor.of(View.of(one), one.data_ptr()) for one in (query, output))
     assert passed[2] == value.data_ptr()
     assert passed[3] > 0
     assert card.prepared[0][1][0] is passed[0], "a descriptor is made once for an address"
@@ -385,6 +372,7 @@ def test_a_backend_that_refuses_later_gives_way(card: Launches, monkeypatch: pyt
 
 def test_the_oldest_gives_way_where_there_are_too_many(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "BOUND", 3)
+    monkeypatch.setattr(resized_call, "prepare", lambda *given: None)
     calls = [three(seq=seq) for seq in (16, 17, 18, 19)]
     for tensors in calls:
         autoattn.attention(*tensors)

@@ -49,7 +49,7 @@ def pair(tensors: tuple[Tensor, ...], layout: Layout, rooms: dict[str, Any]) -> 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ones_like(query), torch.zeros(2, 4, 33)
 
-    found = training_call.prepare(both, operands, tensors, run, tensors[0].stride())
+    found = training_call.prepare(both, operands, run)
     assert found is not None
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,20 +28,44 @@ from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
-from autoattn.tensors.operands import Gradients, Operands, Saved
+from autoattn.tensors.operands import Gradients, Operands, Saved, View
 
 
-def at(address: int, like: Tensor) -> Tensor:
-    """The tensor that lies at an address, with another one's sizes, strides and dtype."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
-    room = (ctypes.c_uint8 * (extent * like.element_size())).from_address(address)
-    return torch.frombuffer(room, dtype=like.dtype).as_strided(like.shape, like.stride())
+def at(address: int, view: View, dtype: torch.dtype) -> Tensor:
+    """The tensor that lies at an address."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(*view, strict=True))
+    room = (ctypes.c_uint8 * (extent * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(room, dtype=dtype).as_strided(*view)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """In place of a bound launch: PyTorch computes what lies at the addresses."""
+
+    run: Callable[..., None]
+    kernel: Kernel
+    problem: Problem
+    operands: Operands  # whose numbers count
+    views: tuple[View, ...]  # of query, key, value and output
+
+    def __call__(self, addresses: tuple[int, ...]) -> None:
+        inputs, out = self.operands.query.dtype, forward.output_dtype(self.operands.query.dtype)
+        dtypes = inputs, inputs, inputs, out
+        *three, output = (at(*each) for each in zip(addresses, self.views, dtypes, strict=False))
+        batch, heads, rows, _ = output.shape
+        sums = View((batch, heads, rows), (heads * rows, rows, 1))
+        lse = at(addresses[4], sums, torch.float32) if addresses[4] else None
+        ends = View((self.problem.batch + 1,), (1,))
+        names = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_kv"
+        offsets = [at(address, ends, torch.int32) for address in addresses[8:10] if address]
+        operands = replace(self.operands, **dict(zip(names, (*three, *offsets), strict=False)))
+        self.run(self.kernel, self.problem, operands, output, lse)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
-    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0}
+    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0, "resized": 0}
     seen |= {"forward": 0, "backward": 0, "slopes": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
@@ -91,20 +115,17 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         for room, gradient in zip([room for room in rooms if room is not None], found, strict=True):
             room.copy_(gradient)
 
-    def bind(
-        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None
-    ) -> Callable[..., None]:
-        def launch(addresses: tuple[int, ...]) -> None:
-            seen["prepared"] += 1
-            query, key, value, *made = (
-                None if like is None else at(address, like)
-                for address, like in zip(
-                    addresses[:5], (operands.query, operands.key, operands.value, output, lse), strict=True
-                )
-            )
-            run(kernel, one, replace(operands, query=query, key=key, value=value), *made)
+    def run_prepared(*given: Any) -> None:
+        seen["prepared"] += 1
+        run(*given)
 
-        return launch
+    def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Launch:
+        views = tuple(map(View.of, (operands.query, operands.key, operands.value, output)))
+        return Launch(run_prepared, kernel, one, operands, views)
+
+    def resize(bound: Launch, kernel: Kernel, one: Problem, views: tuple[View, ...]) -> Launch:
+        seen["resized"] += 1
+        return replace(bound, problem=one, views=views)
 
     def bind_both(
         kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: backward.Scratch
@@ -115,7 +136,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
 
             def here(owner: Any, *names: str) -> dict[str, Tensor]:
                 return {
-                    name: at(named[f"{name}{end}_ptr"], getattr(owner, name))
+                    name: at(named[f"{name}{end}_ptr"], View.of(getattr(owner, name)), getattr(owner, name).dtype)
                     for name in names
                     for end in ["_grad" if owner is gradients else ""]
                     if getattr(owner, name) is not None
@@ -131,6 +152,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     there: Any = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
     monkeypatch.setattr(forward, "bind", bind)
+    monkeypatch.setattr(forward, "resize", resize)
     monkeypatch.setattr(backward, "bind", bind_both)
     monkeypatch.setattr(forward, "zeros", lambda *facts: None)
     for name in ("tiles", "partials"):

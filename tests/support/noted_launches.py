@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from autoattn import functional
 from autoattn.core.variant import Source
-from autoattn.kernels.compiler import Kernel, load_module
+from autoattn.kernels.compiler import Descriptor, Kernel, load_module
 
 HALF = torch.float16
 
@@ -48,3 +49,16 @@ def packed() -> list[Any]:
     tokens = [torch.randn(40, 4, 16).to(HALF) for _ in range(3)]
     offsets = torch.tensor([0, 10, 40], dtype=torch.int32)
     return [*tokens, offsets, offsets.clone(), 30, 30]
+
+
+def same(ordinary: tuple[Any, ...], by_run: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
+    """The two launch alike; a prepared one passes addresses where the ordinary one passes tensors."""
+    (grid, given), (facts, arguments_) = ordinary, by_run
+    assert facts == (*grid, ("stream of", 0), Launches.function, Launches.packed_metadata, None, None, None)
+    assert len(given) == len(arguments_)
+    for one, other in zip(given, arguments_, strict=True):
+        if isinstance(one, Descriptor):
+            assert replace(one, address=0) == replace(other, address=0)
+        else:
+            assert isinstance(other, int | float)
+            assert isinstance(one, Tensor) or one == other

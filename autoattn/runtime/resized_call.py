@@ -1,0 +1,257 @@
+"""Prepares calls that differ from earlier ones in batch and lengths alone, without parsing or planning them.
+
+A program that generates text, or trains on ragged batches, meets each length once. All that is found out about such a
+call but its sizes was found out before: what its arguments mean, and which kernels run for its class of sizes
+(autoattn.core.size_class). So both are kept by the call's key without sizes. For a new length the sizes are checked,
+the kernels' rules are asked of them, and the launch is bound.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from autoattn.cache import inventory
+from autoattn.codegen import search_space
+from autoattn.codegen.feasibility import Judgement
+from autoattn.codegen.space_facts import size_facts
+from autoattn.core import size_class
+from autoattn.core.call_arguments import PACKED_ARGUMENTS, KeyRole, names
+from autoattn.core.problem import MAX_SIZE, SIZES, Layout, Problem
+from autoattn.core.variant import Traits
+from autoattn.hardware import nvidia
+from autoattn.kernels import forward
+from autoattn.runtime import call_cache, prepared_call
+from autoattn.runtime.call_cache import Key, PreparedCall
+from autoattn.runtime.parse import arguments
+from autoattn.runtime.parse.arguments import Call
+from autoattn.runtime.plan import planner, tuned_entries
+from autoattn.runtime.plan.planner import Plan
+from autoattn.tensors import cu_seqlens
+from autoattn.tensors.operands import View
+
+Sizes: TypeAlias = tuple[int, int, int, int, int]  # in the order of SIZES
+MAX_CLASSES = 1024  # of sizes, of one family
+_LAYOUTS = {layout.value: layout for layout in Layout}
+PACKED = Layout.PACKED.value
+_AXES = {"bhsd": (4, 1, 2), "bshd": (4, 2, 1), PACKED: (3, 1, 0)}  # layout -> axes, place of heads, of the sequence
+_PACKED_USUAL = len(names(PACKED_ARGUMENTS, KeyRole.USUAL))  # words of a packed key in front of the longest lengths
+_sizes_of = attrgetter(*SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedKey:
+    """A call's key, taken apart."""
+
+    call_key: Key
+    family: Key  # all but sizes and strides
+    layout: Layout
+    sizes: Sizes
+    addresses: int  # of query, key and value, combined by bitwise or, modulo 16
+    longest: tuple[int, int]  # max_seqlen_q and max_seqlen_kv of a packed call, as the caller says them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Choice:
+    """Who answers a class of sizes."""
+
+    plan: Plan
+    prepared: PreparedCall  # of one of its calls
+    judgements: tuple[Judgement, ...]  # of its kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Family:
+    """What calls share that differ in batch and lengths alone."""
+
+    problem: Problem  # of one of them
+    plan: Plan
+    index: int  # of the device
+    deterministic: bool
+    traits: Traits  # of query, key and value; nothing reaches far
+    tuned: frozenset[Sizes]  # of problems that were tuned themselves, and are planned by themselves
+    choices: dict[Sizes, _Choice] = field(default_factory=dict)  # of classes, by their smallest sizes
+
+    def choose(self, of_class: Sizes, problem: Problem) -> _Choice | None:
+        """Who answers a class that is new, by kernels that answer another; None where these are others."""
+        plan = planner.replan(self.plan, problem, self.index, deterministic=self.deterministic)
+        if plan is None or not _speaks_for(plan, of_class):
+            return None
+        for choice in tuple(self.choices.values()):
+            if choice.plan.kernel is plan.kernel and choice.plan.gradients is plan.gradients:
+                return self.keep(of_class, replace(choice, plan=plan))
+        return None
+
+    def keep(self, of_class: Sizes, choice: _Choice) -> _Choice:
+        """Keeps who answers a class."""
+        with _writing:
+            if len(self.choices) >= MAX_CLASSES:
+                self.choices.clear()
+            self.choices[of_class] = choice
+        return choice
+
+
+def take_apart(
+    call_key: Key | None, layout: str, given: Mapping[str, Any], longest: tuple[Any, Any] = (0, 0)
+) -> SizedKey | None:
+    """A key without its sizes; None where these change more of the call than numbers of the launch.
+
+    Args:
+        layout: "bhsd", "bshd" or "packed".
+        given: the call's arguments.
+        longest: max_seqlen_q and max_seqlen_kv of a packed call, which end the usual words of its key.
+    """
+    if call_key is None or layout not in _AXES:
+        return None
+    mask, window = given.get("mask"), given["window"]
+    if mask is not None and (not isinstance(mask, str) or mask.startswith("window")):
+        return None
+    if window is not None and not (len(window) == 2 and all(type(side) is int for side in window)):
+        return None
+    parts: tuple[Any, ...] = call_key
+    dtype, device, query, _, key, _, value, _, offsets, *facts, words = parts
+    axes, heads, seq = _AXES[layout]
+    alike = len(query) == len(key) == len(value) == axes and key[:-1] == value[:-1]
+    if not alike or (layout != PACKED and query[0] != key[0]):
+        return None
+    if layout == PACKED:
+        if not (len(offsets[0]) == 1 and all(type(most) is int for most in longest)):
+            return None
+        sizes = offsets[0][0] - 1, min(longest[0], query[0]), min(longest[1], key[0]), query[0], key[0]
+        words = words[:_PACKED_USUAL] + words[_PACKED_USUAL + len(longest) :]
+    else:
+        sizes = query[0], query[seq], key[seq], 0, 0
+    _, seq_q, seq_kv, *_ = sizes
+    if not 0 < min(sizes[:3]) <= max(sizes) <= MAX_SIZE:
+        return None
+    # A window that is wider than the sequence has no bound, and the two alignments of a causal mask are one where
+    # lengths agree (`Problem.simplified`).
+    shape = seq_q == seq_kv, window and (window[0] < seq_kv - 1, window[1] < seq_q - 1)
+    dims = query[heads], query[-1], key[heads], key[-1], value[-1]
+    family = (layout, dtype, device, dims, shape, *facts, words)
+    return SizedKey(
+        call_key=call_key, family=family, layout=_LAYOUTS[layout], sizes=sizes, addresses=facts[0], longest=longest
+    )
+
+
+def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall | None:
+    """What answers a call of a known family and class, kept for the next one like it; None where either is new.
+
+    Args:
+        tensors: those of the key.
+
+    Raises:
+        TensorError: the offsets or the maxima describe no sequences of these tokens.
+    """
+    family = None if sized is None else call_cache.find_family(sized.family)
+    if sized is None or family is None or sized.sizes in family.tuned:
+        return None
+    if sized.layout is Layout.PACKED:
+        query, key, _, starts, ends = tensors
+        arguments.longest(query, key, starts, ends, *sized.longest)
+        cu_seqlens.check_pair(starts, ends)
+    problem, views = family.problem.resized(*sized.sizes), _views_of(sized)
+    if forward.may_reach_far(problem) or _traits_of(views, sized, problem) != family.traits:
+        return None
+    of_class = _class_of(sized.sizes)
+    choice = family.choices.get(of_class) or family.choose(of_class, problem)
+    if choice is None or planner.settled(choice.plan, problem) is not choice.plan or not _may_run(choice, problem):
+        return None
+    prepared = prepared_call.resize(choice.prepared, sized.call_key, problem, views)
+    if prepared is not None:
+        call_cache.keep(sized.call_key, prepared)
+    return prepared
+
+
+def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
+    """Keeps who answered a call for others of its family and its class of sizes, where that is possible."""
+    prepared = None if sized is None else call_cache.find(sized.call_key)
+    if sized is None or prepared is None or plan.repeats or _sizes_of(call.problem) != sized.sizes:
+        return
+    of_class = _class_of(sized.sizes)
+    if not _speaks_for(plan, of_class) or forward.may_reach_far(call.problem):
+        return
+    family = call_cache.find_family(sized.family)
+    if family is None:
+        family = _new_family(sized, call, plan)
+        call_cache.keep_family(sized.family, family)
+    family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=_judgements_of(call, plan)))
+
+
+def _speaks_for(plan: Plan, of_class: Sizes) -> bool:
+    """Whether a plan is that of all calls of a class."""
+    spoken_for = plan.explanation.chosen_for
+    return spoken_for is not None and _sizes_of(spoken_for) == of_class and plan.captured is None and plan.lasting
+
+
+def _views_of(sized: SizedKey) -> tuple[View, View, View]:
+    """How query, key and value of a call lie in memory."""
+    parts: tuple[Any, ...] = sized.call_key
+    _, _, query, query_steps, key, key_steps, value, value_steps, *_ = parts
+    return (
+        View.of_given(query, query_steps, sized.layout),
+        View.of_given(key, key_steps, sized.layout),
+        View.of_given(value, value_steps, sized.layout),
+    )
+
+
+def _traits_of(views: tuple[View, View, View], sized: SizedKey, problem: Problem) -> Traits:
+    return forward.traits_of_views(views, sized.addresses, problem.dtype.bytes, lse=False)
+
+
+def _class_of(sizes: Sizes) -> Sizes:
+    batch, seq_q, seq_kv, tokens_q, tokens_kv = map(size_class.rounding(packed=sizes[-1] > 0), sizes)
+    return batch, seq_q, seq_kv, tokens_q, tokens_kv
+
+
+def _may_run(choice: _Choice, problem: Problem) -> bool:
+    """Whether the kernels of a class are feasible at these sizes."""
+    if planner.why_too_many_programs(problem) is not None:
+        return False
+    sizes = size_facts(problem)
+    return all(judgement.why_not(sizes) is None for judgement in choice.judgements)
+
+
+def _new_family(sized: SizedKey, call: Call, plan: Plan) -> _Family:
+    problems = [call.problem] if plan.backward_problem is None else [call.problem, plan.backward_problem]
+    device = nvidia.present(call.operands.query.device.index)
+    assert device is not None, "a class of sizes is of a card"
+    of_kind = [tuned_entries.of(problem, device, inventory.folders(None)) for problem in problems]
+    tuned = (places for each in of_kind for group in (each.measured, each.predicted) for places in group.values())
+    return _Family(
+        problem=call.problem,
+        plan=plan,
+        index=call.operands.query.device.index,
+        deterministic=call.deterministic,
+        traits=_traits_of(_views_of(sized), sized, call.problem),
+        tuned=frozenset(_sizes_of(places[0].entry.problem) for places in tuned),
+    )
+
+
+def _judgements_of(call: Call, plan: Plan) -> tuple[Judgement, ...]:
+    """What rules ask of sizes for the kernels of a plan, if any."""
+    device = nvidia.present(call.operands.query.device.index)
+    assert device is not None, "a class of sizes is of a card"
+    variants = [(plan.explanation.variant, call.problem)] if plan.kernel is not None else []
+    if plan.gradients is not None and plan.backward_problem is not None:
+        variants.append((plan.gradients.source.variant, plan.backward_problem))
+    return tuple(
+        _specialised(search_space.load(variant.template).judgement_of(variant, problem, device))
+        for variant, problem in variants
+        if variant is not None
+    )
+
+
+@lru_cache(maxsize=256)
+def _specialised(judgement: Judgement) -> Judgement:
+    """Made once for all classes of sizes that a kernel serves."""
+    return judgement.specialised()
+
+
+_writing = threading.Lock()
