@@ -63,9 +63,6 @@ class Judgement:
 
     def specialised(self) -> Judgement:
         """The same, with all that needs no sizes worked out: for kernels that are asked about ever new sizes."""
-        if not self.sized:
-            return self
-        let = {name: rule.given(self.facts, self.of_sizes) for name, rule in self.facts.let.items()}
         sized, refusal = [], self.refusal
         for rule, broken in self.sized:
             rule = rule.given(self.facts, self.of_sizes)
@@ -74,8 +71,16 @@ class Judgement:
             elif not rule({}):
                 refusal = broken
                 break
-        asked = set().union(*(rule.names for rule in (*let.values(), *(rule for rule, _ in sized))))
-        facts = {name: self.facts[name] for name in asked - self.of_sizes if name in self.facts}
+        let: dict[str, Rule] = {}
+        facts: dict[str, Value | float] = {}
+        asked = [name for rule, _ in sized for name in rule.names]
+        while asked:
+            name = asked.pop()
+            if name in self.facts:  # of a part that has no result
+                facts[name] = self.facts[name]
+            elif name in self.facts.let and name not in let:
+                let[name] = self.facts.let[name].given(self.facts, self.of_sizes)
+                asked += let[name].names
         return replace(self, facts=DerivedFacts(facts, let), sized=tuple(sized), refusal=refusal)
 
     def why_not(self, sizes: FactValues) -> str | None:

@@ -295,7 +295,7 @@ class _Lookup:
         """Why an entry's kernel must not run here though its times hold; a default may be the same one, or slower."""
         if entry.mark is not None and entry.mark.holds_back:
             return "its kernel is marked"
-        if store.why_stale(entry) is not None or availability.why_unavailable(entry) is None:
+        if availability.why_unavailable(entry) is None or store.why_stale(entry) is not None:
             return None
         return "its kernel cannot run here"
 
@@ -374,7 +374,7 @@ class _Lookup:
         if (reason := space.why_unavailable()) is not None:
             judgement = replace(judgement, sized=(), refusal=reason)
         if id(entry) in self.tuned.entries:
-            self.tuned.judgements[key] = judgement
+            judgement = self.tuned.judgements[key] = judgement.specialised()
         return judgement
 
 
