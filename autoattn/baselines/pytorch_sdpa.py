@@ -42,7 +42,10 @@ def why_not_sdpa(problem: Problem) -> str | None:
             return f"it has no {name}" if name != "dropout" else "its dropout draws other numbers"
     if problem.dtype is DType.FLOAT8 or problem.precision is Precision.TF32X3:
         return f"it has no {problem.precision.value if problem.dtype is DType.FLOAT32 else problem.dtype.value}"
-    if _written_out(problem) and problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv > MASK_ELEMENTS:
+    if (
+        is_mask_written_out(problem)
+        and problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv > MASK_ELEMENTS
+    ):
         return "the mask would have to be written out, and is too large for that"
     return None
 
@@ -157,7 +160,7 @@ def bind(
     Args:
         learns: whether somebody may differentiate the output.
     """
-    if problem.modifiers.bias is not Bias.NONE or _written_out(problem) or not scale >= _TINY:
+    if problem.modifiers.bias is not Bias.NONE or is_mask_written_out(problem) or not scale >= _TINY:
         return None
     if is_one_operator(problem, backend):
         return partial(OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
@@ -264,7 +267,7 @@ def _attend(heads_q: int, heads_kv: int) -> Callable[..., Tensor]:
     return partial(attend, enable_gqa=True) if heads_q != heads_kv else attend
 
 
-def _written_out(problem: Problem) -> bool:
+def is_mask_written_out(problem: Problem) -> bool:
     """Whether PyTorch needs the mask as a tensor of all pairs."""
     mask = problem.mask
     banded = mask.bounded_left or mask.right is not None
@@ -274,7 +277,7 @@ def _written_out(problem: Problem) -> bool:
 def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
     """What PyTorch takes as attn_mask: None, booleans or numbers to add, that broadcast to all pairs."""
     bias = operands.bias
-    if not _written_out(problem):
+    if not is_mask_written_out(problem):
         return bias
     rows = torch.arange(problem.seq_q, device=operands.query.device)
     seen = torch.stack([

@@ -92,7 +92,8 @@ def _operation(operation: str | None, training: bool, *, given: bool) -> str | N
 
 def _document(answer: Explanation) -> dict[str, Any]:
     names = ("problem", "route", "level", "reason", "unavailable", "steps", "variant", "entry")
-    return {name: getattr(answer, name) for name in names}
+    document = {name: getattr(answer, name) for name in names}
+    return document | {"gradients": None if answer.gradients is None else _document(answer.gradients)}
 
 
 def _print(answer: Explanation) -> None:
@@ -100,12 +101,15 @@ def _print(answer: Explanation) -> None:
 
     print(figures.printable(answer.problem))
     print(f"  runs on  {figures.printable(answer.route)}")
-    print(f"  level    {answer.level.value}")
+    print(f"  level    {answer.levels}")
     print(f"  because  {figures.printable(answer.reason)}")
     if answer.unavailable:
         print(f"  tuned    {figures.printable(f'a kernel that cannot run here: {answer.unavailable}')}")
     if answer.variant is not None:
         print(f"  variant  {figures.printable(answer.variant.template)}: {figures.printable(answer.variant)}")
+    if answer.gradients is not None and answer.gradients.variant is not None:
+        variant = answer.gradients.variant
+        print(f"  backward {figures.printable(variant.template)}: {figures.printable(variant)}")
     if answer.entry is not None and answer.entry.finals is not None and answer.entry.problem == answer.problem:
         leads = [f"{rival.name} {figures.against(rival.lead)}" for rival in figures.others(answer.entry) if rival.lead]
         print(f"  finals   {figures.printable(figures.finals(answer.entry))}")

@@ -54,9 +54,17 @@ class Explanation:
     variant: Variant | None = None
     unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
     chosen_for: Problem | None = None  # the problem that the choice was made for, where it holds for a class of sizes
+    gradients: Explanation | None = None  # of the backward pass, where a kernel computes it behind this one
 
     def __str__(self) -> str:
-        return f"{self.route} ({self.level.value}): {self.reason}"
+        return f"{self.route} ({self.levels}): {self.reason}"
+
+    @property
+    def levels(self) -> str:
+        """The level; of a call whose gradients are a kernel's, that of each pass."""
+        if self.gradients is None:
+            return self.level.value
+        return f"forward: {self.level.value}, backward: {self.gradients.level.value}"
 
 
 def sdpa(reason: str, problem: Problem | None = None, steps: Sequence[str] = ()) -> Explanation:
@@ -75,10 +83,10 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     folders = inventory.folders(folder)
     if device is None:
         return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
-    return _device_supported(problem, device) or _Lookup(problem, device, folders).answer()
+    return device_supported(device, problem) or _Lookup(problem, device, folders).answer()
 
 
-def _device_supported(problem: Problem, device: Device) -> Explanation | None:
+def device_supported(device: Device, problem: Problem | None = None) -> Explanation | None:
     """The answer on cards that are too old for any kernel; None on others."""
     if device.arch >= MIN_ARCH:
         return None
@@ -223,12 +231,7 @@ class _Lookup:
         return self._first(entries, Level.PREDICTED, f"predicted for {self.device.name}, not measured")
 
     def default_variant(self) -> Explanation:
-        """A template's default; gradients that nobody measured go to PyTorch."""
-        if self.problem.op is Op.BACKWARD:  # nobody's gradients go to a kernel that nobody measured
-            reason = (
-                "no backward kernel was measured for it; autoattn tune does that for problems of operation: backward"
-            )
-            return sdpa(reason, self.problem, self.steps)
+        """The default of the first template that has one."""
         for space in search_space.of(self.problem.op):
             try:
                 variant = space.default(self.problem, self.device)

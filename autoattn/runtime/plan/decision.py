@@ -6,6 +6,10 @@ default_variant. Then come the rules here, which know of the whole call:
 - float8_supported: the card multiplies float8.
 - pytorch_can_say_it: where PyTorch's attention was the fastest, it must be able to say the call; else the kernel runs,
   or the formula.
+- gradients_need_kernel: where PyTorch's gradients were the fastest, it must be able to say the call, and without a mask
+  of all pairs unless this very problem was measured; else the kernel runs.
+- pytorch_believed_faster: PyTorch's attention runs plain training calls that nobody tuned, where its gradients are
+  believed faster than a template's default.
 - both_passes_agree: kernels run both passes of a call that somebody differentiates, or PyTorch does.
 - launch_bound: PyTorch's attention runs training steps that wait for the CPU.
 
@@ -22,8 +26,8 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.problem import Bias, DType, Op, Problem
-from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan import cache_lookup, default_gradients, gradient_problem, host_bound
+from autoattn.runtime.plan.cache_lookup import Explanation, Level
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 
 
@@ -52,10 +56,12 @@ def explain(
         return explanation
     backward = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(problem)
     learned = Learned(bias=backward.modifiers.bias is Bias.LEARNED, slopes=backward.modifiers.learned_slopes)
-    gradients = cache_lookup.explain(backward, card, folder)
+    gradients = of_gradients(backward, card, folder, lse=lse)
     refused = why_not_both(explanation, gradients)
     if card is None:
         without = without_kernel(explanation.reason, output, lse=lse, learned=learned)
+    elif (believed := pytorch_believed_faster(output, gradients, card, lse=lse)) is not None:
+        return believed
     elif refused is not None:
         without = without_gradients(refused, output, gradients, lse=lse, learned=learned)
     else:
@@ -72,6 +78,47 @@ def of_output(problem: Problem, card: Device | None, folder: Path | None = None,
     """
     explanation = cache_lookup.explain(problem, card, folder)
     return _float8_supported(problem, card, lse=lse) or _pytorch_can_say_it(problem, explanation, lse=lse)
+
+
+def of_gradients(problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool) -> Explanation:
+    """Who computes the gradients of a call.
+
+    Args:
+        problem: backward.
+        lse: whether the call returns the LSE, which then has a gradient too.
+
+    Raises:
+        CacheError: a cache file is damaged or newer.
+    """
+    explanation = cache_lookup.explain(problem, card, folder)
+    if explanation.route == KERNEL or explanation.variant is None:
+        return explanation
+    why_not = _why_not_differentiated(problem, lse=lse, learns_bias=problem.modifiers.bias is Bias.LEARNED)
+    if why_not is None and explanation.level is not Level.EXACT and pytorch_sdpa.is_mask_written_out(problem):
+        why_not = "it takes a mask of all pairs, which was not measured at these sizes"
+    if why_not is None:
+        return explanation
+    return replace(explanation, route=KERNEL, reason=f"{explanation.reason}; but {why_not}, so the kernel runs")
+
+
+def _why_not_differentiated(problem: Problem, *, lse: bool, learns_bias: bool) -> str | None:
+    """Why PyTorch's attention does not answer a call that somebody may differentiate; None where it does."""
+    if learns_bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
+        return "its backward pass refuses some biases that need a gradient"
+    return pytorch_sdpa.why_not_call(problem, lse=lse)
+
+
+def pytorch_believed_faster(problem: Problem, gradients: Explanation, card: Device, *, lse: bool) -> Explanation | None:
+    """PyTorch's attention for a plain call that nobody tuned; None where kernels differentiate it.
+
+    Args:
+        problem: forward.
+        lse: whether the LSE has a gradient, which PyTorch's attention does not give.
+    """
+    backward = gradients.problem
+    if lse or card is None or backward is None or backward.deterministic:
+        return None
+    return default_gradients.answer(problem, gradients, card)
 
 
 def _float8_supported(problem: Problem, card: Device | None, *, lse: bool) -> Explanation | None:
@@ -100,7 +147,8 @@ def why_not_both(output: Explanation, gradients: Explanation) -> str | None:
 def with_gradients(output: Explanation, gradients: Explanation) -> Explanation:
     """The explanation of a call whose gradients are computed by a kernel too."""
     of_class = output.chosen_for if gradients.chosen_for is not None else None
-    return replace(output, steps=(*output.steps, f"gradients: {gradients.reason}"), chosen_for=of_class)
+    steps = (*output.steps, f"gradients: {gradients.reason}")
+    return replace(output, steps=steps, gradients=gradients, chosen_for=of_class)
 
 
 def launch_bound(output: Explanation, gradients: Explanation, *, deterministic: bool, lse: bool) -> Explanation | None:
@@ -111,6 +159,18 @@ def launch_bound(output: Explanation, gradients: Explanation, *, deterministic: 
             neither.
     """
     return None if deterministic or lse else host_bound.answer(output, gradients)
+
+
+def in_place_of_kernels(problem: Problem, card: Device | None) -> Explanation | None:
+    """PyTorch's attention for a call that may be differentiated, where it is chosen in place of kernels that there are.
+
+    Args:
+        problem: forward, of a call that wants neither an LSE nor gradients that repeat to the bit.
+    """
+    output = cache_lookup.explain(problem, card)
+    gradients = cache_lookup.explain(gradient_problem.backward_of(problem), card)
+    believed = pytorch_believed_faster(problem, gradients, card, lse=False)
+    return believed or launch_bound(output, gradients, deterministic=False, lse=False)
 
 
 def without_gradients(
@@ -126,9 +186,7 @@ def without_kernel(
 ) -> Explanation:
     """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
     explanation = cache_lookup.sdpa(reason, problem, steps)
-    why_not = pytorch_sdpa.why_not_call(problem, lse=lse)
-    if learned.bias:  # seen with torch 2.11: "LSE is not correctly aligned (strideH)", from the backward pass alone
-        why_not = "its backward pass refuses some biases that need a gradient"
+    why_not = _why_not_differentiated(problem, lse=lse, learns_bias=learned.bias)
     if why_not is None:
         return explanation
     return replace(explanation, route=pytorch_sdpa.EAGER, steps=(*explanation.steps, f"sdpa: {why_not}"))

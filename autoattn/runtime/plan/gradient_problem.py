@@ -11,7 +11,7 @@ from torch import Tensor
 from autoattn import torch_private
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
-from autoattn.core.problem import Bias, Op, Problem
+from autoattn.core.problem import Bias, Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel
@@ -50,7 +50,7 @@ NONE_LEARNED = Learned()
 
 
 def backward_of(problem: Problem, *, deterministic: bool = False, learned: Learned = NONE_LEARNED) -> Problem:
-    """The problem of a call's gradients.
+    """The problem of a call's gradients; those of tf32x3 products are formed of IEEE ones, which are no less exact.
 
     Args:
         deterministic: whether they repeat to the bit.
@@ -58,7 +58,8 @@ def backward_of(problem: Problem, *, deterministic: bool = False, learned: Learn
     """
     bias = Bias.LEARNED if learned.bias else problem.modifiers.bias
     modifiers = replace(problem.modifiers, bias=bias, learned_slopes=learned.slopes)
-    return replace(problem, op=Op.BACKWARD, deterministic=deterministic, modifiers=modifiers)
+    precision = Precision.IEEE if problem.precision is Precision.TF32X3 else problem.precision
+    return replace(problem, op=Op.BACKWARD, deterministic=deterministic, modifiers=modifiers, precision=precision)
 
 
 def why_not(operands: Operands) -> str | None:

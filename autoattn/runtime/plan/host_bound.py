@@ -35,7 +35,7 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
     F.scaled_dot_product_attention says in full.
     """
     problem = forward.problem
-    if problem is None or not _is_plain(problem):
+    if problem is None or not is_plain(problem):
         return None
     first, second = _times(forward), _times(backward)
     routes = [route for route in HOST_US if route in (KERNEL, SDPA) or pytorch_sdpa.is_one_operator(problem, route)]
@@ -52,7 +52,7 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
     return replace(cache_lookup.sdpa(reason, problem, forward.steps), route=route)
 
 
-def _is_plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """Whether PyTorch's attention says it in full, with nothing written out for it."""
     aligned = not problem.mask.causal or problem.seq_q == problem.seq_kv
     return aligned and pytorch_sdpa.why_not_sdpa(problem) is None and pytorch_sdpa.bind(problem, 1.0, SDPA) is not None

@@ -8,7 +8,6 @@ from enum import Enum
 from pathlib import Path
 
 from autoattn.codegen import render
-from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Source, Traits
@@ -64,8 +63,9 @@ def of_call(problem: Problem, card: Device, folder: Path | None = None) -> list[
         for lse in (False, True)
     ]
     backward = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(output)
-    gradients = cache_lookup.explain(backward, card, folder)
-    if gradients.route == KERNEL and decision.why_not_both(needs[1].explanation, gradients) is None:
+    gradients = decision.of_gradients(backward, card, folder, lse=False)
+    believed = decision.pytorch_believed_faster(output, gradients, card, lse=False)
+    if believed is None and decision.why_not_both(needs[1].explanation, gradients) is None:
         traits = render.natural_traits(backward)
         needs.append(Need(problem=backward, answer=Answer.GRADIENTS, traits=traits, explanation=gradients))
     return needs

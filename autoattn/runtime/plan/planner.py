@@ -26,6 +26,7 @@ from autoattn.tensors.operands import Operands
 
 _logger = logging.getLogger("autoattn")
 MAX_SCALE = 1e38  # times log2(e) it is still a float32
+CAPTURED = "a CUDA graph is being captured and the kernel is not loaded; call once before capturing"
 MAX_PLANS = 4096  # a growing key cache poses a new problem at every step
 _ruled_out: set[tuple[Problem, str]] = set()  # routes that did not take a problem's tensors
 
@@ -147,12 +148,50 @@ def prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
     if torch.cuda.is_current_stream_capturing():
         # An exception is not kept, so that the next call asks again.
-        raise _NotLoadedError("a CUDA graph is being captured and the kernel is not loaded; call once before capturing")
+        raise _NotLoadedError(CAPTURED)
     card = nvidia.present(index)
     explanation = decision.of_output(problem, card, lse=traits.lse)
     _warn_where_unavailable(explanation)
+    explanation, kernel, refused = _first_compiled(explanation, problem, traits, index)
+    if kernel is None and refused:
+        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.steps))
+    return Plan(explanation, kernel)
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def _prepare_both(
+    problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool, learned: Learned
+) -> Plan:
+    """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
+    if torch.cuda.is_current_stream_capturing():
+        raise _NotLoadedError(CAPTURED)
+    card, lse = nvidia.present(index), gradient_traits.lse
+    backward_problem = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
+    gradient_answer = decision.of_gradients(backward_problem, card, lse=lse)
+    _warn_where_unavailable(gradient_answer)
+    if (believed := decision.pytorch_believed_faster(problem, gradient_answer, card, lse=lse)) is not None:
+        return Plan(believed)
+    refused = gradient_problem.why_not_by(gradient_answer)
+    if refused is None:
+        forward_plan = prepare(problem, traits, index)
+        refused = decision.why_not_both(forward_plan.explanation, gradient_answer)
+    if refused is None:
+        gradient_answer, kernel, refused = _first_compiled(gradient_answer, backward_problem, gradient_traits, index)
+        if kernel is not None:
+            explanation = decision.with_gradients(forward_plan.explanation, gradient_answer)
+            both = Plan(explanation, forward_plan.kernel, kernel, backward_problem)
+            sdpa = decision.launch_bound(explanation, gradient_answer, deterministic=deterministic, lse=lse)
+            return both if sdpa is None else Plan(sdpa, captured=both)
+    without = decision.without_gradients(refused, problem, gradient_answer, lse=lse, learned=learned)
+    return _by_pytorch(without, repeats=deterministic)
+
+
+def _first_compiled(
+    explanation: Explanation, problem: Problem, traits: Traits, index: int
+) -> tuple[Explanation, compiler.Kernel | None, str]:
+    """The first kernel of an explanation that the compiler takes, as what runs; else why it refused the last one."""
     refused = ""
-    for variant in cache_lookup.variants(explanation, card):
+    for variant in cache_lookup.variants(explanation, nvidia.present(index)):
         try:
             kernel = _load(render.render(problem, variant, traits), index)
         except CompileError as error:
@@ -161,37 +200,8 @@ def prepare(problem: Problem, traits: Traits, index: int) -> Plan:
                 availability.warn_once(f"the kernel tuned for {explanation.entry.problem} is refused, {refused}")
             explanation = cache_lookup.without(explanation, variant, refused)
         else:
-            return Plan(cache_lookup.by(explanation, variant), kernel)
-    if refused:
-        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.steps))
-    return Plan(explanation)
-
-
-@lru_cache(maxsize=MAX_PLANS)
-def _prepare_both(
-    problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool, learned: Learned
-) -> Plan:
-    """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
-    card = None if torch.cuda.is_current_stream_capturing() else nvidia.present(index)
-    forward_plan = prepare(problem, traits, index)
-    backward_problem = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
-    gradient_answer = cache_lookup.explain(backward_problem, card)
-    _warn_where_unavailable(gradient_answer)
-    refused = decision.why_not_both(forward_plan.explanation, gradient_answer)
-    if refused is None and gradient_answer.variant is not None:
-        try:
-            gradients = _load(render.render(backward_problem, gradient_answer.variant, gradient_traits), index)
-        except CompileError as error:
-            refused = str(error)
-        else:
-            explanation = decision.with_gradients(forward_plan.explanation, gradient_answer)
-            both = Plan(explanation, forward_plan.kernel, gradients, backward_problem)
-            sdpa = decision.launch_bound(
-                explanation, gradient_answer, deterministic=deterministic, lse=gradient_traits.lse
-            )
-            return both if sdpa is None else Plan(sdpa, captured=both)
-    without = decision.without_gradients(refused, problem, gradient_answer, lse=gradient_traits.lse, learned=learned)
-    return _by_pytorch(without, repeats=deterministic)
+            return cache_lookup.by(explanation, variant), kernel, ""
+    return explanation, None, refused
 
 
 def _by_pytorch(explanation: Explanation, *, repeats: bool) -> Plan:

@@ -18,7 +18,7 @@ from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
 from autoattn.runtime import call_cache
 from autoattn.runtime.call import attention, packed_attention
-from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound, planner
+from autoattn.runtime.plan import decision, planner
 from autoattn.runtime.run import autograd, execute
 from autoattn.runtime.torch_op import attention_op, attention_schema
 from autoattn.runtime.torch_op.attention_schema import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
@@ -227,11 +227,7 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
         return None
     call = attention_op.read(given)
-    card = nvidia.present(query.device.index)
-    explanations = [
-        cache_lookup.explain(problem, card) for problem in (call.problem, gradient_problem.backward_of(call.problem))
-    ]
-    theirs = host_bound.answer(explanations[0], explanations[1])
+    theirs = decision.in_place_of_kernels(call.problem, nvidia.present(query.device.index))
     if theirs is None:
         return None
     output, _ = execute.run(call, planner.Plan(theirs), lse=False)

@@ -23,7 +23,7 @@ from autoattn.expressions.captures import Traced
 from autoattn.expressions.language import SCORE_NAMES
 from autoattn.hardware import nvidia
 from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
-from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan import cache_lookup, default_gradients, planner
 from autoattn.runtime.run import execute
 from autoattn.runtime.torch_op import attention_schema, tracing
 from autoattn.tensors import cu_seqlens
@@ -114,7 +114,7 @@ def _is_pytorchs(*tensors: Tensor) -> bool:
 
 
 def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
-    """Whether Dynamo traces a training step that PyTorch's own attention says in full, and no gradients were tuned.
+    """Whether Dynamo traces a training step that PyTorch's own attention says in full, and answers outside of a graph.
 
     The operator would compute such a call twice.
     """
@@ -134,7 +134,34 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
         and all(given[name] in (None, 0.0) for name in _NUMBERS)
         and all(given[name] is None for name in _UNKNOWN_TO_SDPA)
     )
-    return plain and (arguments.why_no_kernel(query, value) != "" or not _differentiates(query.device.index))
+    if not plain:
+        return False
+    if arguments.why_no_kernel(query, value) != "" or not _has_kernels(query.device):
+        return True
+    return not biased and _is_believed_faster(query, key, value, given)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device at all."""
+    return planner.why_not_on(device) is None and _is_supported(device.index)
+
+
+def _is_believed_faster(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
+    """Whether PyTorch's gradients of a plain call without a bias are believed faster, and none were tuned on the card.
+
+    Where some were, the operator decides when autograd comes to it. A causal mask must be square: another one would be
+    written out.
+    """
+    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] != value.shape[-1]:
+        return False
+    axis = 1 if given["layout"] == Layout.BSHD.value else 2
+    if given["causal"] and query.shape[axis] != key.shape[axis]:
+        return False
+    return (
+        not given["deterministic"]
+        and not torch.are_deterministic_algorithms_enabled()
+        and _leaves_plain(query.device.index)
+    )
 
 
 def _is_asked_alone(given: dict[str, Any]) -> bool:
@@ -151,11 +178,21 @@ _UNKNOWN_TO_SDPA = tuple(
 )
 
 
-def _differentiates(index: int | None) -> bool:
-    return cache_lookup.differentiates(nvidia.present(index))
+def _is_supported(index: int | None) -> bool:
+    card = nvidia.present(index)
+    return card is not None and cache_lookup.device_supported(card) is None
 
 
-_differentiates._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_supported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _leaves_plain(index: int | None) -> bool:
+    """Whether a card leaves plain training calls of 16 bits to PyTorch, whatever their lengths."""
+    card = nvidia.present(index)
+    return not cache_lookup.differentiates(card) and default_gradients.are_pytorchs(card)
+
+
+_leaves_plain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_differentiated() -> bool:
