@@ -179,7 +179,7 @@ def test_memory_is_that_of_one_attention_alone_inputs_included() -> None:
 
 def test_kernels_of_both_passes_are_known_before_so_that_all_cores_compile_them() -> None:
     cases = Options(tables=(Table.FLASH,), head_dims=(64,), contexts=(1024, 2048), numbers=(Numbers.BFLOAT16,)).cases()
-    assert pass_bench.sources(cases, samples.H200) == [], "no gradients were tuned"
+    assert pass_bench.sources(cases, samples.A30) == [], "PyTorch's gradients are believed faster"
     asked = gradient_problem.backward_of(cases[0].problem)
     variant = gradient_kernels.variant()
     entry = samples.tuned(asked, variant)

@@ -220,13 +220,14 @@ def test_explain_tells_what_a_call_that_asks_for_the_lse_gets(autoattn: Run, use
 
 def test_explain_tells_what_a_training_call_gets(autoattn: Run, shapes: Path, user_cache: Path) -> None:
     _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training")
-    assert out.startswith("bf16 B4 H32/8 1024x4096 D128 causal:bottom-right\n  runs on  sdpa\n")
-    assert "because  an input needs a gradient, and no backward kernel was measured for it" in out
+    assert out.startswith("bf16 B4 H32/8 1024x4096 D128 causal:bottom-right\n  runs on  kernel\n")
+    assert "  level    forward: exact, backward: default\n" in out
+    assert "  backward gluon/backward: " in out
     _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training", "--deterministic")
-    assert "deterministic: both passes run with torch.use_deterministic_algorithms(True)" in out
+    assert "  level    forward: exact, backward: default\n" in out
     many = json.loads(autoattn("explain", "--device", "h200", "--shapes", shapes, "--training", "--json")[1])
     assert [document["problem"]["op"] for document in many] == ["forward"] * 3
-    assert all("needs a gradient" in document["reason"] for document in many)
+    assert all(document["gradients"]["level"] == "default" for document in many)
 
 
 # Render

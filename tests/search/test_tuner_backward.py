@@ -13,6 +13,7 @@ from fake_workshop import GOOD, SMALL, FakeWorkshop, run
 
 from autoattn.cache import file_format, store
 from autoattn.cli import app
+from autoattn.codegen import search_space
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op, Problem
@@ -143,7 +144,8 @@ def test_what_times_outputs_alone_refuses_gradients(tmp_path: Path) -> None:
     assert "ablate times outputs alone, got backward fp16" in str(result.exception)
 
 
-def test_gradients_that_nobody_measured_have_no_default(tmp_path: Path) -> None:
+def test_gradients_that_nobody_measured_have_a_default(tmp_path: Path) -> None:
     found = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("sdpa", cache_lookup.Level.SDPA)
-    assert found.reason.startswith("no backward kernel was measured for it")
+    assert (found.route, found.level) == ("kernel", cache_lookup.Level.DEFAULT)
+    first = next(seed for space in search_space.of(Op.BACKWARD) for seed in space.seeds_for(BACKWARD, samples.H200))
+    assert found.variant == first

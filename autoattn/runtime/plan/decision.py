@@ -108,7 +108,9 @@ def _why_not_differentiated(problem: Problem, *, lse: bool, learns_bias: bool) -
     return pytorch_sdpa.why_not_call(problem, lse=lse)
 
 
-def pytorch_believed_faster(problem: Problem, gradients: Explanation, card: Device, *, lse: bool) -> Explanation | None:
+def pytorch_believed_faster(
+    problem: Problem, gradients: Explanation, card: Device | None, *, lse: bool
+) -> Explanation | None:
     """PyTorch's attention for a plain call that nobody tuned; None where kernels differentiate it.
 
     Args:
