@@ -4,7 +4,7 @@ A template's default differentiates every call that a kernel can. Plain calls in
 are as memory-efficient, so that the faster of the two is to answer. What is believed rests on times of an H200
 (benchmarks/results/2026-11-22_h200_backward.md), all of head dims 64, 128 and 256, over 1,024 to 16,384 tokens:
 
-- gluon/backward took 0.74 to 0.90 of cuDNN's time, so that its defaults run.
+- gluon/backward took 0.74 to 0.90 of cuDNN's time. Its seeds are what won there, so that its defaults run.
 - triton/backward, tuned, took 0.98 to 1.45 of cuDNN's time, 1.23 in the geometric mean. PyTorch's attention prefers
   cuDNN there, which takes head dims that are multiples of 8.
 - triton/backward took 0.58 to 0.97 of FlashAttention-2's time, which takes the other head dims, padded. Both are

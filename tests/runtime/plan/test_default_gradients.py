@@ -1,0 +1,171 @@
+"""Training calls whose gradients nobody tuned: a template's default, or PyTorch where that is believed faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fake_device
+import pytest
+import samples
+import torch
+from computed_launches import (
+    by_pytorch,
+    card,  # noqa: F401 - a fixture
+    inputs,
+    tune,
+)
+from torch import Tensor
+
+import autoattn
+from autoattn.core.device import Device
+from autoattn.core.variant import Source
+from autoattn.errors import CompileError
+from autoattn.runtime.plan import planner
+from autoattn.runtime.plan.cache_lookup import Level
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_gradients_that_nobody_tuned_are_a_defaults(card: dict[str, Any], dynamic: bool | None) -> None:
+    """None: eager, else a graph with numbers or symbols for lengths."""
+    torch._dynamo.reset()
+    tensors = inputs()
+    attend: Callable[..., Any] = autoattn.attention
+    if dynamic is not None:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    output = attend(*tensors, causal=True)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
+    found = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
+    assert (card["forward"], card["backward"]) == (1, 1)
+    assert autoattn.explain(*tensors, causal=True).levels == "forward: default, backward: default"
+
+
+def square(**changes: Any) -> list[Tensor]:
+    """What PyTorch's attention says in full."""
+    generator = torch.Generator().manual_seed(0)
+    facts = {"dtype": torch.float16, **changes}
+    return [torch.randn(1, 2, 32, 16, generator=generator).to(**facts).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("device", [samples.A30, samples.H200], ids=lambda device: device.name)
+def test_plain_calls_that_nobody_tuned_are_pytorchs_where_its_gradients_are_believed_faster(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: Device, dynamic: bool | None
+) -> None:
+    fake_device.set_device(monkeypatch, device)
+    torch._dynamo.reset()
+    attend: Callable[..., Any] = autoattn.attention
+    if dynamic is not None:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    tensors = square()
+    attend(*tensors, causal=True).float().square().sum().backward()
+    assert all(tensor.grad is not None for tensor in tensors)
+    found = autoattn.explain(*tensors, causal=True)
+    if device is samples.H200:
+        assert (card["forward"], card["backward"]) == (1, 1)
+        assert found.gradients is not None
+        assert found.gradients.variant is not None
+        assert found.gradients.variant.template == "gluon/backward"
+        return
+    assert (card["forward"], card["backward"], card["loaded"]) == (0, 0, []), "nothing is compiled in vain"
+    assert found.level is Level.SDPA
+    assert found.reason.startswith("an input needs a gradient, nobody tuned gradients near to these")
+    assert found.steps[-1].startswith("pytorch_believed_faster: nobody measured triton/backward without")
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({"return_lse": True}, {}),
+        ({"deterministic": True}, {}),
+        ({"window": (3, 0)}, {}),
+        ({"softcap": 2.0}, {}),
+        ({"bias": torch.zeros(32, 32)}, {}),
+        ({}, {"dtype": torch.float32}),
+    ],
+    ids=["lse", "deterministic", "window", "softcap", "bias", "float32"],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_that_pytorch_answers_by_more_than_a_fused_kernel_are_a_defaults(
+    card: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    changes: dict[str, Any],
+    compiled: bool,
+) -> None:
+    fake_device.set_device(monkeypatch, samples.A30)
+    torch._dynamo.reset()
+    attend: Callable[..., Any] = autoattn.attention
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    answer = attend(*square(**changes), **given)
+    (answer[0] if isinstance(answer, tuple) else answer).float().square().sum().backward()
+    assert (card["forward"], card["backward"]) == (1, 1)
+
+
+def test_a_kernel_that_the_compiler_refuses_makes_way_for_the_next(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gradients as of outputs; the walk goes through all templates."""
+    tensors, load, asked = square(), planner.load_once, []
+
+    def refusing(source: Source, index: int) -> Any:
+        if source.name == "backward":
+            asked.append(source.variant)
+            if source.variant.template == "gluon/backward":
+                raise CompileError("too many registers")
+        return load(source, index)
+
+    refusing.cache_clear = load.cache_clear  # type: ignore[attr-defined]
+    monkeypatch.setattr(planner, "load_once", refusing)
+    autoattn.attention(*tensors, causal=True).float().sum().backward()
+    assert (card["forward"], card["backward"]) == (1, 1)
+    assert [variant.template for variant in asked[-2:]] == ["gluon/backward", "triton/backward"]
+    found = autoattn.explain(*tensors, causal=True)
+    assert found.gradients is not None
+    assert found.gradients.variant == asked[-1]
+    assert "gluon/backward: too many registers" in found.gradients.steps
+
+
+def test_where_the_compiler_refuses_all_pytorch_differentiates_and_says_why(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = planner.load_once
+
+    def refusing(source: Source, index: int) -> Any:
+        if source.name == "backward":
+            raise CompileError("too many registers")
+        return load(source, index)
+
+    refusing.cache_clear = load.cache_clear  # type: ignore[attr-defined]
+    monkeypatch.setattr(planner, "load_once", refusing)
+    found = autoattn.explain(*square(), causal=True)
+    assert (found.route, found.reason) == ("sdpa", "an input needs a gradient, and too many registers")
+
+
+def test_a_rival_that_cannot_say_the_call_makes_way_for_the_kernel(card: dict[str, Any]) -> None:
+    tensors = inputs()
+    tune(card, tensors, causal=True, choice="sdpa-cudnn")
+    found = autoattn.explain(*tensors, causal=True, return_lse=True)
+    assert found.levels == "forward: default, backward: exact"
+    assert found.gradients is not None
+    assert found.gradients.reason.endswith("faster than the kernel; but it gives no LSE, so the kernel runs")
+
+
+def test_a_mask_of_all_pairs_is_written_out_only_where_that_was_measured(card: dict[str, Any]) -> None:
+    tensors = square()
+    tune(card, tensors, window=(3, 0), choice="sdpa-cudnn")
+    assert autoattn.explain(*tensors, window=(3, 0)).reason.endswith("sdpa-cudnn was the fastest for the gradients")
+    longer = [torch.cat([tensor.detach()] * 2, dim=2).requires_grad_() for tensor in tensors]
+    found = autoattn.explain(*longer, window=(3, 0))
+    assert found.route == "kernel"
+    assert found.gradients is not None
+    assert "but it takes a mask of all pairs, which was not measured at these sizes" in found.gradients.reason
+
+
+def test_gradients_of_tf32x3_products_are_formed_of_exact_ones(card: dict[str, Any]) -> None:
+    tensors = square(dtype=torch.float32)
+    autoattn.attention(*tensors, causal=True, precision="tf32x3").square().sum().backward()
+    assert (card["forward"], card["backward"]) == (1, 1)
