@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fake_device
@@ -18,10 +20,13 @@ from computed_launches import (
 from torch import Tensor
 
 import autoattn
+from autoattn.core import device_profiles, triton_release
 from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Op
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.runtime.plan import planner
+from autoattn.runtime.plan import decision, default_gradients, planner
 from autoattn.runtime.plan.cache_lookup import Level
 
 
@@ -169,3 +174,35 @@ def test_gradients_of_tf32x3_products_are_formed_of_exact_ones(card: dict[str, A
     tensors = square(dtype=torch.float32)
     autoattn.attention(*tensors, causal=True, precision="tf32x3").square().sum().backward()
     assert (card["forward"], card["backward"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "gluon", "head_dim", "by_pytorch"),
+    [
+        ("h200", True, 128, False),
+        ("h100", True, 64, False),
+        ("h200", False, 128, True),  # by cuDNN
+        ("h200", False, 60, False),  # FlashAttention-2 would be padded
+        ("a100", True, 128, True),
+        ("a30", True, 60, True),
+        ("b200", True, 128, True),
+    ],
+)
+def test_who_is_believed_faster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, gluon: bool, head_dim: int, by_pytorch: bool
+) -> None:
+    if not gluon:
+        monkeypatch.setattr(triton_release, "installed_release", lambda: "9.9")
+    named = device_profiles.named(device)
+    problem = samples.problem(head_dim=head_dim, head_dim_v=head_dim, mask=Mask(), op=Op.BACKWARD)
+    told = decision.explain(problem, named, tmp_path, training=True)
+    assert (told.route == "sdpa") is by_pytorch, str(told)
+    if by_pytorch:
+        assert told.steps[-1].startswith("pytorch_believed_faster: ")
+    if head_dim % 8 == 0:
+        assert default_gradients.are_pytorchs(named) is by_pytorch
+
+
+def test_without_a_card_that_runs_kernels_plain_calls_are_pytorchs() -> None:
+    assert default_gradients.are_pytorchs(None)
+    assert default_gradients.are_pytorchs(replace(samples.A30, arch=75))

@@ -112,7 +112,7 @@ def check(problem: Problem, card: Device, folder: Path, *, lse: bool) -> Explana
     assert (told.route, told.level) == ("sdpa", Level.SDPA)
     assert "believed faster" in told.reason
     modifiers = problem.modifiers
-    assert not (lse or problem.deterministic or modifiers.names or problem.packed), problem
+    assert not any((lse, problem.deterministic, modifiers.names, problem.packed)), problem
     assert (problem.dtype is DType.FLOAT32, problem.head_dim_v) == (False, problem.head_dim), problem
     square = problem.mask.causal and problem.seq_q == problem.seq_kv
     assert square or problem.mask == Mask(), problem
