@@ -15,6 +15,8 @@ are as memory-efficient, so that the faster of the two is to answer. What is bel
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoattn.codegen import search_space
 from autoattn.core.device import Device, MatrixUnit
 from autoattn.core.problem import DType, Op, Problem
@@ -44,7 +46,8 @@ def answer(problem: Problem, gradients: Explanation, card: Device) -> Explanatio
         "an input needs a gradient, nobody tuned gradients near to these, and PyTorch's are believed faster than a "
         f"default of {gradients.variant.template}; autoattn tune measures that for problems of operation: backward"
     )
-    return cache_lookup.sdpa(reason, problem, (*gradients.steps, f"{RULE}: {belief}"))
+    explanation = cache_lookup.sdpa(reason, problem, (*gradients.steps, f"{RULE}: {belief}"))
+    return replace(explanation, chosen_for=gradients.chosen_for)
 
 
 def is_fused(problem: Problem) -> bool:
