@@ -103,8 +103,8 @@ def bind(
         zeros: the argument that takes int32 zeros, and how many; None where the kernel has none.
         sized: names of the arguments that sizes decide, in the order in which `resize` takes them.
     """
-    boxes = any(isinstance(arguments.get(name), Descriptor) for name in kernel.parameters)
-    direct, compiled = _direct(kernel, boxes), kernel.compiled
+    direct, compiled = _direct(kernel), kernel.compiled
+    addresses, numbers = _places(order), _places(sized)
     triton_takes = (compiled.function, compiled.packed_metadata), ()
     settings, behind = direct.settings(compiled) if direct else triton_takes
     flat: list[object] = [*grid, 1, 1, None, *settings]
@@ -121,16 +121,18 @@ def bind(
         if isinstance(given, Descriptor):
             names.append(name)
             encode = direct.encoder(len(maps), kernel.device) if direct else None
-            maps.append((len(flat), order.index(f"{described(name)}_ptr"), _Maps(given, encode)))
+            maps.append((len(flat), addresses[f"{described(name)}_ptr"], _Maps(given, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
             continue
-        if name in order:
-            pointers.append((len(flat), order.index(name)))
+        if (address := addresses.get(name)) is not None:
+            pointers.append((len(flat), address))
             if zeros is not None and name == zeros[0]:
-                taken = len(flat), order.index(name), zeros[1], POOLS[name]
-        elif name in sized:
-            of_sizes.append((len(flat), sized.index(name)))
-        flat.append(None if name in order else given)
+                taken = len(flat), address, zeros[1], POOLS[name]
+            flat.append(None)
+            continue
+        if (number := numbers.get(name)) is not None:
+            of_sizes.append((len(flat), number))
+        flat.append(given)
     return Bound(
         compiled=compiled,
         launch=direct.launch if direct else compiled.run,
@@ -250,9 +252,16 @@ class _Direct:
         return encoded
 
 
+@lru_cache(maxsize=16)
+def _places(names: tuple[str, ...]) -> dict[str, int]:
+    """Where each name stands."""
+    return {name: place for place, name in enumerate(names)}
+
+
 @lru_cache(maxsize=1024)
-def _direct(kernel: Kernel, boxes: bool) -> _Direct | None:
+def _direct(kernel: Kernel) -> _Direct | None:
     """`_Direct.of`, which looks into Triton's closures, once for a kernel."""
+    boxes = any(name in kernel.manifest.descriptors for name in kernel.parameters)
     return _Direct.of(kernel, boxes=boxes)
 
 
