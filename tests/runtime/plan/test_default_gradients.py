@@ -26,7 +26,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Op
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.runtime.plan import decision, default_gradients, planner
+from autoattn.runtime.plan import cache_lookup, decision, default_gradients, planner
 from autoattn.runtime.plan.cache_lookup import Level
 
 
@@ -78,6 +78,19 @@ def test_plain_calls_that_nobody_tuned_are_pytorchs_where_its_gradients_are_beli
     assert found.level is Level.SDPA
     assert found.reason.startswith("an input needs a gradient, nobody tuned gradients near to these")
     assert found.steps[-1].startswith("pytorch_believed_faster: nobody measured triton/backward without")
+
+
+def test_a_graph_on_a_card_with_other_tuned_gradients_has_pytorchs_attention_too(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator decides it when autograd comes to it; it would compute the call twice."""
+    fake_device.set_device(monkeypatch, samples.A30)
+    monkeypatch.setattr(cache_lookup, "differentiates", lambda device: True)
+    torch._dynamo.reset()
+    tensors = square()
+    attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
+    attend(*tensors, causal=True).float().square().sum().backward()
+    assert (card["forward"], card["backward"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
