@@ -111,6 +111,11 @@ class TrainingCall:
             launch(addresses)
         return query_grad, key_grad, value_grad
 
+    def formula(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and LSE as the call gives them, in plain PyTorch."""
+        output, lse = autograd.formula(self.both.problem, self._operands(query, key, value, *offsets))
+        return as_given(output, self.both.problem.layout), lse[0] if self.both.problem.packed else lse
+
     def _bind(
         self, kind: tuple[tuple[int, ...], int], output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
         output: Tensor, lse: Tensor, *offsets: Tensor,
@@ -228,7 +233,19 @@ def _gradients(*given: Any) -> Three:
     return gradients
 
 
-class _Gradients(autograd.Once):
+class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Three:
+        *tensors, ctx.prepared = given
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
         return _gradients(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *pushes: Tensor | None) -> tuple[Tensor | None, ...]:
+        prepared = ctx.prepared
+        output_grad, lse_grad, query, key, value, _, _, *offsets = ctx.saved_tensors
+        pulls, seconds = autograd.differentiate_again(
+            lambda *three: prepared.formula(*three, *offsets), (output_grad, lse_grad), (query, key, value), pushes
+        )
+        return *pulls, *seconds, None, None, *(None for _ in offsets), None

@@ -1,18 +1,20 @@
-"""Attention for autograd: a forward kernel that leaves the LSE, and backward kernels that were tuned.
+"""Attention for autograd: a forward kernel that leaves the LSE, and backward kernels.
 
-Saved are query, key, value, output and LSE, which grow with the lengths and not with their product.
+Saved are query, key, value, output and LSE, which grow with the lengths and not with their product. Second derivatives
+are PyTorch's, of the formula.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoattn.baselines import pytorch_sdpa
 from autoattn.core.problem import Bias, Problem
-from autoattn.errors import TensorError
 from autoattn.kernels import backward, forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan.gradient_problem import Pass
@@ -93,27 +95,81 @@ class _Attention(torch.autograd.Function):
         )
 
 
-class Once(torch.autograd.Function):
-    """A backward pass as a function of its own, so that a second derivative meets an error and not a zero."""
+class _Gradients(torch.autograd.Function):
+    """A backward pass as a function of its own, so that a second derivative is right and not a zero."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise TensorError(
-            "attention must be differentiated once, got a second time, for which there is no kernel; write the formula "
-            "in plain PyTorch, or use F.scaled_dot_product_attention with its backend MATH, where that is needed"
-        )
-
-
-class _Gradients(Once):
     @staticmethod
     def forward(
         ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
         output: Tensor, lse: Tensor, sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None,
         operands: Operands, problem: Problem, kernel: Kernel,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx.save_for_backward(output_grad, lse_grad, query, key, value, sinks, bias, slopes)
+        ctx.operands, ctx.problem = operands, problem
+        ctx.set_materialize_grads(False)
         operands = _with(operands, query, key, value, sinks, bias, slopes)
         gradients = differentiate(kernel, problem, operands, output, lse, output_grad, lse_grad)
         return gradients.query, gradients.key, gradients.value, gradients.sinks, gradients.bias, gradients.slopes
+
+    @staticmethod
+    def backward(ctx: Any, *pushes: Tensor | None) -> tuple[Tensor | None, ...]:
+        def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+            return formula(ctx.problem, _with(ctx.operands, *inputs))
+
+        output_grad, lse_grad, *inputs = ctx.saved_tensors
+        pulls, seconds = differentiate_again(attend, (output_grad, lse_grad), inputs, pushes)
+        return *pulls, *seconds[:3], None, None, *seconds[3:], None, None, None
+
+
+def formula(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Output and LSE in plain PyTorch, whatever autocast says."""
+    with torch.autocast(operands.query.device.type, enabled=False):
+        return pytorch_sdpa.eager(problem, operands)
+
+
+def differentiate_again(
+    attend: Callable[..., tuple[Tensor, Tensor]], pulls: Sequence[Tensor | None], inputs: Sequence[Tensor | None],
+    pushes: Sequence[Tensor | None],
+) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+    """Second derivatives, by PyTorch from the formula: there is no kernel, and the scores are in memory.
+
+    Args:
+        attend: output and LSE of the inputs.
+        pulls: the gradients of output and LSE; None for 0.
+        inputs: what the gradients are of; None where there is none.
+        pushes: the gradients of these gradients; None for 0.
+
+    Returns:
+        The gradients of pulls and of inputs.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Each a tensor of its own: query, key and value may be one, or be computed from one another.
+        own_pulls, own_inputs = ([_apart(tensor) for tensor in tensors] for tensors in (pulls, inputs))
+        pairs = [(made, pull) for made, pull in zip(attend(*own_inputs), own_pulls, strict=True) if pull is not None]
+        learners = [tensor for tensor in own_inputs if tensor is not None]
+        outputs, given = zip(*pairs, strict=True)
+        first = iter(torch.autograd.grad(outputs, learners, given, create_graph=True, allow_unused=True))
+        gradients = [None if tensor is None else next(first) for tensor in own_inputs]
+        pushed = [
+            (gradient, push)
+            for gradient, push in zip(gradients, pushes, strict=True)
+            if gradient is not None and gradient.requires_grad and push is not None
+        ]
+        wanted = [tensor for tensor in (*own_pulls, *own_inputs) if tensor is not None]
+        if not pushed:
+            return [None] * len(pulls), [None] * len(inputs)
+        outputs, given = zip(*pushed, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
+    seconds = [None if tensor is None else next(found) for tensor in (*own_pulls, *own_inputs)]
+    return seconds[: len(pulls)], seconds[len(pulls) :]
+
+
+def _apart(tensor: Tensor | None) -> Tensor | None:
+    """The tensor under another name, of which PyTorch takes gradients apart from others'."""
+    if tensor is None:
+        return None
+    return (tensor if tensor.requires_grad else tensor.detach().requires_grad_()).view_as(tensor)
 
 
 def _with(

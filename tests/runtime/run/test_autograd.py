@@ -19,13 +19,14 @@ from computed_launches import (
     weighed,
 )
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoattn
 from autoattn import functional, masks
 from autoattn.cache import store
 from autoattn.codegen import search_space
 from autoattn.core.problem import Op
-from autoattn.errors import TensorError
 from autoattn.runtime import call_cache
 from autoattn.runtime.plan import decision
 from autoattn.runtime.plan.gradient_problem import Learned, backward_of
@@ -250,15 +251,83 @@ def test_a_gradient_at_an_address_that_kernels_do_not_read_is_copied(card: dict[
     assert card["prepared"] == 2
 
 
-def test_a_second_derivative_of_a_prepared_call_is_an_error(card: dict[str, Any]) -> None:
-    tensors = inputs()
-    tune(card, tensors, causal=True)
+def penalty(
+    attend: Callable[..., Any], inputs: list[Tensor], extra: dict[str, Tensor], **given: Any
+) -> tuple[Any, ...]:
+    """The gradients of a sum of squared gradients, and of the output."""
+    answer = attend(*inputs, **extra, **given)
+    loss = sum(part.float().square().sum() for part in (answer if isinstance(answer, tuple) else (answer,)))
+    learners = [*inputs, *extra.values()]
+    first = torch.autograd.grad(loss, learners, create_graph=True)
+    return torch.autograd.grad(sum(gradient.float().square().sum() for gradient in first) / 100.0, learners)
+
+
+@pytest.mark.parametrize("name", ["causal", "bshd", "lse", "bias", "slopes"])
+def test_a_second_derivative_is_that_of_the_formula(card: dict[str, Any], name: str) -> None:
+    """Of an ordinary call, and of a prepared one."""
+    generator = torch.Generator().manual_seed(2)
+    given: dict[str, Any] = {"causal": True} | ({"return_lse": True} if name == "lse" else {})
+    given |= {"layout": "bshd"} if name == "bshd" else {}
+    extra = {
+        "bias": {"bias": torch.randn(33, 50, generator=generator).requires_grad_()},
+        "slopes": {"alibi_slopes": torch.rand(4, generator=generator).requires_grad_()},
+    }.get(name, {})
+    tensors = inputs(given.get("layout", "bhsd"), dtype=torch.float32)
     for _ in range(2):
-        output = autoattn.attention(*tensors, causal=True)
-        first = torch.autograd.grad(output.sum(), tensors[0], create_graph=True)[0]
-        with pytest.raises(TensorError, match="must be differentiated once, got a second time"):
-            first.sum().backward()
-    assert card["prepared"] == 2
+        found = penalty(autoattn.attention, tensors, extra, **given)
+    assert (card["forward"], card["backward"]) == (2, 4), "the output's gradient depends on the output"
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        expected = penalty(autoattn.attention, exact, extra, **given)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_second_derivative_by_a_tensor_that_is_query_key_and_value(card: dict[str, Any]) -> None:
+    """And by one that they are computed of; a third derivative goes the same way."""
+
+    def third(tensor: Tensor) -> Tensor:
+        def attend(tensor: Tensor) -> Any:
+            half = tensor / 2
+            return autoattn.attention(half, half, half + tensor, causal=True)
+
+        (first,) = torch.autograd.grad(attend(tensor).square().sum(), tensor, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), tensor, create_graph=True)
+        return torch.autograd.grad(second.sin().sum(), tensor)[0]
+
+    tensor = torch.randn(1, 2, 20, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = third(tensor.detach().double().requires_grad_())
+    assert card["backward"] == 0
+    found = third(tensor)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+    assert card["backward"] > 0
+
+
+def test_forward_mode_takes_pytorchs_derivatives(card: dict[str, Any]) -> None:
+    """Of calls that autograd would record too; no kernel has a tangent."""
+    tensors = [tensor.detach().float().requires_grad_() for tensor in inputs()]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        output = autoattn.attention(dual, *tensors[1:], causal=True, softcap=2.0)
+        assert forward_ad.unpack_dual(output).tangent.abs().sum() > 0
+    assert (card["forward"], card["backward"]) == (0, 0)
+
+
+def test_a_packed_calls_second_derivative_is_that_of_the_formula(card: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, 20, 60], dtype=torch.int32)
+    tensors = [torch.randn(60, 2, 16, generator=generator).requires_grad_() for _ in range(3)]
+
+    def attend(*tensors: Tensor, **given: Any) -> Any:
+        return autoattn.packed_attention(*tensors, offsets, offsets, 40, 40, return_lse=True, **given)  # type: ignore
+
+    for _ in range(2):
+        found = penalty(attend, tensors, {}, causal=True)
+    assert card["prepared"] == 3, "the second call's output and gradients, and those of its output's gradient"
+    exact = penalty(attend, [tensor.detach().double().requires_grad_() for tensor in tensors], {}, causal=True)
+    for ours, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("used", ["both", "output", "lse"])
@@ -290,15 +359,6 @@ def test_only_what_is_asked_for_gets_a_gradient(card: dict[str, Any], attend: Ca
     tensors[1].requires_grad_(False)
     attend(*tensors, causal=True).float().square().sum().backward()
     assert [tensor.grad is not None for tensor in tensors] == [True, False, True]
-
-
-def test_a_second_derivative_meets_an_error_and_not_a_zero(card: dict[str, Any]) -> None:
-    tensors = inputs()
-    tune(card, tensors, causal=True)
-    output = autoattn.attention(*tensors, causal=True)
-    (first,) = torch.autograd.grad(output.float().square().sum(), tensors[0], create_graph=True)
-    with pytest.raises(TensorError, match="differentiated once, got a second time"):
-        first.float().sum().backward()
 
 
 def test_nothing_quadratic_is_saved(card: dict[str, Any]) -> None:
