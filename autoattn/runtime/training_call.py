@@ -22,7 +22,7 @@ from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.forward import ALIGNED
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import autograd
-from autoattn.tensors.operands import Operands, Saved, View, viewed
+from autoattn.tensors.operands import Operands, Saved, View, as_given, viewed
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
