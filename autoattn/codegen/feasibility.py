@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autoattn.codegen.space_facts import SIZES
 from autoattn.codegen.space_rules import Rule
@@ -91,6 +92,12 @@ class Judgement:
                 if not rule(facts):
                     return refusal
         return self.refusal
+
+
+@lru_cache(maxsize=4096)
+def specialised(judgement: Judgement) -> Judgement:
+    """`Judgement.specialised`, worked out once for a judgement."""
+    return judgement.specialised()
 
 
 def judge(

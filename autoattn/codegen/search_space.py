@@ -203,7 +203,9 @@ class SearchSpace:
         sizes = size_facts(problem)
         given: set[Variant] = set()
         for variant, speaks, judgement in _judged_seeds(self, *_kind_of(problem), device):
-            if variant not in given and speaks.why_not(sizes) is None and judgement.why_not(sizes) is None:
+            if variant in given or speaks.why_not(sizes) is not None:
+                continue
+            if feasibility.specialised(judgement).why_not(sizes) is None:
                 given.add(variant)
                 yield variant
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from autoattn.cache import inventory
-from autoattn.codegen import search_space
+from autoattn.codegen import feasibility, search_space
 from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
@@ -242,16 +241,10 @@ def _judgements_of(call: Call, plan: Plan) -> tuple[Judgement, ...]:
     if plan.gradients is not None and plan.backward_problem is not None:
         variants.append((plan.gradients.source.variant, plan.backward_problem))
     return tuple(
-        _specialised(search_space.load(variant.template).judgement_of(variant, problem, device))
+        feasibility.specialised(search_space.load(variant.template).judgement_of(variant, problem, device))
         for variant, problem in variants
         if variant is not None
     )
-
-
-@lru_cache(maxsize=256)
-def _specialised(judgement: Judgement) -> Judgement:
-    """Made once for all classes of sizes that a kernel serves."""
-    return judgement.specialised()
 
 
 _writing = threading.Lock()

@@ -49,7 +49,7 @@ def test_the_heads_of_a_tile_end_where_their_group_does(together: int, teams: in
         assert made.shape == (2, 2, 6, 100, 64)
         assert made.strides[1:3] == (6 * tensor.stride(1), tensor.stride(1))
         assert module.DESCRIPTORS[name][0] == [1, 1, together, 64 // together, 64]
-    assert forward.launch_grid(kernel, one, operands) == (2 * 2 * teams * -(-100 * together // 64),)
+    assert forward.launch_grid(kernel, one, operands.query) == (2 * 2 * teams * -(-100 * together // 64),)
     key = passed["key"]
     assert isinstance(key, Descriptor)
     assert key.shape == (2, 2, 200, 64)

@@ -127,7 +127,7 @@ class Twice:
             output = output_check.empty_output(self.problem, 0, interpreted.CPU)
             arguments = forward.launch_arguments(kernel, self.problem, operands, output, None)
             arguments |= {name: room, "partial_ptr": parts}
-            kernel.launch(forward.launch_grid(kernel, self.problem, operands), arguments)
+            kernel.launch(forward.launch_grid(kernel, self.problem, operands.query), arguments)
             outputs.append(output.clone())
         return torch.equal(*outputs), int(room.abs().sum()), bool((parts != 7.0).any())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import triton
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, inventory, precedence, store
-from autoattn.codegen import search_space
+from autoattn.codegen import feasibility, search_space
 from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
@@ -157,6 +158,7 @@ class _Lookup:
         self.infeasible: dict[int, str | None] = {}  # id of one of the tuned entries -> why, once asked
         self.steps: list[str] = list(self.tuned.foreign)
         self.unavailable = ""
+        self._bucket: tuple[int, ...] | None = None  # once asked
 
     def answer(self) -> Explanation:
         """What was tuned for the problem itself, or else the answer of its class of sizes, which is worked out once.
@@ -207,7 +209,7 @@ class _Lookup:
         for _, octaves, key in sorted(related):
             entry = self._measurement(key)
             level = self._level_of(entry)
-            reason = f"{entry.problem} is {octaves:.1f} octaves away and was measured on this card"
+            reason = f"{self.tuned.name_of(entry)} is {octaves:.1f} octaves away and was measured on this card"
             answer = self._use(entry, level, reason)
             if answer is not None:
                 return answer
@@ -220,7 +222,9 @@ class _Lookup:
 
     def _level_of(self, entry: CacheEntry) -> Level:
         """How close the entry of another problem is."""
-        return Level.BUCKET if bucket(entry.problem) == bucket(self.problem) else Level.NEAREST
+        if self._bucket is None:
+            self._bucket = bucket(self.problem)
+        return Level.BUCKET if bucket(entry.problem) == self._bucket else Level.NEAREST
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""
@@ -273,7 +277,7 @@ class _Lookup:
         infeasible = None if worthless is not None else self._why_infeasible(entry)
         why_not = worthless or infeasible or self._why_unrepeated(entry)
         if why_not is not None:
-            self.steps.append(f"{level.value}: {entry.problem} cannot serve, {why_not}")
+            self.steps.append(f"{level.value}: {self.tuned.name_of(entry)} cannot serve, {why_not}")
             self.unavailable = self.unavailable or availability.why_unavailable(entry) or ""
             words = "its kernel cannot run here" if infeasible else why_not
             served = level is Level.EXACT and (not worthless or self._why_excluded(entry) is not None)
@@ -377,10 +381,11 @@ class _Lookup:
         if (reason := space.why_unavailable()) is not None:
             judgement = replace(judgement, sized=(), refusal=reason)
         if id(entry) in self.tuned.entries:
-            judgement = self.tuned.judgements[key] = judgement.specialised()
+            judgement = self.tuned.judgements[key] = feasibility.specialised(judgement)
         return judgement
 
 
+@lru_cache(maxsize=4096)
 def bucket(problem: Problem) -> tuple[int, ...]:
     """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
     sizes = (*tuned_entries.sizes_of(problem), problem.seq_kv)

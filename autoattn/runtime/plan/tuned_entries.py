@@ -41,6 +41,16 @@ class TunedEntries:
     judgements: dict[tuple[int, Numerics, bool], Judgement] = field(default_factory=dict)
     answers: dict[Problem, Any] = field(default_factory=dict)  # who speaks for a class of sizes -> what it gets
     _held_back: dict[int, str | None] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def name_of(self, entry: CacheEntry) -> str:
+        """An entry's problem in words; put together once."""
+        if (known := self._names.get(id(entry))) is not None:
+            return known
+        name = str(entry.problem)
+        if id(entry) in self.entries:
+            self._names[id(entry)] = name
+        return name
 
     def why_held_back(self, entry: CacheEntry) -> str | None:
         """`store.why_held_back`; each of the entries here is asked once."""
