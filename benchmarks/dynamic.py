@@ -204,18 +204,24 @@ def measure(prepare: Callable[[int], Call], lengths: list[int]) -> Times:
     """The times of one contestant, alone on the machine as in a program that uses it: all lengths, then all again."""
     times = Times()
     for number, length in enumerate([*lengths, *lengths[WARM:]]):
-        call = prepare(length)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        host, total = timed(call)
-        times.mebibytes = max(times.mebibytes, (torch.cuda.max_memory_allocated() - before) / 2**20)
+        host, total = timed(prepare(length))
         if number >= len(lengths):
             times.host_again.append(host)
             times.total_again.append(total)
         elif number >= WARM:
             times.host.append(host)
             times.total.append(total)
+    times.mebibytes = _memory_of(prepare(max(lengths)))
     return times
+
+
+def _memory_of(call: Call) -> float:
+    """MiB that a call takes beside its inputs; asked apart, since the question empties the CPU's caches."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def table(count: int, only: str) -> Iterator[str]:
