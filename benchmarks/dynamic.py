@@ -121,8 +121,13 @@ def ragged(*, learns: bool) -> dict[str, Callable[[int], Call]]:
 
     contestants = {"autoattn": on(partial(autoattn.packed_attention, causal=True))}
     if (flash := flash_attention()) is not None:
-        name, _, attend = flash
-        contestants[name] = on(lambda *given: first(attend(*given, causal=True)))
+        name, _, varlen = flash
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: object) -> object:
+            words = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True))
+            return first(varlen(query, key, value, causal=True, **words))
+
+        contestants[name] = on(attend)
     return contestants
 
 

@@ -1,6 +1,6 @@
 """Classes of sizes: problems of one kind whose batch and lengths round down to the same numbers.
 
-Which kernel is best changes little over an eighth of an octave, or a fourth. So a choice is made once for a class, by
+Which kernel is best changes little over an eighth of an octave, or a half. So a choice is made once for a class, by
 the problem of its smallest sizes, and calls whose lengths never repeat find it made. The smallest decides because rules
 mostly ask whether there is enough work for a kernel: what it may run, all of the class may.
 """
@@ -14,7 +14,7 @@ from autoattn.core.mask import Alignment, MaskKind
 from autoattn.core.problem import SIZES, Problem
 
 BITS = 4  # that a rounded size keeps: 8 sizes an octave, and each below 16 by itself
-PACKED_BITS = 3  # the same of packed sequences, which differ in more sizes from batch to batch
+PACKED_BITS = 2  # the same of packed sequences, which differ in more sizes from batch to batch
 
 
 def rounded(size: int, bits: int = BITS) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -80,6 +80,9 @@ class Bound:
             self.launch(*given[:begin], given[begin:])
         else:
             self.launch(*given)
+
+
+_LASTING = tuple(field.name for field in fields(Bound) if field.name not in ("given", "maps", "zeros"))
 
 
 def _set(hook: Any) -> Any:
@@ -176,7 +179,13 @@ def resize(
             given[place + 1 : place + 1 + len(steps)] = steps
         maps.append((place, address, _Maps(descriptor, old.encode)))
     taken = None if bound.zeros is None else (*bound.zeros[:2], zeros, bound.zeros[3])
-    return replace(bound, given=given, maps=tuple(maps), zeros=taken)
+    resized, write = object.__new__(Bound), object.__setattr__  # a third of what `dataclasses.replace` takes
+    for name in _LASTING:
+        write(resized, name, getattr(bound, name))
+    write(resized, "given", given)
+    write(resized, "maps", tuple(maps))
+    write(resized, "zeros", taken)
+    return resized
 
 
 # --- Triton's launcher ------------------------------------------------------------------------------------------------

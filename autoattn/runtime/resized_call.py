@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -44,8 +44,7 @@ _PACKED_USUAL = len(names(PACKED_ARGUMENTS, KeyRole.USUAL))  # words of a packed
 _sizes_of = attrgetter(*SIZES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizedKey:
+class SizedKey(NamedTuple):
     """A call's key, taken apart."""
 
     call_key: Key
