@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _C: Any = torch._C
@@ -31,6 +32,11 @@ def transforms() -> tuple[str, ...]:
     """The kinds of torch.func's transforms that are active, such as Vmap and Grad."""
     stack = _C._functorch.get_interpreter_stack() or ()
     return tuple(sorted({level.key().name for level in stack}))
+
+
+def has_dual_level() -> bool:
+    """Whether a tensor may have a tangent, which forward-mode derivatives carry along (torch.autograd.forward_ad)."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def set_deterministic_algorithms(on: bool, *, warn_only: bool) -> None:

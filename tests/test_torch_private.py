@@ -51,6 +51,13 @@ def test_dispatch_modes_are_counted_and_can_be_left() -> None:
             assert torch_private.count_dispatch_modes() == 0
 
 
+def test_a_level_of_tangents_is_seen() -> None:
+    assert not torch_private.has_dual_level()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.has_dual_level()
+    assert not torch_private.has_dual_level()
+
+
 def test_transforms_are_named() -> None:
     seen = []
 

@@ -38,6 +38,7 @@ _FLOAT32 = torch.float32
 _is = operator.is_
 _is_compiling = torch.compiler.is_dynamo_compiling
 _differentiates = torch.is_grad_enabled
+_has_dual_level = torch_private.has_dual_level
 _watchers = torch_private.count_dispatch_modes  # modes, which would not see a launch
 _repeats = torch_private.are_gradients_deterministic
 
@@ -84,7 +85,7 @@ def key(
         seldom: the window and the others, but for the seed of a dropout, which is never prepared; None where all of
             them are None.
     """
-    if torch.compiler.is_compiling() or _watchers():
+    if torch.compiler.is_compiling() or _watchers() or _has_dual_level():  # a launch would lose a tangent
         return None
     if seldom is not None:
         window = seldom[0]
@@ -229,7 +230,7 @@ def find_guarded(query: Any, key: Any, value: Any, words: Words) -> Callable[...
     Args:
         words: as of `guard`.
     """
-    if _is_compiling():
+    if _is_compiling() or _has_dual_level():
         return None
     causal, softcap, dropout, scale, layout, deterministic, return_lse = words
     try:

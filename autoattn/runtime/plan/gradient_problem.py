@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from autoattn import torch_private
 from autoattn.codegen import render
@@ -67,9 +66,6 @@ def why_not(operands: Operands) -> str | None:
     """Why no backward kernel may serve a call whose inputs need gradients, whatever was tuned; None when one may."""
     if torch_private.are_transforms_active():
         return "torch.func differentiates it, which takes PyTorch's own derivatives"
-    three = operands.query, operands.key, operands.value
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in three):
-        return "forward-mode differentiates it, which takes PyTorch's own derivatives"
     return None
 
 

@@ -9,7 +9,9 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import availability
 from autoattn.codegen import render
@@ -248,6 +250,8 @@ def why_no_kernel(problem: Problem, operands: Operands) -> str | None:
     tensors = _tensors(problem, operands)
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
         return "a tensor subclass has rules of its own"
+    if torch_private.has_dual_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        return "forward-mode differentiates it, which takes PyTorch's own derivatives"
     if not torch.finfo(torch.float32).tiny <= operands.scale <= MAX_SCALE:
         return f"the kernels need a positive scale that float32 can hold, got {operands.scale}"
     return why_too_many_programs(problem)

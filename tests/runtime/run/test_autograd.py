@@ -304,14 +304,23 @@ def test_a_second_derivative_by_a_tensor_that_is_query_key_and_value(card: dict[
     assert card["backward"] > 0
 
 
-def test_forward_mode_takes_pytorchs_derivatives(card: dict[str, Any]) -> None:
-    """Of calls that autograd would record too; no kernel has a tangent."""
-    tensors = [tensor.detach().float().requires_grad_() for tensor in inputs()]
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_forward_mode_takes_pytorchs_derivatives(learns: bool, prepared: bool, card: dict[str, Any]) -> None:
+    """Of calls that autograd would record too, and of those that kernels answered before; no kernel has a tangent."""
+    tensors = [tensor.detach().float().requires_grad_(learns) for tensor in inputs()]
+    for _ in range(2 * prepared):
+        autoattn.attention(*tensors, causal=True, softcap=2.0)
+    before = card["forward"]
+    assert before == 2 * prepared
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
         output = autoattn.attention(dual, *tensors[1:], causal=True, softcap=2.0)
         assert forward_ad.unpack_dual(output).tangent.abs().sum() > 0
-    assert (card["forward"], card["backward"]) == (0, 0)
+        assert card["forward"] == before
+        autoattn.attention(*tensors, causal=True, softcap=2.0)
+        assert card["forward"] == before + 1, "where no input has a tangent, a kernel answers"
+    assert card["backward"] == 0
 
 
 def test_a_packed_calls_second_derivative_is_that_of_the_formula(card: dict[str, Any]) -> None:
