@@ -274,8 +274,9 @@ def length_of(name: str, given: Any) -> int:
     Raises:
         TensorError: it is none, or negative.
     """
-    if isinstance(given, int) and not isinstance(given, bool):
-        length = given  # as it is: for Dynamo it may be a symbol, and operator.index would make it a number
+    if isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool):
+        # As it is: torch.compile and torch.export may give a symbol, and operator.index would make it a number.
+        length: Any = given
     else:
         try:
             length = -1 if isinstance(given, bool) else operator.index(given)
