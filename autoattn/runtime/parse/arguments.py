@@ -276,7 +276,7 @@ def length_of(name: str, given: Any) -> int:
     """
     if isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool):
         # As it is: torch.compile and torch.export may give a symbol, and operator.index would make it a number.
-        length: Any = given
+        length: int = given
     else:
         try:
             length = -1 if isinstance(given, bool) else operator.index(given)
