@@ -9,7 +9,8 @@ from typing import Any
 import computed_launches
 import pytest
 import torch
-from noted_launches import nothing_prepared  # noqa: F401 - a fixture
+from fake_device import Launches
+from noted_launches import card, nothing_prepared  # noqa: F401 - fixtures
 from torch import Tensor
 
 import autoattn
@@ -154,3 +155,25 @@ def test_packed_mistakes_at_a_new_length_are_one_sentence(computed: dict[str, An
     starts[1] = 100
     with pytest.raises(AutoattnError, match="never decrease"):
         call(92, starts)  # its key is known, and its offsets were written since
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tokens_past_what_offsets_can_count_are_refused(device: str, lengths: Lengths) -> None:
+    tokens = torch.zeros(1, 4, 16, dtype=torch.float16, device=device).expand(2**31, -1, -1)
+    starts = torch.tensor([0, 40, 90], dtype=torch.int32, device=device)
+    with pytest.raises(AutoattnError, match="tokens_q must be a whole number from 1 to 2147483647"):
+        autoattn.packed_attention(tokens, tokens, tokens, starts, starts, 99, 99)
+
+
+def test_batches_past_the_second_axis_of_a_grid_are_launched(card: Launches) -> None:
+    """65,535 is the most that CUDA takes there."""
+    for batch in (70_000, 70_001):
+        tensors = [torch.zeros(1, 1, 16, 16, dtype=torch.float16).expand(batch, -1, -1, -1) for _ in range(3)]
+        autoattn.attention(*tensors)
+    assert (len(card.ordinary), len(card.prepared)) == (1, 1)
+    (programs, *others), *_ = card.ordinary[0]
+    assert programs >= 70_000
+    assert all(size <= 65_535 for size in others)
+    facts, _ = card.prepared[0]
+    assert facts[0] >= 70_001
+    assert all(size <= 65_535 for size in facts[1:3])
