@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
-.PHONY: help tune test test-exhaustive test-gpu lint format report test-wheel clean
+.PHONY: help tune precompiled test test-exhaustive test-gpu lint format report test-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ tune: $(READY) ## Tune the problems of SHAPES for DEVICE (a30 and shapes.yaml)
 
 report: $(READY) ## Write the report of what was tuned into REPORT (report/)
 	$(BIN)/autoattn report --out $(REPORT)
+
+precompiled: $(READY) ## Compile the kernels that come with machine code, for the cards that cache/ was measured for
+	for device in h200 h100; do \
+		$(BIN)/autoattn cache compile --device $$device --cache cache --shapes precompiled.yaml || exit; done
 
 test: $(READY) ## Run the tests that need no GPU
 	$(PYTEST) -m "not gpu and not exhaustive" $(PARALLEL)

@@ -134,8 +134,16 @@ def autograd_kernel(
 
 # --- The card, and PyTorch's attention --------------------------------------------------------------------------------
 
-# Without a card PyTorch may lack the first.
+# Without a card PyTorch may lack these.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def _stream_without_card(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# Index of a card -> handle of its current stream
+current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _stream_without_card)
 
 
 def spin(cycles: int) -> None:

@@ -18,8 +18,8 @@ import filelock
 
 from autoattn.cache import file_format, precedence
 from autoattn.cache.file_format import CacheFile
-from autoattn.codegen import render, search_space
-from autoattn.core import triton_release
+from autoattn.codegen import render, resources, search_space
+from autoattn.core import garbage_collection, triton_release
 from autoattn.core.cache_entry import CacheEntry, Mark
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
@@ -359,6 +359,33 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """Puts a file of a cache folder there whole, and makes its folders.
+
+    Raises:
+        CacheError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, data)
+    except OSError as error:
+        raise CacheError(
+            f"the cache folder {path.parent!s:.500} must be writable, but {_words(error)}; use another folder"
+        ) from None
+
+
+def remove(path: Path) -> None:
+    """Removes a file of a cache folder.
+
+    Raises:
+        CacheError: it cannot be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(f"the cache file {path!s:.500} must be removable, but {_words(error)}; correct that") from None
+
+
 def _found(path: Path) -> CacheFile | None:
     """The file, from memory when it has not changed; None when there is none."""
     try:
@@ -383,7 +410,9 @@ def _parse(path: Path) -> CacheFile:
         raise CacheError(
             f"the cache file {path} must be at most {file_format.MAX_BYTES} bytes, but it is larger; prune it"
         )
-    return file_format.decode(data, path)
+    shipped = resources.is_installed() and resources.shipped_cache() in path.parents
+    with garbage_collection.paused():
+        return file_format.decode(data, path, checked=shipped)
 
 
 def _words(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""`autoattn cache`: list, compare, merge, pack and prune caches."""
+"""`autoattn cache`: list, compare, merge, pack, compile and prune caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoattn.cli import completion, options, verify
+from autoattn.cli import cache_compile, completion, options, verify
 from autoattn.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -111,24 +111,29 @@ def merge(
     none uses, then the faster. Of two measurements within 3% that with newer software stays. Each entry of INTO that
     stays, and each that is replaced, is printed with the reason.
 
-    Measurements of two cards that share a name are never mixed: the merge is refused.
+    Measurements of two cards that share a name are never mixed: the merge is refused. Precompiled kernels are added
+    where INTO has none of the same text.
     """
     from autoattn.cache import store
     from autoattn.cli import terminal
-    from autoattn.tools import bundle
+    from autoattn.tools import bundle, compiled
 
     if into.exists() and not into.is_dir():
         raise UsageError(f"INTO must be a cache folder, got the file {into}; name the folder that holds its device's")
-    files = bundle.load(source)
-    if not files:
+    content = bundle.load_content(source)
+    if not content.files and not content.compiled:
         raise StateError(f"{source} must hold cache files, found none; name another folder, a file or a bundle")
     console = terminal.console()
-    for merged in store.combine(into, files, any_time=replace):
+    for merged in store.combine(into, content.files, any_time=replace):
         counts = f"{len(merged.taken)} taken, {len(merged.same)} there already, {len(merged.refused)} not taken"
         console.print(terminal.printable(f"{merged.path}: {counts}"), soft_wrap=True)
         for verb, reasons in (("replaced", merged.replaced), ("not taken", merged.refused)):
             for problem, reason in reasons.items():
                 console.print(terminal.printable(f"  {verb}: {problem}: {reason}"), soft_wrap=True)
+    if content.compiled:
+        taken = compiled.add(into, content.compiled)
+        words = f"{taken} precompiled kernels taken, {len(content.compiled) - taken} there already"
+        console.print(terminal.printable(f"{into}: {words}"), soft_wrap=True)
 
 
 def export(
@@ -154,6 +159,9 @@ def export(
             autocompletion=completion.devices,
         ),
     ] = None,
+    with_code: Annotated[
+        bool, typer.Option("--compiled", help="Pack the machine code too, which calls run without a compiler.")
+    ] = False,
 ) -> None:
     """Pack entries with their kernels, the commands that repeat them, and the SHA-256 of each file.
 
@@ -163,11 +171,12 @@ def export(
     """
     from autoattn.cli import show, terminal
     from autoattn.report import files as writing
-    from autoattn.tools import bundle
+    from autoattn.tools import bundle, compiled
 
     combined = show.overlays(device, cache)
     files = _picked([file for overlay in combined for file in overlay.by_release], problems, cache)
-    data = bundle.pack(files, bundle.samples_of([pair for overlay in combined for pair in overlay.files]))
+    kernels = compiled.of_entries(files, cache) if with_code else []
+    data = bundle.pack(files, bundle.samples_of([pair for overlay in combined for pair in overlay.files]), kernels)
     writing.write(out, data)
     packed = {(file.device, key) for file in files for key in file.entries}
     folders = Counter(
@@ -181,6 +190,8 @@ def export(
     console.print(
         terminal.printable(f"{out}: {len(packed)} entr{'y' if len(packed) == 1 else 'ies'}: {parts}"), soft_wrap=True
     )
+    if with_code:
+        console.print(f"{len(kernels)} precompiled kernels")
     console.print(f"SHA-256 {bundle.digest(data)}", soft_wrap=True)
 
 
@@ -223,6 +234,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "diff": (diff, "Example: [bold]autoattn cache diff cache bundle.zip --json[/]"),
     "merge": (merge, "Example: [bold]autoattn cache merge bundle.zip cache[/]"),
     "export": (export, "Example: [bold]autoattn cache export all --device h200 --out bundle.zip[/]"),
+    "compile": (cache_compile.command, "Example: [bold]autoattn cache compile --device h200 --cache cache[/]"),
     "verify": (verify.command, "Example: [bold]autoattn cache verify --mark[/]"),
     "prune": (prune, "Example: [bold]autoattn cache prune --cache cache --dry-run[/]"),
 }

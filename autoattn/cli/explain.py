@@ -91,7 +91,7 @@ def _operation(operation: str | None, training: bool, *, given: bool) -> str | N
 
 
 def _document(answer: Explanation) -> dict[str, Any]:
-    names = ("problem", "route", "level", "reason", "unavailable", "steps", "variant", "entry")
+    names = ("problem", "route", "level", "reason", "unavailable", "steps", "variant", "entry", "precompiled")
     document = {name: getattr(answer, name) for name in names}
     return document | {"gradients": None if answer.gradients is None else _document(answer.gradients)}
 
@@ -105,6 +105,9 @@ def _print(answer: Explanation) -> None:
     print(f"  because  {figures.printable(answer.reason)}")
     if answer.unavailable:
         print(f"  tuned    {figures.printable(f'a kernel that cannot run here: {answer.unavailable}')}")
+    for name, kernel in (("code", answer), ("backward code", answer.gradients)):
+        if kernel is not None and kernel.precompiled:
+            print(f"  {name:<8} {figures.printable(kernel.precompiled)}")
     if answer.variant is not None:
         print(f"  variant  {figures.printable(answer.variant.template)}: {figures.printable(answer.variant)}")
     if answer.gradients is not None and answer.gradients.variant is not None:

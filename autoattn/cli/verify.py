@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,8 @@ import typer
 from autoattn.cli import options
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autoattn.cache.precedence import Overlay, Placed
 
 EXAMPLES = "Examples:\n\n[bold]autoattn verify --device a30 --cache cache[/]\n\n[bold]autoattn cache verify --mark[/]"
@@ -30,6 +33,8 @@ def command(
     PyTorch's backends. Else by digests and Triton's interpreter. Each entry is the same, faster or slower by a share
     with its interval, no longer the fastest, stale, wrong, not checked, or does not run. Exits with 1 unless all are
     the same or faster.
+
+    Precompiled kernels are rendered and compiled again, and their machine code is compared.
 
     A call never runs on an entry that is marked as wrong or as one that does not run; of other marks autoattn explain
     tells, and autoattn tune searches marked problems again.
@@ -74,8 +79,27 @@ def command(
             words = f"{marked} marked, {len(changed) - marked} unmarked in {caching.path_of(folder, card, op)}"
             if pairs:
                 console.print(terminal.printable(words), soft_wrap=True)
-    if not all(check.ok for check in checked):
+    wrong_code = _print_code(console, card.arch, cache)
+    if wrong_code or not all(check.ok for check in checked):
         raise typer.Exit(1)
+
+
+def _print_code(console: Console, arch: int, cache: Path | None) -> int:
+    """Verifies the precompiled kernels of the cache folders, prints what failed, and returns how many did."""
+    from autoattn.cache import inventory
+    from autoattn.cli import terminal
+    from autoattn.tools import compiled
+    from autoattn.tools.compiled import CodeFinding
+
+    checks = [check for folder in inventory.folders(cache) for check in compiled.verify(folder, arch)]
+    failed = [check for check in checks if not check.ok]
+    if checks:
+        counts = Counter(check.finding for check in checks)
+        words = ", ".join(f"{counts[finding]} {finding.value}" for finding in CodeFinding if counts[finding])
+        console.print(f"{len(checks)} precompiled kernels for sm_{arch}: {words}", soft_wrap=True)
+    for check in failed:
+        console.print(terminal.printable(f"  {check.finding.value}: {check.path}: {check.detail}"), soft_wrap=True)
+    return len(failed)
 
 
 def _verifiable(combined: list[Overlay]) -> list[Placed]:

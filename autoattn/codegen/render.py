@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 import jinja2
 
-from autoattn.codegen import argument_names, resources, search_space
+from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
@@ -49,6 +49,27 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, 
 
 @lru_cache(maxsize=MAX_SOURCES)
 def _rendered(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> Source:
+    text = _shipped_text(kind, variant, traits, release)
+    if text is None:
+        text = text_of(kind, variant, traits, release)
+    return Source(name=kind.op.value, text=text, variant=variant, traits=traits)
+
+
+def _shipped_text(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> str | None:
+    """The text, where a precompiled kernel of an installed autoattn has it; Jinja needs 0.2 s for its first one.
+
+    In a checkout templates may change, and other cache folders are not asked, since the text is run. A test renders all
+    texts that are shipped.
+    """
+    if resources.is_installed():
+        for kernel in precompiled.read_any(resources.shipped_cache(), precompiled.key_of(kind, variant, traits)):
+            if kernel.facts.release == release:
+                return kernel.text
+    return None
+
+
+def text_of(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> str:
+    """What the templates give, whatever text is shipped."""
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
         _facts(kind, variant, traits),
@@ -57,7 +78,7 @@ def _rendered(kind: KernelKind, variant: Variant, traits: Traits, release: str) 
         gluon=triton_release.gluon_names(release),
         **search_space.load(variant.template).params_of(variant),
     )
-    return Source(name=kind.op.value, text=_folded(text), variant=variant, traits=traits)
+    return _folded(text)
 
 
 def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Hashable
@@ -12,12 +13,19 @@ from typing import Any
 
 import platformdirs
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from autoattn.core.problem import Op
 from autoattn.errors import UsageError
 
+_INSTALLED = "_data"  # the folder in the package
 _HOMES = ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "USERPROFILE")  # what platformdirs asks, on any system
 MAX_YAML_BYTES = 1024 * 1024  # our largest file is a twentieth of it; a larger one is a mistake
+
+# PyYAML lets these escape from values such as the date 2025-99-99 and from wrong explicit tags.
+_ESCAPING = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError)
 
 _TEMPLATE_NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 
@@ -29,8 +37,13 @@ def root() -> Path:
     A wheel carries them inside the package (`autoattn/_data`); in a checkout they stand beside it.
     """
     package = Path(str(files("autoattn")))
-    installed = package / "_data"
+    installed = package / _INSTALLED
     return installed if installed.is_dir() else package.parent
+
+
+def is_installed() -> bool:
+    """Whether the files are those of a wheel, which nobody edits, rather than of a checkout."""
+    return root().name == _INSTALLED
 
 
 def template_path(name: str) -> Path:
@@ -104,12 +117,11 @@ def read_yaml(path: Path, error: type[UsageError] = UsageError) -> object:
         error: the file is missing, a folder, unreadable, larger than 1 MiB, not UTF-8 or not such YAML.
     """
     text = _read_text(path, error)
-    try:
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+    if _LIBYAML:
+        with contextlib.suppress(yaml.YAMLError, RecursionError, *_ESCAPING):
+            return _value(_LibyamlLoader(text))
+    try:  # again where it failed, for words and marks that do not depend on what is installed
+        return _value(_Loader(text))
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark or problem.context_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -118,8 +130,7 @@ def read_yaml(path: Path, error: type[UsageError] = UsageError) -> object:
         raise error(f"{path} must be YAML, but {_one_line(problem)}; correct the file") from None
     except RecursionError:
         raise error(f"{path} must be YAML of a few levels, but it nests too deeply; flatten the file") from None
-    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as problem:
-        # PyYAML lets these escape from values such as the date 2025-99-99 and from wrong explicit tags.
+    except _ESCAPING as problem:
         raise error(f"{path} must be YAML, but a value does not parse ({_one_line(problem)}); quote it") from None
 
 
@@ -146,16 +157,24 @@ def _one_line(problem: object) -> str:
     return " ".join(str(problem).split())
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases, merge keys (which need them) and duplicate keys."""
+def _value(loader: Any) -> object:
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+
+class _PlainData:
+    """What makes a loader of PyYAML refuse aliases, merge keys (which need them) and duplicate keys."""
+
+    def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
+            event = self.peek_event()
             raise _at(event.start_mark, f"the alias *{event.anchor} is not supported, write the value out")
-        return super().compose_node(parent, index)
+        node: yaml.Node | None = super().compose_node(parent, index)  # type: ignore[misc]
+        return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self: Any, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -165,7 +184,29 @@ class _Loader(yaml.SafeLoader):
                 fault = "stands twice in one mapping" if isinstance(key, Hashable) else "is a list or a mapping"
                 raise _at(key_node.start_mark, f"the key {key!r} {fault}")
             keys.add(key)
-        return super().construct_mapping(node, deep=deep)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)  # type: ignore[misc]
+        return mapping
+
+
+class _Loader(_PlainData, yaml.SafeLoader):
+    """PyYAML's safe loader of plain data."""
+
+
+try:
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
+except ImportError:  # PyYAML was built without libyaml
+    _LIBYAML = False
+else:
+    _LIBYAML = True
+
+    # PyYAML's composer goes before that of libyaml, whose recursion no limit of Python's stops.
+    class _LibyamlLoader(_PlainData, Composer, CParser, SafeConstructor, Resolver):
+        """The same with libyaml's parser, which is five times as fast."""
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            for base in (Composer, SafeConstructor, Resolver):
+                base.__init__(self)
 
 
 def _at(mark: yaml.Mark, problem: str) -> yaml.MarkedYAMLError:

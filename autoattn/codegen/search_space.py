@@ -16,7 +16,7 @@ from autoattn.codegen import feasibility, resources
 from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement
 from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of, kind_facts, size_facts
 from autoattn.codegen.space_rules import Rule
-from autoattn.core import kernel_kind, triton_release
+from autoattn.core import garbage_collection, kernel_kind, triton_release
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
@@ -310,6 +310,11 @@ def load(template: str) -> SearchSpace:
         SpaceError: the file is not a search space; the sentence says where.
         UsageError: the template's name is none.
     """
+    with garbage_collection.paused():
+        return _read(template)
+
+
+def _read(template: str) -> SearchSpace:
     path = resources.space_path(template)
     try:
         file = msgspec.convert(resources.read_yaml(path, SpaceError), SpaceFile)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime import driver
 
 from autoattn import torch_private
 from autoattn.core import triton_release
 from autoattn.kernels.compiler import Descriptor, Kernel, described, make_current
+from autoattn.kernels.precompiled_kernel import LoadedFunction
 from autoattn.kernels.zeroed_scratch import POOLS, ScratchPool
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
@@ -108,8 +108,7 @@ def bind(
     """
     direct, compiled = _direct(kernel), kernel.compiled
     addresses, numbers = _places(order), _places(sized)
-    triton_takes = (compiled.function, compiled.packed_metadata), ()
-    settings, behind = direct.settings(compiled) if direct else triton_takes
+    settings, behind = direct.settings(compiled) if direct else ((compiled.function, compiled.packed_metadata), ())
     flat: list[object] = [*grid, 1, 1, None, *settings]
     hooks = len(flat)
     flat += [None, None, None, *behind]
@@ -135,7 +134,7 @@ def bind(
             continue
         if (number := numbers.get(name)) is not None:
             of_sizes.append((len(flat), number))
-        flat.append(given)
+        flat.append(0 if given is None else given)  # a pointer to nothing
     return Bound(
         compiled=compiled,
         launch=direct.launch if direct else compiled.run,
@@ -150,7 +149,7 @@ def bind(
         sized=tuple(of_sizes),
         zeros=taken,
         device_of=torch_private.current_device,
-        stream_of=driver.active.get_current_stream,
+        stream_of=torch_private.current_stream,
     )
 
 
@@ -268,8 +267,10 @@ def _places(names: tuple[str, ...]) -> dict[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _direct(kernel: Kernel) -> _Direct | None:
-    """`_Direct.of`, which looks into Triton's closures, once for a kernel."""
+def _direct(kernel: Kernel) -> _Direct | LoadedFunction | None:
+    """What launches a kernel without Triton's launcher; it is looked for once."""
+    if isinstance(kernel.compiled, LoadedFunction):
+        return kernel.compiled
     boxes = any(name in kernel.manifest.descriptors for name in kernel.parameters)
     return _Direct.of(kernel, boxes=boxes)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import io
 import linecache
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import FunctionType, ModuleType
@@ -18,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, LazyDict
 from triton.runtime.errors import OutOfResources
 
 from autoattn.core.device import capabilities_of
 from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
-from autoattn.kernels import assembler, manifest
+from autoattn.kernels import assembler, cuda_driver, manifest
 from autoattn.kernels.manifest import Language, Manifest
 from autoattn.kernels.sass import disassembler, loops
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their s
 # Bytes of local memory that a thread of a kernel with warpgroup products may use. Kernels with 3.7 KB and more gave
 # wrong numbers and touched illegal memory on an H200 (Triton 3.6); winners need none to 1.4 KB.
 MAX_SPILLED = 2048
-_JIT_INPUT_PTX = 1  # CU_JIT_INPUT_PTX of cuda.h
 BEFORE = "_before"  # behind the name of a kernel: the one that is launched before it
 
 
@@ -125,7 +123,7 @@ class Kernel:
 
     source: Source
     module: ModuleType
-    compiled: Any  # Triton's CompiledKernel; None in the interpreter, and where there are parts
+    compiled: Any  # Triton's CompiledKernel, or a LoadedFunction; None in the interpreter, and where there are parts
     device: torch.device
     sm_count: int
     name: str = ""  # of a part's function, which takes some of SIGNATURE; empty is a whole source's, which takes all
@@ -133,6 +131,7 @@ class Kernel:
         None  # what takes the same arguments, on `manifest.grid_before`, and makes input ready for it
     )
     parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
+    precompiled: str = ""  # which compiler made the machine code, where a file held it
     manifest: Manifest = field(init=False)  # what the module says of launches
 
     def __post_init__(self) -> None:
@@ -141,7 +140,11 @@ class Kernel:
     @property
     def parameters(self) -> Iterable[str]:
         """The names of what a launch takes, in its order."""
-        names: Iterable[str] = getattr(self.module, self.name).arg_names if self.name else self.manifest.signature
+        names: Iterable[str] = self.manifest.signature
+        if self.precompiled and self.compiled is not None:
+            names = self.compiled.parameters
+        elif self.name:
+            names = getattr(self.module, self.name).arg_names
         return names
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
@@ -202,12 +205,22 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
     if device.index is None:  # launches ask for the stream of a numbered device
         device = torch.device(device.type, torch.cuda.current_device())
     if told.parts:
-        parts = tuple(replace(_ready(source, module, device, ptx_arch, name), name=name) for name in told.parts)
-        return replace(parts[0], name="", compiled=None, parts=parts)
+        parts = [replace(_ready(source, module, device, ptx_arch, name), name=name) for name in told.parts]
+        return of_parts(parts)
     before = None
     if told.grid_before is not None:
         before = _ready(source, module, device, ptx_arch, source.name + BEFORE)
     return replace(_ready(source, module, device, ptx_arch, source.name), before=before)
+
+
+def of_parts(parts: Sequence[Kernel]) -> Kernel:
+    """One kernel of those that do its work together, in the order in which they are launched."""
+    return replace(parts[0], name="", compiled=None, parts=tuple(parts))
+
+
+def launch_facts(facts: dict[str, object]) -> Any:
+    """What Triton's launch hooks get of a launch."""
+    return LazyDict(facts)
 
 
 def _ready(source: Source, module: ModuleType, device: torch.device, ptx_arch: int | None, name: str) -> Kernel:
@@ -237,23 +250,8 @@ def translated(ptx: str, device: torch.device) -> bytes:
     """
     import torch
 
-    driver = ctypes.CDLL("libcuda.so.1")
-    link, cubin, size = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
-    text = ptx.encode() + b"\0"
-    steps: list[Callable[[], int]] = [
-        lambda: driver.cuLinkCreate_v2(0, None, None, ctypes.byref(link)),
-        lambda: driver.cuLinkAddData_v2(link, _JIT_INPUT_PTX, text, ctypes.c_size_t(len(text)), b"", 0, None, None),
-        lambda: driver.cuLinkComplete(link, ctypes.byref(cubin), ctypes.byref(size)),
-    ]
     torch.cuda.synchronize(device)  # makes the card's context this thread's own
-    try:
-        for step in steps:
-            if error := step():
-                raise CompileError(f"the driver must translate older PTX, got CUDA error {error}; update the driver")
-        return ctypes.string_at(cubin, size.value)
-    finally:
-        if link:
-            driver.cuLinkDestroy(link)
+    return cuda_driver.link(ptx)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

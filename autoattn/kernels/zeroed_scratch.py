@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
+
+from autoattn import torch_private
 
 LEAST = 4096  # numbers of a stream's buffer
 MOST = 256  # streams with a buffer
@@ -44,7 +45,7 @@ class ScratchPool:
     def here(self, device: torch.device, size: int) -> Tensor:
         """The numbers of at least `size` for one launch on the current stream of a CUDA device."""
         with torch.cuda.device(device):
-            return self.buffer(device.index, driver.active.get_current_stream(device.index), size).tensor
+            return self.buffer(device.index, torch_private.current_stream(device.index), size).tensor
 
     def buffer(self, index: int, stream: int, size: int) -> Buffer:
         """The buffer of a launch on this stream of the current device, of at least `size` numbers.

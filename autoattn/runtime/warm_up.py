@@ -10,17 +10,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autoattn.codegen import search_space
+from autoattn.cache import inventory, store
+from autoattn.codegen import precompiled, render, search_space
+from autoattn.core import kernel_kind
 from autoattn.core.device import Device
+from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.problem import Problem
 from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source, Variant
-from autoattn.errors import DeviceError, HostError
+from autoattn.errors import CacheError, DeviceError, HostError
 from autoattn.hardware import nvidia
 from autoattn.runtime.plan import needed_kernels
 from autoattn.runtime.plan.needed_kernels import Answer, Need
 from autoattn.shapes import shapes_file
-from autoattn.workers.compile_job import Inspect
+from autoattn.workers.compile_job import Inspect, Precompile
 from autoattn.workers.worker_pool import Failure, Pool, cores
 
 COMPILE_SECONDS = 120.0  # for one kernel; those of Hopper take up to ten
@@ -76,16 +79,28 @@ def warm(
 
 
 def kernels_of(
-    problems: Iterable[Problem], card: Device, *, cache: Path | None = None, jobs: int | None = None
+    problems: Iterable[Problem],
+    card: Device,
+    *,
+    cache: Path | None = None,
+    jobs: int | None = None,
+    keep: Path | None = None,
 ) -> Iterator[WarmKernel]:
-    """The same for a known card, each as soon as it is known."""
+    """The same for a known card, each as soon as it is known.
+
+    Args:
+        keep: a cache folder that gets the machine code too, as precompiled kernels.
+    """
     choices = [
         _Choice(need=need, sources=need.sources(card))
         for problem in dict.fromkeys(problems)
         for need in needed_kernels.of_call(problem, card, cache)
     ]
     with Pool(size=max(1, min(len(choices), jobs or cores()))) as pool:
-        yield from _Compilation(pool, card.arch).run(choices)
+        yield from _Compilation(pool, card.arch, keep, inventory.folders(cache)).run(choices)
+
+
+_Kernel = tuple[Source, KernelKind]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,11 +132,11 @@ class _Choice:
 class _Compilation:
     """Compiles each distinct kernel once; where one is refused, its needs go on to their next."""
 
-    def __init__(self, pool: Pool, arch: int) -> None:
-        self.pool, self.arch = pool, arch
-        self.refusals: dict[Source, str | None] = {}  # None: it is compiled
-        self.waiting: dict[Source, list[_Choice]] = {}
-        self.tickets: dict[int, Source] = {}
+    def __init__(self, pool: Pool, arch: int, keep: Path | None, folders: tuple[Path, ...]) -> None:
+        self.pool, self.arch, self.keep, self.folders = pool, arch, keep, folders
+        self.refusals: dict[_Kernel, str | None] = {}  # None: it is compiled
+        self.waiting: dict[_Kernel, list[_Choice]] = {}
+        self.tickets: dict[int, _Kernel] = {}
 
     def run(self, choices: list[_Choice]) -> Iterator[WarmKernel]:
         """What becomes of each choice, as soon as it is known."""
@@ -130,11 +145,11 @@ class _Compilation:
                 yield from self._advance(choice)
             choices = []
             for ticket, result in self.pool.next_results():
-                source = self.tickets.pop(ticket)
-                self.refusals[source] = refusal = _refusal_of(result)
-                for choice in self.waiting.pop(source):
+                kernel = self.tickets.pop(ticket)
+                self.refusals[kernel] = refusal = self._refusal_of(kernel, result)
+                for choice in self.waiting.pop(kernel):
                     if refusal is None:
-                        yield choice.ready(source)
+                        yield choice.ready(kernel[0])
                     else:
                         choice.refusals.append(refusal)
                         choices.append(choice)
@@ -142,22 +157,53 @@ class _Compilation:
     def _advance(self, choice: _Choice) -> Iterator[WarmKernel]:
         """Goes down the kernels of a choice, to one that is compiled or has to be."""
         for source in choice.sources:
-            if source not in self.refusals:
-                if source not in self.waiting:
-                    self.tickets[self.pool.submit(Inspect(source=source, arch=self.arch), COMPILE_SECONDS)] = source
-                self.waiting.setdefault(source, []).append(choice)
+            kernel = source, kernel_kind.of(choice.need.problem)
+            if kernel not in self.refusals and self.keep is not None and self._kept(*kernel, self.keep):
+                self.refusals[kernel] = None
+            if kernel not in self.refusals:
+                if kernel not in self.waiting:
+                    self.tickets[self.pool.submit(self._job(*kernel), COMPILE_SECONDS)] = kernel
+                self.waiting.setdefault(kernel, []).append(choice)
                 return
-            if (refusal := self.refusals[source]) is None:
+            if (refusal := self.refusals[kernel]) is None:
                 yield choice.ready(source)
                 return
             choice.refusals.append(refusal)
         yield choice.nothing_left()
 
+    def _job(self, source: Source, kind: KernelKind) -> Inspect | Precompile:
+        if self.keep is None:
+            return Inspect(source=source, arch=self.arch)
+        return Precompile(source=source, kind=kind, arch=self.arch)
 
-def _refusal_of(result: StaticReport | Failure) -> str | None:
-    """Why a kernel was not compiled; None where it was."""
-    if not isinstance(result, Failure):
+    def _kept(self, source: Source, kind: KernelKind, keep: Path) -> bool:
+        """Whether the folder has the kernel, of the text that the templates give now, from whichever compiler.
+
+        One that another cache folder has is copied.
+        """
+        key = precompiled.key_of(kind, source.variant, source.traits)
+        for folder in dict.fromkeys((keep, *self.folders)):
+            try:
+                kernel = precompiled.read(precompiled.path_of(folder, self.arch, key))
+            except CacheError:
+                continue
+            if kernel is None or kernel.text != render.text_of(
+                kind, source.variant, source.traits, kernel.facts.release
+            ):
+                continue
+            if folder != keep:
+                store.write_new(precompiled.path_of(keep, self.arch, key), precompiled.encode(kernel))
+            return True
+        return False
+
+    def _refusal_of(self, kernel: _Kernel, result: StaticReport | bytes | Failure) -> str | None:
+        """Why a kernel was not compiled; None where it was, and the folder has it."""
+        if isinstance(result, Failure):
+            if result.outcome.of_environment:
+                raise HostError(result.detail)
+            return result.detail
+        if isinstance(result, bytes) and self.keep is not None:
+            source, kind = kernel
+            key = precompiled.key_of(kind, source.variant, source.traits)
+            store.write_new(precompiled.path_of(self.keep, self.arch, key), result)
         return None
-    if result.outcome.of_environment:
-        raise HostError(result.detail)
-    return result.detail

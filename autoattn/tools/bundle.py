@@ -14,13 +14,15 @@ import shlex
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from autoattn import __version__
 from autoattn.cache import file_format, finals_samples, store
 from autoattn.cache.file_format import CacheFile
 from autoattn.cache.finals_samples import Samples
+from autoattn.codegen import precompiled
+from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.variant import digest_of
 from autoattn.errors import CacheError
@@ -37,11 +39,16 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] | None = None) -> bytes:
+def pack(
+    files: Iterable[CacheFile],
+    samples: Mapping[tuple[str, str], Samples] | None = None,
+    compiled: Iterable[PrecompiledKernel] = (),
+) -> bytes:
     """The bundle of cache files: their text, each kernel's source, how to replay them, and the manifest.
 
     Args:
         samples: raw samples of finals, by device and the problem's key; those of another winner are left out.
+        compiled: kernels with their machine code.
 
     Raises:
         CacheError: an entry's kernel no longer renders as the text that was tuned, or there is nothing to pack.
@@ -51,6 +58,7 @@ def pack(files: Iterable[CacheFile], samples: Mapping[tuple[str, str], Samples] 
     if not files:
         raise CacheError("a bundle must hold an entry, got none; tune first, or name another --cache")
     held: dict[str, bytes] = {"README.md": _readme(files).encode()}
+    held |= {_compiled_path(kernel): precompiled.encode(kernel) for kernel in compiled}
     for file in files:
         held[f"{file.device}/{file.name}"] = file_format.encode(file)
         for entry in file.entries.values():
@@ -80,8 +88,16 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def unpack(path: Path) -> list[CacheFile]:
-    """The cache files of a bundle, once every digest agrees; nothing is written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a cache folder, a cache file or a bundle holds."""
+
+    files: list[CacheFile]
+    compiled: list[PrecompiledKernel]
+
+
+def unpack(path: Path) -> Content:
+    """What a bundle holds, once every digest agrees; nothing is written.
 
     Raises:
         CacheError: the file is no bundle, is damaged, was changed, or comes from a newer autoattn.
@@ -100,7 +116,7 @@ def unpack(path: Path) -> list[CacheFile]:
         for name, data in held.items():
             if hashlib.sha256(data).hexdigest() != manifest["files"][name]:
                 raise ValueError(f"{name!r:.100} is not what the manifest says")
-        return _checked(path, held)
+        return Content(files=_checked(path, held), compiled=_compiled(path, held))
     except OSError as error:
         words = error.strerror or error
         raise CacheError(f"the bundle {path!s:.500} must be readable, but {words}; correct that") from None
@@ -117,6 +133,15 @@ def load(path: Path) -> list[CacheFile]:
     Raises:
         CacheError: there is nothing, or it is damaged, newer or foreign.
     """
+    return load_content(path).files
+
+
+def load_content(path: Path) -> Content:
+    """The same with the precompiled kernels; a cache file has none.
+
+    Raises:
+        CacheError: there is nothing, or it is damaged, newer or foreign.
+    """
     path = Path(os.path.abspath(path))  # a cache file's folder names its device, also where the path does not
     try:
         folder, there = path.is_dir(), path.exists()
@@ -127,8 +152,9 @@ def load(path: Path) -> list[CacheFile]:
             f"{path} must be a cache folder, a cache file or a bundle, but there is none; correct the path"
         )
     if folder:
-        return store.read_folder(path)
-    return [store.read(path)] if path.suffix == ".json" else unpack(path)
+        kernels = [precompiled.read(kernel_path) for kernel_path in precompiled.paths_in(path)]
+        return Content(files=store.read_folder(path), compiled=[kernel for kernel in kernels if kernel is not None])
+    return Content(files=[store.read(path)], compiled=[]) if path.suffix == ".json" else unpack(path)
 
 
 def _held(path: Path) -> dict[str, bytes]:
@@ -193,6 +219,12 @@ def _checked(path: Path, held: dict[str, bytes]) -> list[CacheFile]:
     return files
 
 
+def _compiled(path: Path, held: dict[str, bytes]) -> list[PrecompiledKernel]:
+    """The precompiled kernels among the files of a bundle."""
+    names = (name for name in sorted(held) if PurePosixPath(name).parts[0] == precompiled.FOLDER)
+    return [precompiled.decode(held[name], path / name) for name in names]
+
+
 def only(file: CacheFile, entries: Iterable[CacheEntry]) -> CacheFile:
     """A cache file with these of its entries."""
     return replace(file, entries={entry.problem.key: entry for entry in entries})
@@ -200,6 +232,10 @@ def only(file: CacheFile, entries: Iterable[CacheEntry]) -> CacheFile:
 
 def _kernel_path(file: CacheFile, entry: CacheEntry) -> str:
     return f"{file.device}/kernels/{entry.source_digest}.py"
+
+
+def _compiled_path(kernel: PrecompiledKernel) -> str:
+    return str(PurePosixPath(precompiled.FOLDER, f"sm_{kernel.facts.arch}", f"{kernel.facts.key}{precompiled.SUFFIX}"))
 
 
 def _samples_path(file: CacheFile, entry: CacheEntry) -> str:
@@ -219,6 +255,8 @@ def _readme(files: list[CacheFile]) -> str:
                 "```",
             ]
         ),
+        f"`{precompiled.FOLDER}/`, where it is there, has the machine code of kernels, which calls run without a "
+        "compiler.",
         "`finals/` has the raw samples of the finals, a line a round: each contestant's microseconds in the order in "
         "which they ran, and the card's clock, temperature and reasons to slow down.",
     ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from autoattn.codegen import precompiled
+from autoattn.core import garbage_collection
+from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.trial import Outcome, StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
@@ -36,28 +37,41 @@ class Inspect:
 
     def run(self, memory: dict[Hashable, Any]) -> StaticReport | Failure:
         """The report, or why the compiler refused; a compiler that was killed is given a second chance."""
-        for name in ALLOCATOR:  # ptxas would clear huge pages that it never fills: it ends with its kernel
-            os.environ.pop(name, None)
-        try:
-            with _no_collection():
-                try:
-                    return compiler.inspect(self.source, self.arch)
-                except CompileError as error:
-                    if not compiler.was_killed(error):
-                        raise
-                return compiler.inspect(self.source, self.arch)
-        except CompileError as error:
-            if compiler.was_killed(error):
-                fault = host_faults.killed("the compiler")
-                return Failure(outcome=fault.outcome, detail=fault.sentence)
-            return Failure.of(error, Outcome.COMPILE_ERROR, str(error))
+        return _compiled(lambda: compiler.inspect(self.source, self.arch))
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps Python's garbage collector out of a compile, which makes so many objects that it would run all the time."""
-    gc.disable()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precompile:
+    """Compiles for an architecture and packs the machine code; needs no GPU."""
+
+    source: Source
+    kind: KernelKind  # of the problem that the source was rendered for
+    arch: int
+
+    def run(self, memory: dict[Hashable, Any]) -> bytes | Failure:
+        """The file of the precompiled kernel, or why there is none."""
+        from autoattn.kernels import precompiler  # which imports torch
+
+        return _compiled(lambda: precompiled.encode(precompiler.precompile(self.source, self.kind, self.arch)))
+
+
+Result = TypeVar("Result")
+
+
+def _compiled(compile_kernel: Callable[[], Result]) -> Result | Failure:
+    """What a compiler gives, or why it refused; one that was killed is given a second chance."""
+    for name in ALLOCATOR:  # ptxas would clear huge pages that it never fills: it ends with its kernel
+        os.environ.pop(name, None)
     try:
-        yield
-    finally:
-        gc.enable()
+        with garbage_collection.paused():  # a compile makes so many objects that it would run all the time
+            try:
+                return compile_kernel()
+            except CompileError as error:
+                if not compiler.was_killed(error):
+                    raise
+            return compile_kernel()
+    except CompileError as error:
+        if compiler.was_killed(error):
+            fault = host_faults.killed("the compiler")
+            return Failure(outcome=fault.outcome, detail=fault.sentence)
+        return Failure.of(error, Outcome.COMPILE_ERROR, str(error))

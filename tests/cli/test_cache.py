@@ -97,7 +97,7 @@ def test_export_takes_the_entries_that_calls_take(autoattn: Run, both: Path, use
     code, out, _ = autoattn("cache", "export", "all", "--device", "h200", "--out", tmp_path / "x.zip")
     assert code == 0
     assert f"3 entries: 2 of {user_cache}, 1 of {both}\n" in out
-    (file,) = bundle.unpack(tmp_path / "x.zip")
+    (file,) = bundle.unpack(tmp_path / "x.zip").files
     assert [entry.time_us for entry in file.entries.values() if entry.problem == samples.problem()] == [400.0]
     assert "4 entries" in autoattn("cache", "export", "all", "--out", tmp_path / "y.zip")[1]
     assert "2 entries" in autoattn("cache", "export", "all", "--cache", both, "--out", tmp_path / "z.zip")[1]

@@ -63,6 +63,7 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(here)
     here.context = fake_device.set_context(monkeypatch)
+    fake_device.set_streams(monkeypatch, here.get_current_stream)
     monkeypatch.setattr(bound_launch, "filled_maps", [])
     yield here
     triton.runtime.driver._active = before

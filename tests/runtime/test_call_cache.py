@@ -157,7 +157,7 @@ def planned_for_a_card() -> Iterator[None]:
     """The fixture's plans, for a test that hypothesis runs many times."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        fake_device.plan_on(patch, samples.H200, lambda *facts: SimpleNamespace(compiled=None)),
+        fake_device.plan_on(patch, samples.H200, lambda *facts: SimpleNamespace(compiled=None, precompiled="")),
     ):
         patch.setattr(render, "render", lambda problem, variant, traits: Rendered(problem, traits, variant))
         patch.setattr(store, "why_stale", lambda entry: None)  # it renders entries too

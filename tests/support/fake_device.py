@@ -25,8 +25,8 @@ from autoattn.core.paired_stats import Pulse
 from autoattn.core.variant import Source
 from autoattn.hardware import nvidia
 from autoattn.hardware.timer import HIDDEN_US, Rounds
-from autoattn.kernels import bound_launch, compiler, zeroed_scratch
-from autoattn.runtime.plan import planner
+from autoattn.kernels import compiler
+from autoattn.runtime.plan import machine_code, planner
 
 CUDA = torch.device("cuda", 0)
 # What PyTorch tells of an H200.
@@ -92,10 +92,8 @@ def set_context(monkeypatch: pytest.MonkeyPatch) -> Context:
 
 
 def set_streams(monkeypatch: pytest.MonkeyPatch, stream_of: Callable[[int], Any]) -> None:
-    """The handle of each card's current stream, as Triton's driver tells it."""
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=stream_of))
-    for module in (bound_launch, zeroed_scratch):
-        monkeypatch.setattr(module, "driver", driver)
+    """The handle of each card's current stream."""
+    monkeypatch.setattr(torch_private, "current_stream", stream_of)
 
 
 # --- its kernels and launches -----------------------------------------------------------------------------------------
@@ -126,6 +124,7 @@ def plan_on(
     context = set_context(monkeypatch)
     monkeypatch.setattr(planner, "why_not_on", lambda device: None)
     monkeypatch.setattr(compiler, "load", load)
+    monkeypatch.setattr(machine_code, "find", lambda *asked: None)  # what is shipped would be loaded in its place
     forget()
     try:
         yield context

@@ -53,7 +53,7 @@ def rewritten(path: Path, changes: dict[str, bytes | None], *, manifest: bool) -
 
 
 def test_what_was_packed_is_read_back(packed: Path, files: list[CacheFile]) -> None:
-    assert bundle.unpack(packed) == bundle.load(packed) == files
+    assert bundle.unpack(packed).files == bundle.load(packed) == files
 
 
 def test_the_same_entries_give_the_same_bytes(packed: Path, files: list[CacheFile]) -> None:
@@ -96,7 +96,7 @@ def test_a_byte_that_changed_anywhere_is_refused_or_means_nothing(packed: Path, 
         spoilt[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         packed.write_bytes(spoilt)
         try:
-            found = bundle.unpack(packed)
+            found = bundle.unpack(packed).files
         except CacheError:
             continue
         assert found == files  # a date or a right of a member, which nobody reads
@@ -106,7 +106,7 @@ def test_a_bundle_cut_off_anywhere_is_refused(packed: Path) -> None:
     data = packed.read_bytes()
     for end in range(0, len(data), len(data) // 20):
         packed.write_bytes(data[:end])
-        assert "is damaged" in refusal(lambda: bundle.unpack(packed))
+        assert "is damaged" in refusal(lambda: bundle.unpack(packed).files)
 
 
 @pytest.mark.parametrize(
@@ -130,26 +130,29 @@ def test_a_bundle_that_was_changed_is_refused(
 ) -> None:
     path = rewritten(packed, {name: data}, manifest=manifest)
     if words:
-        assert words in refusal(lambda: bundle.unpack(path))
+        assert words in refusal(lambda: bundle.unpack(path).files)
     else:
-        assert [file.device for file in bundle.unpack(path)] == ["a30", "h200"]  # another file, which nobody reads
+        assert [file.device for file in bundle.unpack(path).files] == [
+            "a30",
+            "h200",
+        ]  # another file, which nobody reads
 
 
 def test_a_kernel_that_is_not_the_entrys_is_refused(packed: Path, files: list[CacheFile]) -> None:
     (entry,) = files[0].entries.values()
     path = rewritten(packed, {f"a30/kernels/{entry.source_digest}.py": b"import os"}, manifest=True)
-    assert f"lacks the kernel '{entry.source_digest}'" in refusal(lambda: bundle.unpack(path))
+    assert f"lacks the kernel '{entry.source_digest}'" in refusal(lambda: bundle.unpack(path).files)
 
 
 def test_a_device_that_leads_out_of_the_cache_is_refused(packed: Path, files: list[CacheFile]) -> None:
     data = file_format.encode(dataclasses.replace(files[0], device=".."))
     path = rewritten(packed, {f"../{FORWARD_FILE}": data}, manifest=True)
-    assert "is no place in a cache" in refusal(lambda: bundle.unpack(path))
+    assert "is no place in a cache" in refusal(lambda: bundle.unpack(path).files)
 
 
 def test_what_says_that_it_holds_too_much_is_refused(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "MAX_BYTES", 1000)
-    assert "must hold at most 1000 bytes" in refusal(lambda: bundle.unpack(packed))
+    assert "must hold at most 1000 bytes" in refusal(lambda: bundle.unpack(packed).files)
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_a_bundle_has_the_raw_samples_of_the_finals(tmp_path: Path) -> None:
     finals_samples.write(finals_samples.path_of(tmp_path, "h200", entry.problem.key), samples)
     path = tmp_path / "bundle.zip"
     path.write_bytes(bundle.pack(files, bundle.samples_of([(tmp_path, file) for file in files])))
-    assert bundle.unpack(path) == files
+    assert bundle.unpack(path).files == files
     name = f"h200/finals/{entry.problem.key}.json"
     with zipfile.ZipFile(path) as archive:
         assert [one for one in archive.namelist() if "finals" in one] == [name]

@@ -55,10 +55,12 @@ class Explanation:
     variant: Variant | None = None
     unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
     chosen_for: Problem | None = None  # the problem that the choice was made for, where it holds for a class of sizes
+    precompiled: str = ""  # which compiler made the kernel's machine code, where a cache folder has it
     gradients: Explanation | None = None  # of the backward pass, where a kernel computes it behind this one
 
     def __str__(self) -> str:
-        return f"{self.route} ({self.levels}): {self.reason}"
+        ready = ", precompiled" if self.precompiled else ""
+        return f"{self.route} ({self.levels}{ready}): {self.reason}"
 
     @property
     def levels(self) -> str:

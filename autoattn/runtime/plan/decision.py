@@ -23,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoattn.baselines import pytorch_sdpa
+from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.problem import Bias, DType, Op, Problem
-from autoattn.runtime.plan import cache_lookup, default_gradients, gradient_problem, host_bound
+from autoattn.runtime.plan import cache_lookup, default_gradients, gradient_problem, host_bound, machine_code
 from autoattn.runtime.plan.cache_lookup import Explanation, Level
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 
@@ -48,6 +49,25 @@ def explain(
     Raises:
         CacheError: a cache file is damaged or newer.
     """
+    explanation = _explain(problem, card, folder, lse=lse, training=training)
+    gradients = explanation.gradients
+    if gradients is not None:
+        explanation = replace(explanation, gradients=_with_machine_code(gradients, card, folder, lse=lse))
+    wants_lse = problem.op is Op.FORWARD and (lse or training)
+    return _with_machine_code(explanation, card, folder, lse=wants_lse or gradients is not None)
+
+
+def _with_machine_code(explanation: Explanation, card: Device | None, folder: Path | None, *, lse: bool) -> Explanation:
+    """The explanation of a kernel; with the compiler that made its machine code where a cache folder has it."""
+    problem, variant = explanation.problem, explanation.variant
+    if explanation.route != KERNEL or card is None or problem is None or variant is None:
+        return explanation
+    kernel = machine_code.find(problem, variant, render.natural_traits(problem, lse=lse), card.arch, folder)
+    return explanation if kernel is None else replace(explanation, precompiled=str(kernel))
+
+
+def _explain(problem: Problem, card: Device | None, folder: Path | None, *, lse: bool, training: bool) -> Explanation:
+    """Who answers, whatever machine code there is."""
     if problem.op is Op.BACKWARD and not training:
         return cache_lookup.explain(problem, card, folder)
     output = replace(problem, op=Op.FORWARD, deterministic=False)

@@ -16,12 +16,12 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import availability
 from autoattn.codegen import render
 from autoattn.core.problem import Problem
-from autoattn.core.variant import Source, Traits
+from autoattn.core.variant import Source, Traits, Variant
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler, forward
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.plan import background_compile, cache_lookup, decision, gradient_problem
+from autoattn.runtime.plan import background_compile, cache_lookup, decision, gradient_problem, machine_code
 from autoattn.runtime.plan.cache_lookup import Explanation
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.tensors.operands import Operands
@@ -143,6 +143,7 @@ def forget() -> None:
     prepare.cache_clear()
     _prepare_both.cache_clear()
     _ruled_out.clear()
+    machine_code.forget()
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -195,14 +196,14 @@ def _first_compiled(
     refused = ""
     for variant in cache_lookup.variants(explanation, nvidia.present(index)):
         try:
-            kernel = _load(render.render(problem, variant, traits), index)
+            kernel = _kernel_of(problem, variant, traits, index)
         except CompileError as error:
             refused = str(error)
             if explanation.entry is not None and render.why_not(variant, problem, traits) is None:
                 availability.warn_once(f"the kernel tuned for {explanation.entry.problem} is refused, {refused}")
             explanation = cache_lookup.without(explanation, variant, refused)
         else:
-            return cache_lookup.by(explanation, variant), kernel, ""
+            return replace(cache_lookup.by(explanation, variant), precompiled=kernel.precompiled), kernel, ""
     return explanation, None, refused
 
 
@@ -215,6 +216,16 @@ def _warn_where_unavailable(explanation: Explanation) -> None:
     """Tells the user, once, of tuned kernels that the installed Triton cannot compile."""
     if explanation.unavailable:
         availability.warn_once(explanation.unavailable)
+
+
+def _kernel_of(problem: Problem, variant: Variant, traits: Traits, index: int) -> compiler.Kernel:
+    """A variant's kernel on a card: precompiled where its machine code is there, else compiled."""
+    card = nvidia.present(index)
+    if card is not None and (stored := machine_code.find(problem, variant, traits, card.arch)) is not None:
+        kernel = machine_code.load(stored, variant, traits, index)
+        if kernel is not None:
+            return kernel
+    return _load(render.render(problem, variant, traits), index)
 
 
 def _load(source: Source, index: int) -> compiler.Kernel:
