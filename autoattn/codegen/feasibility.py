@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from autoattn.codegen.space_facts import SIZES
 from autoattn.codegen.space_rules import Rule
@@ -98,6 +100,46 @@ class Judgement:
 def specialised(judgement: Judgement) -> Judgement:
     """`Judgement.specialised`, worked out once for a judgement."""
     return judgement.specialised()
+
+
+class SharedRules:
+    """What many judgements ask of sizes, so that a rule which several ask is worked out once for each problem."""
+
+    def __init__(self) -> None:
+        self._let: dict[str, Rule] = {}  # every rule under a name of its own
+        self._names: dict[tuple[str, str], str] = {}  # identity of a rule -> its name
+        self._asked: dict[Judgement, _Asked] = {}
+
+    def facts(self, sizes: FactValues) -> DerivedFacts:
+        """What `why_not` asks of the sizes of one problem, for any of the judgements."""
+        return DerivedFacts(sizes, self._let)
+
+    def why_not(self, judgement: Judgement, facts: DerivedFacts) -> str | None:
+        """`Judgement.why_not` with the sizes in `facts`."""
+        rules, refusal = self._asked.get(judgement) or self._add(judgement)
+        for name, broken in rules:
+            if not facts[name]:
+                return broken
+        return refusal
+
+    def _add(self, judgement: Judgement) -> _Asked:
+        special = specialised(judgement)
+        rules = tuple((self._name_of(rule, special.facts), broken) for rule, broken in special.sized)
+        self._asked[judgement] = rules, special.refusal
+        return rules, special.refusal
+
+    def _name_of(self, rule: Rule, facts: DerivedFacts) -> str:
+        """The name of a rule that asks for nothing but sizes and other rules here."""
+        names = {name: self._name_of(facts.let[name], facts) for name in sorted(rule.names) if name in facts.let}
+        rule = rule.renamed(names, facts)
+        with _writing:
+            name = self._names.setdefault(rule.identity, f"rule {len(self._names)}")
+        self._let.setdefault(name, rule)
+        return name
+
+
+_Asked: TypeAlias = tuple[tuple[tuple[str, str], ...], str | None]  # names of rules with what breaks, and the refusal
+_writing = threading.Lock()
 
 
 def judge(

@@ -7,6 +7,7 @@ checked against a short list, and only then turned into a closure over plain num
 from __future__ import annotations
 
 import ast
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -101,6 +102,27 @@ class Rule:
         rule.names = frozenset(names)
         return rule
 
+    def renamed(self, names: Mapping[str, str], facts: Facts) -> Rule:
+        """The same rule that asks for its facts by other names, or not at all.
+
+        Args:
+            names: name in `names` -> its other name.
+            facts: what is put in for names that have none, as far as it is known.
+        """
+        rule = object.__new__(Rule)
+        rule.text = self.text
+        rule._tree = _Renaming(names, facts).visit(copy.deepcopy(self._tree))
+        operators = _OPERATORS if _has_words(rule._tree) else _OF_NUMBERS
+        asked: set[str] = set()
+        rule._value = _closure(rule._tree, self.text.strip(), asked, MAX_DEPTH, operators)
+        rule.names = frozenset(asked)
+        return rule
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Equal for rules that have the same value wherever they have the same facts, and fail with the same words."""
+        return self.text, ast.dump(self._tree)
+
     def __call__(self, facts: Facts) -> Any:
         """The value of the expression; `facts` must hold every name in `names`.
 
@@ -113,6 +135,21 @@ class Rule:
             raise SpaceError(f"the rule {self.text!r} fails ({error}); correct it") from None
         except TypeError as error:
             raise SpaceError(f"the rule {self.text!r} mixes numbers and words ({error}); correct it") from None
+
+
+class _Renaming(ast.NodeTransformer):
+    """Gives other names to what an expression asks for, or puts in its value."""
+
+    def __init__(self, names: Mapping[str, str], facts: Facts) -> None:
+        self.names, self.facts = names, facts
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.names:
+            return ast.Name(self.names[node.id], node.ctx)
+        return ast.Constant(self.facts[node.id]) if node.id in self.facts else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        return ast.Call(node.func, [self.visit(argument) for argument in node.args], [])
 
 
 def _has_words(tree: ast.expr) -> bool:

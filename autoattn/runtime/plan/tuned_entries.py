@@ -7,22 +7,52 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from autoattn.cache import precedence, store
+from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
+from autoattn.cache import availability, precedence, store
 from autoattn.cache.precedence import Placed
-from autoattn.codegen.feasibility import Judgement
 from autoattn.core import kernel_kind
-from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import MaskKind
-from autoattn.core.problem import Numerics, Op, Problem
+from autoattn.core.problem import SIZES, Numerics, Op, Problem
+from autoattn.core.variant import Variant
+from autoattn.runtime.plan.kind_rules import KindRules
 
 MAX_KINDS = 512  # whose entries are kept
-Sizes = tuple[float, float, float, float]
+ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
+Sizes: TypeAlias = tuple[float, float, float, float]  # `sizes_of` a problem
+Lengths: TypeAlias = tuple[int, int, int, int, int]  # SIZES of a problem
+Bucket: TypeAlias = tuple[int, ...]
+lengths_of: Callable[[Problem], Lengths] = attrgetter(*SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Neighbour:
+    """A problem that was measured on this card."""
+
+    key: str
+    sizes: Sizes
+    bucket: Bucket
+    deterministic: bool
+    places: tuple[Placed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Standing:
+    """What is known of an entry whatever the sizes of a call."""
+
+    variant: Variant
+    bucket: Bucket
+    worthless: str | None  # why nothing may rest on it
+    unavailable: str  # `availability.why_unavailable`
+    excluded: str | None  # why its kernel must not run here though its times hold; a default may be the same, or slower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,25 +62,69 @@ class TunedEntries:
     Of one problem, those of nearer releases of Triton and of earlier folders come first.
     """
 
+    device: Device
     measured: dict[str, tuple[Placed, ...]]  # problem key -> those that were measured on this card
     predicted: dict[str, tuple[Placed, ...]]  # problem key -> those that were predicted for this kind of card
-    sizes: dict[str, Sizes]  # problem key -> `sizes_of` of a measured problem
+    neighbours: tuple[Neighbour, ...]  # the problems of `measured`
+    lengths: frozenset[Lengths]  # of all problems here
     foreign: tuple[str, ...]  # what is said of files that speak of another card
     entries: frozenset[int]  # the ids of all entries here
-    # (id of an entry, numerics, whether gradients must repeat) -> what the rules say of it, once asked
-    judgements: dict[tuple[int, Numerics, bool], Judgement] = field(default_factory=dict)
     answers: dict[Problem, Any] = field(default_factory=dict)  # who speaks for a class of sizes -> what it gets
+    _rules: dict[tuple[Numerics, bool], KindRules] = field(default_factory=dict)
+    _candidates: dict[int, tuple[CacheEntry, ...]] = field(default_factory=dict)
+    _runners_up: dict[int, tuple[CacheEntry, ...]] = field(default_factory=dict)
+    _standings: dict[int, tuple[CacheEntry, Standing]] = field(default_factory=dict)
     _held_back: dict[int, str | None] = field(default_factory=dict)
-    _names: dict[int, str] = field(default_factory=dict)
 
-    def name_of(self, entry: CacheEntry) -> str:
-        """An entry's problem in words; put together once."""
-        if (known := self._names.get(id(entry))) is not None:
-            return known
-        name = str(entry.problem)
-        if id(entry) in self.entries:
-            self._names[id(entry)] = name
-        return name
+    def rules_for(self, problem: Problem) -> KindRules:
+        """What search spaces say of kernels for problems that differ from `problem` in sizes alone."""
+        key = problem.numerics, problem.deterministic
+        rules = self._rules.get(key)
+        if rules is None:
+            rules = self._rules[key] = KindRules(problem, self.device)
+        return rules
+
+    def candidates(self, places: tuple[Placed, ...]) -> tuple[CacheEntry, ...]:
+        """Those of `places`, a value of `measured` or `predicted`, that may count: the first that can serve does."""
+        candidates = self._candidates.get(id(places))
+        if candidates is None:
+            candidates = tuple(place.entry for place in precedence.worth_asking(places))
+            self._candidates[id(places)] = candidates
+        return candidates
+
+    def runners_up(self, entry: CacheEntry) -> tuple[CacheEntry, ...]:
+        """The entries that there would be if a runner-up of an entry had won; made once."""
+        runners_up = self._runners_up.get(id(entry))
+        if runners_up is None:
+            runners_up = self._runners_up[id(entry)] = tuple(
+                replace(entry, template=other.template, params=other.params, source_digest=other.source_digest)
+                for other in entry.candidates
+            )
+        return runners_up
+
+    def standing(self, entry: CacheEntry) -> Standing:
+        """What is known of an entry here, or of a runner-up of one; found out once."""
+        known = self._standings.get(id(entry))
+        if known is not None:
+            return known[1]
+        worthless = self.why_held_back(entry)
+        if worthless is None and entry.choice not in (KERNEL, *ROUTES):
+            worthless = f"its choice {entry.choice} is none of PyTorch's backends"
+        unavailable = availability.why_unavailable(entry)
+        excluded = None
+        if entry.mark is not None and entry.mark.holds_back:
+            excluded = "its kernel is marked"
+        elif unavailable is not None and store.why_stale(entry) is None:
+            excluded = "its kernel cannot run here"
+        standing = Standing(
+            variant=entry.variant,
+            bucket=bucket(entry.problem),
+            worthless=worthless,
+            unavailable=unavailable or "",
+            excluded=excluded,
+        )
+        self._standings[id(entry)] = entry, standing
+        return standing
 
     def why_held_back(self, entry: CacheEntry) -> str | None:
         """`store.why_held_back`; each of the entries here is asked once."""
@@ -100,10 +174,14 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
                 predicted.setdefault(key, []).append(place)
             elif file.fingerprint == device.fingerprint:
                 measured.setdefault(key, []).append(place)
+    problems = [places[0].entry.problem for group in (measured, predicted) for places in group.values()]
+    of_card = {key: tuple(places) for key, places in measured.items()}
     return TunedEntries(
-        measured={key: tuple(places) for key, places in measured.items()},
+        device=device,
+        measured=of_card,
         predicted={key: tuple(places) for key, places in predicted.items()},
-        sizes={key: sizes_of(places[0].entry.problem) for key, places in measured.items()},
+        neighbours=tuple(_neighbour(key, places) for key, places in of_card.items()),
+        lengths=frozenset(map(lengths_of, problems)),
         foreign=tuple(
             f"{store.path_in(folder, file)} speaks of {file.fingerprint}, not of {device.fingerprint}"
             for folder, file in files
@@ -113,6 +191,22 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
             id(place.entry) for group in (measured, predicted) for places in group.values() for place in places
         ),
     )
+
+
+def _neighbour(key: str, places: tuple[Placed, ...]) -> Neighbour:
+    problem = places[0].entry.problem
+    return Neighbour(
+        key=key,
+        sizes=sizes_of(problem),
+        bucket=bucket(problem),
+        deterministic=problem.deterministic,
+        places=places,
+    )
+
+
+def bucket(problem: Problem) -> Bucket:
+    """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
+    return tuple((max(1, int(size)) - 1).bit_length() for size in (*sizes_of(problem), problem.seq_kv))
 
 
 def sizes_of(problem: Problem) -> Sizes:
@@ -127,6 +221,11 @@ def sizes_of(problem: Problem) -> Sizes:
     if problem.packed or problem.mask.kind in (MaskKind.WINDOW, MaskKind.BLOCKS):
         keys = max(1.0, problem.kept_pairs() / (queries * problem.batch))
     return queries, keys, problem.batch * problem.heads_q, problem.group_size
+
+
+def distance_between(problem: Problem, other: Problem) -> float:
+    """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
+    return distance(sizes_of(problem), sizes_of(other))
 
 
 def distance(sizes: Sizes, others: Sizes) -> float:
