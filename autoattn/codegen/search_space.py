@@ -198,7 +198,8 @@ class SearchSpace:
 
     def _seeds(self, problem: Problem, device: Device) -> Iterator[Variant]:
         """The same, one after the other."""
-        return self.seeds_of_kind(problem, device).feasible(size_facts(problem))
+        seeds = self.seeds_of_kind(problem, device)
+        return seeds.feasible(seeds.rules.facts(size_facts(problem)))
 
     def seeds_of_kind(self, problem: Problem, device: Device) -> KindSeeds:
         """The seeds for problems that differ from `problem` in sizes alone, judged once."""
@@ -287,21 +288,32 @@ class KindSeeds:
     # Number, which equal variants share; variant; whether it speaks of a problem; whether it can run
     judged: tuple[tuple[int, Variant, Judgement, Judgement], ...]
     rules: SharedRules  # of these judgements
+    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)  # place of a seed -> names of rules, once asked
 
-    def feasible(self, sizes: Mapping[str, Value | float]) -> Iterator[Variant]:
-        """Those that speak of a problem of these sizes and are feasible, in the file's order.
+    def sharing(self, rules: SharedRules) -> KindSeeds:
+        """The same seeds, whose rules are worked out together with others."""
+        return replace(self, rules=rules, asked={})
+
+    def feasible(self, facts: DerivedFacts) -> Iterator[Variant]:
+        """Those that speak of a problem and are feasible, in the file's order.
 
         Args:
-            sizes: `size_facts` of the problem.
+            facts: the sizes of the problem, made by `rules`.
         """
         if self.space.why_unavailable():
             return
-        facts = self.rules.facts(sizes)
+        asked = self.asked
         given: set[int] = set()
-        for number, variant, speaks, judgement in self.judged:
-            if number in given or self.rules.why_not(speaks, facts) is not None:
+        for place, (number, variant, speaks, judgement) in enumerate(self.judged):
+            if number in given:
                 continue
-            if self.rules.why_not(judgement, facts) is None:
+            names = asked.get(place)
+            if names is None:
+                names = asked[place] = self.rules.names(speaks) + self.rules.names(judgement)
+            for name in names:
+                if not facts[name]:
+                    break
+            else:
                 given.add(number)
                 yield variant
 

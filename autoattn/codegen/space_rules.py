@@ -175,9 +175,9 @@ def _closure(
         case ast.UnaryOp() if type(node.op) in operators:
             return _applied(operators[type(node.op)], parts(node.operand))
         case ast.BinOp() if type(node.op) in operators:
-            return _applied(operators[type(node.op)], parts(node.left, node.right))
+            return _joined(operators[type(node.op)], parts(node.left, node.right), node.left, node.right)
         case ast.Compare(ops=[comparison], comparators=[right]) if type(comparison) in operators:
-            return _applied(operators[type(comparison)], parts(node.left, right))
+            return _joined(operators[type(comparison)], parts(node.left, right), node.left, right)
         case ast.BoolOp():
             return _first(parts(*node.values), isinstance(node.op, ast.Or))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, _, *_] as arguments, keywords=[]):
@@ -235,15 +235,31 @@ def _decided(values: list[ast.expr], node: ast.BoolOp) -> ast.expr:
     return kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
 
 
+def _joined(
+    act: Callable[..., Any], parts: list[Callable[[Facts], Any]], left: ast.expr, right: ast.expr
+) -> Callable[[Facts], Any]:
+    """An operator between two parts; a constant is put in, since to ask for it takes as long as the operator."""
+    first, second = parts
+    if isinstance(right, ast.Constant):
+        last = right.value
+        return lambda facts: act(first(facts), last)
+    if isinstance(left, ast.Constant):
+        begin = left.value
+        return lambda facts: act(begin, second(facts))
+    return lambda facts: act(first(facts), second(facts))
+
+
 def _applied(act: Callable[..., Any], parts: list[Callable[[Facts], Any]]) -> Callable[[Facts], Any]:
-    if len(parts) == 2:  # most are; a list for each took a quarter of the time
-        first, second = parts
-        return lambda facts: act(first(facts), second(facts))
     return lambda facts: act(*[part(facts) for part in parts])
 
 
 def _first(parts: list[Callable[[Facts], Any]], wanted: bool) -> Callable[[Facts], Any]:
     """The value of the first part that is as wanted, else of the last, as Python's `or` and `and` have it."""
+    if len(parts) == 2:
+        first, second = parts
+        if wanted:
+            return lambda facts: first(facts) or second(facts)
+        return lambda facts: first(facts) and second(facts)
 
     def value(facts: Facts) -> Any:
         result: Any = None

@@ -22,7 +22,8 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import lookup_sentences, tuned_entries
-from autoattn.runtime.plan.tuned_entries import ROUTES, TunedEntries
+from autoattn.runtime.plan.kind_rules import ROUTES, Contender
+from autoattn.runtime.plan.tuned_entries import TunedEntries
 from autoattn.runtime.plan.words import Text, Words
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
@@ -173,7 +174,7 @@ def _answer(problem: Problem, tuned: TunedEntries) -> Explanation:
             return _Lookup(problem, tuned, keys).run()
     level = shared.level
     if shared.entry is not None:
-        level = _level(tuned.standing(shared.entry).bucket, tuned_entries.bucket(problem))
+        level = _level(tuned.buckets[id(shared.entry)], tuned_entries.bucket(problem))
     return Explanation(
         problem=problem,
         route=shared.route,
@@ -197,8 +198,8 @@ class _Lookup:
         """
         self.problem, self.tuned, self.keys = problem, tuned, keys
         self.rules = tuned.rules_for(problem)
-        self.sizes = size_facts(problem)
-        self.facts = self.rules.facts(self.sizes)
+        self.facts = self.rules.facts(size_facts(problem))
+        self.verdicts: dict[int, str | None] = {}  # id of what entries ask of sizes -> why these are not such
         self.steps: list[Text] = list(tuned.foreign)
         self.unavailable = ""
         self.bucket = tuned_entries.bucket(problem)
@@ -210,14 +211,14 @@ class _Lookup:
 
     def exact_entry(self) -> Explanation | None:
         """The problem itself was measured on this card."""
-        entries = [self._counting(self.tuned.measured[key]) for key in self.keys if key in self.tuned.measured]
-        if not entries:
+        contenders = [self._counting(self.tuned.measured[key]) for key in self.keys if key in self.tuned.measured]
+        if not contenders:
             self.steps.append("exact: this problem was not measured on this card")
-        return self._first(entries, Level.EXACT, "this problem was measured on this card")
+        return self._first(contenders, Level.EXACT, "this problem was measured on this card")
 
     def near_entry(self) -> Explanation | None:
         """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
-        sizes, distance = tuned_entries.sizes_of(self.problem), tuned_entries.distance
+        sizes = tuned_entries.sizes_of(self.problem)
         deterministic = self.problem.deterministic
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
         related = [
@@ -229,14 +230,17 @@ class _Lookup:
         related.sort()
         excluded: Explanation | None = None
         for _, octaves, _, neighbour in related:
-            entry = self._counting(neighbour.places)
+            contender = self._counting(neighbour.places)
             level = _level(neighbour.bucket, self.bucket)
-            reason = partial(lookup_sentences.distance_reason, entry, octaves)
-            answer = self._use(entry, level, reason)
+            if contender.ordinary and (why_not := self._why_not(contender)) is not None:
+                self.steps.append(partial(lookup_sentences.refusal, level, contender.entry, why_not))
+                continue  # as `_use` would have it, which takes three times as long
+            reason = partial(lookup_sentences.distance_reason, contender.entry, octaves)
+            answer = self._use(contender, level, reason)
             if answer is not None:
                 return answer
-            if excluded is None and (why := self.tuned.standing(entry).excluded) is not None:
-                excluded = self._instead(entry, level, partial(lookup_sentences.but, reason, why))
+            if excluded is None and (why := contender.excluded) is not None:
+                excluded = self._instead(contender, level, partial(lookup_sentences.but, reason, why))
         if excluded is not None:  # what was measured beside it, before a default that nobody measured
             return excluded
         self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
@@ -244,16 +248,16 @@ class _Lookup:
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""
-        entries = [self._counting(self.tuned.predicted[key]) for key in self.keys if key in self.tuned.predicted]
-        if not entries:
+        contenders = [self._counting(self.tuned.predicted[key]) for key in self.keys if key in self.tuned.predicted]
+        if not contenders:
             self.steps.append("predicted: nobody predicted this problem for this kind of card")
-        return self._first(entries, Level.PREDICTED, f"predicted for {self.tuned.device.name}, not measured")
+        return self._first(contenders, Level.PREDICTED, partial(lookup_sentences.predicted, self.tuned.device))
 
     def default_variant(self) -> Explanation:
         """The default of the first template that has one."""
         refusals: list[Text] = []
         for space, seeds in self.rules.seeds:
-            variant = next(seeds.feasible(self.sizes), None)
+            variant = next(seeds.feasible(self.facts), None)
             if variant is not None:
                 self.steps += [partial(lookup_sentences.without_default, refusal) for refusal in refusals]
                 reason = partial(lookup_sentences.default_reason, space.template)
@@ -266,13 +270,14 @@ class _Lookup:
             [*self.steps, *(partial(lookup_sentences.without_default, refusal) for refusal in others)],
         )
 
-    def _counting(self, places: tuple[Placed, ...]) -> CacheEntry:
+    def _counting(self, places: tuple[Placed, ...]) -> Contender:
         """The entry of a problem that counts; one that cannot serve this problem gives way to one that can."""
         if len(places) > 1:
             for entry in self.tuned.candidates(places):
-                if self._why_not(entry) is None:
-                    return entry
-        return places[0].entry
+                contender = self.rules.contender(entry)
+                if self._why_not(contender) is None:
+                    return contender
+        return self.rules.contender(places[0].entry)
 
     def _answer(
         self, route: str, level: Level, reason: Text, *, variant: Variant | None, entry: CacheEntry | None = None
@@ -287,60 +292,68 @@ class _Lookup:
             variant=variant,
         )
 
-    def _first(self, entries: list[CacheEntry], level: Level, reason: Text) -> Explanation | None:
+    def _first(self, contenders: list[Contender], level: Level, reason: Text) -> Explanation | None:
         """The first that can serve."""
-        return next((answer for entry in entries if (answer := self._use(entry, level, reason)) is not None), None)
+        return next((answer for each in contenders if (answer := self._use(each, level, reason)) is not None), None)
 
-    def _use(self, entry: CacheEntry, level: Level, reason: Text) -> Explanation | None:
+    def _use(self, contender: Contender, level: Level, reason: Text) -> Explanation | None:
         """The entry as an answer, or a step that says why it is none."""
-        standing = self.tuned.standing(entry)
-        worthless = standing.worthless
-        infeasible = None if worthless is not None else self.rules.why_infeasible(entry, self.facts)
+        entry, worthless = contender.entry, contender.worthless
+        infeasible = None if worthless is not None else self._why_infeasible(contender)
         why_not = worthless or infeasible or self._why_unrepeated(entry)
         if why_not is not None:
             self.steps.append(partial(lookup_sentences.refusal, level, entry, why_not))
-            self.unavailable = self.unavailable or standing.unavailable
+            self.unavailable = self.unavailable or contender.unavailable
             words = "its kernel cannot run here" if infeasible else why_not
-            served = level is Level.EXACT and (not worthless or standing.excluded is not None)
-            return self._instead(entry, level, partial(lookup_sentences.but, reason, words)) if served else None
+            served = level is Level.EXACT and (not worthless or contender.excluded is not None)
+            return self._instead(contender, level, partial(lookup_sentences.but, reason, words)) if served else None
         if entry.versions.get("triton") != triton.__version__:
             self.steps.append(partial(lookup_sentences.other_triton, entry))
         if entry.mark is not None:
             self.steps.append(partial(lookup_sentences.marked, entry))
             if entry.mark.choice in ROUTES:
                 reason = partial(lookup_sentences.fastest_since, reason, entry.mark.choice)
-                return self._answer(entry.mark.choice, level, reason, variant=standing.variant, entry=entry)
+                return self._answer(entry.mark.choice, level, reason, variant=contender.variant, entry=entry)
         if entry.choice != KERNEL:
             if entry.versions.get("torch") != str(torch.__version__):
                 self.steps.append(partial(lookup_sentences.other_torch, entry))
             reason = partial(lookup_sentences.fastest, reason, entry)
-        return self._answer(entry.choice, level, reason, variant=standing.variant, entry=entry)
+        return self._answer(entry.choice, level, reason, variant=contender.variant, entry=entry)
 
-    def _instead(self, entry: CacheEntry, level: Level, reason: Text) -> Explanation | None:
+    def _instead(self, contender: Contender, level: Level, reason: Text) -> Explanation | None:
         """The fastest of what was measured beside a choice that cannot serve here: kernels and rivals."""
+        entry = contender.entry
         # A rival that may repeat itself takes at least the time that it takes when it need not.
         routes = [name for name in ROUTES if not self._is_looser(entry) or name not in NEVER_ALIKE]
-        choices: list[tuple[float, str, CacheEntry]] = [
-            (rival.measurement.median_us, rival.name, entry) for rival in entry.rivals if rival.name in routes
+        choices = [
+            (rival.measurement.median_us, rival.name, contender) for rival in entry.rivals if rival.name in routes
         ]
-        if self._why_not(entry) is None:
-            choices.append((entry.time_us, KERNEL, entry))
-        for candidate, runner_up in zip(entry.candidates, self.tuned.runners_up(entry), strict=True):
-            if self._why_not(runner_up) is None:
-                choices.append((candidate.time_us, KERNEL, runner_up))
+        times = (entry.time_us, *(candidate.time_us for candidate in entry.candidates))
+        kernels = zip(times, (contender, *self.rules.runners_up(entry)), strict=True)
+        for time_us, kernel in kernels:
+            if self._why_not(kernel) is None:
+                choices.append((time_us, KERNEL, kernel))
         if not choices:
             return None
         _, route, chosen = min(choices, key=lambda choice: choice[0])
-        variant = self.tuned.standing(chosen).variant if route == KERNEL else self._first_seed()
+        variant = chosen.variant if route == KERNEL else self._first_seed()
         reason = partial(lookup_sentences.fastest_beside, reason, route, variant, entry)
         return self._answer(route, level, reason, variant=variant, entry=entry)
 
     def _first_seed(self) -> Variant | None:
         """A kernel for calls that ask for more than a rival gives."""
-        return next((variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.sizes)), None)
+        return next((variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts)), None)
 
-    def _why_not(self, entry: CacheEntry) -> str | None:
-        return self.tuned.standing(entry).worthless or self.rules.why_infeasible(entry, self.facts)
+    def _why_not(self, contender: Contender) -> str | None:
+        """Why an entry's kernel does not count here."""
+        return contender.worthless or self._why_infeasible(contender)
+
+    def _why_infeasible(self, contender: Contender) -> str | None:
+        """Why an entry's kernel cannot run here; most entries ask the same of sizes."""
+        key = id(contender.rules)
+        if key not in self.verdicts:
+            self.verdicts[key] = self.rules.why_infeasible(contender, self.facts)
+        return self.verdicts[key]
 
     def _is_looser(self, entry: CacheEntry) -> bool:
         """Whether gradients must repeat to the bit here, and needed not where the entry was tuned."""

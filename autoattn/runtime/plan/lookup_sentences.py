@@ -8,6 +8,7 @@ import torch
 import triton
 
 from autoattn.core.cache_entry import KERNEL, CacheEntry
+from autoattn.core.device import Device
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan.words import Text, formed
 
@@ -20,6 +21,11 @@ def default_reason(template: str) -> str:
 def without_default(why_not: Text) -> str:
     """Of a template that has none."""
     return f"default: {formed(why_not)}"
+
+
+def predicted(device: Device) -> str:
+    """Why the prediction for a problem is asked."""
+    return f"predicted for {device.name}, not measured"
 
 
 def distance_reason(entry: CacheEntry, octaves: float) -> str:

@@ -8,25 +8,22 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
-from autoattn.cache import availability, precedence, store
+from autoattn.cache import precedence, store
 from autoattn.cache.precedence import Placed
 from autoattn.core import kernel_kind
-from autoattn.core.cache_entry import KERNEL, CacheEntry
+from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import MaskKind
 from autoattn.core.problem import SIZES, Numerics, Op, Problem
-from autoattn.core.variant import Variant
 from autoattn.runtime.plan.kind_rules import KindRules
 
 MAX_KINDS = 512  # whose entries are kept
-ROUTES = (SDPA, *BACKENDS)  # of rivals that a call can take
 Sizes: TypeAlias = tuple[float, float, float, float]  # `sizes_of` a problem
 Lengths: TypeAlias = tuple[int, int, int, int, int]  # SIZES of a problem
 Bucket: TypeAlias = tuple[int, ...]
@@ -45,17 +42,6 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Standing:
-    """What is known of an entry whatever the sizes of a call."""
-
-    variant: Variant
-    bucket: Bucket
-    worthless: str | None  # why nothing may rest on it
-    unavailable: str  # `availability.why_unavailable`
-    excluded: str | None  # why its kernel must not run here though its times hold; a default may be the same, or slower
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TunedEntries:
     """Entries of one operation on one device.
 
@@ -68,12 +54,10 @@ class TunedEntries:
     neighbours: tuple[Neighbour, ...]  # the problems of `measured`
     lengths: frozenset[Lengths]  # of all problems here
     foreign: tuple[str, ...]  # what is said of files that speak of another card
-    entries: frozenset[int]  # the ids of all entries here
+    buckets: dict[int, Bucket]  # ids of all entries here -> `bucket` of their problems
     answers: dict[Problem, Any] = field(default_factory=dict)  # who speaks for a class of sizes -> what it gets
     _rules: dict[tuple[Numerics, bool], KindRules] = field(default_factory=dict)
     _candidates: dict[int, tuple[CacheEntry, ...]] = field(default_factory=dict)
-    _runners_up: dict[int, tuple[CacheEntry, ...]] = field(default_factory=dict)
-    _standings: dict[int, tuple[CacheEntry, Standing]] = field(default_factory=dict)
     _held_back: dict[int, str | None] = field(default_factory=dict)
 
     def rules_for(self, problem: Problem) -> KindRules:
@@ -81,7 +65,7 @@ class TunedEntries:
         key = problem.numerics, problem.deterministic
         rules = self._rules.get(key)
         if rules is None:
-            rules = self._rules[key] = KindRules(problem, self.device)
+            rules = self._rules[key] = KindRules(problem, self.device, self.why_held_back)
         return rules
 
     def candidates(self, places: tuple[Placed, ...]) -> tuple[CacheEntry, ...]:
@@ -92,43 +76,9 @@ class TunedEntries:
             self._candidates[id(places)] = candidates
         return candidates
 
-    def runners_up(self, entry: CacheEntry) -> tuple[CacheEntry, ...]:
-        """The entries that there would be if a runner-up of an entry had won; made once."""
-        runners_up = self._runners_up.get(id(entry))
-        if runners_up is None:
-            runners_up = self._runners_up[id(entry)] = tuple(
-                replace(entry, template=other.template, params=other.params, source_digest=other.source_digest)
-                for other in entry.candidates
-            )
-        return runners_up
-
-    def standing(self, entry: CacheEntry) -> Standing:
-        """What is known of an entry here, or of a runner-up of one; found out once."""
-        known = self._standings.get(id(entry))
-        if known is not None:
-            return known[1]
-        worthless = self.why_held_back(entry)
-        if worthless is None and entry.choice not in (KERNEL, *ROUTES):
-            worthless = f"its choice {entry.choice} is none of PyTorch's backends"
-        unavailable = availability.why_unavailable(entry)
-        excluded = None
-        if entry.mark is not None and entry.mark.holds_back:
-            excluded = "its kernel is marked"
-        elif unavailable is not None and store.why_stale(entry) is None:
-            excluded = "its kernel cannot run here"
-        standing = Standing(
-            variant=entry.variant,
-            bucket=bucket(entry.problem),
-            worthless=worthless,
-            unavailable=unavailable or "",
-            excluded=excluded,
-        )
-        self._standings[id(entry)] = entry, standing
-        return standing
-
     def why_held_back(self, entry: CacheEntry) -> str | None:
         """`store.why_held_back`; each of the entries here is asked once."""
-        if id(entry) not in self.entries:
+        if id(entry) not in self.buckets:
             return store.why_held_back(entry)
         if id(entry) not in self._held_back:
             self._held_back[id(entry)] = store.why_held_back(entry)
@@ -144,7 +94,7 @@ def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntr
     kind = kernel_kind.of(problem)
     key = kind, device, folders
     known = _kept.get(key)
-    if known is not None and known[0] == store.stamps(known[1]):
+    if known is not None and store.are_unchanged(known[1], known[0]):
         return known[2]
     paths = tuple(str(path) for folder in folders for path in store.paths_of(folder, device, problem.op))
     stamps = store.stamps(paths)  # before the files are read: one that changes meanwhile is read again
@@ -187,9 +137,12 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
             for folder, file in files
             if file.fingerprint != device.fingerprint
         ),
-        entries=frozenset(
-            id(place.entry) for group in (measured, predicted) for places in group.values() for place in places
-        ),
+        buckets={
+            id(place.entry): bucket(place.entry.problem)
+            for group in (measured, predicted)
+            for places in group.values()
+            for place in places
+        },
     )
 
 
@@ -206,7 +159,14 @@ def _neighbour(key: str, places: tuple[Placed, ...]) -> Neighbour:
 
 def bucket(problem: Problem) -> Bucket:
     """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
-    return tuple((max(1, int(size)) - 1).bit_length() for size in (*sizes_of(problem), problem.seq_kv))
+    queries, keys, heads, group = map(int, sizes_of(problem))  # written out, since a new length asks for it
+    return (
+        max(0, queries - 1).bit_length(),
+        max(0, keys - 1).bit_length(),
+        (heads - 1).bit_length(),
+        (group - 1).bit_length(),
+        (problem.seq_kv - 1).bit_length(),
+    )
 
 
 def sizes_of(problem: Problem) -> Sizes:
