@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -111,7 +111,7 @@ class SharedRules:
 
     def __init__(self) -> None:
         self._let: dict[str, Rule] = {}  # every rule under a name of its own
-        self._names: dict[tuple[str, str], str] = {}  # identity of a rule -> its name
+        self._names: dict[Hashable, str] = {}  # identity of a rule -> its name
         self._asked: dict[Judgement, AskedRules] = {}
         self._distinct: dict[AskedRules, AskedRules] = {}
 
@@ -138,10 +138,14 @@ class SharedRules:
     def _name_of(self, rule: Rule, facts: DerivedFacts) -> str:
         """The name of a rule that asks for nothing but sizes and other rules here."""
         names = {name: self._name_of(facts.let[name], facts) for name in sorted(rule.names) if name in facts.let}
-        rule = rule.renamed(names, facts)
-        with _writing:
-            name = self._names.setdefault(rule.identity, f"rule {len(self._names)}")
-            self._let.setdefault(name, rule)
+        identity = rule.identity(names, facts)
+        name = self._names.get(identity)
+        if name is None:
+            rule = rule.renamed(names, facts)
+            with _writing:
+                name = self._names.get(identity, f"rule {len(self._names)}")
+                self._let.setdefault(name, rule)
+                self._names[identity] = name
         return name
 
 

@@ -7,9 +7,8 @@ checked against a short list, and only then turned into a closure over plain num
 from __future__ import annotations
 
 import ast
-import copy
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from autoattn.errors import SpaceError
@@ -109,19 +108,18 @@ class Rule:
             names: name in `names` -> its other name.
             facts: what is put in for names that have none, as far as it is known.
         """
+        asked: set[str] = set()
         rule = object.__new__(Rule)
         rule.text = self.text
-        rule._tree = _Renaming(names, facts).visit(copy.deepcopy(self._tree))
+        rule._tree = _renamed(self._tree, names, facts)
         operators = _OPERATORS if _has_words(rule._tree) else _OF_NUMBERS
-        asked: set[str] = set()
         rule._value = _closure(rule._tree, self.text.strip(), asked, MAX_DEPTH, operators)
         rule.names = frozenset(asked)
         return rule
 
-    @property
-    def identity(self) -> tuple[str, str]:
-        """Equal for rules that have the same value wherever they have the same facts, and fail with the same words."""
-        return self.text, ast.dump(self._tree)
+    def identity(self, names: Mapping[str, str], facts: Facts) -> Hashable:
+        """Equal for rules whose `renamed` always have the same value, and fail with the same words."""
+        return self.text, _identity(self._tree, names, facts)
 
     def __call__(self, facts: Facts) -> Any:
         """The value of the expression; `facts` must hold every name in `names`.
@@ -137,19 +135,41 @@ class Rule:
             raise SpaceError(f"the rule {self.text!r} mixes numbers and words ({error}); correct it") from None
 
 
-class _Renaming(ast.NodeTransformer):
-    """Gives other names to what an expression asks for, or puts in its value."""
+def _renamed(node: ast.expr, names: Mapping[str, str], facts: Facts) -> ast.expr:
+    """A checked expression with other names for what it asks, or with the values."""
 
-    def __init__(self, names: Mapping[str, str], facts: Facts) -> None:
-        self.names, self.facts = names, facts
+    def part(node: ast.expr) -> ast.expr:
+        return _renamed(node, names, facts)
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in self.names:
-            return ast.Name(self.names[node.id], node.ctx)
-        return ast.Constant(self.facts[node.id]) if node.id in self.facts else node
+    match node:
+        case ast.Name(id=name) if name in names:
+            return ast.Name(names[name], node.ctx)
+        case ast.Name(id=name) if name in facts:
+            return ast.Constant(facts[name])
+        case ast.UnaryOp():
+            return ast.UnaryOp(node.op, part(node.operand))
+        case ast.BinOp():
+            return ast.BinOp(part(node.left), node.op, part(node.right))
+        case ast.Compare():
+            return ast.Compare(part(node.left), node.ops, list(map(part, node.comparators)))
+        case ast.Call():
+            return ast.Call(node.func, list(map(part, node.args)), [])
+        case ast.BoolOp():
+            return ast.BoolOp(node.op, list(map(part, node.values)))
+    return node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        return ast.Call(node.func, [self.visit(argument) for argument in node.args], [])
+
+def _identity(node: ast.AST, names: Mapping[str, str], facts: Facts) -> Hashable:
+    """A value that says all of what `_renamed` gives."""
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.Name) and node.id in facts:
+        return type(facts[node.id]), facts[node.id]
+    if isinstance(node, ast.Constant):
+        return type(node.value), node.value  # 1, 1.0 and True are equal
+    if isinstance(node, ast.Name):
+        return node.id
+    return type(node), *(_identity(part, names, facts) for part in ast.iter_child_nodes(node))
 
 
 def _has_words(tree: ast.expr) -> bool:

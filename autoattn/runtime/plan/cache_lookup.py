@@ -22,7 +22,7 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import lookup_sentences, tuned_entries
-from autoattn.runtime.plan.kind_rules import ROUTES, Contender
+from autoattn.runtime.plan.kind_rules import ROUTES, Contender, KindRules
 from autoattn.runtime.plan.tuned_entries import TunedEntries
 from autoattn.runtime.plan.words import Text, Words
 
@@ -232,9 +232,10 @@ class _Lookup:
         for _, octaves, _, neighbour in related:
             contender = self._counting(neighbour.places)
             level = _level(neighbour.bucket, self.bucket)
-            if contender.ordinary and (why_not := self._why_not(contender)) is not None:
-                self.steps.append(partial(lookup_sentences.refusal, level, contender.entry, why_not))
-                continue  # as `_use` would have it, which takes three times as long
+            if contender.ordinary and (infeasible := self._why_infeasible(contender)) is not None:
+                # As `_use` would have it, which takes three times as long and asks whether the entry is worthless.
+                self.steps.append(partial(_refusal, self.rules, contender, level, infeasible))
+                continue
             reason = partial(lookup_sentences.distance_reason, contender.entry, octaves)
             answer = self._use(contender, level, reason)
             if answer is not None:
@@ -298,7 +299,7 @@ class _Lookup:
 
     def _use(self, contender: Contender, level: Level, reason: Text) -> Explanation | None:
         """The entry as an answer, or a step that says why it is none."""
-        entry, worthless = contender.entry, contender.worthless
+        entry, worthless = contender.entry, self.rules.why_worthless(contender)
         infeasible = None if worthless is not None else self._why_infeasible(contender)
         why_not = worthless or infeasible or self._why_unrepeated(entry)
         if why_not is not None:
@@ -346,7 +347,7 @@ class _Lookup:
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""
-        return contender.worthless or self._why_infeasible(contender)
+        return self._why_infeasible(contender) or self.rules.why_worthless(contender)
 
     def _why_infeasible(self, contender: Contender) -> str | None:
         """Why an entry's kernel cannot run here; most entries ask the same of sizes."""
@@ -365,6 +366,11 @@ class _Lookup:
             return None
         chosen = entry.mark.choice if entry.mark is not None and entry.mark.choice in ROUTES else entry.choice
         return None if chosen == KERNEL else f"{chosen} was timed there with gradients that may differ from run to run"
+
+
+def _refusal(rules: KindRules, contender: Contender, level: Level, infeasible: str) -> str:
+    """Why an infeasible entry does not serve."""
+    return lookup_sentences.refusal(level, contender.entry, rules.why_worthless(contender) or infeasible)
 
 
 def _level(measured: tuple[int, ...], wanted: tuple[int, ...]) -> Level:

@@ -25,7 +25,6 @@ class Contender:
 
     entry: CacheEntry
     variant: Variant
-    worthless: str | None  # why nothing may rest on it
     unavailable: str  # why the installed Triton cannot compile its kernel, with the way out; else empty
     excluded: str | None  # why its kernel must not run here though its times hold; a default may be the same, or slower
     ordinary: bool  # neither of the two: where it cannot serve, it is as if it were not there
@@ -43,6 +42,7 @@ class KindRules:
         self._problem, self._device, self._why_held_back = problem, device, why_held_back
         self._shared = SharedRules()
         self._contenders: dict[int, Contender] = {}  # by the id of an entry
+        self._worthless: dict[int, str | None] = {}  # likewise
         self._runners_up: dict[int, tuple[Contender, ...]] = {}  # likewise
         self._of_variants: dict[Variant, AskedRules] = {}
         self._seeds: tuple[tuple[SearchSpace, KindSeeds], ...] | None = None  # once asked
@@ -76,6 +76,19 @@ class KindRules:
             )
         return runners_up
 
+    def why_worthless(self, contender: Contender) -> str | None:
+        """Why nothing may rest on an entry, in words; found out once, since it takes a rendered text.
+
+        Whoever only needs to know whether an entry serves asks `why_infeasible` first, which takes none.
+        """
+        key = id(contender.entry)
+        if key not in self._worthless:
+            reason = self._why_held_back(contender.entry)
+            if reason is None and contender.entry.choice not in (KERNEL, *ROUTES):
+                reason = f"its choice {contender.entry.choice} is none of PyTorch's backends"
+            self._worthless[key] = reason
+        return self._worthless[key]
+
     def why_infeasible(self, contender: Contender, facts: DerivedFacts) -> str | None:
         """Why an entry's kernel cannot run a problem of these sizes, in words; None when it can."""
         try:
@@ -93,9 +106,6 @@ class KindRules:
         return feasibility.first_broken(rules, facts) is None
 
     def _add(self, entry: CacheEntry) -> Contender:
-        worthless = self._why_held_back(entry)
-        if worthless is None and entry.choice not in (KERNEL, *ROUTES):
-            worthless = f"its choice {entry.choice} is none of PyTorch's backends"
         unavailable = availability.why_unavailable(entry)
         excluded = None
         if entry.mark is not None and entry.mark.holds_back:
@@ -105,7 +115,6 @@ class KindRules:
         contender = self._contenders[id(entry)] = Contender(
             entry=entry,
             variant=entry.variant,
-            worthless=worthless,
             unavailable=unavailable or "",
             excluded=excluded,
             ordinary=not unavailable and excluded is None,
