@@ -108,7 +108,6 @@ def test_a_new_class_asks_a_rule_once_however_many_entries_do(tmp_path: Path, mo
     monkeypatch.setattr(Rule, "__call__", lambda rule, facts: rules.append(rule) or call(rule, facts))
     cache_lookup.explain(replace(refusing, seq_kv=6200), H200, folder)
     assert rules
-    assert max(Counter(rule.text for rule in rules).values()) < len(tuned), "entries share it; seeds have their numbers"
     assert max(Counter(rules).values()) <= 2, "of the smallest problem of the class, and of 6,200 keys"
 
 
