@@ -14,6 +14,7 @@ import msgspec
 
 from autoattn.codegen import feasibility, resources
 from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement, SharedRules
+from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of, kind_facts, size_facts
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import kernel_kind, triton_release
@@ -280,58 +281,6 @@ def _names_of_sizes(space: SearchSpace) -> frozenset[str]:
     return feasibility.names_of_sizes(space.let)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KindSeeds:
-    """The seeds of a space that some sizes of a kind make feasible."""
-
-    space: SearchSpace
-    # Number, which equal variants share; variant; whether it speaks of a problem; whether it can run
-    judged: tuple[tuple[int, Variant, Judgement, Judgement], ...]
-    rules: SharedRules  # of these judgements
-    # Place of a seed -> names of the rules that say whether it speaks of a problem, and of all its rules, once asked
-    spoken: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
-
-    def sharing(self, rules: SharedRules) -> KindSeeds:
-        """The same seeds, whose rules are worked out together with others."""
-        return replace(self, rules=rules, spoken={}, asked={})
-
-    def feasible(self, facts: DerivedFacts) -> Iterator[Variant]:
-        """Those that speak of a problem and are feasible, in the file's order.
-
-        Args:
-            facts: the sizes of the problem, made by `rules`.
-        """
-        if self.space.why_unavailable():
-            return
-        asked = self.asked
-        given: set[int] = set()
-        for place, (number, variant, _, _) in enumerate(self.judged):
-            if number in given:
-                continue
-            names = asked.get(place)
-            if names is None and (names := self._ask(place, facts)) is None:
-                continue
-            for name in names:
-                if not facts[name]:
-                    break
-            else:
-                given.add(number)
-                yield variant
-
-    def _ask(self, place: int, facts: DerivedFacts) -> tuple[str, ...] | None:
-        """The names of all rules of a seed, looked into when it first speaks of a problem; None where it does not."""
-        _, _, speaks, judgement = self.judged[place]
-        names = self.spoken.get(place)
-        if names is None:
-            names = self.spoken[place] = self.rules.names(speaks)
-        for name in names:
-            if not facts[name]:
-                return None
-        names = self.asked[place] = names + self.rules.names(judgement)
-        return names
-
-
 @lru_cache(maxsize=MAX_KINDS)
 def _judged_seeds(
     space: SearchSpace, kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
@@ -348,7 +297,7 @@ def _judged_seeds(
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
             if not judgement.hopeless:
                 judged.append((numbers.setdefault(variant, len(numbers)), variant, speaks, judgement))
-    return KindSeeds(space=space, judged=tuple(judged), rules=SharedRules())
+    return KindSeeds(why_unavailable=space.why_unavailable, judged=tuple(judged), rules=SharedRules())
 
 
 def of(op: Op) -> tuple[SearchSpace, ...]:

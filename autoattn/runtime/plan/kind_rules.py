@@ -9,7 +9,8 @@ from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, store
 from autoattn.codegen import feasibility, search_space
 from autoattn.codegen.feasibility import AskedRules, DerivedFacts, FactValues, SharedRules
-from autoattn.codegen.search_space import KindSeeds, SearchSpace
+from autoattn.codegen.kind_seeds import KindSeeds
+from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
