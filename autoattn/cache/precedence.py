@@ -6,7 +6,7 @@ Both rules are stated for users in docs/cache.md. Nothing here reads or writes a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -176,14 +176,15 @@ def used_first(places: Sequence[Placed], why_not: WhyNot) -> list[Placed]:
     """Entries of one problem and one kind of evidence, with the first one that is used in front."""
     if len(places) < 2:
         return list(places)
-    used = (
-        place
-        for number, place in enumerate(places)
-        if not any(_is_known_from(place.entry, earlier.entry) for earlier in places[:number])
-        and why_not(place.entry) is None
-    )
-    first = next(used, places[0])
+    first = next((place for place in worth_asking(places) if why_not(place.entry) is None), places[0])
     return [first, *(place for place in places if place is not first)]
+
+
+def worth_asking(places: Sequence[Placed]) -> Iterator[Placed]:
+    """Entries of one problem, without those that are as little used as one before them."""
+    for number, place in enumerate(places):
+        if not any(_is_known_from(place.entry, earlier.entry) for earlier in places[:number]):
+            yield place
 
 
 def _is_known_from(entry: CacheEntry, earlier: CacheEntry) -> bool:

@@ -112,6 +112,24 @@ def stamps(paths: Iterable[str]) -> Stamps:
     return tuple(stamps)
 
 
+def are_unchanged(paths: Iterable[str], stamps: Stamps) -> bool:
+    """Whether `stamps` of these files are the same as before; for a file that is not there it takes a third."""
+    for path, stamp in zip(paths, stamps, strict=True):
+        try:
+            if stamp is None:
+                if os.access(path, os.F_OK):
+                    return False
+                continue
+            status = os.stat(path)
+        except (OSError, ValueError):
+            if stamp is not None:
+                return False
+        else:
+            if stamp != (status.st_mtime_ns, status.st_size, status.st_ino):
+                return False
+    return True
+
+
 def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
     """The entries of a device in a folder that the installed Triton tuned; none when there is no file yet.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from autoattn.codegen.space_facts import SIZES
 from autoattn.codegen.space_rules import Rule
@@ -98,6 +100,70 @@ class Judgement:
 def specialised(judgement: Judgement) -> Judgement:
     """`Judgement.specialised`, worked out once for a judgement."""
     return judgement.specialised()
+
+
+# Names of rules with what is said where they break, in order; and what is said behind them all where no sizes will do.
+AskedRules: TypeAlias = tuple[tuple[tuple[str, str], ...], str | None]
+
+
+class SharedRules:
+    """What many judgements ask of sizes, so that a rule which several ask is worked out once for each problem."""
+
+    def __init__(self) -> None:
+        self._let: dict[str, Rule] = {}  # every rule under a name of its own
+        self._names: dict[Hashable, str] = {}  # identity of a rule -> its name
+        self._asked: dict[Judgement, AskedRules] = {}
+        self._distinct: dict[AskedRules, AskedRules] = {}
+
+    def facts(self, sizes: FactValues) -> DerivedFacts:
+        """The sizes of one problem, of which `first_broken` asks."""
+        return DerivedFacts(sizes, self._let)
+
+    def asked(self, judgement: Judgement) -> AskedRules:
+        """What a judgement asks of sizes, found out once; one object for all that ask the same."""
+        return self._asked.get(judgement) or self._add(judgement)
+
+    def names(self, judgement: Judgement) -> tuple[str, ...]:
+        """The names of the rules that a judgement asks; all hold where it says nothing against a kernel."""
+        rules, refusal = self.asked(judgement)
+        names = tuple(name for name, _ in rules)
+        return names if refusal is None else (*names, self._name_of(_NEVER, judgement.facts))
+
+    def _add(self, judgement: Judgement) -> AskedRules:
+        special = specialised(judgement)
+        asked = tuple((self._name_of(rule, special.facts), broken) for rule, broken in special.sized), special.refusal
+        asked = self._asked[judgement] = self._distinct.setdefault(asked, asked)
+        return asked
+
+    def _name_of(self, rule: Rule, facts: DerivedFacts) -> str:
+        """The name of a rule that asks for nothing but sizes and other rules here."""
+        names = {name: self._name_of(facts.let[name], facts) for name in sorted(rule.names) if name in facts.let}
+        identity = rule.identity(names, facts)
+        name = self._names.get(identity)
+        if name is None:
+            rule = rule.renamed(names, facts)
+            with _writing:
+                name = self._names.get(identity, f"rule {len(self._names)}")
+                self._let.setdefault(name, rule)
+                self._names[identity] = name
+        return name
+
+
+def first_broken(asked: AskedRules, facts: DerivedFacts) -> str | None:
+    """`Judgement.why_not` of what `SharedRules.asked` gives, with the facts of the same SharedRules.
+
+    Raises:
+        SpaceError: the arithmetic of a rule has no result.
+    """
+    rules, refusal = asked
+    for name, broken in rules:
+        if not facts[name]:
+            return broken
+    return refusal
+
+
+_NEVER = Rule("0")
+_writing = threading.Lock()
 
 
 def judge(

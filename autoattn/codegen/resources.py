@@ -76,7 +76,12 @@ def _template_names(folder: Path, op: Op) -> tuple[str, ...]:
 
 def shipped_cache() -> Path:
     """The cache that comes with autoattn; only read."""
-    return root() / "cache"
+    return _cache_in(root())
+
+
+@lru_cache(maxsize=1)
+def _cache_in(folder: Path) -> Path:
+    return folder / "cache"
 
 
 def user_cache() -> Path:

@@ -13,7 +13,8 @@ from typing import Annotated
 import msgspec
 
 from autoattn.codegen import feasibility, resources
-from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement
+from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement, SharedRules
+from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of, kind_facts, size_facts
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection, kernel_kind, triton_release
@@ -198,16 +199,12 @@ class SearchSpace:
 
     def _seeds(self, problem: Problem, device: Device) -> Iterator[Variant]:
         """The same, one after the other."""
-        if self.why_unavailable():
-            return
-        sizes = size_facts(problem)
-        given: set[Variant] = set()
-        for variant, speaks, judgement in _judged_seeds(self, *_kind_of(problem), device):
-            if variant in given or speaks.why_not(sizes) is not None:
-                continue
-            if feasibility.specialised(judgement).why_not(sizes) is None:
-                given.add(variant)
-                yield variant
+        seeds = self.seeds_of_kind(problem, device)
+        return seeds.feasible(seeds.rules.facts(size_facts(problem)))
+
+    def seeds_of_kind(self, problem: Problem, device: Device) -> KindSeeds:
+        """The seeds for problems that differ from `problem` in sizes alone, judged once."""
+        return _judged_seeds(self, *_kind_of(problem), device)
 
     def default(self, problem: Problem, device: Device) -> Variant:
         """The template's default: the first feasible seed.
@@ -217,13 +214,17 @@ class SearchSpace:
         """
         default = next(self._seeds(problem, device), None)
         if default is None:
-            last = self.variant(self.seeds[-1][1])
-            reason = self.why_infeasible(last, problem, device) or "its last seed does not speak of it"
-            raise SpaceError(
-                f"{self.template} must have a feasible seed to run {problem} on {device.name}, but {reason}; choose "
-                "another problem or device"
-            )
+            raise SpaceError(self.why_no_default(problem, device))
         return default
+
+    def why_no_default(self, problem: Problem, device: Device) -> str:
+        """What is said of a problem that no seed is feasible for."""
+        last = self.variant(self.seeds[-1][1])
+        reason = self.why_infeasible(last, problem, device) or "its last seed does not speak of it"
+        return (
+            f"{self.template} must have a feasible seed to run {problem} on {device.name}, but {reason}; choose "
+            "another problem or device"
+        )
 
     def _rules_by_depth(self, order: list[str], problem: Problem) -> list[list[Requirement]]:
         """For each parameter in order, the rules that can be tried once it is set."""
@@ -283,9 +284,10 @@ def _names_of_sizes(space: SearchSpace) -> frozenset[str]:
 @lru_cache(maxsize=MAX_KINDS)
 def _judged_seeds(
     space: SearchSpace, kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
-) -> tuple[tuple[Variant, Judgement, Judgement], ...]:
-    """The seeds that some sizes of a kind make feasible: whether each speaks of a problem, and whether it can run."""
-    seeds = []
+) -> KindSeeds:
+    """The seeds of a kind, judged."""
+    judged: list[tuple[int, Variant, Judgement, Judgement]] = []
+    numbers: dict[Variant, int] = {}
     for when, params in space.seeds:
         variant = space.variant(params)
         facts = {**kind_facts(kind, numerics, deterministic, device), **space.implied, **params}
@@ -293,8 +295,9 @@ def _judged_seeds(
         speaks = feasibility.judge(facts, space.let, _names_of_sizes(space), [other])
         if not speaks.hopeless:
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
-            seeds += [] if judgement.hopeless else [(variant, speaks, judgement)]
-    return tuple(seeds)
+            if not judgement.hopeless:
+                judged.append((numbers.setdefault(variant, len(numbers)), variant, speaks, judgement))
+    return KindSeeds(why_unavailable=space.why_unavailable, judged=tuple(judged), rules=SharedRules())
 
 
 def of(op: Op) -> tuple[SearchSpace, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from autoattn.errors import SpaceError
@@ -101,6 +101,26 @@ class Rule:
         rule.names = frozenset(names)
         return rule
 
+    def renamed(self, names: Mapping[str, str], facts: Facts) -> Rule:
+        """The same rule that asks for its facts by other names, or not at all.
+
+        Args:
+            names: name in `names` -> its other name.
+            facts: what is put in for names that have none, as far as it is known.
+        """
+        asked: set[str] = set()
+        rule = object.__new__(Rule)
+        rule.text = self.text
+        rule._tree = _renamed(self._tree, names, facts)
+        operators = _OPERATORS if _has_words(rule._tree) else _OF_NUMBERS
+        rule._value = _closure(rule._tree, self.text.strip(), asked, MAX_DEPTH, operators)
+        rule.names = frozenset(asked)
+        return rule
+
+    def identity(self, names: Mapping[str, str], facts: Facts) -> Hashable:
+        """Equal for rules whose `renamed` always have the same value, and fail with the same words."""
+        return self.text, _identity(self._tree, names, facts)
+
     def __call__(self, facts: Facts) -> Any:
         """The value of the expression; `facts` must hold every name in `names`.
 
@@ -113,6 +133,43 @@ class Rule:
             raise SpaceError(f"the rule {self.text!r} fails ({error}); correct it") from None
         except TypeError as error:
             raise SpaceError(f"the rule {self.text!r} mixes numbers and words ({error}); correct it") from None
+
+
+def _renamed(node: ast.expr, names: Mapping[str, str], facts: Facts) -> ast.expr:
+    """A checked expression with other names for what it asks, or with the values."""
+
+    def part(node: ast.expr) -> ast.expr:
+        return _renamed(node, names, facts)
+
+    match node:
+        case ast.Name(id=name) if name in names:
+            return ast.Name(names[name], node.ctx)
+        case ast.Name(id=name) if name in facts:
+            return ast.Constant(facts[name])
+        case ast.UnaryOp():
+            return ast.UnaryOp(node.op, part(node.operand))
+        case ast.BinOp():
+            return ast.BinOp(part(node.left), node.op, part(node.right))
+        case ast.Compare():
+            return ast.Compare(part(node.left), node.ops, list(map(part, node.comparators)))
+        case ast.Call():
+            return ast.Call(node.func, list(map(part, node.args)), [])
+        case ast.BoolOp():
+            return ast.BoolOp(node.op, list(map(part, node.values)))
+    return node
+
+
+def _identity(node: ast.AST, names: Mapping[str, str], facts: Facts) -> Hashable:
+    """A value that says all of what `_renamed` gives."""
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.Name) and node.id in facts:
+        return type(facts[node.id]), facts[node.id]
+    if isinstance(node, ast.Constant):
+        return type(node.value), node.value  # 1, 1.0 and True are equal
+    if isinstance(node, ast.Name):
+        return node.id
+    return type(node), *(_identity(part, names, facts) for part in ast.iter_child_nodes(node))
 
 
 def _has_words(tree: ast.expr) -> bool:
@@ -138,9 +195,9 @@ def _closure(
         case ast.UnaryOp() if type(node.op) in operators:
             return _applied(operators[type(node.op)], parts(node.operand))
         case ast.BinOp() if type(node.op) in operators:
-            return _applied(operators[type(node.op)], parts(node.left, node.right))
+            return _joined(operators[type(node.op)], parts(node.left, node.right), node.left, node.right)
         case ast.Compare(ops=[comparison], comparators=[right]) if type(comparison) in operators:
-            return _applied(operators[type(comparison)], parts(node.left, right))
+            return _joined(operators[type(comparison)], parts(node.left, right), node.left, right)
         case ast.BoolOp():
             return _first(parts(*node.values), isinstance(node.op, ast.Or))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, _, *_] as arguments, keywords=[]):
@@ -198,15 +255,31 @@ def _decided(values: list[ast.expr], node: ast.BoolOp) -> ast.expr:
     return kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
 
 
+def _joined(
+    act: Callable[..., Any], parts: list[Callable[[Facts], Any]], left: ast.expr, right: ast.expr
+) -> Callable[[Facts], Any]:
+    """An operator between two parts; a constant is put in, since to ask for it takes as long as the operator."""
+    first, second = parts
+    if isinstance(right, ast.Constant):
+        last = right.value
+        return lambda facts: act(first(facts), last)
+    if isinstance(left, ast.Constant):
+        begin = left.value
+        return lambda facts: act(begin, second(facts))
+    return lambda facts: act(first(facts), second(facts))
+
+
 def _applied(act: Callable[..., Any], parts: list[Callable[[Facts], Any]]) -> Callable[[Facts], Any]:
-    if len(parts) == 2:  # most are; a list for each took a quarter of the time
-        first, second = parts
-        return lambda facts: act(first(facts), second(facts))
     return lambda facts: act(*[part(facts) for part in parts])
 
 
 def _first(parts: list[Callable[[Facts], Any]], wanted: bool) -> Callable[[Facts], Any]:
     """The value of the first part that is as wanted, else of the last, as Python's `or` and `and` have it."""
+    if len(parts) == 2:
+        first, second = parts
+        if wanted:
+            return lambda facts: first(facts) or second(facts)
+        return lambda facts: first(facts) and second(facts)
 
     def value(facts: Facts) -> Any:
         result: Any = None

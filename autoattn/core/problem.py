@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import lru_cache
 
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.errors import ProblemError
@@ -207,12 +208,17 @@ class Problem:
         so `right` binds below seq_q - 1. (FlashAttention-2 compares `right` with seq_kv, which is wrong for
         seq_q > seq_kv: Dao-AILab/flash-attention issue 895.)
         """
+        return self if self.mask.kind is not MaskKind.WINDOW else replace(self, mask=self.simplest_mask)
+
+    @property
+    def simplest_mask(self) -> Mask:
+        """The mask of the problem under its simplest name; see `simplified`."""
         left, right = self.mask.left, self.mask.right
         if self.mask.kind is not MaskKind.WINDOW:
-            return self
+            return self.mask
         left = -1 if left is None or left >= self.seq_kv - 1 else left
         right = -1 if right is None or (right >= self.seq_q - 1 and right > 0) else right
-        return replace(self, mask=Mask.window(left, right))
+        return _window(left, right)
 
     def resized(self, batch: int, seq_q: int, seq_kv: int, tokens_q: int = 0, tokens_kv: int = 0) -> Problem:
         """The same problem with other sizes, unchecked: a tenth of what `dataclasses.replace` takes.
@@ -293,7 +299,7 @@ class Problem:
             return self.batch * round(self.seq_q * self.seq_kv * self.mask.density)
         if not self.packed:
             return self.batch * self._kept_pairs(self.seq_q, self.seq_kv)
-        return sum(self._kept_pairs(*lengths) for lengths in self.lengths())
+        return _packed_pairs(self)
 
     def _kept_pairs(self, seq_q: int, seq_kv: int) -> int:
         first, last = self.band(seq_q, seq_kv)
@@ -346,6 +352,15 @@ class Problem:
         name = "" if self.op is Op.FORWARD else f"{self.op.value} "
         name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
         return " ".join([name, *self.modifiers.names, *choices])
+
+
+_window = lru_cache(maxsize=256)(Mask.window)
+
+
+@lru_cache(maxsize=64)
+def _packed_pairs(problem: Problem) -> int:
+    """The pairs of all sequences of a packed problem; asked several times while it is planned."""
+    return sum(problem._kept_pairs(*lengths) for lengths in problem.lengths())
 
 
 SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call

@@ -41,4 +41,4 @@ def representative(problem: Problem) -> Problem:
     mask = problem.mask
     if mask.alignment is Alignment.TOP_LEFT and smallest.seq_q == smallest.seq_kv:
         return problem
-    return smallest if mask.kind is not MaskKind.WINDOW or smallest.simplified().mask == mask else problem
+    return smallest if mask.kind is not MaskKind.WINDOW or smallest.simplest_mask == mask else problem

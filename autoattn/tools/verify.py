@@ -22,7 +22,7 @@ from autoattn.core.trial import Evidence, Outcome
 from autoattn.core.variant import Variant
 from autoattn.errors import UsageError
 from autoattn.hardware import nvidia
-from autoattn.runtime.plan.cache_lookup import ROUTES
+from autoattn.runtime.plan.kind_rules import ROUTES
 from autoattn.search import entry_builder, finals
 from autoattn.search.gpu_jobs import Finished, Screened, finalist_name
 from autoattn.search.search_options import PROFILES, Effort

@@ -21,6 +21,7 @@ from autoattn.core.cache_entry import Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan.words import Words
 from autoattn.tools import verify
 
 # Show
@@ -161,9 +162,9 @@ def test_show_takes_the_entries_of_the_card_in_this_machine(
 def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> cache_lookup.Explanation:
     explained.called = (problem, device, folder)  # type: ignore[attr-defined]
     return cache_lookup.Explanation(
-        problem=problem, route="kernel", level=cache_lookup.Level.BUCKET, reason="a tuned problem is near",
+        problem=problem, route="kernel", level=cache_lookup.Level.BUCKET,
+        words=Words("a tuned problem is near", ("exact: no entry for this problem", "bucket: found one")),
         entry=samples.measured(), variant=samples.measured().variant,
-        steps=("exact: no entry for this problem", "bucket: found one"),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoattn.codegen import feasibility, search_space
-from autoattn.codegen.feasibility import DerivedFacts, Requirement
+from autoattn.codegen.feasibility import DerivedFacts, Requirement, SharedRules
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import FACTS, SIZES, facts_of, kind_facts, size_facts
 from autoattn.codegen.space_rules import Rule
@@ -41,6 +41,7 @@ def asked_one_by_one(space: SearchSpace, params: dict[str, Any], problem: Proble
 @given(st.sampled_from(DEVICES), strategies.problems(tiny=False), st.integers())
 def test_a_judgement_names_the_rule_that_breaks_first(device: Device, problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
+    shared = SharedRules()  # of all templates together
     for space in search_space.of(Op.FORWARD):
         if space.why_unavailable():
             continue
@@ -48,11 +49,13 @@ def test_a_judgement_names_the_rule_that_breaks_first(device: Device, problem: P
         params = {name: rng.choice(choices) for name, choices in space.choices.items()}
         seeds = [{**space.implied, **values} for _, values in space.seeds]
         for values in (params, rng.choice(seeds)):
-            specialised = space.judgement_of(space.variant(values), problem, device).specialised()
+            judgement = space.judgement_of(space.variant(values), problem, device)
+            specialised, rules = judgement.specialised(), shared.asked(judgement)
             for one in (problem, resized):  # the second is judged by what was kept of the first
                 refusal = space.why_infeasible(space.variant(values), one, device) or ""
                 assert refusal == asked_one_by_one(space, values, one, device)
                 assert (specialised.why_not(size_facts(one)) or "") == refusal
+                assert (feasibility.first_broken(rules, shared.facts(size_facts(one))) or "") == refusal
 
 
 @settings(max_examples=100)
@@ -113,3 +116,24 @@ def test_a_specialised_judgement_asks_of_sizes_alone() -> None:
 def test_a_name_that_rests_on_a_size_is_one_of_sizes(name: str) -> None:
     assert name in feasibility.names_of_sizes(LET)
     assert "bytes" not in feasibility.names_of_sizes(LET)
+
+
+def test_judgements_share_a_rule_that_is_the_same_when_all_is_put_in() -> None:
+    let = {"rows": Rule("seq_q * BLOCK_M"), "wide": Rule("rows > most")}
+    requirements = [requirement("wide"), requirement("seq_kv > 2 * most")]
+
+    def judged(**params: Any) -> feasibility.Judgement:
+        return feasibility.judge(params, let, feasibility.names_of_sizes(let), requirements)
+
+    shared = SharedRules()
+    first, alike, whole, other = (
+        shared.asked(judged(BLOCK_M=block_m, most=most))
+        for block_m, most in ((64, 128), (64, 128), (64, 128.0), (32, 128))
+    )
+    assert alike is first, "equal parameters"
+    assert first[0][1] == other[0][1], "the second rule asks for no BLOCK_M"
+    assert first[0][0] != other[0][0]
+    assert not {name for name, _ in whole[0]} & {name for name, _ in first[0]}, "128 and 128.0 are not the same"
+    sizes = {"seq_q": 3, "seq_kv": 300}
+    broken = [feasibility.first_broken(rules, shared.facts(sizes)) for rules in (first, other)]
+    assert broken == [None, requirements[0].refusal]

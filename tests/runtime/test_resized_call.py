@@ -160,7 +160,8 @@ def test_a_new_length_of_a_known_class_is_neither_parsed_nor_planned_nor_looked_
 ) -> None:
     attend((2, 1, 1930), {})
     attend_packed([(3, 120), (5, 60)], {}, spare=1800)
-    for module, name in ((arguments, "read"), (arguments, "read_packed"), (planner, "plan"), (store, "stamps")):
+    of_parse = ((arguments, "read"), (arguments, "read_packed"))
+    for module, name in (*of_parse, (planner, "plan"), (store, "stamps"), (store, "are_unchanged")):
         monkeypatch.setattr(module, name, lambda *given, name=name, **words: pytest.fail(f"{name} was asked"))
     for length in range(1950, 2000):
         attend((2, 1, length), {})

@@ -135,7 +135,7 @@ def test_a_bundle_that_was_changed_is_refused(
         assert [file.device for file in bundle.unpack(path).files] == [
             "a30",
             "h200",
-        ]  # another file, which nobody reads
+        ]
 
 
 def test_a_kernel_that_is_not_the_entrys_is_refused(packed: Path, files: list[CacheFile]) -> None:

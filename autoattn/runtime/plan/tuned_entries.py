@@ -7,22 +7,38 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from autoattn.cache import precedence, store
 from autoattn.cache.precedence import Placed
-from autoattn.codegen.feasibility import Judgement
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import MaskKind
-from autoattn.core.problem import Numerics, Op, Problem
+from autoattn.core.problem import SIZES, Numerics, Op, Problem
+from autoattn.runtime.plan.kind_rules import KindRules
 
 MAX_KINDS = 512  # whose entries are kept
-Sizes = tuple[float, float, float, float]
+Sizes: TypeAlias = tuple[float, float, float, float]  # `sizes_of` a problem
+Lengths: TypeAlias = tuple[int, int, int, int, int]  # SIZES of a problem
+Bucket: TypeAlias = tuple[int, ...]
+lengths_of: Callable[[Problem], Lengths] = attrgetter(*SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Neighbour:
+    """A problem that was measured on this card."""
+
+    key: str
+    sizes: Sizes
+    bucket: Bucket
+    deterministic: bool
+    places: tuple[Placed, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,29 +48,37 @@ class TunedEntries:
     Of one problem, those of nearer releases of Triton and of earlier folders come first.
     """
 
+    device: Device
     measured: dict[str, tuple[Placed, ...]]  # problem key -> those that were measured on this card
     predicted: dict[str, tuple[Placed, ...]]  # problem key -> those that were predicted for this kind of card
-    sizes: dict[str, Sizes]  # problem key -> `sizes_of` of a measured problem
+    neighbours: tuple[Neighbour, ...]  # the problems of `measured`
+    lengths: frozenset[Lengths]  # of all problems here
     foreign: tuple[str, ...]  # what is said of files that speak of another card
-    entries: frozenset[int]  # the ids of all entries here
-    # (id of an entry, numerics, whether gradients must repeat) -> what the rules say of it, once asked
-    judgements: dict[tuple[int, Numerics, bool], Judgement] = field(default_factory=dict)
+    buckets: dict[int, Bucket]  # ids of all entries here -> `bucket` of their problems
     answers: dict[Problem, Any] = field(default_factory=dict)  # who speaks for a class of sizes -> what it gets
+    _rules: dict[tuple[Numerics, bool], KindRules] = field(default_factory=dict)
+    _candidates: dict[int, tuple[CacheEntry, ...]] = field(default_factory=dict)
     _held_back: dict[int, str | None] = field(default_factory=dict)
-    _names: dict[int, str] = field(default_factory=dict)
 
-    def name_of(self, entry: CacheEntry) -> str:
-        """An entry's problem in words; put together once."""
-        if (known := self._names.get(id(entry))) is not None:
-            return known
-        name = str(entry.problem)
-        if id(entry) in self.entries:
-            self._names[id(entry)] = name
-        return name
+    def rules_for(self, problem: Problem) -> KindRules:
+        """What search spaces say of kernels for problems that differ from `problem` in sizes alone."""
+        key = problem.numerics, problem.deterministic
+        rules = self._rules.get(key)
+        if rules is None:
+            rules = self._rules[key] = KindRules(problem, self.device, self.why_held_back)
+        return rules
+
+    def candidates(self, places: tuple[Placed, ...]) -> tuple[CacheEntry, ...]:
+        """Those of `places`, a value of `measured` or `predicted`, that may count: the first that can serve does."""
+        candidates = self._candidates.get(id(places))
+        if candidates is None:
+            candidates = tuple(place.entry for place in precedence.worth_asking(places))
+            self._candidates[id(places)] = candidates
+        return candidates
 
     def why_held_back(self, entry: CacheEntry) -> str | None:
         """`store.why_held_back`; each of the entries here is asked once."""
-        if id(entry) not in self.entries:
+        if id(entry) not in self.buckets:
             return store.why_held_back(entry)
         if id(entry) not in self._held_back:
             self._held_back[id(entry)] = store.why_held_back(entry)
@@ -70,7 +94,7 @@ def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntr
     kind = kernel_kind.of(problem)
     key = kind, device, folders
     known = _kept.get(key)
-    if known is not None and known[0] == store.stamps(known[1]):
+    if known is not None and store.are_unchanged(known[1], known[0]):
         return known[2]
     paths = tuple(str(path) for folder in folders for path in store.paths_of(folder, device, problem.op))
     stamps = store.stamps(paths)  # before the files are read: one that changes meanwhile is read again
@@ -100,18 +124,48 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
                 predicted.setdefault(key, []).append(place)
             elif file.fingerprint == device.fingerprint:
                 measured.setdefault(key, []).append(place)
+    problems = [places[0].entry.problem for group in (measured, predicted) for places in group.values()]
+    of_card = {key: tuple(places) for key, places in measured.items()}
     return TunedEntries(
-        measured={key: tuple(places) for key, places in measured.items()},
+        device=device,
+        measured=of_card,
         predicted={key: tuple(places) for key, places in predicted.items()},
-        sizes={key: sizes_of(places[0].entry.problem) for key, places in measured.items()},
+        neighbours=tuple(_neighbour(key, places) for key, places in of_card.items()),
+        lengths=frozenset(map(lengths_of, problems)),
         foreign=tuple(
             f"{store.path_in(folder, file)} speaks of {file.fingerprint}, not of {device.fingerprint}"
             for folder, file in files
             if file.fingerprint != device.fingerprint
         ),
-        entries=frozenset(
-            id(place.entry) for group in (measured, predicted) for places in group.values() for place in places
-        ),
+        buckets={
+            id(place.entry): bucket(place.entry.problem)
+            for group in (measured, predicted)
+            for places in group.values()
+            for place in places
+        },
+    )
+
+
+def _neighbour(key: str, places: tuple[Placed, ...]) -> Neighbour:
+    problem = places[0].entry.problem
+    return Neighbour(
+        key=key,
+        sizes=sizes_of(problem),
+        bucket=bucket(problem),
+        deterministic=problem.deterministic,
+        places=places,
+    )
+
+
+def bucket(problem: Problem) -> Bucket:
+    """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
+    queries, keys, heads, group = map(int, sizes_of(problem))  # written out, since a new length asks for it
+    return (
+        max(0, queries - 1).bit_length(),
+        max(0, keys - 1).bit_length(),
+        (heads - 1).bit_length(),
+        (group - 1).bit_length(),
+        (problem.seq_kv - 1).bit_length(),
     )
 
 
@@ -127,6 +181,11 @@ def sizes_of(problem: Problem) -> Sizes:
     if problem.packed or problem.mask.kind in (MaskKind.WINDOW, MaskKind.BLOCKS):
         keys = max(1.0, problem.kept_pairs() / (queries * problem.batch))
     return queries, keys, problem.batch * problem.heads_q, problem.group_size
+
+
+def distance_between(problem: Problem, other: Problem) -> float:
+    """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
+    return distance(sizes_of(problem), sizes_of(other))
 
 
 def distance(sizes: Sizes, others: Sizes) -> float:

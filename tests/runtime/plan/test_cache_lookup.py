@@ -23,7 +23,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
-from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan import cache_lookup, tuned_entries
 from autoattn.runtime.plan.cache_lookup import Level
 
 H200, A30 = samples.H200, samples.A30
@@ -218,10 +218,10 @@ def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path)
 
 
 def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
-    assert cache_lookup.distance(ASKED, ASKED) == 0.0
-    assert cache_lookup.distance(ASKED, FAR) == cache_lookup.distance(FAR, ASKED) == 2.0
-    assert cache_lookup.distance(ASKED, samples.problem(batch=1)) == 2.0
-    assert cache_lookup.distance(ASKED, samples.problem(heads_kv=32)) == 2.0
+    assert tuned_entries.distance_between(ASKED, ASKED) == 0.0
+    assert tuned_entries.distance_between(ASKED, FAR) == tuned_entries.distance_between(FAR, ASKED) == 2.0
+    assert tuned_entries.distance_between(ASKED, samples.problem(batch=1)) == 2.0
+    assert tuned_entries.distance_between(ASKED, samples.problem(heads_kv=32)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -238,12 +238,12 @@ def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
     ids=str,
 )
 def test_a_bucket_rounds_sizes_up_to_powers_of_two(change: dict[str, int], same: bool) -> None:
-    assert (cache_lookup.bucket(samples.problem(**change)) == cache_lookup.bucket(ASKED)) is same
+    assert (tuned_entries.bucket(samples.problem(**change)) == tuned_entries.bucket(ASKED)) is same
 
 
 def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_they_keep() -> None:
     def far(*masks: str, **facts: Any) -> float:
-        return cache_lookup.distance(*(samples.problem(mask=Mask.parse(mask), **facts) for mask in masks))
+        return tuned_entries.distance_between(*(samples.problem(mask=Mask.parse(mask), **facts) for mask in masks))
 
     assert far("window:127,128", "window:511,512", seq_q=4096) == pytest.approx(2.0, abs=0.2)
     assert far("blocks:64x64,0.5", "blocks:64x64,0.125") == 2.0
@@ -251,9 +251,9 @@ def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_t
         samples.problem(layout=Layout.PACKED, mask=Mask(), seq_q=1024, seq_kv=1024, tokens_q=tokens, tokens_kv=tokens)
         for tokens in (4096, 2048)
     ]
-    assert cache_lookup.distance(*packed) > 1.0  # half of the queries, and fewer keys for each
+    assert tuned_entries.distance_between(*packed) > 1.0  # half of the queries, and fewer keys for each
     wide, narrow = (samples.problem(mask=Mask.window(left, 0), seq_q=4096) for left in (2000, 100))
-    assert cache_lookup.bucket(wide) != cache_lookup.bucket(narrow)
+    assert tuned_entries.bucket(wide) != tuned_entries.bucket(narrow)
 
 
 def test_an_entry_of_another_search_space_is_skipped_and_said(tmp_path: Path) -> None:

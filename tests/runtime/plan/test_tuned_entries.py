@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import samples
 
 from autoattn.cache import store
 from autoattn.codegen import resources
-from autoattn.core import kernel_kind, variant
+from autoattn.codegen.space_rules import Rule
+from autoattn.core import kernel_kind, size_class, variant
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Op, Problem
-from autoattn.runtime.plan import cache_lookup, planner, tuned_entries
+from autoattn.core.problem import Numerics, Op, Problem
+from autoattn.runtime.plan import cache_lookup, planner, tuned_entries, words
 from autoattn.runtime.plan.cache_lookup import Level
 
 H200 = samples.H200
@@ -39,7 +41,7 @@ def written(folder: Path, *entries: CacheEntry) -> Path:
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function after which no text is rendered or hashed and no cache file is read."""
+    """A function after which no text is rendered or hashed, no sentence formed and no cache file read."""
 
     def forbid() -> None:
         def fail(*args: Any, **kwargs: Any) -> None:
@@ -49,12 +51,16 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(variant, "digest_of", fail)
         monkeypatch.setattr(Path, "open", fail)
         monkeypatch.setattr(store, "files_of", fail)
+        monkeypatch.setattr(store, "source_of", fail)
+        monkeypatch.setattr(words, "formed", fail)
+        monkeypatch.setattr(Problem, "__str__", fail)
+        monkeypatch.setattr(Problem, "key", property(fail))
 
     return forbid
 
 
 @pytest.mark.parametrize("tuned", [True, False], ids=["tuned", "default"])
-def test_a_new_length_renders_nothing_hashes_nothing_and_reads_no_file(
+def test_a_new_length_renders_nothing_hashes_nothing_says_nothing_and_reads_no_file(
     tuned: bool, tmp_path: Path, forbidden: Any
 ) -> None:
     folder = written(tmp_path, measured(ASKED if tuned else samples.problem(head_dim=80)))
@@ -67,6 +73,42 @@ def test_a_new_length_renders_nothing_hashes_nothing_and_reads_no_file(
         assert explanation.level in ((Level.BUCKET, Level.NEAREST) if tuned else (Level.DEFAULT,))
         sources.append(planner.render.render(problem, next(cache_lookup.variants(explanation, H200))))
     assert all(source is sources[0] for source in sources)
+
+
+@pytest.mark.parametrize("level", [Level.NEAREST, Level.DEFAULT])
+def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
+    level: Level, tmp_path: Path, forbidden: Any
+) -> None:
+    # Several entries; where none of them can serve, each leaves a step that nobody reads.
+    lengths, batch = ([2048, 4096, 8192], 1) if level is Level.NEAREST else ([2048, 4096, 8192], 2)
+    numerics = {"params": {**samples.measured().params, "softmax": "first_max"}} if level is Level.DEFAULT else {}
+    tuned = [measured(replace(ASKED, seq_kv=length), rivals=(), candidates=(), **numerics) for length in lengths]
+    folder = written(tmp_path, *tuned)
+    asked = replace(ASKED, batch=batch, numerics=Numerics.ONLINE if numerics else Numerics.ANY)
+    for length in (2000, 5000, 9000):  # an entry's text is compared when the entry is first about to serve
+        cache_lookup.explain(replace(asked, seq_kv=length), H200, folder)
+    forbidden()
+    classes = {size_class.rounded(length) for length in range(512, 16384)}
+    explanations = [cache_lookup.explain(replace(asked, seq_kv=length), H200, folder) for length in sorted(classes)]
+    assert len(explanations) == 40
+    if level is Level.DEFAULT:
+        assert {explanation.level for explanation in explanations} == {Level.DEFAULT}
+        assert all(len(explanation.words.texts) == len(tuned) + 3 for explanation in explanations)
+    else:
+        assert {explanation.level for explanation in explanations} <= {Level.BUCKET, Level.NEAREST}
+
+
+def test_a_new_class_asks_a_rule_once_however_many_entries_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = [replace(ASKED, seq_kv=length) for length in range(1024, 1036)]
+    folder = written(tmp_path, *(measured(problem, rivals=(), candidates=()) for problem in tuned))
+    refusing = replace(ASKED, seq_q=64, seq_kv=5000)  # too few rows for the tiles of these entries
+    assert len(cache_lookup.explain(refusing, H200, folder).steps) == len(tuned) + 3
+    rules: list[Rule] = []
+    call = Rule.__call__
+    monkeypatch.setattr(Rule, "__call__", lambda rule, facts: rules.append(rule) or call(rule, facts))
+    cache_lookup.explain(replace(refusing, seq_kv=6200), H200, folder)
+    assert rules
+    assert max(Counter(rules).values()) <= 2, "of the smallest problem of the class, and of 6,200 keys"
 
 
 def test_entries_of_other_kinds_are_not_among_them(tmp_path: Path) -> None:

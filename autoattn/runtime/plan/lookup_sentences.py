@@ -1,0 +1,78 @@
+"""The sentences of a look-up, each formed when somebody reads it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import triton
+
+from autoattn.core.cache_entry import KERNEL, CacheEntry
+from autoattn.core.device import Device
+from autoattn.core.variant import Variant
+from autoattn.runtime.plan.words import Text, formed
+
+
+def default_reason(template: str) -> str:
+    """Why a default runs."""
+    return f"no tuned entry can serve it, so a default of {template} runs; autoattn tune finds a better one"
+
+
+def without_default(why_not: Text) -> str:
+    """Of a template that has none."""
+    return f"default: {formed(why_not)}"
+
+
+def predicted(device: Device) -> str:
+    """Why the prediction for a problem is asked."""
+    return f"predicted for {device.name}, not measured"
+
+
+def distance_reason(entry: CacheEntry, octaves: float) -> str:
+    """Why the entry of another problem is asked."""
+    return f"{entry.problem} is {octaves:.1f} octaves away and was measured on this card"
+
+
+def but(reason: Text, why: str) -> str:
+    """Why a choice gives way."""
+    return f"{formed(reason)}, but {why}"
+
+
+def refusal(level: Enum, entry: CacheEntry, why_not: str) -> str:
+    """Why an entry does not serve."""
+    return f"{level.value}: {entry.problem} cannot serve, {why_not}"
+
+
+def other_triton(entry: CacheEntry) -> str:
+    """Of an entry that was tuned with another Triton."""
+    return f"{entry.problem} was tuned with Triton {entry.versions.get('triton')}, this is {triton.__version__}"
+
+
+def marked(entry: CacheEntry) -> str:
+    """Of an entry that a verification marked."""
+    return f"{entry.problem} is marked, {entry.mark}; run autoattn tune again"
+
+
+def other_torch(entry: CacheEntry) -> str:
+    """Of a rival that was timed with another PyTorch."""
+    return f"{entry.choice} was the fastest with torch {entry.versions.get('torch')}, this is {torch.__version__}"
+
+
+def fastest_since(reason: Text, choice: str) -> str:
+    """Of a rival that a verification found to be the fastest."""
+    return f"{formed(reason)}, and {choice} was the fastest when it was verified"
+
+
+def fastest(reason: Text, entry: CacheEntry) -> str:
+    """Of a rival that was the fastest."""
+    rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
+    gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
+    return f"{formed(reason)}, and {entry.choice} was the fastest{gain}"
+
+
+def fastest_beside(reason: Text, route: str, variant: Variant | None, entry: CacheEntry) -> str:
+    """Of the fastest beside a choice that cannot serve."""
+    words = route
+    if route == KERNEL and variant is not None:
+        words = f"{'its kernel' if variant == entry.variant else 'a runner-up'} of {variant.template}"
+    return f"{formed(reason)}; {words} was the fastest beside it"

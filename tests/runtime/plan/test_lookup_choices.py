@@ -1,0 +1,84 @@
+"""A look-up by shared rules chooses what the rules say, asked one by one of each entry and of each seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import drawn
+import samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoattn.cache import inventory, precedence, store
+from autoattn.codegen import search_space
+from autoattn.core import kernel_kind, size_class
+from autoattn.core.cache_entry import KERNEL, CacheEntry
+from autoattn.core.problem import Op, Problem
+from autoattn.core.variant import Variant
+from autoattn.runtime.plan import cache_lookup, tuned_entries
+from autoattn.runtime.plan.cache_lookup import FARTHEST, Level
+
+H200 = samples.H200
+FOLDERS = inventory.folders(None)
+TUNED = {op: tuned_entries.read(op, H200, FOLDERS) for op in Op}
+SHIPPED = [places[0].entry.problem for tuned in TUNED.values() for places in tuned.measured.values()]
+HELD_BACK: dict[int, str | None] = {}  # to find out takes a rendered text
+
+
+def why_not(entry: CacheEntry, problem: Problem) -> str | None:
+    if id(entry) not in HELD_BACK:
+        HELD_BACK[id(entry)] = store.why_held_back(entry)
+    space = search_space.load(entry.template)
+    asked = replace(problem, deterministic=entry.problem.deterministic or problem.deterministic)
+    return HELD_BACK[id(entry)] or space.why_infeasible(entry.variant, asked, H200)
+
+
+def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant]:
+    """What answers a problem that was not tuned itself: route, entry and variant."""
+    near: list[tuple[bool, float, str, CacheEntry]] = []
+    for key, places in TUNED[problem.op].measured.items():
+        tuned = places[0].entry.problem
+        octaves = tuned_entries.distance_between(tuned, problem)
+        if kernel_kind.shares_kernels(tuned, problem) and octaves <= FARTHEST:
+            entry = precedence.used_first(places, lambda each: why_not(each, problem))[0].entry
+            near.append((tuned.deterministic is not problem.deterministic, octaves, key, entry))
+    for otherwise, _, _, entry in sorted(near, key=lambda each: each[:3]):
+        repeats = entry.choice == KERNEL or not (otherwise and problem.deterministic)
+        if why_not(entry, problem) is None and repeats:
+            return entry.choice, entry, entry.variant
+    seeds = (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, H200))
+    return KERNEL, None, next(seeds)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(SHIPPED), st.integers(), st.booleans())
+def test_a_class_gets_what_the_rules_say_one_by_one(kind: Problem, seed: int, repeats: bool) -> None:
+    problem = drawn.resized(random.Random(seed), kind, drawn.LARGE).problem.simplified()
+    problem = replace(problem, deterministic=repeats and problem.op is Op.BACKWARD)
+    smallest = size_class.representative(problem)
+    explanation = cache_lookup.explain(problem, H200)
+    if explanation.level in (Level.EXACT, Level.PREDICTED):
+        return
+    # The class's own, unless that cannot run at these sizes.
+    decides = problem if explanation.chosen_for is None else smallest
+    route, entry, variant = chosen_one_by_one(decides)
+    found = (explanation.route, explanation.entry and explanation.entry.problem, explanation.variant)
+    assert found == (route, entry and entry.problem, variant)
+
+
+def test_nothing_of_the_shipped_cache_needs_another_rule() -> None:
+    entries = [place.entry for tuned in TUNED.values() for places in tuned.measured.values() for place in places]
+    assert entries
+    assert all(entry.mark is None for entry in entries), "a mark takes more than `chosen_one_by_one` knows"
+
+
+def test_words_that_are_read_later_are_those_of_the_choice(tmp_path: Path) -> None:
+    store.merge(tmp_path, H200, Op.FORWARD, [samples.current(samples.measured())])
+    problem = replace(samples.problem(), seq_kv=5000)
+    explanation = cache_lookup.explain(problem, H200, tmp_path)
+    next(path for path in (tmp_path / H200.name).iterdir() if path.suffix == ".json").unlink()
+    assert cache_lookup.explain(problem, H200, tmp_path).level is Level.DEFAULT
+    assert explanation.entry is not None
+    assert str(explanation.entry.problem) in explanation.reason
