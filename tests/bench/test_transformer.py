@@ -17,7 +17,7 @@ from autoattn.bench.training_results import Mode, Whose
 from autoattn.bench.transformer import SIZES, Size, Transformer
 from autoattn.core.problem import Problem
 from autoattn.runtime.plan.cache_lookup import Explanation, Level
-from autoattn.runtime.plan.words import Words
+from autoattn.runtime.plan.reasons import Reasons
 from autoattn.shapes import shapes_file
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_what_ran_is_named(whose: Whose, mode: Mode, words: str) -> None:
 
 def told(route: str, problem: Problem) -> Explanation:
     variant = samples.measured(problem).variant
-    return Explanation(problem=problem, route=route, level=Level.EXACT, words=Words(""), variant=variant)
+    return Explanation(problem=problem, route=route, level=Level.EXACT, reasons=Reasons(""), variant=variant)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from autoattn.core.cache_entry import Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.runtime.plan import cache_lookup
-from autoattn.runtime.plan.words import Words
+from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tools import verify
 
 # Show
@@ -163,7 +163,7 @@ def explained(problem: Problem, device: Device | None, folder: Path | None = Non
     explained.called = (problem, device, folder)  # type: ignore[attr-defined]
     return cache_lookup.Explanation(
         problem=problem, route="kernel", level=cache_lookup.Level.BUCKET,
-        words=Words("a tuned problem is near", ("exact: no entry for this problem", "bucket: found one")),
+        reasons=Reasons("a tuned problem is near", ("exact: no entry for this problem", "bucket: found one")),
         entry=samples.measured(), variant=samples.measured().variant,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ from autoattn.runtime import call_cache, prepared_call, resized_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
-from autoattn.runtime.plan.words import Words
+from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tensors.operands import View
 
 # --- the same launch --------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, An
 
 def test_a_backend_that_refuses_later_gives_way(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = cache_lookup.Explanation(
-        problem=None, route="sdpa-flash", level=Level.EXACT, words=Words("it was the fastest")
+        problem=None, route="sdpa-flash", level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     monkeypatch.setattr(pytorch_sdpa, "sdpa", lambda problem, operands, backend="sdpa": torch.zeros(1))

@@ -15,7 +15,7 @@ from torch import Tensor
 import autoattn
 from autoattn import functional
 from autoattn.runtime import call_cache
-from autoattn.runtime.plan.words import Words
+from autoattn.runtime.plan.reasons import Reasons
 
 pytestmark = pytest.mark.gpu
 
@@ -205,7 +205,9 @@ def test_a_rival_is_called_with_its_backend_alone_and_leaves_the_switches(
     from autoattn.runtime.plan import cache_lookup
     from autoattn.runtime.plan.cache_lookup import Level
 
-    chosen = cache_lookup.Explanation(problem=None, route=backend, level=Level.EXACT, words=Words("it was the fastest"))
+    chosen = cache_lookup.Explanation(
+        problem=None, route=backend, level=Level.EXACT, reasons=Reasons("it was the fastest")
+    )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     cuda = torch.backends.cuda
     switches = (

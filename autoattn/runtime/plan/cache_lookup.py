@@ -23,8 +23,8 @@ from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import lookup_sentences, tuned_entries
 from autoattn.runtime.plan.kind_rules import ROUTES, Contender, KindRules
+from autoattn.runtime.plan.reasons import Reasons, Text
 from autoattn.runtime.plan.tuned_entries import TunedEntries
-from autoattn.runtime.plan.words import Text, Words
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
@@ -50,7 +50,7 @@ class Explanation:
     problem: Problem | None
     route: str  # "kernel", or the name of the rival that runs: "sdpa", "sdpa-cudnn", ...
     level: Level
-    words: Words
+    reasons: Reasons
     entry: CacheEntry | None = None
     variant: Variant | None = None
     unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
@@ -65,12 +65,12 @@ class Explanation:
     @property
     def reason(self) -> str:
         """Why it runs, in one sentence."""
-        return self.words.reason
+        return self.reasons.reason
 
     @property
     def steps(self) -> tuple[str, ...]:
         """What was tried before, one sentence each."""
-        return self.words.steps
+        return self.reasons.steps
 
     @property
     def levels(self) -> str:
@@ -82,7 +82,7 @@ class Explanation:
 
 def sdpa(reason: Text, problem: Problem | None = None, steps: Iterable[Text] = ()) -> Explanation:
     """The explanation of a call that PyTorch answers."""
-    return Explanation(problem=problem, route=SDPA, level=Level.SDPA, words=Words(reason, steps))
+    return Explanation(problem=problem, route=SDPA, level=Level.SDPA, reasons=Reasons(reason, steps))
 
 
 def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
@@ -138,7 +138,7 @@ def variants(explanation: Explanation, device: Device | None) -> Iterator[Varian
 
 def without(explanation: Explanation, variant: Variant, reason: str) -> Explanation:
     """The explanation, once `variant` was refused."""
-    return replace(explanation, words=explanation.words.after(f"{variant.template}: {reason}"))
+    return replace(explanation, reasons=explanation.reasons.after(f"{variant.template}: {reason}"))
 
 
 def by(explanation: Explanation, variant: Variant) -> Explanation:
@@ -148,9 +148,11 @@ def by(explanation: Explanation, variant: Variant) -> Explanation:
         return explanation
     if explanation.level is not Level.DEFAULT:
         reason = f"{explanation.reason}, but its kernel cannot run here, so a default of {variant.template} does"
-        return replace(explanation, level=Level.DEFAULT, words=explanation.words.because(reason), variant=variant)
+        return replace(explanation, level=Level.DEFAULT, reasons=explanation.reasons.because(reason), variant=variant)
     return replace(
-        explanation, words=explanation.words.because(lookup_sentences.default_reason(variant.template)), variant=variant
+        explanation,
+        reasons=explanation.reasons.because(lookup_sentences.default_reason(variant.template)),
+        variant=variant,
     )
 
 
@@ -181,7 +183,7 @@ def _answer(problem: Problem, tuned: TunedEntries) -> Explanation:
         problem=problem,
         route=shared.route,
         level=level,
-        words=shared.words,
+        reasons=shared.reasons,
         entry=shared.entry,
         variant=shared.variant,
         unavailable=shared.unavailable,
@@ -290,7 +292,7 @@ class _Lookup:
             problem=self.problem,
             route=route,
             level=level,
-            words=Words(reason, self.steps),
+            reasons=Reasons(reason, self.steps),
             entry=entry,
             variant=variant,
         )
@@ -307,9 +309,9 @@ class _Lookup:
         if why_not is not None:
             self.steps.append(partial(lookup_sentences.refusal, level, entry, why_not))
             self.unavailable = self.unavailable or contender.unavailable
-            words = "its kernel cannot run here" if infeasible else why_not
+            reasons = "its kernel cannot run here" if infeasible else why_not
             served = level is Level.EXACT and (not worthless or contender.excluded is not None)
-            return self._instead(contender, level, partial(lookup_sentences.but, reason, words)) if served else None
+            return self._instead(contender, level, partial(lookup_sentences.but, reason, reasons)) if served else None
         if entry.versions.get("triton") != triton.__version__:
             self.steps.append(partial(lookup_sentences.other_triton, entry))
         if entry.mark is not None:

@@ -30,7 +30,7 @@ from autoattn.core.problem import Bias, DType, Op, Problem
 from autoattn.runtime.plan import cache_lookup, default_gradients, gradient_problem, host_bound, machine_code
 from autoattn.runtime.plan.cache_lookup import Explanation, Level
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
-from autoattn.runtime.plan.words import Text
+from autoattn.runtime.plan.reasons import Text
 
 
 def explain(
@@ -119,8 +119,8 @@ def of_gradients(problem: Problem, card: Device | None, folder: Path | None = No
         why_not = "it takes a mask of all pairs, which was not measured at these sizes"
     if why_not is None:
         return explanation
-    words = explanation.words.because(lambda: f"{explanation.reason}; but {why_not}, so the kernel runs")
-    return replace(explanation, route=KERNEL, words=words)
+    reasons = explanation.reasons.because(lambda: f"{explanation.reason}; but {why_not}, so the kernel runs")
+    return replace(explanation, route=KERNEL, reasons=reasons)
 
 
 def _why_not_differentiated(problem: Problem, *, lse: bool, learns_bias: bool) -> str | None:
@@ -156,9 +156,9 @@ def _pytorch_can_say_it(problem: Problem, explanation: Explanation, *, lse: bool
     if explanation.route == KERNEL or pytorch_sdpa.why_not_call(problem, lse=lse) is None:
         return explanation
     if explanation.variant is None:
-        return without_kernel(explanation.reason, problem, lse=lse, steps=explanation.words.texts)
-    words = explanation.words.because(lambda: f"{explanation.reason}; but it gives no LSE, so the kernel runs")
-    return replace(explanation, route=KERNEL, words=words)
+        return without_kernel(explanation.reason, problem, lse=lse, steps=explanation.reasons.texts)
+    reasons = explanation.reasons.because(lambda: f"{explanation.reason}; but it gives no LSE, so the kernel runs")
+    return replace(explanation, route=KERNEL, reasons=reasons)
 
 
 def why_not_both(output: Explanation, gradients: Explanation) -> str | None:
@@ -172,8 +172,8 @@ def why_not_both(output: Explanation, gradients: Explanation) -> str | None:
 def with_gradients(output: Explanation, gradients: Explanation) -> Explanation:
     """The explanation of a call whose gradients are computed by a kernel too."""
     of_class = output.chosen_for if gradients.chosen_for is not None else None
-    words = output.words.after(lambda: f"gradients: {gradients.reason}")
-    return replace(output, words=words, gradients=gradients, chosen_for=of_class)
+    reasons = output.reasons.after(lambda: f"gradients: {gradients.reason}")
+    return replace(output, reasons=reasons, gradients=gradients, chosen_for=of_class)
 
 
 def launch_bound(output: Explanation, gradients: Explanation, *, deterministic: bool, lse: bool) -> Explanation | None:
@@ -203,7 +203,7 @@ def without_gradients(
 ) -> Explanation:
     """PyTorch answers a call whose gradients no kernel computes."""
     reason = f"an input needs a gradient, and {refused}"
-    return without_kernel(reason, problem, lse=lse, steps=gradients.words.texts, learned=learned)
+    return without_kernel(reason, problem, lse=lse, steps=gradients.reasons.texts, learned=learned)
 
 
 def without_kernel(
@@ -214,10 +214,10 @@ def without_kernel(
     why_not = _why_not_differentiated(problem, lse=lse, learns_bias=learned.bias)
     if why_not is None:
         return explanation
-    return replace(explanation, route=pytorch_sdpa.EAGER, words=explanation.words.after(f"sdpa: {why_not}"))
+    return replace(explanation, route=pytorch_sdpa.EAGER, reasons=explanation.reasons.after(f"sdpa: {why_not}"))
 
 
 def repeated(explanation: Explanation) -> Explanation:
     """PyTorch's answer with gradients that repeat to the bit."""
     step = "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
-    return replace(explanation, words=explanation.words.after(step))
+    return replace(explanation, reasons=explanation.reasons.after(step))

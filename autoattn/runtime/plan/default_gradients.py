@@ -46,7 +46,7 @@ def answer(problem: Problem, gradients: Explanation, card: Device) -> Explanatio
         "an input needs a gradient, nobody tuned gradients near to these, and PyTorch's are believed faster than a "
         f"default of {gradients.variant.template}; autoattn tune measures that for problems of operation: backward"
     )
-    explanation = cache_lookup.sdpa(reason, problem, (*gradients.words.texts, f"{RULE}: {belief}"))
+    explanation = cache_lookup.sdpa(reason, problem, (*gradients.reasons.texts, f"{RULE}: {belief}"))
     return replace(explanation, chosen_for=gradients.chosen_for)
 
 

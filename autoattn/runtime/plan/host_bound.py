@@ -49,7 +49,7 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
         f"both passes of kernels take the GPU about {gpu_us[KERNEL]:.0f} us and the CPU {HOST_US[KERNEL]:.0f}, so that "
         f"a step waits for the CPU, which {_NAMES[route]} needs for {HOST_US[route]:.0f}"
     )
-    return replace(cache_lookup.sdpa(reason, problem, forward.words.texts), route=route)
+    return replace(cache_lookup.sdpa(reason, problem, forward.reasons.texts), route=route)
 
 
 def is_plain(problem: Problem) -> bool:

@@ -10,7 +10,7 @@ import triton
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.variant import Variant
-from autoattn.runtime.plan.words import Text, formed
+from autoattn.runtime.plan.reasons import Text, formed
 
 
 def default_reason(template: str) -> str:

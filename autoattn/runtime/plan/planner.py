@@ -135,7 +135,7 @@ def settled(plan: Plan, problem: Problem) -> Plan:
     if not _ruled_out or (problem, route) not in _ruled_out:  # the first spares a hash of the problem
         return plan
     reason = f"{route} was chosen, but does not take these tensors"
-    return replace(plan, explanation=cache_lookup.sdpa(reason, problem, plan.explanation.words.texts))
+    return replace(plan, explanation=cache_lookup.sdpa(reason, problem, plan.explanation.reasons.texts))
 
 
 def forget() -> None:
@@ -157,7 +157,7 @@ def prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     _warn_where_unavailable(explanation)
     explanation, kernel, refused = _first_compiled(explanation, problem, traits, index)
     if kernel is None and refused:
-        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.words.texts))
+        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.reasons.texts))
     return Plan(explanation, kernel)
 
 

@@ -32,7 +32,7 @@ from autoattn.errors import CompileError
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.runtime.plan.cache_lookup import Level
-from autoattn.runtime.plan.words import Words
+from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tensors.operands import Operands
 
 
@@ -164,7 +164,7 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
         return sdpa(one, operands, backend=backend)
 
     chosen = cache_lookup.Explanation(
-        problem=None, route="sdpa-cudnn", level=Level.EXACT, words=Words("it was the fastest")
+        problem=None, route="sdpa-cudnn", level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(pytorch_sdpa, "sdpa", refusing)
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
@@ -180,7 +180,7 @@ def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: 
         raise torch.OutOfMemoryError("no memory")
 
     chosen = cache_lookup.Explanation(
-        problem=None, route="sdpa-flash", level=Level.EXACT, words=Words("it was the fastest")
+        problem=None, route="sdpa-flash", level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     monkeypatch.setattr(pytorch_sdpa, "sdpa", full)
@@ -243,7 +243,7 @@ def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
 ) -> None:
     variant = search_space.load("triton/forward").default(kernels.problem(), samples.H200)
     chosen = cache_lookup.Explanation(
-        problem=None, route="sdpa-cudnn", level=Level.EXACT, words=Words("it was the fastest"), variant=variant
+        problem=None, route="sdpa-cudnn", level=Level.EXACT, reasons=Reasons("it was the fastest"), variant=variant
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
     found = autoattn.explain(*inputs(dtype=torch.float16), return_lse=True)

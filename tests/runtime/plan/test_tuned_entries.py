@@ -18,7 +18,7 @@ from autoattn.core import kernel_kind, size_class, variant
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Numerics, Op, Problem
-from autoattn.runtime.plan import cache_lookup, planner, tuned_entries, words
+from autoattn.runtime.plan import cache_lookup, planner, reasons, tuned_entries
 from autoattn.runtime.plan.cache_lookup import Level
 
 H200 = samples.H200
@@ -52,7 +52,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(Path, "open", fail)
         monkeypatch.setattr(store, "files_of", fail)
         monkeypatch.setattr(store, "source_of", fail)
-        monkeypatch.setattr(words, "formed", fail)
+        monkeypatch.setattr(reasons, "formed", fail)
         monkeypatch.setattr(Problem, "__str__", fail)
         monkeypatch.setattr(Problem, "key", property(fail))
 
@@ -93,7 +93,7 @@ def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
     assert len(explanations) == 40
     if level is Level.DEFAULT:
         assert {explanation.level for explanation in explanations} == {Level.DEFAULT}
-        assert all(len(explanation.words.texts) == len(tuned) + 3 for explanation in explanations)
+        assert all(len(explanation.reasons.texts) == len(tuned) + 3 for explanation in explanations)
     else:
         assert {explanation.level for explanation in explanations} <= {Level.BUCKET, Level.NEAREST}
 

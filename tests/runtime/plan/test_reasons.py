@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoattn.runtime.plan.words import Words
+from autoattn.runtime.plan.reasons import Reasons
 
 
 def test_a_sentence_is_formed_once_and_only_if_it_is_read() -> None:
@@ -12,7 +12,7 @@ def test_a_sentence_is_formed_once_and_only_if_it_is_read() -> None:
         formed.append(text)
         return text
 
-    words = Words(lambda: form("reason"), (lambda: form("first"), "second"))
+    words = Reasons(lambda: form("reason"), (lambda: form("first"), "second"))
     longer = words.after(lambda: form("third"))
     other = longer.because(lambda: form("other reason"))
     assert formed == []
@@ -24,8 +24,8 @@ def test_a_sentence_is_formed_once_and_only_if_it_is_read() -> None:
 
 
 def test_words_that_say_the_same_are_equal() -> None:
-    words = Words(lambda: "reason", (lambda: "step",))
-    assert words == Words("reason", ("step",))
-    assert hash(words) == hash(Words("reason", ("step",)))
-    assert words != Words("reason")
-    assert repr(words) == "Words('reason', ('step',))"
+    words = Reasons(lambda: "reason", (lambda: "step",))
+    assert words == Reasons("reason", ("step",))
+    assert hash(words) == hash(Reasons("reason", ("step",)))
+    assert words != Reasons("reason")
+    assert repr(words) == "Reasons('reason', ('step',))"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 Text: TypeAlias = "str | Callable[[], str]"  # a sentence, or what forms it
 
 
-class Words:
+class Reasons:
     """Why something runs, and what was tried before; equal to others that say the same."""
 
     __slots__ = ("_reason", "_texts")
@@ -41,22 +41,22 @@ class Words:
         """What was tried before, formed or not."""
         return self._texts
 
-    def because(self, reason: Text) -> Words:
+    def because(self, reason: Text) -> Reasons:
         """Another reason behind the same steps."""
-        return Words(reason, self._texts)
+        return Reasons(reason, self._texts)
 
-    def after(self, *texts: Text) -> Words:
+    def after(self, *texts: Text) -> Reasons:
         """The same reason behind more steps."""
-        return Words(lambda: self.reason, (*self._texts, *texts))
+        return Reasons(lambda: self.reason, (*self._texts, *texts))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Words) and (self.reason, self.steps) == (other.reason, other.steps)
+        return isinstance(other, Reasons) and (self.reason, self.steps) == (other.reason, other.steps)
 
     def __hash__(self) -> int:
         return hash((self.reason, self.steps))
 
     def __repr__(self) -> str:
-        return f"Words({self.reason!r}, {self.steps!r})"
+        return f"Reasons({self.reason!r}, {self.steps!r})"
 
 
 def formed(text: Text) -> str:
