@@ -1,25 +1,29 @@
-"""Runs a copy of FlashAttention's tests/test_flash_attn.py against autoattn.functional, on the GPU that is here.
+"""Runs a copy of FlashAttention's tests/test_flash_attn.py against autoattn.functional.
 
-python benchmarks/flash_attention_tests.py FILE [--cases 20] [--seed 0] [--only TEXT] [--workers 8] [--write]
+python benchmarks/flash_attention_tests.py FILE [--cases 20] [--seed 0] [--only TEXT] [--workers 8] [--limit 200]
+    [--write] [--list]
 
-FILE imports `flash_attn`, in whose place modules of this script stand. Of each test, as many cases are drawn as asked
-for. Left out are caches of keys and pages, which autoattn does not have, and cases that read the probabilities of a
-dropout in the layout that FlashAttention-2 writes them.
+FILE imports einops, and `flash_attn`, in whose place modules of this script stand. What autoattn has no counterpart for
+is left out and counted by reason: caches of keys and pages, FlashAttention's own extension, and cases that read its
+matrix of dropped probabilities. Of what remains, N cases of each test are drawn by a seed. --list counts the cases and
+runs none; it needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import random
 import signal
-import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -27,12 +31,23 @@ from kept import keep
 from torch import Tensor
 
 from autoattn import functional
+from autoattn.hardware import nvidia
 
 NO_CACHE = "autoattn has no key cache and no pages yet"
+NO_EXTENSION = "it asks for FlashAttention's own extension"
 NO_PROBABILITIES = "autoattn does not write the probabilities of a dropout"
-PROBABILITIES = "dropout_p"  # the parameter of tests that read them, but for those of REPEATED
-REPEATED = "race_condition"  # what reads no probabilities
+LEFT_OUT: tuple[tuple[str, str | None, str], ...] = (  # a name in a test's code, the parameter that asks for it, why
+    ("flash_attn_with_kvcache", None, NO_CACHE),
+    ("_generate_block_kvcache", "paged_kv_block_size", NO_CACHE),
+    ("_flash_attn_varlen_forward", None, NO_EXTENSION),
+    ("flash_attn_gpu", None, NO_EXTENSION),
+    ("convert_flash_attn_S_to_softmax", "dropout_p", NO_PROBABILITIES),
+)
+HOPPER = (9, 0)  # the capability that tests find on a machine without a GPU; they ask for it when they are imported
+LATE = "took longer than"
+OUTCOMES = ("passed", "failed", "late", "skipped")
 SLOWEST = 10  # cases that are named
+SHOWN = 200  # characters of a failure
 
 
 # --- in place of flash_attn -------------------------------------------------------------------------------------------
@@ -91,7 +106,7 @@ def unpad_input(
     places = (mask if unused is None else mask | unused).flatten().nonzero().flatten()
     taken = lengths if unused is None else (mask | unused).sum(-1, dtype=torch.int32)
     offsets = torch.nn.functional.pad(taken.cumsum(0, dtype=torch.int32), (1, 0))
-    return padded.flatten(0, 1)[places], places, offsets, int(taken.max()), lengths
+    return index_first_axis(padded.flatten(0, 1), places), places, offsets, int(taken.max()), lengths
 
 
 def pad_input(tokens: Tensor, places: Tensor, batch: int, longest: int) -> Tensor:
@@ -101,95 +116,146 @@ def pad_input(tokens: Tensor, places: Tensor, batch: int, longest: int) -> Tenso
     return padded.unflatten(0, (batch, longest))
 
 
-def without_cache(*args: Any, **given: Any) -> Any:
+def index_first_axis(tokens: Tensor, places: Tensor) -> Tensor:
+    """flash_attn.bert_padding.index_first_axis: the tokens at these places."""
+    return tokens[places]
+
+
+def missing(reason: str) -> Callable[..., NoReturn]:
     """What autoattn has nothing for."""
-    pytest.skip(NO_CACHE)
+
+    def skip(*args: Any, **given: Any) -> NoReturn:
+        pytest.skip(reason)
+
+    return skip
 
 
-def modules() -> dict[str, ModuleType]:
-    """What the test file imports, by name."""
-    contents: dict[str, dict[str, Any]] = {
-        "flash_attn": {
-            "flash_attn_func": dense,
-            "flash_attn_kvpacked_func": dense_of_pair,
-            "flash_attn_qkvpacked_func": dense_of_three,
-            "flash_attn_varlen_func": varlen,
-            "flash_attn_varlen_kvpacked_func": varlen_of_pair,
-            "flash_attn_varlen_qkvpacked_func": varlen_of_three,
-            "flash_attn_with_kvcache": without_cache,
-        },
-        "flash_attn.bert_padding": {"pad_input": pad_input, "unpad_input": unpad_input},
-        "flash_attn.flash_attn_interface": {
-            "_get_block_size_n": without_cache,
-            "_flash_attn_varlen_forward": without_cache,
-            "flash_attn_gpu": None,
-            "USE_TRITON_ROCM": False,
-        },
-        "flash_attn.layers": {},
-        "flash_attn.layers.rotary": {"apply_rotary_emb": without_cache},
-    }
-    made = {}
-    for name, members in contents.items():
-        made[name] = ModuleType(name)
-        made[name].__dict__.update(members)
-    return made
+CONTENTS: dict[str, dict[str, Any]] = {
+    "flash_attn": {
+        "flash_attn_func": dense,
+        "flash_attn_kvpacked_func": dense_of_pair,
+        "flash_attn_qkvpacked_func": dense_of_three,
+        "flash_attn_varlen_func": varlen,
+        "flash_attn_varlen_kvpacked_func": varlen_of_pair,
+        "flash_attn_varlen_qkvpacked_func": varlen_of_three,
+        "flash_attn_with_kvcache": missing(NO_CACHE),
+    },
+    "flash_attn.bert_padding": {
+        "index_first_axis": index_first_axis,
+        "pad_input": pad_input,
+        "unpad_input": unpad_input,
+    },
+    "flash_attn.flash_attn_interface": {
+        "_get_block_size_n": missing(NO_PROBABILITIES),
+        "_flash_attn_varlen_forward": missing(NO_EXTENSION),
+        "flash_attn_gpu": None,
+        "USE_TRITON_ROCM": False,
+    },
+    "flash_attn.layers": {},
+    "flash_attn.layers.rotary": {"apply_rotary_emb": missing(NO_CACHE)},
+}
+
+
+def install() -> None:
+    """Makes `import flash_attn` give autoattn's functions in this process."""
+    for name, members in CONTENTS.items():
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__dict__.update(members)
+    if not torch.cuda.is_available():
+        torch.cuda.get_device_capability = lambda device=None: HOPPER  # type: ignore[assignment]
+
+
+# --- which cases are run ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cases:
+    """The cases of a test that can be run, as the values that its parametrize marks give; one mark may name several."""
+
+    names: tuple[str, ...]
+    axes: tuple[tuple[tuple[Any, ...], ...], ...]
+    left_out: dict[str, int]  # cases by reason
+
+    @property
+    def count(self) -> int:
+        return math.prod(map(len, self.axes))
+
+
+def cases_of(function: Callable[..., Any]) -> Cases:
+    """Splits the cases of a test into those that can be run and those that are left out."""
+    names: list[str] = []
+    axes: list[tuple[tuple[Any, ...], ...]] = []
+    owners: dict[str, tuple[int, int]] = {}  # a parameter's axis, and its place there
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            words = [word.strip() for word in mark.args[0].split(",")]
+            owners |= {word: (len(axes), place) for place, word in enumerate(words)}
+            names += words
+            axes.append(tuple(tuple(value) if len(words) > 1 else (value,) for value in mark.args[1]))
+    left_out: Counter[str] = Counter()
+    for used, parameter, reason in LEFT_OUT:
+        if used not in function.__code__.co_names:
+            continue
+        count = math.prod(map(len, axes))
+        if parameter is None:
+            axes.append(())
+        elif parameter in owners:
+            axis, place = owners[parameter]
+            axes[axis] = tuple(value for value in axes[axis] if not value[place])
+        left_out[reason] += count - math.prod(map(len, axes))
+    return Cases(names=tuple(names), axes=tuple(axes), left_out=dict(+left_out))
+
+
+def drawn(axes: tuple[tuple[tuple[Any, ...], ...], ...], count: int, draw: random.Random) -> list[tuple[Any, ...]]:
+    """So many combinations of the axes' values, or all where there are no more."""
+    total = math.prod(map(len, axes))
+    rows = []
+    for number in draw.sample(range(total), min(count, total)):
+        row: tuple[Any, ...] = ()
+        for values in axes:
+            number, place = divmod(number, len(values))
+            row += values[place]
+        rows.append(row)
+    return rows
 
 
 # --- pytest's hooks: this script is the plugin of the pytest that it starts -------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=20)
-    parser.addoption("--seed", type=int, default=0)
-    parser.addoption("--limit", type=int, default=200)
-    parser.addoption("--table", default="")
+    parser.addoption("--fa-cases", type=int, default=20)
+    parser.addoption("--fa-seed", type=int, default=0)
+    parser.addoption("--fa-only", default="")
+    parser.addoption("--fa-limit", type=int, default=0)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    sys.modules.update(modules())
+def pytest_configure() -> None:
+    install()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> None:
-    """Draws cases before pytest makes them all, of which there are some hundred thousand."""
-    marks = getattr(obj, "pytestmark", [])
-    axes = [mark for mark in marks if mark.name == "parametrize"]
-    if name.startswith("test_") and axes:
-        draw = random.Random(f"{collector.config.getoption('seed')} {name}")
-        names = ",".join(mark.args[0] for mark in axes)
-        rows = drawn([list(mark.args[1]) for mark in axes], collector.config.getoption("cases"), draw)
-        obj.pytestmark = [mark for mark in marks if mark.name != "parametrize"]
-        pytest.mark.parametrize(names, rows if "," in names else [row[0] for row in rows])(obj)
-
-
-def drawn(axes: list[list[Any]], count: int, draw: random.Random) -> list[tuple[Any, ...]]:
-    """So many combinations of the axes' values, or all where there are no more; one may stand for several names."""
-    total = math.prod(map(len, axes))
-    rows = []
-    for number in draw.sample(range(total), min(count, total)):
-        row: list[Any] = []
-        for values in axes:
-            number, place = divmod(number, len(values))
-            value = values[place]
-            row += value if isinstance(value, tuple) else [value]
-        rows.append(tuple(row))
-    return rows
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    params = getattr(item, "callspec", None)
-    if params is not None and params.params.get(PROBABILITIES) and REPEATED not in item.name:
-        pytest.skip(NO_PROBABILITIES)
-    if "generator_arg" in item.name:
-        pytest.skip("it asks for FlashAttention's own extension")
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> list[pytest.Item] | None:
+    """Gives a test its drawn cases before pytest makes all, of which there are some hundred thousand."""
+    if not name.startswith("test_") or not hasattr(obj, "__code__"):
+        return None
+    options, cases = collector.config.option, cases_of(obj)
+    rows = drawn(cases.axes, options.fa_cases, random.Random(f"{options.fa_seed} {name}"))
+    if not rows or options.fa_only not in name:
+        return []
+    obj.pytestmark = [mark for mark in getattr(obj, "pytestmark", []) if mark.name != "parametrize"]
+    if cases.names:
+        ids = [",".join(f"{key}={value}" for key, value in zip(cases.names, row, strict=True)) for row in rows]
+        params = [pytest.param(*row, id=words.replace("torch.", "")) for row, words in zip(rows, ids, strict=True)]
+        pytest.mark.parametrize(cases.names, params)(obj)
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Any:
-    limit = item.config.getoption("limit")
+    limit = item.config.option.fa_limit
 
     def end(*given: Any) -> None:
-        pytest.fail(f"took longer than {limit} s", pytrace=False)
+        pytest.fail(f"{LATE} {limit} s", pytrace=False)
 
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(limit)
@@ -200,57 +266,125 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         signal.signal(signal.SIGALRM, before)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if path := config.getoption("table"):
-        Path(path).write_text(summary(terminalreporter.stats) + "\n", encoding="utf-8")
+# --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def summary(stats: dict[str, list[Any]]) -> str:
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of each case, in the process that the workers report to."""
+
+    reports: dict[str, pytest.TestReport] = field(default_factory=dict)  # by the case's name
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.reports[report.nodeid.partition("::")[2]] = report
+
+
+def outcome_of(report: pytest.TestReport) -> str:
+    return "late" if report.failed and LATE in report.longreprtext else report.outcome
+
+
+def first_words(text: str) -> str:
+    """The line that says what is wrong, as pytest marks it, or else the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return (marked or lines[-1:] or ["no message"])[0][:SHOWN]
+
+
+def summary(reports: dict[str, pytest.TestReport]) -> Iterator[str]:
     """What became of the cases, as markdown."""
-    failed = stats.get("failed", []) + stats.get("error", [])
-    late = [report for report in failed if "took longer than" in str(report.longrepr)]
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
-    passed = stats.get("passed", [])
-    lines = ["| outcome | cases |", "|---|--:|", f"| passed | {len(passed)} |"]
-    lines += [f"| failed | {len(failed) - len(late)} |", f"| longer than the limit | {len(late)} |"]
-    lines += [f"| left out: {reason} | {count} |" for reason, count in sorted(reasons.items())]
-    slowest = sorted(passed + failed, key=lambda report: -report.duration)[:SLOWEST]
-    lines += ["", "| slowest cases | s |", "|---|--:|"]
-    lines += [f"| {report.nodeid.rpartition('::')[2]} | {report.duration:.1f} |" for report in slowest]
-    lines += ["", *(f"- failed: {report.nodeid.rpartition('::')[2]}" for report in failed)]
-    return "\n".join(lines).rstrip()
+    tests: dict[str, list[pytest.TestReport]] = defaultdict(list)
+    for case, report in reports.items():
+        tests[case.partition("[")[0]].append(report)
+    yield f"| test | {' | '.join(OUTCOMES)} | seconds |"
+    yield f"|---{'|--:' * (len(OUTCOMES) + 1)}|"
+    for test, members in [*tests.items(), ("all", list(reports.values()))]:
+        counts = Counter(map(outcome_of, members))
+        cells = [str(counts[outcome]) for outcome in OUTCOMES]
+        yield f"| {test} | {' | '.join(cells)} | {sum(report.duration for report in members):,.1f} |"
+    skipped = Counter(str(report.longrepr[2]) for report in reports.values() if isinstance(report.longrepr, tuple))
+    slowest = sorted(reports, key=lambda case: -reports[case].duration)[:SLOWEST]
+    yield from ["", *(f"- {count} skipped: {words.removeprefix('Skipped: ')}" for words, count in skipped.items())]
+    failed = [(case, report) for case, report in reports.items() if report.failed]
+    yield from (f"- failed: `{case}`: {first_words(report.longreprtext)}" for case, report in failed)
+    yield from (f"- among the slowest: {reports[case].duration:,.1f} s, `{case}`" for case in slowest)
+
+
+def listing(module: ModuleType, count: int, only: str) -> Iterator[str]:
+    """How many cases each test has, how many are drawn, and how many are left out and why."""
+    yield "| test | can be run | drawn | left out | why |"
+    yield "|---|--:|--:|--:|---|"
+    for name, function in vars(module).items():
+        if name.startswith("test_") and only in name and hasattr(function, "__code__"):
+            cases = cases_of(function)
+            left_out, why = sum(cases.left_out.values()), "; ".join(cases.left_out)
+            yield f"| {name} | {cases.count:,} | {min(count, cases.count):,} | {left_out:,} | {why} |"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def main() -> int:
-    """Starts pytest with this script as its plugin, and prints what it found."""
+def load(path: Path) -> ModuleType:
+    """The test file as a module."""
+    install()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs FlashAttention's own tests against autoattn.functional.")
     parser.add_argument("file", type=Path, help="a copy of FlashAttention's tests/test_flash_attn.py")
     parser.add_argument("--cases", type=int, default=20, help="of each test")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--only", default="", help="only tests whose name matches (pytest -k)")
+    parser.add_argument("--only", default="", help="only tests whose name holds this text")
     parser.add_argument("--workers", type=int, default=0, help="processes; needs pytest-xdist")
-    parser.add_argument("--limit", type=int, default=200, help="seconds of a case")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
-    asked = parser.parse_args()
-    if not asked.file.is_file():
-        parser.error(f"the file must be a copy of tests/test_flash_attn.py, got {asked.file}; download it first")
-    table = Path(os.environ.get("TMPDIR", "/tmp")) / f"flash_attention_tests_{os.getpid()}.md"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
-    command += [str(asked.file), "--cases", str(asked.cases), "--seed", str(asked.seed), "--limit", str(asked.limit)]
-    command += ["--table", str(table), *(["-k", asked.only] if asked.only else [])]
-    command += ["-n", str(asked.workers), "--dist", "worksteal"] if asked.workers else []
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, check=False).returncode
-    if not table.exists():
-        return code
-    text = table.read_text(encoding="utf-8")
-    table.unlink()
-    print(text)
-    if asked.write:
-        keep("flash_attention_tests", f"# FlashAttention's own tests\n\n`{' '.join(sys.argv)}`\n\n{text}")
+    parser.add_argument("--limit", type=int, default=200, help="seconds of a case, compilation included; 0 is none")
+    parser.add_argument("--list", action="store_true", help="count the cases and run none")
+    parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
+    given = parser.parse_args()
+    given.file = given.file.resolve()
+    if not given.file.is_file():
+        parser.error(f"the file must be a copy of tests/test_flash_attn.py, got {given.file}; download it first")
+    if given.workers and importlib.util.find_spec("xdist") is None:
+        parser.error(
+            f"--workers {given.workers} needs pytest-xdist, which is not installed; install it or leave it out"
+        )
+    return given
+
+
+def command_line(given: argparse.Namespace) -> list[str]:
+    """How pytest is called: neither a project's settings nor conftest files beside the tests take part."""
+    words = [str(given.file), "-q", "--tb=short", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--noconftest"]
+    words += ["-c", os.devnull, "--rootdir", str(given.file.parent), f"--fa-cases={given.cases}"]
+    words += [f"--fa-seed={given.seed}", f"--fa-only={given.only}", f"--fa-limit={given.limit}"]
+    return [*words, "-n", str(given.workers), "--dist", "worksteal"] if given.workers else words
+
+
+def main() -> int:
+    """Prints the tables; pytest's exit status."""
+    given = arguments()
+    try:
+        cases = "\n".join(listing(load(given.file), given.cases, given.only))
+    except ImportError as error:
+        print(f"{given.file.name} must be importable, got: {error}; install what it needs", file=sys.stderr)
+        return 2
+    if given.list:
+        print(cases)
+        return 0
+    tally = Tally()
+    code = int(pytest.main(command_line(given), plugins=[tally]))
+    text = "\n".join([*summary(tally.reports), "", cases])
+    print(f"\n{text}")
+    if given.write:
+        card = nvidia.present()
+        name = card.name if card else "cpu"
+        about = f"{name}, torch {torch.__version__}: `{' '.join(sys.argv)}`"
+        page = f"# FlashAttention's own tests on autoattn\n\n{about}\n\n{text}"
+        print(f"written to {keep(f'{name}_flash_attention_tests', page)}")
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -154,7 +155,8 @@ class Mask:
         if self.causal:
             return f"causal:{self.alignment.value}"
         if self.kind is MaskKind.WINDOW:
-            left, right = (-1 if side is None else side for side in (self.left, self.right))
+            # torch.compile traces widths as symbols, which no text can hold; this makes them numbers of the graph.
+            left, right = (-1 if side is None else operator.index(side) for side in (self.left, self.right))
             return f"window:{left},{right}"
         if self.sparse:
             return f"blocks:{self.block_q}x{self.block_kv},{self.density:.4g}"

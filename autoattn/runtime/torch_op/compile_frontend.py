@@ -29,7 +29,7 @@ from autoattn.runtime.torch_op import attention_schema, tracing
 from autoattn.tensors import cu_seqlens
 
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
-_WHOLE = Mask()
+_WHOLE = str(Mask())
 _SAYABLE = (str, Tensor, Mask, masks.BlockSparse)
 
 
@@ -233,17 +233,17 @@ def _three(
 
 def _seen(mask: Any, causal: Any, window: Any, bias: Any) -> tuple[str, Any, Tensor | None]:
     """The words of a mask, a table of blocks, and a bias."""
-    shape = mask_arguments.band(causal, window)
+    shape = str(mask_arguments.band(causal, window))  # as text: Dynamo compares no masks of which numbers are symbols
     if mask is None:
-        return str(shape), None, bias
+        return shape, None, bias
     if isinstance(mask, Tensor):
         if bias is not None:
             raise mask_arguments.two_tensors()
-        return str(shape), None, mask
+        return shape, None, mask
     words = mask if isinstance(mask, str) else str(mask) if isinstance(mask, Mask) else None
     if shape != _WHOLE:
         raise mask_arguments.contradiction(words, causal, window)
-    return (str(_WHOLE), mask, bias) if words is None else (words, None, bias)
+    return (_WHOLE, mask, bias) if words is None else (words, None, bias)
 
 
 def table_arguments(table: Any) -> dict[str, Any]:

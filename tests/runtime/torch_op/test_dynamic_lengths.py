@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from functional_calls import noise, nothing_planned  # noqa: F401 - a fixture
+from functional_calls import SINKS, SLOPES, noise, nothing_planned  # noqa: F401 - a fixture
+from rarely import rarely
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoattn
+from autoattn.core.mask import Mask
+
+ATTENTION = torch.ops.autoattn.attention.default
+BACKWARD = torch.ops.autoattn.attention_backward.default
 
 LENGTHS = range(20, 70)  # PyTorch takes sizes that agree in the first call, such as batch and length, for one symbol
 Call = Callable[..., Any]
@@ -36,6 +42,24 @@ def window(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return autoattn.attention(query, key, value, window=(16, 0))
 
 
+def with_options(options: dict[str, Any]) -> Call:
+    """A call whose arguments Dynamo reads from a dict: with dynamic=True it makes symbols of their whole numbers."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return autoattn.attention(query, key, value, **options)
+
+    return attend
+
+
+def packed_with(options: dict[str, Any]) -> Call:
+    """A packed call whose sequences are of at most 99 tokens."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_kv: Tensor, *_: int) -> Any:
+        return autoattn.packed_attention(query, key, value, starts_q, starts_kv, 99, 99, **options)
+
+    return attend
+
+
 def packed(
     query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_kv: Tensor, most_q: int, most_kv: int
 ) -> Any:
@@ -44,6 +68,10 @@ def packed(
 
 def dense(length: int) -> list[Any]:
     return [noise(2, heads, length, 16, seed=heads) for heads in (4, 2, 2)]
+
+
+def dense_bshd(length: int) -> list[Any]:
+    return [tensor.transpose(1, 2).contiguous() for tensor in dense(length)]
 
 
 def growing(length: int) -> list[Any]:
@@ -64,7 +92,22 @@ KINDS: dict[str, tuple[Call, Callable[[int], list[Any]]]] = {
     "decode": (decode, growing),
     "window": (window, dense),
     "packed": (packed, ragged),
+    "window of symbols": (with_options({"window": (10, 2)}), dense),
+    "Mask of symbols": (with_options({"mask": Mask.window(9, 2)}), dense),
+    "top-left": (with_options({"causal": "top-left"}), dense),
+    "softcap, bshd": (with_options({"causal": True, "softcap": 2.0, "layout": "bshd"}), dense_bshd),
+    "slopes, sinks, lse": (with_options({"alibi_slopes": SLOPES, "sinks": SINKS, "return_lse": True}), dense),
+    "packed window of symbols": (packed_with({"window": (5, 5), "softcap": 2.0}), ragged),
+    "packed lse": (packed_with({"return_lse": True}), ragged),
 }
+EXPORTED = ("causal", "decode", "window", "packed")
+OFTEN = (*EXPORTED, "window of symbols", "Mask of symbols", "packed window of symbols")
+
+
+def first(answer: Any) -> Tensor:
+    """The output, whether the LSE was returned or not."""
+    output: Tensor = answer if isinstance(answer, Tensor) else answer[0]
+    return output
 
 
 def assert_alike(traced: Call, call: Call, given: list[Any], *, learns: bool) -> None:
@@ -72,7 +115,7 @@ def assert_alike(traced: Call, call: Call, given: list[Any], *, learns: bool) ->
     results = []
     for function in (traced, call):
         leaves = [tensor.detach().requires_grad_(learns) for tensor in given[:3]]
-        output = function(*leaves, *given[3:])
+        output = first(function(*leaves, *given[3:]))
         grads = torch.autograd.grad(output.square().sum(), leaves) if learns else ()
         results.append([output.detach(), *grads])
     for ours, expected in zip(*results, strict=True):
@@ -80,7 +123,7 @@ def assert_alike(traced: Call, call: Call, given: list[Any], *, learns: bool) ->
 
 
 @pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rarely(list(KINDS), lambda kind: kind in OFTEN))
 def test_fifty_lengths_are_compiled_once(kind: str, learns: bool) -> None:
     call, tensors = KINDS[kind]
     counter = CompileCounterWithBackend("aot_eager")
@@ -91,6 +134,49 @@ def test_fifty_lengths_are_compiled_once(kind: str, learns: bool) -> None:
         for length in LENGTHS:
             assert_alike(traced, call, tensors(length), learns=learns)
     assert counter.frame_count == compiled > 0
+
+
+def test_by_default_the_second_length_makes_a_symbol_and_the_others_compile_nothing() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(window, backend=counter, fullgraph=True)
+    counts = []
+    for length in LENGTHS:
+        compiled(*dense(length))
+        counts.append(counter.frame_count)
+    assert counts == [1, *([2] * (len(LENGTHS) - 1))]
+
+
+def test_another_width_of_a_window_is_another_graph() -> None:
+    """The widths are words of the operator."""
+
+    def attend(width: int, *three: Tensor) -> Any:
+        return autoattn.attention(*three, window=(width, 0))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    for width in (10, 11, 10):
+        torch.testing.assert_close(compiled(width, *dense(40)), attend(width, *dense(40)))
+    words = [node.kwargs["mask"] for graph in counter.graphs for node in graph.graph.nodes if node.target is ATTENTION]
+    assert set(words) == {"window:10,0", "window:11,0"}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+def test_shapes_of_both_passes_follow_from_symbols_without_a_guard(layout: str) -> None:
+    call, tensors = KINDS["packed lse" if layout == "packed" else "softcap, bshd" if layout == "bshd" else "window"]
+    given = tensors(40)[:5]
+    leaves = [tensor.requires_grad_() for tensor in given[:3]]
+
+    def both(*given: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(first(call(*given)).sum(), given[:3]))
+
+    graph = make_fx(both, tracing_mode="symbolic")(*leaves, *given[3:])
+    assert {ATTENTION, BACKWARD} <= {node.target for node in graph.graph.nodes}
+    shapes = [node.meta["val"].shape for node in graph.graph.nodes if node.op == "placeholder"]
+    axis = {"bhsd": 2, "bshd": 1, "packed": 0}[layout]
+    symbols = {symbol for shape in shapes[:2] for symbol in shape[axis].node.expr.free_symbols}
+    assert symbols
+    for guard in graph.shape_env.guards:  # there is one: the query's heads are a multiple of the key's
+        assert not guard.expr.free_symbols & symbols, guard
 
 
 class _Module(torch.nn.Module):
@@ -114,7 +200,7 @@ def _dims(kind: str) -> tuple[Any, ...]:
     return ({2: queries}, {2: keys}, {2: keys})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXPORTED)
 def test_one_exported_program_serves_fifty_lengths(kind: str) -> None:
     call, tensors = KINDS[kind]
     exported = torch.export.export(
@@ -123,3 +209,22 @@ def test_one_exported_program_serves_fifty_lengths(kind: str) -> None:
     program = exported.module()
     for length in LENGTHS:
         torch.testing.assert_close(program(*tensors(length)), call(*tensors(length)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_one_exported_program_serves_packed_batches_of_any_number_of_sequences(strict: bool) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Any:
+        return autoattn.packed_attention(query, key, value, starts, starts, 99, 99, causal=True)
+
+    def batch(tokens: int, longest: int) -> list[Tensor]:
+        starts = torch.tensor([*range(0, tokens, longest), tokens], dtype=torch.int32)
+        return [*(noise(tokens, heads, 16, seed=heads) for heads in (4, 2, 2)), starts]
+
+    tokens, offsets = torch.export.Dim("tokens"), torch.export.Dim("offsets")
+    dims = (({0: tokens}, {0: tokens}, {0: tokens}, {0: offsets}),)
+    exported = torch.export.export(_Module(attend), tuple(batch(90, 30)), dynamic_shapes=dims, strict=strict)
+    assert ATTENTION in [node.target for node in exported.graph.nodes]
+    program = exported.module()
+    for length in LENGTHS:
+        given = batch(length + 30, 3 + length % 17)
+        torch.testing.assert_close(program(*given), attend(*given))

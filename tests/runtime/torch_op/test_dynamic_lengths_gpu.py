@@ -112,6 +112,32 @@ def test_a_graph_follows_lengths_that_are_written_into_its_offsets() -> None:
         attend()
 
 
+def test_a_captured_training_step_follows_lengths_that_are_written_into_its_offsets() -> None:
+    leaves = [normal(400, heads, 64).requires_grad_() for heads in (4, 2, 2)]
+    starts = torch.tensor([0, 150, 300, 400], dtype=torch.int32, device="cuda")
+    push = torch.randn_like(leaves[0])
+
+    def step(starts: Tensor) -> list[Tensor]:
+        output: Any = autoattn.packed_attention(*leaves, starts, starts, 400, 400, window=(100, 0), softcap=20.0)
+        return [output.detach(), *torch.autograd.grad(output, leaves, push)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # autograd's own rule for what is captured
+        for _ in range(3):
+            step(starts)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(starts)
+    for ends in BATCHES:
+        starts.copy_(torch.tensor([0, *ends], dtype=torch.int32))
+        graph.replay()
+        for ours, expected in zip(results, step(starts.clone()), strict=True):
+            assert_near(ours, expected)
+        assert not results[0][ends[-1] :].any()  # tokens behind the last sequence
+
+
 def test_offsets_on_another_device_are_refused() -> None:
     tensors = [normal(400, 4, 64) for _ in range(3)]
     starts = torch.tensor([0, 150, 400], dtype=torch.int32)
