@@ -44,15 +44,21 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, 
     traits = traits if traits is not None else natural_traits(problem)
     if (reason := why_not(variant, problem, traits)) is not None:
         raise CompileError(reason)
-    return _rendered(kernel_kind.of(problem), variant, traits, release or triton_release.installed_release())
+    return source_of(kernel_kind.of(problem), variant, traits, release or triton_release.installed_release())
 
 
 @lru_cache(maxsize=MAX_SOURCES)
-def _rendered(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> Source:
+def source_of(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> Source:
+    """The kernel of a variant for a kind of problem, in the names of a release of Triton."""
     text = _shipped_text(kind, variant, traits, release)
     if text is None:
         text = text_of(kind, variant, traits, release)
     return Source(name=kind.op.value, text=text, variant=variant, traits=traits)
+
+
+def forget() -> None:
+    """Drops the texts that are kept."""
+    source_of.cache_clear()
 
 
 def _shipped_text(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> str | None:

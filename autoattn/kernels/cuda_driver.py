@@ -23,13 +23,13 @@ WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that every function
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 
 
-class _Attribute(ctypes.Structure):
+class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute: an id, and 64 bytes for its value behind it."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
 
-class _Config(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
@@ -37,7 +37,7 @@ class _Config(ctypes.Structure):
         *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
         ("attribute_count", ctypes.c_uint),
     )
 
@@ -158,7 +158,7 @@ class Launcher:
     function: int
     values: Any  # memory for the values of a launch's parameters
     parameters: Any  # the address of each
-    config: _Config
+    config: LaunchConfig
     config_address: Any
     attributes: Any  # memory that `config` points into
     lock: threading.Lock
@@ -187,10 +187,10 @@ class Launcher:
         begin = ctypes.addressof(values)
         wanted = ((_PROGRAMMATIC_STREAM_SERIALIZATION, dependent), (_COOPERATIVE, cooperative))
         ids = [number for number, is_wanted in wanted if is_wanted]
-        attributes = (_Attribute * max(1, len(ids)))(*(_Attribute(id=number, value=1) for number in ids))
-        config = _Config(
+        attributes = (LaunchAttribute * max(1, len(ids)))(*(LaunchAttribute(id=number, value=1) for number in ids))
+        config = LaunchConfig(
             block_x=WARP * warps, block_y=1, block_z=1, shared_bytes=shared_bytes, attribute_count=len(ids),
-            attributes=ctypes.cast(attributes, ctypes.POINTER(_Attribute)),
+            attributes=ctypes.cast(attributes, ctypes.POINTER(LaunchAttribute)),
         )  # fmt: skip
         return cls(
             name=name,

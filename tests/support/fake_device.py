@@ -51,9 +51,12 @@ def set_driver(monkeypatch: pytest.MonkeyPatch, *properties: Mapping[str, Any]) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(properties))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(properties))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**{**PROPERTIES, **properties[index]})
-    )
+
+    def properties_of(device: int | torch.device) -> SimpleNamespace:
+        index = device.index if isinstance(device, torch.device) else device
+        return SimpleNamespace(**{**PROPERTIES, **properties[index or 0]})
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
 
 
 class Context:
