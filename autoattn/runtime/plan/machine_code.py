@@ -55,6 +55,11 @@ def load(kernel: PrecompiledKernel, variant: Variant, traits: Traits, index: int
         return None
 
 
+def known() -> list[PrecompiledKernel | None]:
+    """What `find` has answered since `forget`."""
+    return list(_known.values())
+
+
 def forget() -> None:
     """Looks into the folders anew from now on."""
     _known.clear()
