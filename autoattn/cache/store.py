@@ -310,7 +310,7 @@ def why_stale(entry: CacheEntry) -> str | None:
     if not search_space.load(entry.template).holds(entry.params):
         return f"it was tuned in another search space of {entry.template}; run autoattn tune again"
     try:
-        digest = source_of(entry).digest
+        digest = render.digest_of_source(entry.problem, entry.variant, entry.triton_release or None)
     except AutoattnError as error:  # tensors that it cannot read, an expression that is none
         return f"{entry.template} has no kernel for it by now: {error}"
     if digest != entry.source_digest:

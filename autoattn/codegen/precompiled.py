@@ -79,6 +79,7 @@ class Facts:
     release: str  # of Triton whose names the text has, as "3.6"
     name: str  # of the source's main function
     digest: str  # of the text
+    digests: dict[str, str]  # release of Triton -> digest of the text that has its names
     launch_sha256: str  # of the text of the host side
     functions: tuple[Function, ...]
 
@@ -188,7 +189,7 @@ def _check(kernel: PrecompiledKernel, path: Path) -> None:
         raise ValueError(f"it must have format {FORMAT}, got {facts.format}")
     if (path.parent.name, path.stem) != (f"sm_{facts.arch}", facts.key):
         raise ValueError(f"it holds the kernel {facts.key} for sm_{facts.arch}, which its name does not say")
-    if digest_of(kernel.text) != facts.digest:
+    if digest_of(kernel.text) != facts.digest or facts.digests.get(facts.release) != facts.digest:
         raise ValueError("its text has another digest than its facts say")
     if hashlib.sha256(kernel.launch_text.encode()).hexdigest() != facts.launch_sha256:
         raise ValueError("the text of its launches has another SHA-256 than its facts say")

@@ -50,10 +50,26 @@ def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, 
 @lru_cache(maxsize=MAX_SOURCES)
 def source_of(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> Source:
     """The kernel of a variant for a kind of problem, in the names of a release of Triton."""
-    text = _shipped_text(kind, variant, traits, release)
-    if text is None:
-        text = text_of(kind, variant, traits, release)
-    return Source(name=kind.op.value, text=text, variant=variant, traits=traits)
+    return Source(name=kind.op.value, text=text_of(kind, variant, traits, release), variant=variant, traits=traits)
+
+
+def digest_of_source(problem: Problem, variant: Variant, release: str | None = None) -> str:
+    """The digest of the kernel that `render` gives for contiguous tensors.
+
+    Where autoattn is installed, those of shipped kernels are taken from their files: Jinja needs 0.2 s for its first
+    text. In a checkout templates may change, and files of other cache folders may be anybody's. A test renders all
+    texts that are shipped.
+
+    Raises:
+        CompileError: the template has no such kernel.
+    """
+    traits, release = natural_traits(problem), release or triton_release.installed_release()
+    if resources.is_installed():
+        key = precompiled.key_of(kernel_kind.of(problem), variant, traits)
+        for kernel in precompiled.read_any(resources.shipped_cache(), key):
+            if release in kernel.facts.digests:
+                return kernel.facts.digests[release]
+    return render(problem, variant, traits, release=release).digest
 
 
 def forget() -> None:
@@ -61,21 +77,8 @@ def forget() -> None:
     source_of.cache_clear()
 
 
-def _shipped_text(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> str | None:
-    """The text, where a precompiled kernel of an installed autoattn has it; Jinja needs 0.2 s for its first one.
-
-    In a checkout templates may change, and other cache folders are not asked, since the text is run. A test renders all
-    texts that are shipped.
-    """
-    if resources.is_installed():
-        for kernel in precompiled.read_any(resources.shipped_cache(), precompiled.key_of(kind, variant, traits)):
-            if kernel.facts.release == release:
-                return kernel.text
-    return None
-
-
 def text_of(kind: KernelKind, variant: Variant, traits: Traits, release: str) -> str:
-    """What the templates give, whatever text is shipped."""
+    """The text of a variant for a kind of problem, in the names of a release of Triton."""
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
         _facts(kind, variant, traits),

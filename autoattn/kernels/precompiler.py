@@ -11,11 +11,11 @@ from typing import Any
 
 import triton
 
-from autoattn.codegen import precompiled
+from autoattn.codegen import precompiled, render
 from autoattn.codegen.precompiled import BEFORE, MAIN, PART, Facts, Function, PrecompiledKernel, TensorMap
 from autoattn.core import triton_release
 from autoattn.core.kernel_kind import KernelKind
-from autoattn.core.variant import Source
+from autoattn.core.variant import Source, digest_of
 from autoattn.errors import CompileError
 from autoattn.kernels import compiler, manifest
 from autoattn.kernels.manifest import TMA
@@ -56,10 +56,19 @@ def precompile(source: Source, kind: KernelKind, arch: int) -> PrecompiledKernel
         release=triton_release.release_of(triton.__version__),
         name=source.name,
         digest=source.digest,
+        digests=_digests(source, kind),
         launch_sha256=hashlib.sha256(text.encode()).hexdigest(),
         functions=tuple(functions),
     )
     return PrecompiledKernel(facts=facts, text=source.text, launch_text=text, code=code)
+
+
+def _digests(source: Source, kind: KernelKind) -> dict[str, str]:
+    """The digest of the kernel's text in the names of each supported release of Triton."""
+    texts = {
+        release: render.text_of(kind, source.variant, source.traits, release) for release in triton_release.SUPPORTED
+    }
+    return {release: digest_of(text) for release, text in texts.items()}
 
 
 def _function(name: str, role: str, compiled: Any, module: ModuleType) -> Function:

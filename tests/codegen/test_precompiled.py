@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkout_paths import CHECKOUT
 from precompiled_kernels import PROBLEM, TRAITS, VARIANT, cubin, function, precompiled_kernel, with_facts
 
 from autoattn.cache import store
@@ -19,6 +18,8 @@ from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Op
+from autoattn.core.triton_release import SUPPORTED
+from autoattn.core.variant import digest_of
 from autoattn.errors import CacheError
 
 MOST_BYTES = 15e6  # of all precompiled kernels that a wheel carries
@@ -155,7 +156,9 @@ def test_shipped_texts_are_what_the_templates_give() -> None:
         kernel = precompiled.read(path)
         assert kernel is not None
         facts = kernel.facts
-        if kernel.text != render.text_of(facts.kind, facts.variant, facts.traits, facts.release):
+        texts = {release: render.text_of(facts.kind, facts.variant, facts.traits, release) for release in SUPPORTED}
+        digests = {release: digest_of(text) for release, text in texts.items()}
+        if kernel.text != texts[facts.release] or facts.digests != digests:
             stale.append(path.name)
     assert stale == []
 
@@ -180,20 +183,17 @@ def test_shipped_kernels_fit_a_wheel() -> None:
     assert sum(path.stat().st_size for path in precompiled.paths_in(resources.shipped_cache())) < MOST_BYTES
 
 
-def test_an_installed_autoattn_takes_shipped_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = precompiled.read(precompiled.paths_in(CHECKOUT / "cache")[0])
-    assert kernel is not None
-    facts = kernel.facts
+def test_an_installed_autoattn_takes_digests_of_shipped_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = store.read(resources.shipped_cache() / "h200" / "forward.triton-3.9.json")
+    entries = [entry for entry in file.entries.values() if entry.choice == KERNEL]
+    assert entries
 
     def fail(*asked: object) -> str:
         raise AssertionError("a template was rendered")
 
-    monkeypatch.setattr(resources, "is_installed", lambda: True)
-    monkeypatch.setattr(render, "text_of", fail)
     render.forget()
-    try:
-        assert render.source_of(facts.kind, facts.variant, facts.traits, facts.release).text == kernel.text
-        with pytest.raises(AssertionError, match="rendered"):  # the names of another release of Triton
-            render.source_of(facts.kind, facts.variant, facts.traits, "3.5")
-    finally:
-        render.forget()
+    monkeypatch.setattr(render, "text_of", fail)
+    with pytest.raises(AssertionError, match="rendered"):  # in a checkout
+        store.why_stale(entries[0])
+    monkeypatch.setattr(resources, "is_installed", lambda: True)
+    assert [store.why_stale(entry) for entry in entries] == [None] * len(entries)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from checkout_paths import CHECKOUT
 from functional_calls_gpu import normal
 from threads import together
@@ -35,10 +36,8 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return autoattn.packed_attention(query, key, value, offsets, offsets, tokens, tokens, causal=True)
 
 
-def three(
-    batch: int, heads: int, heads_kv: int, seq_q: int, seq_kv: int, head_dim: int, dtype: torch.dtype
-) -> list[Tensor]:
-    shapes = ((heads, seq_q), (heads_kv, seq_kv), (heads_kv, seq_kv))
+def three(batch: int, heads: tuple[int, int], seqs: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    shapes = ((heads[0], seqs[0]), (heads[1], seqs[1]), (heads[1], seqs[1]))
     return [normal(batch, count, seq, head_dim).to(dtype) for count, seq in shapes]
 
 
@@ -80,8 +79,9 @@ def test_shipped_code_gives_what_the_compiler_gives(name: str, monkeypatch: pyte
     functional.forget()
     monkeypatch.setattr(machine_code, "find", lambda *asked: None)
     compiled = results(call, tensors, gradients)
-    assert torch.equal(shipped[0], compiled[0])
-    for ours, theirs in zip(shipped[1:], compiled[1:], strict=True):  # whose sums may be added in another order
+    if all(kernel.facts.compiler == triton.__version__ for kernel in taken):
+        assert torch.equal(shipped[0], compiled[0])
+    for ours, theirs in zip(shipped, compiled, strict=True):  # sums of gradients may be added in another order
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 

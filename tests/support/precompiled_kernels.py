@@ -58,6 +58,7 @@ def precompiled_kernel(
     defaults: dict[str, Any] = {
         "format": precompiled.FORMAT, "kind": kernel_kind.of(problem), "variant": variant, "traits": traits, "arch": 90,
         "compiler": "3.6.0", "release": "3.6", "name": source.name, "digest": digest_of(text),
+        "digests": {"3.6": digest_of(text)},
         "launch_sha256": hashlib.sha256(launch_text.encode()).hexdigest(), "functions": (function(code),),
     }  # fmt: skip
     return PrecompiledKernel(
