@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,6 +29,12 @@ POINTERS = (
     *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr"),
     *(f"{name}_copy_ptr" for name in COPIES),
 )
+# The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
+SIZED = (
+    *("batch", "tokens_q", "tokens_kv", "seq_q", "seq_kv", "stride_r", "stride_c"),
+    *(stride for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for stride in strides(name)),
+)
+VIEWS = "query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad"  # as SIZED has them
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
 SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
 
@@ -76,7 +82,8 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, g
     """Runs the kernels on the current stream of the tensors' device."""
     scratch = empty_scratch(kernel, problem, operands.query)
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = grids_of(kernel, problem, operands, gradients)
+    bias = () if gradients.bias is None else tuple(gradients.bias.shape[:2])
+    grids = grids_of(kernel, problem, operands.query.shape[2], operands.key.shape[2], bias)
     for part in kernel.parts:
         part.launch(grids[part.name], arguments)
     if gradients.bias is not None and (sums := arguments["bias_sums_ptr"]) is not gradients.bias:
@@ -93,8 +100,28 @@ def bind(
     POINTERS; there must be no other tensors.
     """
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = grids_of(kernel, problem, operands, gradients)
-    return tuple(bound_launch.bind(part, grids[part.name], arguments, POINTERS, None) for part in kernel.parts)
+    grids = grids_of(kernel, problem, operands.query.shape[2], operands.key.shape[2])
+    return tuple(bound_launch.bind(part, grids[part.name], arguments, POINTERS, None, SIZED) for part in kernel.parts)
+
+
+def resize(
+    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View]
+) -> tuple[Bound, ...]:
+    """Launches that `bind` made, for a problem of other sizes.
+
+    Args:
+        views: of VIEWS.
+    """
+    query = views["query"]
+    shapes = scratch_shapes(kernel, problem, query)
+    numbers = sized_arguments(problem, views, shapes)
+    read = _read(views, shapes)
+    boxes = {name: Descriptor.of(read[described(name)]) for name in kernel.manifest.descriptors}
+    grids = grids_of(kernel, problem, query.shape[2], views["key"].shape[2])
+    return tuple(
+        bound_launch.resize(bound, grids[part.name], numbers, boxes, 0)
+        for part, bound in zip(kernel.parts, launches, strict=True)
+    )
 
 
 def may_bind(problem: Problem, query: Tensor) -> bool:
@@ -133,13 +160,18 @@ def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
-def grids_of(kernel: Kernel, problem: Problem, operands: Operands, gradients: Gradients) -> dict[str, tuple[int]]:
-    """Name of each kernel -> how many programs it is launched with."""
-    sizes = (problem.batch, problem.heads_q, problem.heads_kv, operands.query.shape[2], operands.key.shape[2])
-    if gradients.bias is not None:
-        sizes += gradients.bias.shape[:2]
+def grids_of(
+    kernel: Kernel, problem: Problem, rows_q: int, rows_kv: int, bias: tuple[int, ...] = ()
+) -> dict[str, tuple[int]]:
+    """Name of each kernel -> how many programs it is launched with.
+
+    Args:
+        rows_q: of the query's view; of packed sequences, their tokens.
+        rows_kv: of the key's.
+        bias: batch and heads of a bias that has a gradient.
+    """
     assert kernel.manifest.grids is not None
-    grids = kernel.manifest.grids(*sizes)
+    grids = kernel.manifest.grids(problem.batch, problem.heads_q, problem.heads_kv, rows_q, rows_kv, *bias)
     for name, programs in kernel.manifest.programs_an_sm.items():
         grids[name] = (min(*grids[name], programs * kernel.sm_count),)
     return grids
@@ -181,23 +213,24 @@ def _arguments(
     kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch
 ) -> dict[str, object]:
     """All that a signature may name."""
+    three = gradients.query, gradients.key, gradients.value
+    of_views = operands.query, operands.key, operands.value, saved.output, saved.output_grad, *three
+    tensors = dict(zip(VIEWS, of_views, strict=True))
+    views = {name: View.of(tensor) for name, tensor in tensors.items()}
+    shapes = scratch_shapes(kernel, problem, views["query"])
     arguments: dict[str, object] = {
+        **dict(zip(SIZED, sized_arguments(problem, views, shapes), strict=True)),
+        **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": saved.lse,
         "lse_grad_ptr": saved.lse_grad,
         "row_lse_ptr": scratch.rows[0],
         "delta_ptr": scratch.rows[1],
         "query_sums_ptr": scratch.sums,
         "turns_ptr": scratch.turns,
-        "stride_r": scratch.rows.shape[3],
-        "batch": problem.batch,
         "heads_q": problem.heads_q,
         "heads_kv": problem.heads_kv,
         "cu_seqlens_q_ptr": operands.cu_seqlens_q,
         "cu_seqlens_kv_ptr": operands.cu_seqlens_kv,
-        "tokens_q": operands.query.shape[2],
-        "tokens_kv": operands.key.shape[2],
-        "seq_q": operands.query.shape[2],
-        "seq_kv": operands.key.shape[2],
         "scale": operands.scale,
         "window_left": problem.mask.left,
         "window_right": problem.mask.right,
@@ -209,26 +242,33 @@ def _arguments(
         arguments |= forward.listed(block_table.turned(operands.table, operands.key.shape[2]), "turned_")
     if scratch.copies:
         arguments |= {f"{name}_copy_ptr": copy for name, copy in scratch.copies.items()}
-        arguments["stride_c"] = scratch.copies["key"].shape[3]
     if gradients.slopes is not None:
         arguments |= {"slope_rows_ptr": scratch.rows[2], "slope_grad_ptr": gradients.slopes}
     if gradients.bias is not None:
         arguments |= _of_bias(kernel, operands, gradients.bias)
-    tensors = (
-        *(("q", "query", operands.query), ("k", "key", operands.key), ("v", "value", operands.value)),
-        *(("o", "output", saved.output), ("do", "output_grad", saved.output_grad)),
-        *((f"d{name[0]}", f"{name}_grad", gradient) for name, gradient in gradients.named()),
-    )
-    for short, name, tensor in tensors:
-        arguments[f"{name}_ptr"] = tensor
-        arguments.update(zip(strides(short), tensor.stride(), strict=True))
-    read = {name: tensor for _, name, tensor in tensors}
-    read |= {"row_lse": scratch.rows[0].view(-1), "delta": scratch.rows[1].view(-1)}
+    tensors |= {"row_lse": scratch.rows[0], "delta": scratch.rows[1]}
     if scratch.sums is not None:
-        read["query_sums"] = scratch.sums.view(-1, SUMS_IN_LINE)
+        tensors["query_sums"] = scratch.sums
+    read = _read(views, shapes)
     for name, kind in kernel.manifest.descriptors.items():
-        arguments[name] = _box(kernel, read[described(name)], kind)
+        of = described(name)
+        arguments[name] = _box(kernel, tensors[of], read[of], kind)
     return arguments
+
+
+def sized_arguments(problem: Problem, views: Mapping[str, View], scratch: ScratchShapes) -> tuple[int, ...]:
+    """What SIZED names."""
+    seq_q, seq_kv = views["query"].shape[2], views["key"].shape[2]
+    rows, copies = scratch.rows[3], scratch.copies["key"][3] if scratch.copies else 0
+    steps = [step for name in VIEWS for step in views[name].strides]
+    return (problem.batch, seq_q, seq_kv, seq_q, seq_kv, rows, copies, *steps)
+
+
+def _read(views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
+    """How all lies that descriptors read: the tensors of VIEWS, and rows and sums of the scratch."""
+    rows = View((math.prod(scratch.rows[1:]),), (1,))
+    sums = View((scratch.sums // SUMS_IN_LINE, SUMS_IN_LINE), (SUMS_IN_LINE, 1))
+    return {**views, "row_lse": rows, "delta": rows, "query_sums": sums}
 
 
 def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, object]:
@@ -256,12 +296,12 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
     return arguments
 
 
-def _box(kernel: Kernel, tensor: Tensor, kind: str) -> Descriptor | TensorDescriptor:
+def _box(kernel: Kernel, tensor: Tensor, view: View, kind: str) -> Descriptor | TensorDescriptor:
     """What a kernel reads boxes of a tensor with: for the TMA unit, or for the interpreter that stands in for it."""
-    described = Descriptor.of(View.of(tensor), tensor.data_ptr())
+    described = Descriptor.of(view, tensor.data_ptr())
     if kernel.device.type == "cuda":
         return described
     match = re.search(r"\[(.*)\]", kind)
     assert match is not None
     block = [int(size) for size in match[1].split(",")]
-    return TensorDescriptor(tensor, list(described.shape), list(described.strides), block)
+    return TensorDescriptor(tensor.as_strided(*view), list(described.shape), list(described.strides), block)

@@ -47,6 +47,7 @@ class TrainingCall:
     sums: int  # bytes behind these, in which queries' gradients are added up
     numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
     copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
+    models: list[tuple[Bound, ...]] = field(default_factory=list)  # one, of any size, which others are made of; or none
     # (strides of an output gradient, address modulo 16) -> launches
     launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
 
@@ -121,6 +122,13 @@ class TrainingCall:
         output: Tensor, lse: Tensor, *offsets: Tensor,
     ) -> tuple[Bound, ...]:  # fmt: skip
         problem, kernel = self.both.backward_problem, self.both.backward
+        if self.models:
+            given = (query, key, value, output, output_grad)
+            layout = self.both.problem.layout
+            views = [View.of_given(tensor.shape, tensor.stride(), layout) for tensor in given]
+            views += [View.of_given(*gradient, layout) for gradient in self.gradients]
+            launches = backward.resize(self.models[0], kernel, problem, dict(zip(backward.VIEWS, views, strict=True)))
+            return self._keep(kind, launches)
         operands = self._operands(query, key, value, *offsets)
         sums = lse[None] if self.both.problem.packed else lse
         saved = Saved(
@@ -130,7 +138,12 @@ class TrainingCall:
             lse_grad=sums if kernel.source.traits.lse else None,  # only what it is like counts
         )
         scratch = backward.empty_scratch(kernel, problem, operands.query)
-        launches = backward.bind(kernel, problem, operands, saved, backward.empty_gradients(problem, operands), scratch)
+        gradients = backward.empty_gradients(problem, operands)
+        launches = backward.bind(kernel, problem, operands, saved, gradients, scratch)
+        self.models.append(launches)
+        return self._keep(kind, launches)
+
+    def _keep(self, kind: tuple[tuple[int, ...], int], launches: tuple[Bound, ...]) -> tuple[Bound, ...]:
         if len(self.launches) >= _MOST:
             self.launches.clear()
         self.launches[kind] = launches

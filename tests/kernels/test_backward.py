@@ -15,7 +15,9 @@ from fake_device import CUDA, Launches
 
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.kernels import backward, manifest
+from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel, load_module
+from autoattn.tensors.operands import View
 from autoattn.validation import gradient_check
 
 
@@ -86,6 +88,48 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
                 assert replace(one_argument, address=0) == replace(other, address=0)
 
 
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize(
+    ("facts", "sizes", "copies"),
+    [
+        ({"mask": "window:5,3"}, {"batch": 3, "seq_q": 77, "seq_kv": 130}, "none"),
+        ({"layout": Layout.BSHD, "mask": "causal"}, {"seq_q": 200, "seq_kv": 200}, "none"),
+        (
+            {"layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 70, "mask": "causal"},
+            {"batch": 4, "tokens_q": 301, "tokens_kv": 299},
+            "none",
+        ),
+        (FLOAT32, {"batch": 1, "seq_q": 300, "seq_kv": 90}, "turned"),
+    ],
+)
+@pytest.mark.usefixtures("card")
+def test_resized_launches_are_those_that_are_bound_at_other_sizes(
+    facts: dict[str, Any], sizes: dict[str, Any], copies: str, loads: str
+) -> None:
+    first = gradient_kernels.problem(**facts)
+    kernel = kernel_of(first, keys_loads=loads, queries_loads=loads, copies=copies)
+
+    def bound(problem: Problem) -> tuple[tuple[Bound, ...], dict[str, View]]:
+        case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+        room = gradient_check.room_of(case)
+        scratch = backward.empty_scratch(kernel, problem, case.operands.query)
+        operands, saved = case.operands, case.saved
+        tensors = operands.query, operands.key, operands.value, saved.output, saved.output_grad
+        views = [View.of(tensor) for tensor in (*tensors, room.query, room.key, room.value)]
+        launches = backward.bind(kernel, problem, operands, saved, room, scratch)
+        return launches, dict(zip(backward.VIEWS, views, strict=True))
+
+    other = replace(first, **sizes)
+    expected, views = bound(other)
+    resized = backward.resize(bound(first)[0], kernel, other, views)
+    assert [launch.given for launch in resized] == [launch.given for launch in expected]
+    for ours, theirs in zip(resized, expected, strict=True):
+        assert ours.pointers == theirs.pointers
+        for (*places, maps), (*other_places, other_maps) in zip(ours.maps, theirs.maps, strict=True):
+            assert places == other_places
+            assert replace(maps.descriptor, address=0) == replace(other_maps.descriptor, address=0)
+
+
 @pytest.mark.parametrize("bound_too", [False, True])
 @pytest.mark.usefixtures("card")
 def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +192,7 @@ def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_no_more_than_tiles
     for schedule in ("one_tile", "dynamic"):
         source = hopper_gradients.source(one, schedule=schedule, order="any")
         kernel = Kernel(source=source, module=load_module(source), compiled=None, device=CUDA, sm_count=sms)
-        operands = SimpleNamespace(query=torch.empty(4, 16, 4096, 0), key=torch.empty(4, 16, 4096, 0))
-        found[schedule] = backward.grids_of(kernel, one, operands, SimpleNamespace(bias=None))  # type: ignore[arg-type]
+        found[schedule] = backward.grids_of(kernel, one, 4096, 4096)
     assert found["one_tile"].pop("backward_keys") == (4 * 16 * 32,)
     assert found["dynamic"].pop("backward_keys") == (programs,)
     assert found["dynamic"] == found["one_tile"]

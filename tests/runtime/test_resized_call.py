@@ -287,6 +287,8 @@ def test_gradients_of_new_lengths_are_right(tuned: bool, computed: dict[str, Any
         step(length)
     assert computed["resized"] == 7
     assert computed["backward"] == 8
+    # The first call is no prepared one, and the second binds what the others refill.
+    assert computed["resized_gradients"] == 6
 
 
 def test_mistakes_of_a_new_length_are_told_as_those_of_a_first_one(card: Launches) -> None:

@@ -65,7 +65,7 @@ class Launch:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
-    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0, "resized": 0}
+    seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0, "resized": 0, "resized_gradients": 0}
     seen |= {"forward": 0, "backward": 0, "slopes": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
@@ -147,14 +147,36 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             left = replace(saved, **here(saved, "output", "lse", "output_grad", "lse_grad"))
             differentiate(kernel, one, given, left, replace(gradients, **here(gradients, "query", "key", "value")))
 
+        bound_both[launch] = operands, saved, gradients
         return (launch,)
 
+    def resize_both(
+        launches: tuple[Callable[..., None]], kernel: Kernel, one: Problem, views: dict[str, View]
+    ) -> tuple[Callable[..., None]]:
+        seen["resized_gradients"] += 1
+        operands, saved, gradients = bound_both[launches[0]]
+        room = {name: torch.empty_strided(*view, dtype=operands.query.dtype) for name, view in views.items()}
+        sums = torch.empty(views["query"].shape[:3])
+        return bind_both(
+            kernel,
+            one,
+            replace(operands, **{name: room[name] for name in ("query", "key", "value")}),
+            replace(
+                saved, output=room["output"], lse=sums, output_grad=room["output_grad"],
+                lse_grad=None if saved.lse_grad is None else sums,
+            ),
+            replace(gradients, **{name: room[f"{name}_grad"] for name in ("query", "key", "value")}),
+            backward.empty_scratch(kernel, one, room["query"]),
+        )  # fmt: skip
+
+    bound_both: dict[Callable[..., None], tuple[Operands, Saved, Gradients]] = {}
     may_bind = backward.may_bind
     there: Any = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
     monkeypatch.setattr(forward, "bind", bind)
     monkeypatch.setattr(forward, "resize", resize)
     monkeypatch.setattr(backward, "bind", bind_both)
+    monkeypatch.setattr(backward, "resize", resize_both)
     monkeypatch.setattr(forward, "zeros", lambda *facts: None)
     for name in ("tiles", "partials"):
         monkeypatch.setattr(forward, name, lambda *facts: 0)
