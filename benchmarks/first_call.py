@@ -5,7 +5,7 @@ python benchmarks/first_call.py [--repeats 5]
 For each call, processes are started one after the other, with a PATH that has no compiler and empty caches of Triton's
 and of autoattn's. A process imports torch and autoattn, makes its tensors, and runs a first backward pass of PyTorch's,
 which imports 0.5 s of modules. Then it measures the host and the card together: the first call, and the second one.
-Run it with an installed autoattn, which takes the digests of shipped kernels from their files; a checkout renders texts.
+Run it with an installed autoattn, which takes digests of shipped kernels from their files; a checkout renders texts.
 """
 
 from __future__ import annotations

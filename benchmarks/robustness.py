@@ -124,7 +124,7 @@ def writers(processes: int, seconds: float) -> tuple[str, int]:
             reads, unreadable = pool.submit(read_until, folder, seconds, barrier).result()
             told = [ticket.result() for ticket in tickets]
         path = store.path_of(folder, samples.H200, Op.FORWARD)
-        found = store.read(path).entries
+        found = dict(store.read(path).entries)
         size, left = path.stat().st_size, [one.name for one in path.parent.iterdir() if one.suffix == ".tmp"]
     finally:
         shutil.rmtree(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 from autoattn.codegen import search_space
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Op
+from autoattn.core.problem import Op, Problem
 from autoattn.errors import CacheError
 
 SCHEMA = 1
@@ -38,12 +39,61 @@ class CacheFile:
     device: str  # the short name, also the folder
     triton: str  # the release, as "3.9"; empty for entries of several, which no file holds
     fingerprint: str  # of the card; a measured entry holds only where it agrees
-    entries: dict[str, CacheEntry]  # problem key -> entry, sorted
+    entries: Mapping[str, CacheEntry]  # problem key -> entry, sorted
 
     @property
     def name(self) -> str:
         """The name of the file in the device's folder."""
         return name_of(self.op, self.triton)
+
+
+class _Problem(msgspec.Struct):
+    """The problem of an entry, without the rest."""
+
+    problem: Problem
+
+
+class _UnreadFile(msgspec.Struct):
+    """A cache file whose entries are not read yet."""
+
+    schema: int
+    op: Op
+    device: str
+    triton: str
+    fingerprint: str
+    entries: dict[str, msgspec.Raw]
+
+
+class UnreadEntries(Mapping[str, CacheEntry]):
+    """Entries that are read when they are asked for: a process uses few of those that autoattn brings."""
+
+    def __init__(self, texts: dict[str, msgspec.Raw]) -> None:
+        """Keeps the entries' texts."""
+        self._texts = texts
+        self._read: dict[str, CacheEntry] = {}
+
+    def __getitem__(self, key: str) -> CacheEntry:
+        entry = self._read.get(key)
+        if entry is None:
+            entry = self._read.setdefault(key, msgspec.json.decode(self._texts[key], type=CacheEntry))
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def problem_of(self, key: str) -> Problem:
+        """The problem of an entry, which is not read for it."""
+        return msgspec.json.decode(self._texts[key], type=_Problem).problem
+
+
+def problems_of(file: CacheFile) -> Iterator[tuple[str, Problem]]:
+    """The key and the problem of each entry."""
+    entries = file.entries
+    for key in entries:
+        yield key, entries.problem_of(key) if isinstance(entries, UnreadEntries) else entries[key].problem
 
 
 def name_of(op: Op, release: str) -> str:
@@ -63,7 +113,8 @@ def encode(file: CacheFile) -> bytes:
         ValueError: it could not be read back.
     """
     # JSON has no NaN and no infinity; such an entry would make the whole file unreadable.
-    text = json.dumps(_tidy(msgspec.to_builtins(file)), indent=1, ensure_ascii=False, allow_nan=False)
+    whole = replace(file, entries=dict(file.entries))
+    text = json.dumps(_tidy(msgspec.to_builtins(whole)), indent=1, ensure_ascii=False, allow_nan=False)
     data = text.encode() + b"\n"
     if len(data) > MAX_BYTES:
         raise ValueError(f"it would be larger than {MAX_BYTES} bytes")
@@ -85,8 +136,8 @@ def decode(data: bytes, path: Path, *, checked: bool = False) -> CacheFile:
     """The cache file that `data` is; `path` names it and says which device and operation it must be of.
 
     Args:
-        checked: whether its entries were checked before, as those that an installed autoattn brings; that spares the
-            first call of a process 25 ms.
+        checked: whether its entries were checked before, as those that an installed autoattn brings. They are read
+            when they are asked for, which spares the first call of a process 30 ms.
 
     Raises:
         CacheError: it is damaged, newer or foreign.
@@ -99,9 +150,13 @@ def decode(data: bytes, path: Path, *, checked: bool = False) -> CacheFile:
             if raw["schema"] != SCHEMA:
                 came = f"{raw['schema']!r:.40}"
                 raise CacheError(f"{path} must have schema {SCHEMA}, got {came}; use a matching autoattn")
-        file = msgspec.json.decode(data, type=CacheFile)
-        for key, entry in () if checked else file.entries.items():
-            check(key, entry, file.triton)
+            file = msgspec.json.decode(data, type=CacheFile)
+            for key, entry in file.entries.items():
+                check(key, entry, file.triton)
+        else:
+            unread = msgspec.json.decode(data, type=_UnreadFile)
+            facts = {name: getattr(unread, name) for name in ("schema", "op", "device", "triton", "fingerprint")}
+            file = CacheFile(**facts, entries=UnreadEntries(unread.entries))
     except (ValueError, RecursionError) as error:  # msgspec's, json's, Unicode's and our own are ValueErrors
         raise CacheError(f"the cache file {path} is damaged ({clipped(error)}); restore it or move it away") from None
     if (file.device, file.name) != (path.parent.name, path.name):

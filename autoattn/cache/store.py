@@ -137,7 +137,7 @@ def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
         CacheError: the file is damaged, newer, foreign or unreadable.
     """
     file = _found(path_of(folder, device, op))
-    return file.entries if file is not None else {}
+    return dict(file.entries) if file is not None else {}
 
 
 def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -> Path:
@@ -414,6 +414,11 @@ def _found(path: Path) -> CacheFile | None:
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         words = _words(error) if isinstance(error, OSError) else error
         raise CacheError(f"the cache file {path!s:.500} must be readable, but {words}; correct that") from None
+
+
+def forget() -> None:
+    """Reads every file anew from now on."""
+    _read.cache_clear()
 
 
 @lru_cache(maxsize=64)

@@ -319,8 +319,12 @@ def load(template: str) -> SearchSpace:
 
 def _read(template: str) -> SearchSpace:
     path = resources.space_path(template)
+    parsed = path.with_suffix(".json")  # in a wheel (hatch_build.py)
     try:
-        file = msgspec.convert(resources.read_yaml(path, SpaceError), SpaceFile)
+        if resources.is_installed() and parsed.exists():
+            file = msgspec.json.decode(parsed.read_bytes(), type=SpaceFile)
+        else:
+            file = msgspec.convert(resources.read_yaml(path, SpaceError), SpaceFile)
     except msgspec.ValidationError as error:
         raise SpaceError(f"{path} must be a search space, but {error}; see docs/search-spaces.md") from None
     if file.version != VERSION:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from autoattn.cache import precedence, store
+from autoattn.cache import file_format, precedence, store
 from autoattn.cache.precedence import Placed
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
@@ -116,9 +116,10 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
     measured: dict[str, list[Placed]] = {}
     predicted: dict[str, list[Placed]] = {}
     for folder, file in precedence.nearest_release_first(files):
-        for key, entry in file.entries.items():
-            if kind is not None and kernel_kind.of(entry.problem) != kind:
+        for key, of_entry in file_format.problems_of(file):
+            if kind is not None and kernel_kind.of(of_entry) != kind:
                 continue
+            entry = file.entries[key]
             place = Placed(folder=folder, release=file.triton, fingerprint=file.fingerprint, entry=entry)
             if not place.measured:
                 predicted.setdefault(key, []).append(place)
