@@ -218,6 +218,13 @@ def of_parts(parts: Sequence[Kernel]) -> Kernel:
     return replace(parts[0], name="", compiled=None, parts=tuple(parts))
 
 
+def launch_hooks() -> tuple[Any, Any]:
+    """Triton's launch hooks, before and after; None for one that is not set, or for a chain of hooks that holds none."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = (hook if getattr(hook, "calls", hook) else None for hook in hooks)
+    return enter, leave
+
+
 def launch_facts(facts: dict[str, object]) -> Any:
     """What Triton's launch hooks get of a launch."""
     return LazyDict(facts)

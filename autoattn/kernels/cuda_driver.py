@@ -127,11 +127,7 @@ def encode_map(tensor_map: TensorMap, address: int, shape: Sequence[int], stride
         shape: elements of each axis, the last axis last.
         strides: elements between neighbours of each axis; that of the last is 1.
     """
-    rank = len(shape)
-    numbers = ctypes.c_uint64 * rank
-    sizes = numbers(*reversed(shape))
-    steps = numbers(*(step * tensor_map.element_bytes for step in reversed(strides[:-1])))
-    box, ones = (ctypes.c_uint32 * rank)(*reversed(tensor_map.box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+    rank, sizes, steps, box, ones = _axes(tensor_map, tuple(shape), tuple(strides))
     room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     begin = -ctypes.addressof(room) % MAP_ALIGNMENT
     error = library().cuTensorMapEncodeTiled(
@@ -144,6 +140,15 @@ def encode_map(tensor_map: TensorMap, address: int, shape: Sequence[int], stride
             f"cannot be encoded: {error_name(error)}"
         )
     return room.raw[begin : begin + MAP_BYTES]
+
+
+@lru_cache(maxsize=4096)
+def _axes(tensor_map: TensorMap, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, Any, Any, Any, Any]:
+    """Rank, sizes, steps in bytes, box, and steps within it, as the driver takes them: the innermost axis first."""
+    rank = len(shape)
+    numbers, small = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    steps = numbers(*(step * tensor_map.element_bytes for step in reversed(strides[:-1])))
+    return rank, numbers(*reversed(shape)), steps, small(*reversed(tensor_map.box)), small(*[1] * rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

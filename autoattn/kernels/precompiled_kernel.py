@@ -15,7 +15,7 @@ from autoattn.codegen.precompiled import BEFORE, PART, Function, PrecompiledKern
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.kernels import cuda_driver
-from autoattn.kernels.compiler import Descriptor, Kernel, launch_facts, make_current, of_parts
+from autoattn.kernels.compiler import Descriptor, Kernel, launch_facts, launch_hooks, make_current, of_parts
 from autoattn.kernels.manifest import TMA
 
 # Triton's type of an argument -> bytes of the parameter, and how `struct` writes it
@@ -122,7 +122,9 @@ class LoadedFunction:
                     values += [encoded, *argument.shape, *argument.strides]
                 else:
                     values.append(_number(argument))
-            self.launch(*grid, torch_private.current_stream(self.device.index), None, None, None, *values)
+            stream, (enter, leave) = torch_private.current_stream(self.device.index), launch_hooks()
+            facts = self.launch_metadata(grid, stream) if enter or leave else None
+            self.launch(*grid, stream, facts, enter, leave, *values)
 
         return launched
 

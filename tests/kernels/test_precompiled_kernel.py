@@ -103,6 +103,8 @@ def test_launch_hooks_of_triton_are_called(driver: FakeCuda, monkeypatch: pytest
     arguments = {"query": QUERY, "output_ptr": None, "stride_ob": 6400, "seq_q": 7, "scale": 0.125}
     bound_launch.bind(load(), (6,), arguments, ("query_ptr", "output_ptr"), None)((4096, 512))
     assert names == ["forward", "forward"]
+    load().launch((6,), arguments)
+    assert names == ["forward"] * 4
 
 
 def test_parts_are_launched_one_by_one(driver: FakeCuda) -> None:
