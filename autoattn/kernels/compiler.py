@@ -219,7 +219,7 @@ def of_parts(parts: Sequence[Kernel]) -> Kernel:
 
 
 def launch_hooks() -> tuple[Any, Any]:
-    """Triton's launch hooks, before and after; None for one that is not set, or for a chain of hooks that holds none."""
+    """Triton's launch hooks, before and after; None for one that is not set, and for a chain that holds none."""
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     enter, leave = (hook if getattr(hook, "calls", hook) else None for hook in hooks)
     return enter, leave

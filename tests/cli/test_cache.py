@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import kernels
 import pytest
 import samples
 from cache_files import FORWARD_FILE
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from autoattn.cache import store
 from autoattn.cli.app import app
 from autoattn.cli.cache import COMMANDS
-from autoattn.codegen import resources
+from autoattn.codegen import precompiled, resources
 from autoattn.core.problem import Op
 from autoattn.tools import bundle
 
@@ -206,3 +207,37 @@ def test_a_mistake_is_one_sentence(
     assert_one_sentence(error)
     assert words in error
     assert [path.name for path in folder.iterdir()] == ["text"]
+
+
+def test_compile_keeps_machine_code_that_export_packs_and_merge_takes(
+    autoattn: Run, user_cache: Path, tmp_path: Path
+) -> None:
+    problem = kernels.problem(head_dim=16)
+    store.merge(user_cache, samples.H200, Op.FORWARD, [samples.tuned(problem, kernels.variant())])
+    told = autoattn("cache", "compile", "--device", "h200", "--cache", user_cache, "--jobs", "2")
+    assert told[0] == 0, told
+    paths = precompiled.paths_in(user_cache, 90)
+    assert f"{len(paths)} compiled in " in told[1]
+    assert paths
+    code, out, _ = autoattn("cache", "compile", "--device", "h200", "--cache", user_cache)
+    assert (code, "0 compiled in " in out) == (0, True)
+    code, out, _ = autoattn(
+        *("cache", "export", "all", "--cache", user_cache, "--device", "h200", "--compiled"),
+        *("--out", tmp_path / "bundle.zip"),
+    )
+    assert code == 0
+    assert f"{len(paths)} precompiled kernels" in out
+    code, out, _ = autoattn("cache", "merge", tmp_path / "bundle.zip", tmp_path / "other")
+    assert code == 0
+    assert f"{len(paths)} precompiled kernels taken, 0 there already" in out
+    assert [path.name for path in precompiled.paths_in(tmp_path / "other", 90)] == [path.name for path in paths]
+
+
+def test_compile_needs_problems_of_the_architecture(autoattn: Run, user_cache: Path) -> None:
+    problem = kernels.problem(head_dim=16)
+    store.merge(user_cache, samples.H200, Op.FORWARD, [samples.tuned(problem, kernels.variant())])
+    code, _, error = autoattn("cache", "compile", "--device", "a30", "--cache", user_cache)
+    assert code == 1
+    assert "must hold entries of a card of sm_80, found none; tune first, or name --shapes" in error
+    code, _, error = autoattn("cache", "compile", "--device", "h200", "--cache", user_cache, "--jobs", "0")
+    assert (code, "--jobs" in error) == (2, True)
