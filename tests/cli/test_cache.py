@@ -226,11 +226,14 @@ def test_compile_keeps_machine_code_that_export_packs_and_merge_takes(
         *("--out", tmp_path / "bundle.zip"),
     )
     assert code == 0
-    assert f"{len(paths)} precompiled kernels" in out
+    count = int(re.findall(r"(\d+) precompiled kernels", out)[0])
+    assert 0 < count <= len(paths)  # without those of problems that PyTorch answers
     code, out, _ = autoattn("cache", "merge", tmp_path / "bundle.zip", tmp_path / "other")
     assert code == 0
-    assert f"{len(paths)} precompiled kernels taken, 0 there already" in out
-    assert [path.name for path in precompiled.paths_in(tmp_path / "other", 90)] == [path.name for path in paths]
+    assert f"{count} precompiled kernels taken, 0 there already" in out
+    taken = {path.name for path in precompiled.paths_in(tmp_path / "other", 90)}
+    assert len(taken) == count
+    assert taken <= {path.name for path in paths}
 
 
 def test_compile_needs_problems_of_the_architecture(autoattn: Run, user_cache: Path) -> None:
