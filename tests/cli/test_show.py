@@ -20,7 +20,7 @@ from autoattn.codegen import resources, search_space
 from autoattn.core.cache_entry import Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
-from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan import cache_lookup, machine_code
 from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tools import verify
 
@@ -170,6 +170,7 @@ def explained(problem: Problem, device: Device | None, folder: Path | None = Non
 
 def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_lookup, "explain", explained)
+    monkeypatch.setattr(machine_code, "find", lambda *asked: None)
     code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *ONE)
     assert code == 0
     words = ("kernel", "bucket", "a tuned problem is near", "BLOCK_M=", "1. exact: no entry", "2. bucket: found one")
