@@ -325,7 +325,7 @@ def _read(template: str) -> SearchSpace:
             file = msgspec.json.decode(parsed.read_bytes(), type=SpaceFile)
         else:
             file = msgspec.convert(resources.read_yaml(path, SpaceError), SpaceFile)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise SpaceError(f"{path} must be a search space, but {error}; see docs/search-spaces.md") from None
     if file.version != VERSION:
         raise SpaceError(f"{path} must have version {VERSION}, got {file.version}; use a matching autoattn")

@@ -37,8 +37,8 @@ def text_of(kind: Kind, folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def placed(folder: Path, number: int, data: bytes) -> Path:
-    path = folder / str(number) / "h200" / FORWARD_FILE
+def placed(folder: Path, number: int, data: bytes, kind: Kind = Kind.CACHE) -> Path:
+    path = folder / str(number) / "h200" / ("space.yaml" if kind is Kind.SPACE else FORWARD_FILE)
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     return path
@@ -51,7 +51,7 @@ def test_a_spoilt_file_is_refused_in_a_sentence_or_says_what_it_holds(kind: Kind
     text, fates = text_of(kind, tmp_path), []
     for number in range(count):
         data = spoilt.mutant(random.Random(number), kind, text)
-        fates.append(spoilt.fate(kind, placed(tmp_path, number, data)))
+        fates.append(spoilt.fate(kind, placed(tmp_path, number, data, kind)))
     assert [(number, fate.fault) for number, fate in enumerate(fates) if fate.fault] == []
     assert any(fate.loaded for fate in fates)
     assert any(fate.refused for fate in fates)
@@ -59,7 +59,8 @@ def test_a_spoilt_file_is_refused_in_a_sentence_or_says_what_it_holds(kind: Kind
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_whole_file_loads(kind: Kind, tmp_path: Path) -> None:
-    assert spoilt.fate(kind, placed(tmp_path, 0, text_of(kind, tmp_path).encode())) == spoilt.Fate(loaded=True)
+    path = placed(tmp_path, 0, text_of(kind, tmp_path).encode(), kind)
+    assert spoilt.fate(kind, path) == spoilt.Fate(loaded=True)
 
 
 def test_the_judge_sees_an_entry_under_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

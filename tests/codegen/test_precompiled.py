@@ -193,7 +193,8 @@ def test_an_installed_autoattn_takes_digests_of_shipped_kernels(monkeypatch: pyt
 
     render.forget()
     monkeypatch.setattr(render, "text_of", fail)
-    with pytest.raises(AssertionError, match="rendered"):  # in a checkout
+    monkeypatch.setattr(resources, "is_installed", lambda: False)
+    with pytest.raises(AssertionError, match="rendered"):
         store.why_stale(entries[0])
     monkeypatch.setattr(resources, "is_installed", lambda: True)
     assert [store.why_stale(entry) for entry in entries] == [None] * len(entries)

@@ -10,7 +10,7 @@ import kernels
 
 from autoattn.codegen import precompiled, render
 from autoattn.codegen.precompiled import MAIN, Facts, Function, PrecompiledKernel, TensorMap
-from autoattn.core import kernel_kind
+from autoattn.core import kernel_kind, triton_release
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Traits, Variant, digest_of
 
@@ -53,12 +53,13 @@ def precompiled_kernel(
 ) -> PrecompiledKernel:
     """A precompiled kernel with the text that the templates give, and made-up machine code."""
     code = cubin() if code is None else code
-    source = render.render(problem, variant, traits)
+    release = triton_release.installed_release()
+    source = render.render(problem, variant, traits, release=release)
     text = source.text if text is None else text
     defaults: dict[str, Any] = {
         "format": precompiled.FORMAT, "kind": kernel_kind.of(problem), "variant": variant, "traits": traits, "arch": 90,
-        "compiler": "3.6.0", "release": "3.6", "name": source.name, "digest": digest_of(text),
-        "digests": {"3.6": digest_of(text)},
+        "compiler": "3.6.0", "release": release, "name": source.name, "digest": digest_of(text),
+        "digests": {release: digest_of(text)},
         "launch_sha256": hashlib.sha256(launch_text.encode()).hexdigest(), "functions": (function(code),),
     }  # fmt: skip
     return PrecompiledKernel(
