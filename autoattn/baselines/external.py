@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import metadata
@@ -14,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoattn import torch_private
 from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
 from autoattn.core.mask import Alignment
-from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Problem
+from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Precision, Problem
 from autoattn.errors import UsageError
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands
 
 FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's tables, as its own create_block_mask has them
 SIXTEEN_BITS = (DType.FLOAT16, DType.BFLOAT16)
+UNKNOWN = "of unknown version"
 Call = Callable[[], Tensor]
 
 
@@ -37,6 +41,13 @@ class Peer:
     refuses: Callable[[Problem], str | None]  # why it does not do a problem, in words
     prepare: Callable[[Problem, Operands], Call]  # the call that is timed; all that is done once is done before
     layout: Layout | None = None  # how the tensors lie that it takes as they are; None where the problem's do
+    title: str = ""  # what a sentence calls it; its name where empty
+    compiles: bool = False  # its first call for a problem waits for a compiler, for seconds
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is installed, as the package's metadata say: nothing is imported."""
+        return self.version() != UNKNOWN
 
     def why_missing(self) -> str | None:
         """Why it cannot be called here at all; None when it can."""
@@ -51,7 +62,7 @@ class Peer:
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            return "of unknown version"
+            return UNKNOWN
 
 
 def named(names: str) -> list[Peer]:
@@ -89,6 +100,41 @@ def backward_pass(peer: Peer, problem: Problem, operands: Operands, output_grad:
         return Gradients(query=query, key=key, value=value)
 
     return differentiate
+
+
+@contextmanager
+def settled(problem: Problem) -> Iterator[None]:
+    """How PyTorch and the environment are set while the peers of a problem are prepared and run; both are restored."""
+    before = torch.get_float32_matmul_precision()
+    # Peers may form float32 products as the problem allows ours to.
+    torch.set_float32_matmul_precision("high" if problem.precision is Precision.TF32 else "highest")
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(triton_environment())
+            if problem.op is Op.BACKWARD:
+                # A compiled backward pass may overwrite what was saved for it, unless it is told that it runs again.
+                # PyTorch keeps that by thread, so that this one, and none of autograd's own, runs the passes.
+                stack.enter_context(torch_private.without_donated_buffers())
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def triton_environment() -> Iterator[None]:
+    """Restores Triton's environment variables: torch.compile sets some, after which our kernels are compiled anew."""
+    before = _triton_variables()
+    try:
+        yield
+    finally:
+        for name in _triton_variables().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _triton_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
 
 
 def _lying(layout: Layout | None, tensor: Tensor) -> Tensor:
@@ -345,6 +391,8 @@ def _flash_peer(
         refuses=partial(_why_not_flash, number == 2, number > 2),
         prepare=partial(_flash, load, unbounded),
         layout=Layout.BSHD,
+        title=f"FlashAttention-{number}",
+        compiles=number == 4,
     )
 
 
@@ -364,9 +412,13 @@ PEERS = {
             refuses=_why_not_flex,
             prepare=_flex,
             layout=Layout.BHSD,
+            title="FlexAttention",
+            compiles=True,
         ),
         _flash_peer(2, "flash-attn", "flash_attn.flash_attn_func", _flash_2, -1),
         _flash_peer(3, "flash-attn-3", "flash_attn_interface.flash_attn_func", _flash_3, -1),
         _flash_peer(4, "flash-attn-4", "flash_attn.cute.flash_attn_func", _flash_4, None),
     )
 }
+# Those that finals meet beside PyTorch's backends. No call is dispatched to them.
+FINALS_PEERS = ("flex", "fa2", "fa3", "fa4")

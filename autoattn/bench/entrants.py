@@ -5,8 +5,7 @@ Calls are made when they are first run, so that whatever goes wrong with one is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -14,14 +13,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn import functional, torch_private
-from autoattn.baselines import deterministic_sdpa, external, pytorch_sdpa
+from autoattn import functional
+from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
 from autoattn.baselines.external import Peer
 from autoattn.bench.kernel_results import LOOSE, Contestant, Inputs, Options
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
-from autoattn.core.problem import Bias, DType, Layout, Op, Precision, Problem
+from autoattn.core.problem import Bias, DType, Layout, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.kernels import backward, compiler, forward
 from autoattn.reference.inputs import Scores
@@ -87,24 +86,6 @@ def of_cache(told: Explanation) -> list[Variant]:
     return [told.variant] if told.entry is not None and told.variant is not None else []
 
 
-@contextmanager
-def settled(problem: Problem) -> Iterator[None]:
-    """How PyTorch is set while a problem's contestants run."""
-    before = torch.get_float32_matmul_precision()
-    # Peers may form float32 products as the problem allows ours to.
-    torch.set_float32_matmul_precision("high" if problem.precision is Precision.TF32 else "highest")
-    try:
-        with ExitStack() as stack:
-            if problem.op is Op.BACKWARD:
-                # A compiled backward pass may overwrite what was saved for it, unless it is told that it runs again.
-                # PyTorch keeps that by thread, so that this one, and none of autograd's own, runs the passes.
-                stack.enter_context(torch_private.without_donated_buffers())
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class _Late:
     """A call that is made when it is first run."""
 
@@ -155,7 +136,7 @@ class Outputs:
 
     def by_peer(self, peer: Peer) -> Run:
         """A call on tensors in the peer's own layout."""
-        return _Late(partial(peer.prepare, self.problem, self.case.operands))
+        return _Late(partial(output_check.peer_call, peer, self.case))
 
     def judge(self, found: Tensor, again: Run, *, ours: bool) -> Judged:
         """By the error at some rows."""
@@ -234,8 +215,7 @@ class BackwardPasses:
 
     def by_peer(self, peer: Peer) -> Run:
         """A backward pass of autograd's, on tensors in the peer's own layout."""
-        facts = peer, self.problem, self.case.operands, self.case.saved.output_grad
-        return _Late(partial(external.backward_pass, *facts))
+        return _Late(partial(gradient_check.peer_call, peer, self.case))
 
     def judge(self, found: Gradients, again: Run, *, ours: bool) -> Judged:
         """By the errors at some heads; deterministic gradients must also be the same ones in a second run."""

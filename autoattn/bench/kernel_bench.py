@@ -18,6 +18,7 @@ import torch
 import triton
 
 import autoattn
+from autoattn.baselines import external
 from autoattn.baselines.external import Peer
 from autoattn.bench import entrants
 from autoattn.bench.entrants import Answers
@@ -180,7 +181,7 @@ class _Bench:
             answers = entrants.of(problem, self.device, self.options)
         except (torch.cuda.OutOfMemoryError, AutoattnError) as error:
             return Row(problem=problem, note=f"no inputs: {reason_of(error)}")
-        with entrants.settled(problem):
+        with external.settled(problem):
             lineup = [*self._ours(answers), *self._peers(answers)]
             for entrant in lineup:
                 self._check(entrant, answers)

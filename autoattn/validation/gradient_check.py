@@ -20,7 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autoattn.baselines import pytorch_sdpa
+from autoattn.baselines import external, pytorch_sdpa
+from autoattn.baselines.external import Peer
 from autoattn.codegen import search_space
 from autoattn.core.problem import Bias, DType, Precision, Problem
 from autoattn.core.trial import Verdict
@@ -221,6 +222,11 @@ def rival_calls(case: Case) -> dict[str, Callable[[], Gradients]]:
     """The backward passes of the rivals on a case's tensors, ready to be timed; their forward passes are done."""
     calls = pytorch_sdpa.gradient_calls(case.problem, case.operands, case.saved.output_grad)
     return {name: partial(_named, call) for name, call in calls.items()}
+
+
+def peer_call(peer: Peer, case: Case) -> Callable[[], Gradients]:
+    """A peer's backward pass on a case's tensors, ready to be timed; raises whatever the peer raises."""
+    return external.backward_pass(peer, case.problem, case.operands, case.saved.output_grad)
 
 
 def _named(call: Callable[[], tuple[Tensor, ...]]) -> Gradients:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from autoattn.baselines import pytorch_sdpa
+from autoattn.baselines.external import Peer
 from autoattn.core.mask import Mask, MaskKind
 from autoattn.core.problem import Bias, DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
@@ -295,6 +296,11 @@ def call_of(kernel: Kernel, case: Case, room: Tensor) -> Callable[[], object]:
 def rival_calls(case: Case) -> dict[str, Callable[[], Tensor]]:
     """The rivals on a case's tensors, ready to be timed."""
     return pytorch_sdpa.calls(case.problem, case.operands)
+
+
+def peer_call(peer: Peer, case: Case) -> Callable[[], Tensor]:
+    """A peer on a case's tensors in its own layout, ready to be timed; raises whatever the peer raises."""
+    return peer.prepare(case.problem, case.operands)
 
 
 def empty_output(problem: Problem, guard: int, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import kernels
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from autoattn.baselines import external, pytorch_sdpa
 from autoattn.baselines.external import PEERS
@@ -318,3 +320,48 @@ def test_pytorchs_backends_are_called_one_by_one(name: str) -> None:
     one = kernels.problem(mask="causal")
     operands = operands_of(one)
     assert_right(one, operands, PEERS[name].prepare(one, operands)())
+
+
+# --- how they are run -------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_backward_pass_runs_again_and_in_the_thread_that_asks() -> None:
+    """FlexAttention's is compiled, and what was saved for it must outlive it."""
+
+    def body(tensor: Tensor) -> Tensor:
+        return (tensor.exp() * tensor).softmax(-1).sin().exp()
+
+    before = torch.get_float32_matmul_precision()
+    tensor = torch.randn(4, 4, requires_grad=True)
+    with external.settled(kernels.problem(op=Op.BACKWARD)):
+        output = torch.compile(body, backend="aot_eager", dynamic=False)(tensor)
+        first, second = (
+            pytorch_sdpa.differentiated(output, (tensor,), torch.ones_like(output), repeated=False) for _ in range(2)
+        )
+        assert not functorch.donated_buffer
+        assert not torch._C._is_multithreading_enabled()
+    assert torch.equal(first[0], second[0])
+    assert torch._C._is_multithreading_enabled()
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("set_before", [{}, {"TRITON_CACHE_DIR": "/here", "TRITON_PTXAS_PATH": "/ptxas"}])
+def test_tritons_environment_is_as_it_was_after_a_peer_compiled(
+    set_before: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile sets the folder of Triton's cache, where none of our kernels lies."""
+    for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with external.settled(kernels.problem()):
+        os.environ["TRITON_CACHE_DIR"] = "/elsewhere"
+        os.environ.pop("TRITON_PTXAS_PATH", None)
+    assert dict(os.environ) == before
+
+
+def test_the_peers_of_the_finals_are_none_of_pytorchs_backends_and_have_a_title() -> None:
+    for name in external.FINALS_PEERS:
+        assert name not in (pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS)
+        assert PEERS[name].title

@@ -16,7 +16,6 @@ import torch
 from fake_device import Timer
 from planted_bench import CPU, benched, named, planted, raising, timer  # noqa: F401 - a fixture
 from torch import Tensor
-from torch._functorch import config as functorch
 
 from autoattn.baselines import external, pytorch_sdpa
 from autoattn.bench import entrants, kernel_bench
@@ -285,26 +284,6 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
     slow = named(benched(planted("slow", call), problem=PROBLEM), "slow")
     assert slow.state is State.OK
     assert "more than the 880 us that are hidden" in slow.detail
-
-
-def test_a_compiled_backward_pass_runs_again_and_in_the_thread_that_asks() -> None:
-    """FlexAttention's is compiled, and what was saved for it must outlive it."""
-
-    def body(tensor: Tensor) -> Tensor:
-        return (tensor.exp() * tensor).softmax(-1).sin().exp()
-
-    before = torch.get_float32_matmul_precision()
-    tensor = torch.randn(4, 4, requires_grad=True)
-    with entrants.settled(PROBLEM):
-        output = torch.compile(body, backend="aot_eager", dynamic=False)(tensor)
-        first, second = (
-            pytorch_sdpa.differentiated(output, (tensor,), torch.ones_like(output), repeated=False) for _ in range(2)
-        )
-        assert not functorch.donated_buffer
-        assert not torch._C._is_multithreading_enabled()
-    assert torch.equal(first[0], second[0])
-    assert torch._C._is_multithreading_enabled()
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_row_without_room_for_its_inputs_says_so(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
