@@ -22,7 +22,8 @@ SCHEMA = 1
 # What is left out of a file: a fact that joined later, where an entry does not have it.
 _UNTOLD = (
     *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
-    *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False), ("learned_slopes", False)),
+    *(("absent", None), ("objective", "time"), ("mark", None), ("code", "")),
+    *(("deterministic", False), ("learned_slopes", False)),
 )
 MAX_BYTES = 64 * 1024 * 1024
 
@@ -206,6 +207,8 @@ def check(key: str, entry: CacheEntry, release: str) -> None:
     finalists = entry.finals.finalists if entry.finals is not None else None
     if finalists is not None and entry.source_digest not in [finalist.source_digest for finalist in finalists[:1]]:
         raise ValueError(f"the first finalist of {entry.problem.key} is not its winner")
+    if not {rival.name for rival in entry.rivals}.isdisjoint(entry.absent or {}):
+        raise ValueError(f"a rival of {entry.problem.key} is recorded as absent")
     if entry.choice != KERNEL and entry.choice not in [rival.name for rival in entry.rivals]:
         raise ValueError(f"the choice {entry.choice!r:.60} of {entry.problem.key} is none of its rivals")
 

@@ -16,9 +16,12 @@ KERNEL = "kernel"  # the choice of an entry whose own kernel is the fastest; els
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """Another way to compute the same attention, timed in the same rounds."""
+    """Another way to compute the same attention, timed in the same rounds.
 
-    name: str  # "sdpa" as the user calls it, "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "template default", ...
+    A call can be dispatched to PyTorch's backends alone, and to no peer from another package.
+    """
+
+    name: str  # "sdpa" as the user calls it, "sdpa-flash", "sdpa-cudnn", ..., "template default", or a peer as "fa4"
     measurement: Measurement
     max_error: float | None = None  # against the same reference as the winner's; None where it was not compared
     rms_error: float | None = None  # root mean square error, likewise
@@ -172,6 +175,8 @@ class CacheEntry:
     prediction: Prediction | None = None
     report: StaticReport | None = None
     rivals: tuple[Rival, ...] = ()
+    # Who was not in the finals, as "fa4" -> why; None where that was not recorded: then PyTorch's backends alone were.
+    absent: dict[str, str] | None = None
     candidates: tuple[Candidate, ...] = ()
     finals: Finals | None = None  # None where nothing was measured, and in entries that are older than this field
     worst: WorstCase | None = None  # None where no maximum is kept, and in entries that are older than this field

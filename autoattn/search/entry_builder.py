@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -21,7 +21,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
-from autoattn.search import finals, multi_template
+from autoattn.search import finals, multi_template, peer_calls
 from autoattn.search.gpu_jobs import finalist_name
 from autoattn.search.multi_template import Contest
 from autoattn.search.rehearsal import outcome_of, reason_of
@@ -99,22 +99,26 @@ def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
 def measured(search: Searched, default: Variant, previous: Variant | None) -> Steps[CacheEntry | str]:
     """The measured entry, or in words why there is none; yields while the finals run.
 
-    The best few of the search, the template's default and the previous winner meet the rivals in the finals. A winner
-    that keeps its first maximum is timed once more where that does it no good.
+    The best few of the search, the template's default and the previous winner meet the rivals in the finals, and peers
+    that no call is dispatched to. A winner that keeps its first maximum is timed once more where that does it no good.
     """
     trials = {trial.variant: trial for trial in search.working}
     objective, profile = search.options.objective, search.options.profile
     chosen = [trial.variant for trial in finals.shortlist(search.working, profile.finalists, objective)]
     variants = list(dict.fromkeys([*chosen, *(variant for variant in (default, previous) if variant in trials)]))
+    peers, uninvited = peer_calls.invited(search.problem, compiling=profile.compiling_peers)
     result = yield from search.shop.final(
         search.problem,
         variants,
         seconds=profile.final_seconds,
         seed=search.options.seed,
         energy_seconds=search.options.energy_seconds,
+        peers=peers,
+        best_us=min((trial.time_us for trial in trials.values() if trial.time_us is not None), default=None),
     )
     if isinstance(result, Failure):
         return f"the finals ended with a {result.outcome.value}: {result.detail}"
+    result = replace(result, absent={**uninvited, **result.absent})
     finalists = [trials[variant] for variant in variants]
     decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
     if isinstance(decision, str):
@@ -173,6 +177,7 @@ def _entry(
         prediction=winner.prediction,
         report=winner.report,
         rivals=decision.rivals if decision is not None else (),
+        absent=decision.absent if decision is not None else None,
         candidates=tuple(
             Candidate(
                 template=trial.variant.template,

@@ -32,6 +32,7 @@ class Decision:
     verdict: Verdict  # at full size
     choice: str  # what a call runs on: the kernel or a rival
     rivals: tuple[Rival, ...]
+    absent: dict[str, str]  # who was not in the finals -> why
     others: tuple[tuple[Trial, float], ...]  # the other finalists with their medians in microseconds, fastest first
     finals: Finals
 
@@ -91,6 +92,11 @@ def decide(
         for rival in result.rivals
         if (rival.max_error or 0.0) <= error
     ]
+    wrong = {
+        rival.name: f"wrong: error {rival.max_error:.3g} where {error:.3g} is allowed"
+        for rival in result.rivals
+        if (rival.max_error or 0.0) > error
+    }
     rivals += [
         _as_rival(contender, _lead(counted, contender.name, winner, contenders))
         for contender in contenders
@@ -103,6 +109,7 @@ def decide(
         verdict=winner.verdict,
         choice=_choice(winner, rivals, objective),
         rivals=tuple(rivals),
+        absent={**result.absent, **wrong},
         others=tuple((contender.trial, contender.measurement.median_us) for contender in runners_up),
         finals=Finals(
             rounds=len(counted) or winner.measurement.samples,

@@ -6,13 +6,14 @@ import contextlib
 import math
 import statistics
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from autoattn.baselines import external
 from autoattn.core import paired_stats
 from autoattn.core.cache_entry import Rival, WorstCase
 from autoattn.core.mask import MaskKind
@@ -25,6 +26,8 @@ from autoattn.hardware.timer import Call, Stopwatch, summary
 from autoattn.kernels import compiler, forward, interpreter
 from autoattn.reference import inputs
 from autoattn.reference.inputs import Scores
+from autoattn.search import peer_calls
+from autoattn.search.peer_calls import PeerCall
 from autoattn.validation import gradient_check, output_check
 from autoattn.workers.worker_pool import Failure
 
@@ -109,11 +112,38 @@ class Finished:
     rivals: tuple[Rival, ...]
     rounds: tuple[Round, ...] = ()  # all of them, raw; finalists go by finalist_name, rivals by their own
     energies: tuple[Energy | None, ...] = ()  # of each finalist; empty where nobody asked
+    absent: Mapping[str, str] = field(default_factory=dict)  # rival or peer that was asked for and left out -> why
 
 
 def finalist_name(place: int) -> str:
     """What a finalist is called in the rounds, by its place in the order given."""
     return f"finalist {place}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Prepares one peer for the finals of a problem.
+
+    It is a job of its own, so that a peer that hangs or crashes is known by name.
+    """
+
+    problem: Problem
+    peer: str
+    best_us: float | None  # of our fastest kernel at a first look; a peer much slower takes no part
+
+    def run(self, memory: Memory) -> str | Failure | None:
+        """Why it does not take part, in one clause; None when it does, and is kept for the finals."""
+        with _failures() as failed:
+            case, gates = _full_case(memory, self.problem), _gates(self.problem)
+            with external.triton_environment():
+                prepared = peer_calls.prepare(self.peer, case, gates)
+                if isinstance(prepared, str):
+                    return prepared
+                reason = peer_calls.why_slow(prepared, _stopwatch(memory), self.best_us)
+            if reason is None:
+                memory["peer", self.peer, self.problem] = prepared
+            return reason
+        return failed[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,24 +155,45 @@ class Final:
     seconds: float  # of rounds, at most; but see rounds.PATIENCE
     seed: int
     energy_seconds: float = 0.0  # of calls in a row for each contestant's energy; 0 asks for none
+    peers: tuple[str, ...] = ()  # that were admitted
 
     def run(self, memory: Memory) -> Finished | Failure:
         """The measurements, or what went wrong."""
-        with _failures() as failed:
+        with _failures() as failed, external.triton_environment():
             case, gates = _full_case(memory, self.problem), _gates(self.problem)
             room = gates.room_of(case)
             kernels = [_kernel(memory, source) for source in self.finalists]
             verdicts = tuple(gates.judge(kernel, [case]) for kernel in kernels)
             rivals = gates.rival_calls(case)
             accuracy = {name: gates.errors(call(), case) for name, call in rivals.items()}
-            rivals = {name: rivals[name] for name in rivals if math.isfinite(accuracy[name][0])}  # NaN is no answer
+            peers, absent = self._peers(memory, case, gates)
+            absent |= {name: peer_calls.NOT_FINITE for name in rivals if not math.isfinite(accuracy[name][0])}
+            rivals = {name: call for name, call in rivals.items() if name not in absent}
+            rivals |= {name: peer.call for name, peer in peers.items()}
+            accuracy |= {name: (peer.max_error, peer.rms_error) for name, peer in peers.items()}
             ours = {
                 finalist_name(place): gates.call_of(kernel, case, room)
                 for place, (kernel, verdict) in enumerate(zip(kernels, verdicts, strict=True))
                 if verdict.ok
             }
-            return self.time(_stopwatch(memory), ours, rivals, verdicts, accuracy)
+            spins = max((peer.spins for peer in peers.values()), default=1)
+            finished = self.time(_stopwatch(memory, spins), ours, rivals, verdicts, accuracy)
+            return replace(finished, absent=absent)
         return failed[0]
+
+    def _peers(self, memory: Memory, case: Any, gates: ModuleType) -> tuple[dict[str, PeerCall], dict[str, str]]:
+        """The peers' calls, and why others are left out; what was kept for these finals is kept no longer."""
+        peers: dict[str, PeerCall] = {}
+        absent: dict[str, str] = {}
+        for name in self.peers:
+            prepared = memory.pop(("peer", name, self.problem), None)
+            if prepared is None:  # another worker had prepared it, which died since
+                prepared = peer_calls.prepare(name, case, gates)
+            if isinstance(prepared, str):
+                absent[name] = prepared
+            else:
+                peers[name] = prepared
+        return peers, absent
 
     def time(
         self,
@@ -289,8 +340,10 @@ def _remembered(memory: Memory, name: Hashable, make: Any) -> Any:
     return memory[name]
 
 
-def _stopwatch(memory: Memory) -> Stopwatch:
-    stopwatch: Stopwatch = _remembered(memory, "stopwatch", lambda: Stopwatch(torch.device("cuda")))
+def _stopwatch(memory: Memory, spins: int = 1) -> Stopwatch:
+    stopwatch: Stopwatch = _remembered(
+        memory, ("stopwatch", spins), lambda: Stopwatch(torch.device("cuda"), spins=spins)
+    )
     return stopwatch
 
 

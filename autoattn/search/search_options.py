@@ -41,17 +41,36 @@ class Profile:
     finalists: int
     final_seconds: float  # of rounds, at most: they end when all is decided
     energy_seconds: float  # of calls in a row for each contestant, to count its energy; 0 counts none
+    compiling_peers: bool  # whether the finals wait for peers that compile for each problem
 
 
 PROFILES = {
     Effort.QUICK: Profile(
-        trials=32, search_seconds=12.0, sibling_trials=1, finalists=5, final_seconds=2.0, energy_seconds=0.0
+        trials=32,
+        search_seconds=12.0,
+        sibling_trials=1,
+        finalists=5,
+        final_seconds=2.0,
+        energy_seconds=0.0,
+        compiling_peers=False,
     ),
     Effort.STANDARD: Profile(
-        trials=32, search_seconds=180.0, sibling_trials=1, finalists=5, final_seconds=5.0, energy_seconds=0.3
+        trials=32,
+        search_seconds=180.0,
+        sibling_trials=1,
+        finalists=5,
+        final_seconds=5.0,
+        energy_seconds=0.3,
+        compiling_peers=True,
     ),
     Effort.MAX: Profile(
-        trials=200, search_seconds=1800.0, sibling_trials=24, finalists=8, final_seconds=15.0, energy_seconds=1.0
+        trials=200,
+        search_seconds=1800.0,
+        sibling_trials=24,
+        finalists=8,
+        final_seconds=15.0,
+        energy_seconds=1.0,
+        compiling_peers=True,
     ),
 }
 ENERGY_SECONDS = 0.5  # at least, where the energy decides

@@ -19,7 +19,7 @@ from autoattn.core.variant import Source, Variant
 from autoattn.cost_model import occupancy, predictor
 from autoattn.errors import HostError
 from autoattn.search import rehearsal
-from autoattn.search.gpu_jobs import Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
+from autoattn.search.gpu_jobs import Admit, Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.search.multi_template import Contest
 from autoattn.workers.compile_job import ALLOCATOR, Inspect
 from autoattn.workers.worker_pool import Failure, Job, Pool, cores, next_results
@@ -28,6 +28,7 @@ COMPILE_SECONDS = 60.0  # the slowest variant of the space takes a tenth of it
 GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this much
 FINAL_SECONDS = 180.0  # beside the rounds and the energy
 ENERGY_SHARE = 40.0  # times the energy of one contestant: all of them, and what each warms up
+PEER_SECONDS = 120.0  # for a peer to be imported, compiled and looked at; one that hangs costs this much
 PREPARE_SECONDS = 120.0  # random operands and their reference, at most
 MEASURED_WINDOW = 8  # variants in flight in one search: a sampler that waits for fewer results proposes worse
 BUSY = 4  # compilers that such a search keeps at work: results are heard in order, so all wait for the slowest
@@ -40,6 +41,8 @@ INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 # What workers import before their first job, by name, so that this process does not.
 COMPILER_MODULE = "autoattn.workers.compile_job"
 GPU_MODULE = "autoattn.search.gpu_jobs"
+# torch.compile, which some peers need, starts no processes that would run beside what is timed.
+TIMING = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 COMPILER = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **ALLOCATOR}
 
 
@@ -73,7 +76,7 @@ class Workshop:
         apart = [{"CUDA_VISIBLE_DEVICES": card} for card in cards]
         self._cards = max(1, len(cards))
         if measured:
-            self.bench = Pool(size=self._cards, apart=apart, preload=GPU_MODULE)
+            self.bench = Pool(size=self._cards, environment=TIMING, apart=apart, preload=GPU_MODULE)
         else:
             self.bench = Pool(size=self._jobs, environment=INTERPRETER, preload=GPU_MODULE)
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
@@ -251,22 +254,46 @@ class Workshop:
         return result
 
     def final(
-        self, problem: Problem, variants: list[Variant], *, seconds: float, seed: int, energy_seconds: float = 0.0
+        self,
+        problem: Problem,
+        variants: list[Variant],
+        *,
+        seconds: float,
+        seed: int,
+        energy_seconds: float = 0.0,
+        peers: Sequence[str] = (),
+        best_us: float | None = None,
     ) -> Steps[Finished | Failure]:
         """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ.
 
-        Asks what each costs, if `energy_seconds`.
+        Asks what each costs, if `energy_seconds`. A peer that fails costs the finals nothing but its time.
+
+        Args:
+            peers: names of peers that take part if they can; `Finished.absent` says why others do not.
+            best_us: the fastest finalist's time at a first look; peers much slower take no part.
         """
+        absent: dict[str, str] = {}
+        for name in peers:
+            reason = yield from self._ended(Admit(problem=problem, peer=name, best_us=best_us), PEER_SECONDS)
+            if reason is not None:
+                absent[name] = _words(reason)
+        admitted = tuple(name for name in peers if name not in absent)
         job = Final(
             problem=problem,
             finalists=tuple(render.render(problem, variant) for variant in variants),
             seconds=seconds,
             seed=seed,
             energy_seconds=energy_seconds,
+            peers=admitted,
         )
         limit = FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds
-        result: Finished | Failure = yield from self._ended(job, limit)
-        return result
+        result: Finished | Failure = yield from self._ended(job, limit + PEER_SECONDS * len(admitted))
+        if isinstance(result, Failure) and admitted:  # perhaps a peer's fault
+            absent |= dict.fromkeys(admitted, f"finals with it {_words(result)}")
+            result = yield from self._ended(replace(job, peers=()), limit)
+        if isinstance(result, Failure):
+            return result
+        return replace(result, absent={**absent, **result.absent})
 
     def _ended(self, job: Job, seconds: float) -> Steps[Any]:
         """Has the finals' GPU do a job, and yields until it is done."""
@@ -350,6 +377,11 @@ class Workshop:
             tflops=slot.problem.flops() / result.median_us / 1e6,
         )
         return replace(slot.inspected, verdict=result.verdict, measurement=looked)
+
+
+def _words(reason: str | Failure) -> str:
+    """Why a peer takes no part, in one clause."""
+    return reason if isinstance(reason, str) else f"ended with a {reason.outcome.value}: {reason.detail}"
 
 
 def _stop_if_hopeless(result: object) -> None:

@@ -1,0 +1,146 @@
+"""Peers in the finals: attention of others that is timed beside our kernels, and to which no call is dispatched.
+
+Their packages are imported in the GPU's worker alone, and only when finals ask for them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from autoattn.baselines import external
+from autoattn.baselines.external import Peer
+from autoattn.core.problem import Op, Precision, Problem
+from autoattn.hardware.timer import HIDDEN_US, Call, Stopwatch
+
+SLOW = 10.0  # a peer this many times slower than our fastest kernel only takes time from the rounds
+MOST_SPINS = 8  # of the GPU before each sample; they hide the host's work, and a round of many calls has many
+HOST_LOOKS = 3  # calls whose time on the host is taken; the quickest counts
+NOT_FINITE = "wrong: its answer has NaN or inf where the reference has none"
+COMPILES = "it compiles for each problem, for which --effort quick leaves no time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PeerCall:
+    """A peer whose answer is known, ready to be timed."""
+
+    call: Call
+    max_error: float  # against the reference of the finalists
+    rms_error: float
+    host_us: float  # microseconds that a call keeps the CPU
+
+    @property
+    def spins(self) -> int:
+        """How many spins of the GPU hide the host's work."""
+        return min(MOST_SPINS, max(1, math.ceil(self.host_us / HIDDEN_US)))
+
+
+def invited(problem: Problem, *, compiling: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names of the peers that finals ask for, and why the others are not asked for. Nothing is imported for it.
+
+    Args:
+        compiling: whether there is time for peers that compile for each problem.
+    """
+    names, absent = [], {}
+    for name in external.FINALS_PEERS:
+        peer = external.PEERS[name]
+        if compiling or not peer.compiles:
+            names.append(name)
+        else:
+            absent[name] = COMPILES if peer.is_installed else f"not installed (no package {peer.package})"
+            absent[name] = peer.refuses(problem) or absent[name]
+    return tuple(names), absent
+
+
+def prepare(name: str, case: Any, gates: ModuleType) -> PeerCall | str:
+    """A peer on the tensors of a case, or in one clause why it does not take part.
+
+    Args:
+        gates: the module of the gate for the case's operation, output_check or gradient_check.
+
+    Raises:
+        RuntimeError: it broke the GPU, so that nothing more can run in this process.
+    """
+    peer = external.PEERS[name]
+    problem, device = case.problem, case.operands.query.device
+    reason = peer.why_not(problem)
+    if reason is not None:
+        return reason
+    try:
+        with warnings.catch_warnings(), external.settled(problem):
+            warnings.simplefilter("ignore")  # what a package has to say of itself
+            return _checked(peer, case, gates)
+    except Exception as error:  # a package raises what it likes
+        _synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return reason_of(error)
+
+
+def _checked(peer: Peer, case: Any, gates: ModuleType) -> PeerCall | str:
+    call = gates.peer_call(peer, case)
+    answer = call()
+    errors = gates.errors(answer, case)
+    if not all(map(math.isfinite, errors)):
+        return NOT_FINITE
+    if case.problem.op is Op.BACKWARD and case.problem.deterministic and (why := gates.unlike(answer, call())):
+        return f"its gradients do not repeat to the bit ({why})"
+    del answer
+    max_error, rms_error = errors
+    host_us = _host_us(call, case.operands.query.device)
+    return PeerCall(call=_as_prepared(call, case.problem), max_error=max_error, rms_error=rms_error, host_us=host_us)
+
+
+def reason_of(error: Exception) -> str:
+    """An exception of a peer in one clause."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of GPU memory"
+    return f"it raised {type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip(": ")
+
+
+def _host_us(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds that a call keeps the CPU, on a GPU that has nothing else to do."""
+    taken = []
+    for _ in range(HOST_LOOKS):
+        _synchronize(device)
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    _synchronize(device)
+    return min(taken) * 1e6
+
+
+def _as_prepared(call: Callable[[], object], problem: Problem) -> Call:
+    """The call under the settings that it was compiled with: with others, torch.compile would compile it anew."""
+    return partial(_run_settled, problem, call) if problem.precision is Precision.TF32 else call
+
+
+def _run_settled(problem: Problem, call: Callable[[], object]) -> object:
+    with external.settled(problem):
+        return call()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def why_slow(peer: PeerCall, stopwatch: Stopwatch, best_us: float | None) -> str | None:
+    """Why a peer is no contestant by a first look at its time; None when it is one, or no time of ours is known.
+
+    Args:
+        best_us: the time of our fastest kernel at its own first look.
+    """
+    stopwatch.warm()
+    time_us = min(stopwatch.samples(peer.call, 2))
+    if best_us is None or time_us <= SLOW * best_us:
+        return None
+    return f"too slow: {time_us:.0f} us at a first look, where our fastest kernel takes {best_us:.0f} us"
