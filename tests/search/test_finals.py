@@ -162,6 +162,27 @@ def test_the_default_is_a_rival_with_its_interval_unless_it_wins() -> None:
     assert decided(trials, finished([100.0, 120.0]), default=trials[0].variant).rivals == ()
 
 
+def test_a_peer_that_is_the_fastest_is_recorded_and_never_chosen() -> None:
+    found = decided([trial(0)], finished([100.0], {"sdpa": 97.0, "fa4": 50.0}))
+    assert found.choice == "sdpa"
+    assert decided([trial(0)], finished([100.0], {"sdpa": 120.0, "fa4": 50.0})).choice == KERNEL
+    peer = next(rival for rival in found.rivals if rival.name == "fa4")
+    assert peer.lead is not None
+    assert 0.49 < peer.lead.low < peer.lead.high < 0.51
+    assert found.absent == {}
+
+
+def test_a_rival_with_wrong_numbers_is_left_out_with_its_reason() -> None:
+    result = finished([100.0], {"sdpa": 120.0, "fa4": 50.0})
+    allowed = GOOD.allowed * finals.RIVAL_ERROR
+    rivals = tuple(
+        replace(rival, max_error=allowed * 1.01) if rival.name == "fa4" else rival for rival in result.rivals
+    )
+    found = decided([trial(0)], replace(result, rivals=rivals, absent={"flex": "not installed"}))
+    assert [rival.name for rival in found.rivals] == ["sdpa"]
+    assert found.absent == {"flex": "not installed", "fa4": "wrong: error 0.0162 where 0.016 is allowed"}
+
+
 # --- objectives -------------------------------------------------------------------------------------------------------
 
 

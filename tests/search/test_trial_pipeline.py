@@ -355,7 +355,9 @@ def test_compilers_never_touch_the_card_and_one_worker_alone_measures(bench: Ben
     shop = Workshop(samples.A30, measured=True, jobs=6)
     assert shop.compilers.environment["CUDA_VISIBLE_DEVICES"] == ""
     assert shop.compilers.size == 6
-    assert (shop.bench.size, shop.bench.environment) == (1, {})
+    assert shop.bench.size == 1
+    assert "CUDA_VISIBLE_DEVICES" not in shop.bench.environment
+    assert shop.bench.environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1", "no compiler runs beside what is timed"
 
 
 def waiting_looks(shop: Workshop) -> int:
@@ -404,6 +406,66 @@ def test_finals_run_on_one_card(bench: Bench) -> None:
     for _ in range(3):
         shop.alone(shop.final(LARGE, variants(2), seconds=0.5, seed=7))
     assert shop.bench.places == [0, 0, 0]  # type: ignore[attr-defined]
+
+
+# --- peers in the finals ----------------------------------------------------------------------------------------------
+
+
+CRASH = Failure(outcome=Outcome.CRASH, detail="the process died (SIGSEGV)")
+
+
+def finished(shop: Workshop, *peers: str) -> Any:
+    return shop.alone(shop.final(LARGE, variants(2), seconds=0.5, seed=7, peers=peers, best_us=90.0))
+
+
+def test_peers_are_admitted_one_by_one_on_the_finals_card_before_the_finals(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=2, cards=["4", "5"])
+    assert finished(shop, "flex", "fa4").absent == {}
+    first, second, final = benched(shop)
+    assert [(job.problem, job.peer, job.best_us) for job in (first, second)] == [
+        (LARGE, "flex", 90.0), (LARGE, "fa4", 90.0),
+    ]  # fmt: skip
+    assert final.peers == ("flex", "fa4")
+    assert shop.bench.places == [0, 0, 0]  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_is_not_admitted_is_named_with_its_reason_and_the_others_take_part(bench: Bench) -> None:
+    answers = {"flex": "it raised ValueError: no", "fa2": CRASH, "fa4": None}
+    bench.admit = lambda job: answers[job.peer]
+    bench.final = lambda job: replace(FINISHED, absent={"sdpa-flash": "wrong"})
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    assert finished(shop, *answers).absent == {
+        "flex": "it raised ValueError: no",
+        "fa2": "ended with a crash: the process died (SIGSEGV)",
+        "sdpa-flash": "wrong",
+    }
+    assert benched(shop)[-1].peers == ("fa4",)
+
+
+def test_finals_that_are_lost_with_a_peer_are_held_again_without(bench: Bench) -> None:
+    bench.final = lambda job: CRASH if job.peers else FINISHED
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    assert finished(shop, "fa4").absent == {"fa4": "finals with it ended with a crash: the process died (SIGSEGV)"}
+    assert [job.peers for job in benched(shop)[1:]] == [("fa4",), ()]
+
+
+def test_finals_that_are_lost_without_a_peer_are_not_held_again(bench: Bench) -> None:
+    bench.final = lambda job: CRASH
+    bench.admit = lambda job: "not installed"
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    assert finished(shop, "fa4") == CRASH
+    assert len(benched(shop)) == 2
+
+
+def test_the_time_of_peers_is_that_of_finals(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(trial_pipeline.time, "monotonic", lambda: now[0])
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    steps = shop.final(LARGE, variants(2), seconds=0.5, seed=7, peers=("flex",))
+    next(steps)
+    now[0] = 130.0
+    shop.wait()
+    assert shop.finals_seconds == 30.0
 
 
 # --- several searches, and what is not done twice ---------------------------------------------------------------------

@@ -12,13 +12,14 @@ import pytest
 import samples
 from fake_workshop import GOOD, SMALL, FakeWorkshop, remember, rival, run, workshop  # noqa: F401 - a fixture
 
+from autoattn.baselines import external
 from autoattn.cache import finals_samples, store
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Outcome, Verdict
 from autoattn.core.variant import Variant
 from autoattn.errors import UsageError
-from autoattn.search import finals, multi_template, search_options
+from autoattn.search import finals, multi_template, peer_calls, search_options
 from autoattn.search.gpu_jobs import Finished
 from autoattn.workers.worker_pool import Failure
 
@@ -51,6 +52,41 @@ def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
     times = {one.name: one.measurement.median_us for one in entry.rivals}
     assert times == {finals.TEMPLATE_DEFAULT: 200.0}
     assert entry.choice == KERNEL
+
+
+def test_an_entry_has_a_faster_peer_beside_its_kernel_and_says_who_was_absent(
+    workshop: type[FakeWorkshop], tmp_path: Path
+) -> None:
+    workshop.rivals = (rival("fa3", 1.0),)
+    workshop.absent = {"fa2": "not installed (no module flash_attn)"}
+    summary = run(tmp_path, measured=True, trials=30)
+    entry = summary.entries[SMALL.key]
+    assert entry.choice == KERNEL
+    assert "fa3" in [one.name for one in entry.rivals]
+    assert entry.absent is not None
+    assert entry.absent["fa2"] == "not installed (no module flash_attn)"
+    read = store.read(summary.written[0]).entries[SMALL.key]
+    assert (read.absent, [one.name for one in read.rivals]) == (entry.absent, [one.name for one in entry.rivals])
+
+
+def test_a_quick_tune_leaves_out_peers_that_compile_and_says_so(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
+    compiling = {name for name in external.FINALS_PEERS if external.PEERS[name].compiles}
+    assert "flex" in compiling
+    quick = run(tmp_path, measured=True).entries[SMALL.key]
+    standard = run(tmp_path / "standard", measured=True, effort=search_options.Effort.STANDARD).entries[SMALL.key]
+    assert [set(asked["peers"]) for asked in workshop.asked] == [
+        set(external.FINALS_PEERS) - compiling,
+        set(external.FINALS_PEERS),
+    ]
+    assert workshop.asked[0]["best_us"] == quick.time_us
+    assert quick.absent is not None
+    assert quick.absent["flex"] == peer_calls.COMPILES
+    assert set(quick.absent) == compiling
+    assert standard.absent == {}
+
+
+def test_a_prediction_met_nobody(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
+    assert run(tmp_path).entries[SMALL.key].absent is None
 
 
 def test_a_finalist_that_is_wrong_at_full_size_does_not_win(

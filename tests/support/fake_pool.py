@@ -13,7 +13,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.search import trial_pipeline
-from autoattn.search.gpu_jobs import Final, Finished, Prepare, Rehearse, Screen, Screened
+from autoattn.search.gpu_jobs import Admit, Final, Finished, Prepare, Rehearse, Screen, Screened
 from autoattn.search.trial_pipeline import Workshop
 from autoattn.workers.compile_job import Inspect
 from autoattn.workers.worker_pool import Failure
@@ -80,14 +80,18 @@ class Bench:
     inspect: Callable[[Inspect], Any] = report_of
     screen: Callable[[Screen], Any] = lambda job: Screened(verdict=GOOD, median_us=100.0, samples=9)
     rehearse: Callable[[Rehearse], Any] = lambda job: GOOD
+    admit: Callable[[Admit], Any] = lambda job: None
+    final: Callable[[Final], Any] = lambda job: FINISHED
     code: Callable[[Inspect], str] = lambda job: job.source.digest
 
     def __call__(self, job: Any) -> Any:
         if isinstance(job, Inspect):
             found = self.inspect(job)
             return found if isinstance(found, Failure) else replace(found, code=self.code(job))
-        if isinstance(job, Prepare | Final):
-            return None if isinstance(job, Prepare) else FINISHED
+        if isinstance(job, Prepare):
+            return None
+        if isinstance(job, Admit | Final):
+            return self.admit(job) if isinstance(job, Admit) else self.final(job)
         return self.screen(job) if isinstance(job, Screen) else self.rehearse(job)
 
 

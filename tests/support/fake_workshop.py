@@ -44,6 +44,7 @@ class FakeWorkshop:
     interrupts: frozenset[str] = frozenset()
     many: int = 1  # problems at once
     rivals: tuple[Rival, ...] = ()
+    absent: ClassVar[dict[str, str]] = {}  # who was not in the finals, and why
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
     asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
     outgrown: ClassVar[list[tuple[Variant, int]]] = []  # whose worst case was asked for, with the seed
@@ -121,6 +122,7 @@ class FakeWorkshop:
             rivals=self.rivals,
             rounds=rounds_of(named),
             energies=tuple(Energy(joules=self.joules(one), watts=500.0) for one in variants),
+            absent=self.absent,
         )
 
     def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[WorstCase | Failure]:
