@@ -97,7 +97,7 @@ def _document(answer: Explanation) -> dict[str, Any]:
 
 
 def _print(answer: Explanation) -> None:
-    from autoattn.report import figures
+    from autoattn.report import attendance, figures
 
     print(figures.printable(answer.problem))
     print(f"  runs on  {figures.printable(answer.route)}")
@@ -117,6 +117,7 @@ def _print(answer: Explanation) -> None:
         leads = [f"{rival.name} {figures.against(rival.lead)}" for rival in figures.others(answer.entry) if rival.lead]
         print(f"  finals   {figures.printable(figures.finals(answer.entry))}")
         print(f"  over     {figures.printable(', '.join(leads) or 'nobody, or too few rounds')}")
+        print(f"  rivals   {figures.printable(attendance.sentence(answer.entry))}")
     if answer.entry is not None and answer.entry.worst is not None and answer.entry.problem == answer.problem:
         print(f"  worst    {figures.printable(figures.worst(answer.entry))}")
     for position, step in enumerate(answer.steps, start=1):

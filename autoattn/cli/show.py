@@ -63,11 +63,13 @@ def command(
 
     A ratio is the rival's time over the kernel's: above 1 the kernel is faster. Behind it stands its 95% interval,
     where it is known. "As good" are finalists that cannot be told from the winner. Measured and predicted times are
-    never in one table. Of each problem the entry is shown that a call takes: an entry of your own cache stands in place
+    never in one table. Below stands who took part in the finals and who did not: a call runs on none of these but
+    PyTorch's backends. Of each problem the entry is shown that a call takes: an entry of your own cache stands in place
     of the shipped one.
     """
     from autoattn.cli import terminal
     from autoattn.cli.entry_filter import EntryFilter
+    from autoattn.report import attendance
 
     chosen = EntryFilter(
         evidence=evidence, operation=operation, route=route, only=tuple(only or ()), sort=sort, reverse=reverse
@@ -89,6 +91,8 @@ def command(
         for kind in ("measured", "predicted"):
             if rows := [row(entry) for entry in entries if entry.evidence.value == kind]:
                 terminal.print_table(console, f"{file.device}, {kind} ({folder})", COLUMNS, rows)
+        for sentence in attendance.sentences(entries):
+            console.print(terminal.printable(sentence), soft_wrap=True)
     if not shown:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
     print_left_out(console, combined)

@@ -13,7 +13,7 @@ import jinja2
 from autoattn.cache import inventory
 from autoattn.errors import StateError
 from autoattn.hardware import nvidia
-from autoattn.report import contents, figures, files, finals_table, listing
+from autoattn.report import attendance, contents, figures, files, finals_table, listing
 
 FOLDER = Path(__file__).parent
 # What stands below predictions beside published times.
@@ -118,6 +118,7 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         versions=figures.versions,
         finals=figures.finals,
         worst=figures.worst,
+        met=attendance.sentence,
         counts=figures.counts,
         settings=figures.settings,
         differing=listing.differing,

@@ -15,7 +15,7 @@ from autoattn.core.paired_stats import Interval
 from autoattn.core.trial import Energy, Evidence, Measurement
 from autoattn.cost_model import accuracy, published_times
 from autoattn.cost_model.published_times import Published
-from autoattn.report import charts, figures, history, listing
+from autoattn.report import attendance, charts, figures, history, listing
 from autoattn.report.charts import Detail, Parallel, Strips
 from autoattn.report.commands import rendering, reproduce
 from autoattn.report.finals_table import Contestant, contestants
@@ -107,9 +107,11 @@ class Ranking:
     measured: bool
     cards: tuple[Card, ...]
     mean: float | None  # geometric mean of the leads over each problem's best rival; None where there is none
-    faster: int  # problems on which the kernel beats its best rival
+    faster: int  # problems on which the kernel beats the best rival that it met
     even: int
     with_rivals: int
+    met: str  # whom the kernels met in the finals
+    attendance: tuple[str, ...]  # sentences: who took part in the finals, and who did not and why
     strips: Strips | None
     roofline: Plot | None
     outcomes: dict[str, int]  # outcome -> trials, over all problems
@@ -208,6 +210,8 @@ def _ranking(cards: list[Card], device: Device | None) -> Ranking:
         faster=sum(figures.standing(lead) == "good" for lead in leads),
         even=sum(map(figures.even, leads)),
         with_rivals=len(leads),
+        met=attendance.met([card.entry for card in cards if card.best is not None]),
+        attendance=tuple(attendance.sentences(entries)),
         strips=charts.strips(entries) if measured else None,
         roofline=charts.roofline(entries, device, measured=measured),
         outcomes=dict(outcomes.most_common()),

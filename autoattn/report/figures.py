@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 
 from autoattn.codegen import search_space
-from autoattn.core.cache_entry import KERNEL, CacheEntry, Rival
+from autoattn.core.cache_entry import KERNEL, OURS, CacheEntry, Rival
 from autoattn.core.paired_stats import Interval
 from autoattn.core.trial import Evidence
 from autoattn.core.variant import Value, Variant
 from autoattn.errors import AutoattnError
-
-OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 
 
 def microseconds(time_us: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.core import device_profiles
-from autoattn.core.cache_entry import CacheEntry, Finalist
+from autoattn.core.cache_entry import OURS, CacheEntry, Finalist
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Interval
 from autoattn.core.problem import DType, Precision, Problem
@@ -90,7 +90,7 @@ def contestants(entry: CacheEntry, device: str) -> tuple[Contestant, ...]:
             bandwidth_share=_bandwidth_share(entry.problem, card, rival.measurement.median_us),
         )
         for rival in entry.rivals
-        if rival.name not in figures.OURS  # they are finalists
+        if rival.name not in OURS  # they are finalists
     ]
     unbeaten = front([_point(row) for row in rows])
     return tuple(

@@ -7,7 +7,8 @@ from enum import Enum
 import torch
 import triton
 
-from autoattn.core.cache_entry import KERNEL, CacheEntry
+from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
+from autoattn.core.cache_entry import KERNEL, OURS, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan.reasons import Text, formed
@@ -55,7 +56,7 @@ def marked(entry: CacheEntry) -> str:
 
 def other_torch(entry: CacheEntry) -> str:
     """Of a rival that was timed with another PyTorch."""
-    return f"{entry.choice} was the fastest with torch {entry.versions.get('torch')}, this is {torch.__version__}"
+    return f"{entry.choice} was {_fastest(entry)} with torch {entry.versions.get('torch')}, this is {torch.__version__}"
 
 
 def fastest_since(reason: Text, choice: str) -> str:
@@ -67,7 +68,16 @@ def fastest(reason: Text, entry: CacheEntry) -> str:
     """Of a rival that was the fastest."""
     rival = next((rival for rival in entry.rivals if rival.name == entry.choice), None)
     gain = f", {entry.time_us / rival.measurement.median_us:.2f}x faster than the kernel" if rival else ""
-    return f"{formed(reason)}, and {entry.choice} was the fastest{gain}"
+    return f"{formed(reason)}, and {entry.choice} was {_fastest(entry)}{gain}"
+
+
+def _fastest(entry: CacheEntry) -> str:
+    """What the choice of an entry was: peers of other packages may be faster, and no call runs on them."""
+    times = {rival.name: rival.measurement.median_us for rival in entry.rivals}
+    choice_us = times.get(entry.choice, 0.0)
+    peers = times.keys() - {SDPA, *BACKENDS, *OURS}
+    faster = any(times[name] < choice_us for name in peers)
+    return "the fastest that a call can run" if faster else "the fastest"
 
 
 def fastest_beside(reason: Text, route: str, variant: Variant | None, entry: CacheEntry) -> str:
