@@ -63,25 +63,31 @@ def met(entries: Sequence[CacheEntry]) -> str:
 
 
 def sentences(entries: Iterable[CacheEntry]) -> list[str]:
-    """Who took part in the finals of measured entries and who did not, a sentence for each rival that was absent from
-    some, and for each peer of another package."""
+    """Who took part in the finals of measured entries and who did not; none where nothing was measured.
+
+    There is a sentence for each peer of another package, and for each backend that is recorded as absent.
+    """
     measured = [entry for entry in entries if entry.evidence is Evidence.MEASURED]
-    total, old = len(measured), sum(entry.absent is None for entry in measured)
+    total = len(measured)
+    alone = [entry for entry in measured if not figures.others(entry)]
+    old = [entry for entry in measured if entry.absent is None and figures.others(entry)]
     lines = [
         f"{title(row.name)} took part in {row.took_part} of {_problems(total)}"
         + (f"; absent: {row}" if row.absent else "")
         for row in of(measured)
         if row.absent or row.name in external.FINALS_PEERS
     ]
-    return lines + ([f"{old} of {_problems(total)} {OLD}: {UNRECORDED}"] if old else [])
+    lines += [f"{len(old)} of {_problems(total)} {OLD}: {UNRECORDED}"] if old else []
+    return lines + ([f"{len(alone)} of {_problems(total)} met nobody"] if alone else [])
 
 
 def sentence(entry: CacheEntry) -> str:
     """Whom the kernel of one measured entry met, and who was absent and why."""
+    names = met([entry])
     if entry.absent is None:
-        return f"{OLD} ({met([entry])}); {UNRECORDED}"
+        return f"{OLD} ({names}); {UNRECORDED}" if figures.others(entry) else f"met {names}; {UNRECORDED}"
     missed = "; ".join(f"{title(name)}: {reason}" for name, reason in sorted(entry.absent.items()))
-    return f"met {met([entry])}" + (f"; absent: {missed}" if missed else "; nobody was absent")
+    return f"met {names}" + (f"; absent: {missed}" if missed else "; nobody was absent")
 
 
 def _problems(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoattn.cache import file_format, store
@@ -33,6 +35,19 @@ def test_one_is_read_once(file: CacheFile) -> None:
     assert unread[key] is unread[key]
     with pytest.raises(KeyError):
         unread["no such problem"]
+
+
+def test_who_was_absent_is_kept_and_an_older_entry_stays_as_it_is(file: CacheFile) -> None:
+    (old, other) = list(file.entries.items())[:2]
+    assert old[1].absent is None
+    assert b"absent" not in file_format.encode(file)
+    absent = {"fa4": "not installed (no module flash_attn)"}
+    new = replace(file, entries=dict([(old[0], replace(old[1], absent=absent)), other]))
+    read = file_format.decode(file_format.encode(new), PATH)
+    assert [entry.absent for entry in read.entries.values()] == [absent, None]
+    everybody = replace(file, entries={old[0]: replace(old[1], absent={})})
+    (entry,) = file_format.decode(file_format.encode(everybody), PATH).entries.values()
+    assert entry.absent == {}, "nobody was absent, which is more than that nobody recorded it"
 
 
 def test_a_file_that_ends_early_is_refused() -> None:

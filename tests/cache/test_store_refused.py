@@ -181,6 +181,8 @@ def within(entry: dict[str, Any], path: tuple[str | int, ...], value: Any) -> No
         (("evidence",), "predicted", "a predicted entry must rest on"),
         (("evidence",), "believed", "Invalid enum value 'believed'"),
         (("rivals", 0, "measurement", "median_us"), 0, "is not above 0"),
+        (("absent",), {"sdpa-flash": "not there"}, "is recorded as absent"),
+        (("absent",), {"fa4": 1}, "Expected `str`, got `int`"),
         (("choice",), "sdpa-other", "the choice 'sdpa-other' of forward_bfloat16"),
         (("problem", "head_dim"), 999, "head_dim must be at most 256, got 999"),
         (("problem", "heads_q"), 64, "holds the problem"),

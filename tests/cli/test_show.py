@@ -42,6 +42,22 @@ def test_show_filters_by_evidence_and_device(autoattn: Run, user_cache: Path) ->
     assert "holds no such entry" in out
 
 
+def test_show_names_a_faster_peer_and_who_was_absent(autoattn: Run, tmp_path: Path) -> None:
+    entry = samples.beside(samples.measured(choice="kernel"), {"sdpa": 1.3, "fa4": 0.7})
+    absent = {"fa2": "not installed (no module flash_attn)"}
+    old = samples.measured(samples.problem(batch=7))
+    store.merge(tmp_path, samples.H200, Op.FORWARD, [replace(entry, absent=absent), old])
+    _, out, _ = autoattn("show", "--cache", tmp_path)
+    assert "0.70x fa4" in out
+    assert (
+        "FlashAttention-2 (fa2) took part in 0 of 2 problems; absent: not installed (no module flash_attn) (1)\n"
+        "FlashAttention-4 (fa4) took part in 1 of 2 problems\n"
+        "1 of 2 problems met PyTorch's backends alone: who else was installed is not recorded\n"
+    ) in out
+    (file,) = json.loads(autoattn("show", "--cache", tmp_path, "--json")[1])
+    assert [entry["absent"] for entry in file["entries"]] == [absent, None]
+
+
 def lengths(autoattn: Run, *words: str) -> list[int]:
     """Keys of the problems that `show` lists, in its order."""
     documents = json.loads(autoattn("show", "--json", *words)[1])
@@ -188,6 +204,7 @@ def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monke
     _, out, _ = autoattn("explain", "--device", "h200", *ONE)
     assert "  finals   128 rounds, 3 more discarded; 1 as good as the winner\n" in out
     assert "  over     sdpa-cudnn 0.91x (0.90-0.92), sdpa-flash 1.42x (1.40-1.44)\n" in out
+    assert "  rivals   met PyTorch's backends alone (sdpa-cudnn, sdpa-flash); who else" in out
     assert "  worst    2.32x its usual time, 928.4 us; 1,920 of 2,048 tiles are computed twice\n" in out
     one = samples.problem(batch=7)  # a near problem's finals say nothing of this one
     assert "worst" not in autoattn("explain", "--device", "h200", *ONE)[1]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import samples
 from cache_files import FORWARD_FILE
+from report_pages import HOSTILE, Page, sections_of
 
 from autoattn import report
-from autoattn.cache import file_format, store
+from autoattn.cache import store
 from autoattn.codegen import render
-from autoattn.core import device_profiles, triton_release
+from autoattn.core import device_profiles
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
@@ -24,51 +24,6 @@ from autoattn.core.trial import Evidence
 from autoattn.cost_model import accuracy
 from autoattn.errors import CacheError, StateError
 from autoattn.report import commands, contents, figures, files
-
-HOSTILE = "<script>alert('1')</script> | `code` [link](http://evil) \x1b[31m *star*\n# head"
-VOID = {"meta", "br", "link", "img", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Checks that elements close in order, and collects what a reader sees and what a browser would load."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.targets: list[str] = []
-        self.loads: list[str] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            assert not name.startswith("on")
-            if name == "id":
-                self.ids.append(value or "")
-            if name == "href" and (value or "").startswith("#"):
-                self.targets.append((value or "")[1:])
-            elif name in ("src", "href", "srcset", "data", "action"):
-                self.loads.append(value or "")
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
 
 
 @pytest.fixture
@@ -83,19 +38,6 @@ def folder(tmp_path: Path) -> Path:
 def markdown_rows(text: str) -> list[list[str]]:
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-
-
-def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[contents.Section]:
-    known = {entry.problem.key: entry for entry in entries}
-    file = file_format.CacheFile(
-        schema=1,
-        op=Op.FORWARD,
-        device=card.name,
-        triton=triton_release.installed_release(),
-        fingerprint=card.fingerprint,
-        entries=known,
-    )
-    return contents.gather([file])
 
 
 def cards(sections: list[contents.Section]) -> tuple[contents.Card, ...]:

@@ -415,6 +415,20 @@ def test_a_rival_that_was_faster_is_followed(tmp_path: Path, one: Problem, level
     assert "sdpa-cudnn was the fastest, 1.10x faster than the kernel" in found.reason
 
 
+def test_a_backend_that_is_followed_is_not_called_the_fastest_where_a_peer_was_faster(tmp_path: Path) -> None:
+    entry = measured(ASKED, choice="sdpa-cudnn", absent={})
+    quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(ASKED, 0.5 * entry.time_us))
+    found = explained(written(tmp_path, replace(entry, rivals=(*entry.rivals, quicker))))
+    assert found.route == "sdpa-cudnn"
+    assert "sdpa-cudnn was the fastest that a call can run, 1.10x faster than the kernel" in found.reason
+
+
+def test_a_faster_peer_does_not_take_the_kernels_place(tmp_path: Path) -> None:
+    entry = measured(ASKED, absent={})
+    quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(ASKED, 0.5 * entry.time_us))
+    assert explained(written(tmp_path, replace(entry, rivals=(quicker,)))).route == "kernel"
+
+
 def test_a_rival_that_nobody_knows_is_skipped_and_said(tmp_path: Path) -> None:
     (unknown, *others) = samples.measured().rivals
     rivals = (replace(unknown, name="sdpa-of-tomorrow"), *others)
