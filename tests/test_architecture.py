@@ -26,6 +26,7 @@ DOORS = {
     "optuna": {"search.study", "search.shared_trials", "search.storage", "search.importance"},
     "flash_attn": {"baselines.external"},
     "flash_attn_interface": {"baselines.external"},
+    "flashinfer": {"baselines.flashinfer_prefill"},
     "triton.compiler": {"kernels.compiler"},
     "triton.backends": {"kernels.compiler", "kernels.assembler"},
     "triton.runtime.interpreter": {"kernels.interpreter"},

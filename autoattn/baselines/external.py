@@ -1,4 +1,4 @@
-"""Baselines by name: PyTorch's backends, FlexAttention, FlashAttention-2, -3 and -4.
+"""Baselines by name: PyTorch's backends, FlexAttention, FlashAttention-2, -3 and -4, FlashInfer.
 
 `pytorch_sdpa` is the part of it that every PyTorch has, and that the tuner times; the rest may be missing.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autoattn import torch_private
-from autoattn.baselines import deterministic_sdpa, pytorch_sdpa
+from autoattn.baselines import deterministic_sdpa, flashinfer_prefill, pytorch_sdpa
 from autoattn.core.mask import Alignment
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Precision, Problem
 from autoattn.errors import UsageError
@@ -418,7 +418,18 @@ PEERS = {
         _flash_peer(2, "flash-attn", "flash_attn.flash_attn_func", _flash_2, -1),
         _flash_peer(3, "flash-attn-3", "flash_attn_interface.flash_attn_func", _flash_3, -1),
         _flash_peer(4, "flash-attn-4", "flash_attn.cute.flash_attn_func", _flash_4, None),
+        Peer(
+            name="flashinfer",
+            about="FlashInfer (flashinfer.BatchPrefillWithRaggedKVCacheWrapper)",
+            package="flashinfer-python",
+            load=flashinfer_prefill.load,
+            refuses=flashinfer_prefill.why_not,
+            prepare=flashinfer_prefill.prepare,
+            layout=Layout.BSHD,
+            title="FlashInfer",
+            compiles=True,
+        ),
     )
 }
 # Those that finals meet beside PyTorch's backends. No call is dispatched to them.
-FINALS_PEERS = ("flex", "fa2", "fa3", "fa4")
+FINALS_PEERS = ("flex", "fa2", "fa3", "fa4", "flashinfer")

@@ -23,7 +23,7 @@ EXAMPLES = (
     "\n\nTraining steps of whole models: [bold]autoattn bench model --help[/]; passes of one attention: "
     "[bold]autoattn bench passes --help[/]"
 )
-PEERS = "sdpa-flash,sdpa-cudnn,sdpa-efficient,varlen-flash,flex,fa2,fa3,fa4"
+PEERS = "sdpa-flash,sdpa-cudnn,sdpa-efficient,varlen-flash,flex,fa2,fa3,fa4,flashinfer"
 
 
 def command(

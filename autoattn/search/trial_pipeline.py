@@ -29,6 +29,7 @@ GPU_SECONDS = 30.0  # validation and a first look; a hanging kernel costs this m
 FINAL_SECONDS = 180.0  # beside the rounds and the energy
 ENERGY_SHARE = 40.0  # times the energy of one contestant: all of them, and what each warms up
 PEER_SECONDS = 120.0  # for a peer to be imported, compiled and looked at; one that hangs costs this much
+PEER_LOSSES = 2  # workers that one peer may hang or crash in a run; then it is asked for no more
 PREPARE_SECONDS = 120.0  # random operands and their reference, at most
 MEASURED_WINDOW = 8  # variants in flight in one search: a sampler that waits for fewer results proposes worse
 BUSY = 4  # compilers that such a search keeps at work: results are heard in order, so all wait for the slowest
@@ -86,6 +87,7 @@ class Workshop:
         self._finals: dict[int, Any] = {}  # what came of the finals, by ticket; _RUNS for those that still run
         self._finals_begun: dict[int, float] = {}  # those that still run
         self._finals_seconds = 0.0
+        self._lost_peers: Counter[str] = Counter()  # peer -> jobs of it that gave no result
         self._passed: dict[tuple[Problem, str], Verdict] = {}  # by kind of problem and machine code
         self._verdicts: dict[str, Verdict] = {}  # of the interpreter, by the digest of a structure
         self.outcomes: Counter[Outcome] = Counter()  # of trials
@@ -272,11 +274,7 @@ class Workshop:
             peers: names of peers that take part if they can; `Finished.absent` says why others do not.
             best_us: the fastest finalist's time at a first look; peers much slower take no part.
         """
-        absent: dict[str, str] = {}
-        for name in peers:
-            reason = yield from self._ended(Admit(problem=problem, peer=name, best_us=best_us), PEER_SECONDS)
-            if reason is not None:
-                absent[name] = _words(reason)
+        absent = yield from self._refused(problem, peers, best_us)
         admitted = tuple(name for name in peers if name not in absent)
         job = Final(
             problem=problem,
@@ -294,6 +292,20 @@ class Workshop:
         if isinstance(result, Failure):
             return result
         return replace(result, absent={**absent, **result.absent})
+
+    def _refused(self, problem: Problem, peers: Sequence[str], best_us: float | None) -> Steps[dict[str, str]]:
+        """Has the finals' GPU prepare each peer; gives those that do not take part, and why."""
+        absent: dict[str, str] = {}
+        for name in peers:
+            if self._lost_peers[name] >= PEER_LOSSES:
+                absent[name] = f"left out after it hung or crashed {PEER_LOSSES} times in this run"
+                continue
+            reason = yield from self._ended(Admit(problem=problem, peer=name, best_us=best_us), PEER_SECONDS)
+            if isinstance(reason, Failure):
+                self._lost_peers[name] += 1
+            if reason is not None:
+                absent[name] = _words(reason)
+        return absent
 
     def _ended(self, job: Job, seconds: float) -> Steps[Any]:
         """Has the finals' GPU do a job, and yields until it is done."""

@@ -48,7 +48,7 @@ def test_peers_are_found_by_name_each_once_in_the_order_given() -> None:
 
 @pytest.mark.parametrize("names", ["", "fa5", "fa4,,flex", "SDPA"])
 def test_an_unknown_name_is_answered_with_all_names(names: str) -> None:
-    with pytest.raises(UsageError, match=r"sdpa, sdpa-flash, .*fa4, got"):
+    with pytest.raises(UsageError, match=r"sdpa, sdpa-flash, .*fa4, flashinfer, got"):
         external.named(names)
 
 
@@ -104,6 +104,14 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("fa4", {"head_dim": 20}, "multiples of 8"),
     ("sdpa-cudnn", {"modifiers": Modifiers(softcap=True)}, "softcap"),
     ("varlen-flash", {}, "packed"),
+    ("flashinfer", {"op": Op.BACKWARD, "head_dim": 64}, "backward"),
+    ("flashinfer", {"dtype": DType.FLOAT32, "head_dim": 64}, "16-bit"),
+    ("flashinfer", {"head_dim": 80}, "head dims of 64"),
+    ("flashinfer", {"head_dim": 64, "mask": "window:20,3"}, "windows that end"),
+    ("flashinfer", {"head_dim": 64, "mask": "causal:top-left"}, "bottom-right"),
+    ("flashinfer", {"head_dim": 64, "mask": "blocks:16x16,0.5"}, "block tables"),
+    ("flashinfer", {"head_dim": 64, "modifiers": Modifiers(alibi=True)}, "alibi"),
+    ("flashinfer", {"head_dim": 64, "modifiers": Modifiers(bias=Bias.KEYS)}, "biases"),
 ]
 
 
@@ -241,6 +249,54 @@ def test_flash_attention_is_asked_for_what_we_mean(
     unbounded = None if name == "fa4" else -1
     sides = tuple(unbounded if side is None else side for side in (one.mask.left, one.mask.right))
     assert set(asked) == {sides}
+    external.why_not_loadable.cache_clear()
+
+
+class PretendedWrapper:
+    """A FlashInfer that computes with the reference, one sequence after the other."""
+
+    def __init__(self, workspace: Tensor, layout: str) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+
+    def plan(self, starts_q: Tensor, starts_kv: Tensor, *heads: int, **facts: Any) -> None:
+        self.starts, self.heads, self.facts = (starts_q.tolist(), starts_kv.tolist()), heads, facts
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        facts = self.facts
+        assert (*query.shape[1:], key.shape[1]) == (self.heads[0], self.heads[2], self.heads[1])
+        assert value.shape[2] == facts["head_dim_vo"]
+        assert facts["q_data_type"] == facts["kv_data_type"] == query.dtype
+        output = value.new_zeros(*query.shape[:2], value.shape[2])
+        attend = pretended([], pair=False).flash_attn_func
+        given: dict[str, Any] = {"softmax_scale": facts["sm_scale"], "causal": facts["causal"]}
+        given["window_size"] = (facts["window_left"], 0 if facts["causal"] else -1)
+        if facts["logits_soft_cap"] is not None:
+            given["softcap"] = facts["logits_soft_cap"]
+        for place in range(len(self.starts[0]) - 1):
+            rows, keys = (slice(*starts[place : place + 2]) for starts in self.starts)
+            parts = (tensor.contiguous() for tensor in (query[None, rows], key[None, keys], value[None, keys]))
+            output[rows] = attend(*parts, **given)[0]
+        return output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": "causal", "layout": Layout.BSHD},
+        {"mask": "window:20,0", "modifiers": Modifiers(softcap=True)},
+        {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90},
+    ],
+)
+def test_flashinfer_is_asked_for_what_we_mean(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithRaggedKVCacheWrapper = PretendedWrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    external.why_not_loadable.cache_clear()
+    one = kernels.problem(head_dim=64, **changes)
+    operands = operands_of(one)
+    assert PEERS["flashinfer"].why_not(one) is None
+    assert_right(one, operands, PEERS["flashinfer"].prepare(one, operands)())
     external.why_not_loadable.cache_clear()
 
 

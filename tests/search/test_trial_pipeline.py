@@ -442,6 +442,16 @@ def test_a_peer_that_is_not_admitted_is_named_with_its_reason_and_the_others_tak
     assert benched(shop)[-1].peers == ("fa4",)
 
 
+def test_a_peer_that_hangs_again_and_again_is_asked_for_no_more(bench: Bench) -> None:
+    bench.admit = lambda job: Failure(outcome=Outcome.TIMEOUT, detail="no answer within 120 s")
+    shop = Workshop(samples.A30, measured=True, jobs=2)
+    reasons = [finished(shop, "fa4").absent["fa4"] for _ in range(4)]
+    assert reasons == 2 * ["ended with a timeout: no answer within 120 s"] + 2 * [
+        "left out after it hung or crashed 2 times in this run"
+    ]
+    assert sum(hasattr(job, "peer") for job in benched(shop)) == 2
+
+
 def test_finals_that_are_lost_with_a_peer_are_held_again_without(bench: Bench) -> None:
     bench.final = lambda job: CRASH if job.peers else FINISHED
     shop = Workshop(samples.A30, measured=True, jobs=2)
