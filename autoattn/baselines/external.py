@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from autoattn import torch_private
-from autoattn.baselines import deterministic_sdpa, flashinfer_prefill, pytorch_sdpa
+from autoattn.baselines import deterministic_sdpa, flashinfer_prefill, flex_attention, pytorch_sdpa
 from autoattn.core.mask import Alignment
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Precision, Problem
 from autoattn.errors import UsageError
-from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands
 
-FLEX_BLOCK = 128  # queries and keys of a block of FlexAttention's tables, as its own create_block_mask has them
 SIXTEEN_BITS = (DType.FLOAT16, DType.BFLOAT16)
 UNKNOWN = "of unknown version"
 Call = Callable[[], Tensor]
@@ -105,12 +103,18 @@ def backward_pass(peer: Peer, problem: Problem, operands: Operands, output_grad:
 @contextmanager
 def settled(problem: Problem) -> Iterator[None]:
     """How PyTorch and the environment are set while the peers of a problem are prepared and run; both are restored."""
+    with triton_environment(), compile_settings(problem):
+        yield
+
+
+@contextmanager
+def compile_settings(problem: Problem) -> Iterator[None]:
+    """What peers that torch.compile compiles for a problem must find set in each call, lest they compile anew."""
     before = torch.get_float32_matmul_precision()
     # Peers may form float32 products as the problem allows ours to.
     torch.set_float32_matmul_precision("high" if problem.precision is Precision.TF32 else "highest")
     try:
         with ExitStack() as stack:
-            stack.enter_context(triton_environment())
             if problem.op is Op.BACKWARD:
                 # A compiled backward pass may overwrite what was saved for it, unless it is told that it runs again.
                 # PyTorch keeps that by thread, so that this one, and none of autograd's own, runs the passes.
@@ -186,119 +190,6 @@ def _rival(name: str, about: str, refuses: Callable[[Problem], str | None]) -> P
         refuses=refuses,
         prepare=partial(pytorch_sdpa.call_of, name),
     )
-
-
-# FlexAttention
-
-
-def _flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    function: Callable[..., Any] = flex_attention
-    return function
-
-
-def _why_not_flex(problem: Problem) -> str | None:
-    modifiers = problem.modifiers
-    if problem.packed:
-        return "packed sequences are not written as a mask_mod here"
-    if problem.dtype is DType.FLOAT8 or problem.precision.value == "tf32x3":
-        return f"it has no {problem.precision.value if problem.dtype is DType.FLOAT32 else problem.dtype.value}"
-    for name in ("score_mod", "learned_slopes", "sinks", "dropout"):
-        if getattr(modifiers, name):
-            return f"{name} is not written for it here"
-    if modifiers.bias.value != "none" or problem.mask.mod:
-        return "biases and mask expressions are not written for it here"
-    return None
-
-
-def _flex(problem: Problem, operands: Operands) -> Call:
-    # Dynamo compiles one function for eight shapes and then falls back to plain PyTorch, so it starts anew each time.
-    torch.compiler.reset()
-    compiled = torch.compile(_flex_attention(), dynamic=False)
-    query, key, value = (tensor.contiguous() for tensor in (operands.query, operands.key, operands.value))
-    return partial(
-        compiled,
-        query,
-        key,
-        value,
-        score_mod=_score_mod(problem, operands),
-        block_mask=block_mask(problem, operands),
-        scale=operands.scale,
-        enable_gqa=problem.group_size > 1,
-    )
-
-
-def block_mask(problem: Problem, operands: Operands) -> Any:
-    """The problem's mask as FlexAttention's BlockMask; None for a full one. The lists of blocks are computed, not tried
-    out pair by pair.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    table, mask_mod = operands.table, None
-    sizes = (problem.seq_q, problem.seq_kv)
-    first, last = problem.band(*sizes)
-    if table is None and first is None and last is None:
-        return None
-    if table is None:
-        low, high = (-problem.seq_q if first is None else first), (problem.seq_kv if last is None else last)
-        table = _band_table(problem, low, high, operands.query.device)
-
-        def in_band(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k >= q + low) & (k <= q + high)
-
-        # One comparison where one is enough, as its users write it.
-        mask_mod = in_band if first is not None and last is not None else _one_sided(first, last)
-    return BlockMask.from_kv_blocks(
-        table.partial_counts,
-        table.partial_blocks,
-        table.full_counts,
-        table.full_blocks,
-        BLOCK_SIZE=(table.block_q, table.block_kv),
-        mask_mod=mask_mod,
-        seq_lengths=sizes,
-    )
-
-
-def _one_sided(first: int | None, last: int | None) -> Callable[..., Tensor]:
-    if last == 0:
-        return lambda b, h, q, k: q >= k
-    if last is not None:
-        return lambda b, h, q, k: k <= q + last
-    return lambda b, h, q, k: k >= q + first
-
-
-def _band_table(problem: Problem, low: int, high: int, device: torch.device) -> Any:
-    """Blocks of a band: query q sees the keys q + low to q + high."""
-    begin_q = torch.arange(0, problem.seq_q, FLEX_BLOCK)[:, None]
-    begin_k = torch.arange(0, problem.seq_kv, FLEX_BLOCK)[None, :]
-    end_q = (begin_q + FLEX_BLOCK).clamp(max=problem.seq_q) - 1
-    end_k = (begin_k + FLEX_BLOCK).clamp(max=problem.seq_kv) - 1
-    least, most = begin_k - end_q, end_k - begin_q  # of key minus query, which takes every value between them
-    kept = (most >= low) & (least <= high)
-    whole = (least >= low) & (most <= high)
-    return block_table.table_of(
-        kept[None, None].to(device),
-        block_q=FLEX_BLOCK,
-        block_kv=FLEX_BLOCK,
-        seq_kv=problem.seq_kv,
-        partial=~whole[None, None].to(device),
-    )
-
-
-def _score_mod(problem: Problem, operands: Operands) -> Callable[..., Tensor] | None:
-    """Softcap, then ALiBi."""
-    modifiers, cap, slopes = problem.modifiers, operands.softcap, operands.slopes
-    if not modifiers.softcap and not modifiers.alibi:
-        return None
-    shift = problem.seq_kv - problem.seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
-
-    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if modifiers.softcap:
-            score = cap * torch.tanh(score / cap)
-        return score - slopes[b, h] * (q + shift - k).abs() if slopes is not None else score
-
-    return changed
 
 
 # FlashAttention
@@ -408,9 +299,9 @@ PEERS = {
             name="flex",
             about="FlexAttention, compiled for the problem (torch.nn.attention.flex_attention)",
             package="torch",
-            load=_flex_attention,
-            refuses=_why_not_flex,
-            prepare=_flex,
+            load=flex_attention.load,
+            refuses=flex_attention.why_not,
+            prepare=flex_attention.prepare,
             layout=Layout.BHSD,
             title="FlexAttention",
             compiles=True,

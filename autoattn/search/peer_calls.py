@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -18,7 +17,7 @@ import torch
 
 from autoattn.baselines import external
 from autoattn.baselines.external import Peer
-from autoattn.core.problem import Op, Precision, Problem
+from autoattn.core.problem import Op, Problem
 from autoattn.hardware.timer import HIDDEN_US, Call, Stopwatch
 
 SLOW = 10.0  # a peer this many times slower than our fastest kernel only takes time from the rounds
@@ -86,17 +85,25 @@ def prepare(name: str, case: Any, gates: ModuleType) -> PeerCall | str:
 
 
 def _checked(peer: Peer, case: Any, gates: ModuleType) -> PeerCall | str:
-    call = gates.peer_call(peer, case)
-    answer = call()
+    problem = case.problem
+    call: Call = gates.peer_call(peer, case)
+    answer: Any = call()
     errors = gates.errors(answer, case)
     if not all(map(math.isfinite, errors)):
         return NOT_FINITE
-    if case.problem.op is Op.BACKWARD and case.problem.deterministic and (why := gates.unlike(answer, call())):
+    if problem.op is Op.BACKWARD and problem.deterministic and (why := gates.unlike(answer, call())):
         return f"its gradients do not repeat to the bit ({why})"
     del answer
+    if peer.compiles:
+        call = partial(_run_as_compiled, problem, call)
     max_error, rms_error = errors
     host_us = _host_us(call, case.operands.query.device)
-    return PeerCall(call=_as_prepared(call, case.problem), max_error=max_error, rms_error=rms_error, host_us=host_us)
+    return PeerCall(call=call, max_error=max_error, rms_error=rms_error, host_us=host_us)
+
+
+def _run_as_compiled(problem: Problem, call: Call) -> object:
+    with external.compile_settings(problem):
+        return call()
 
 
 def reason_of(error: Exception) -> str:
@@ -106,7 +113,7 @@ def reason_of(error: Exception) -> str:
     return f"it raised {type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip(": ")
 
 
-def _host_us(call: Callable[[], object], device: torch.device) -> float:
+def _host_us(call: Call, device: torch.device) -> float:
     """Microseconds that a call keeps the CPU, on a GPU that has nothing else to do."""
     taken = []
     for _ in range(HOST_LOOKS):
@@ -116,16 +123,6 @@ def _host_us(call: Callable[[], object], device: torch.device) -> float:
         taken.append(time.perf_counter() - begin)
     _synchronize(device)
     return min(taken) * 1e6
-
-
-def _as_prepared(call: Callable[[], object], problem: Problem) -> Call:
-    """The call under the settings that it was compiled with: with others, torch.compile would compile it anew."""
-    return partial(_run_settled, problem, call) if problem.precision is Precision.TF32 else call
-
-
-def _run_settled(problem: Problem, call: Callable[[], object]) -> object:
-    with external.settled(problem):
-        return call()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from autoattn.baselines import external, pytorch_sdpa
+from autoattn.baselines import external, flex_attention, pytorch_sdpa
 from autoattn.baselines.external import PEERS
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.errors import UsageError
@@ -151,7 +151,7 @@ def test_flex_gets_the_mask_that_trying_out_all_pairs_gives(mask: str, lengths: 
         low = q >= -1 if first is None else k >= q + first
         return low & (q >= -1 if last is None else k <= q + last)
 
-    found = external.block_mask(one, operands_of(one))
+    found = flex_attention.block_mask(one, operands_of(one))
     tried = create_block_mask(kept, None, None, *lengths, device="cpu")
     assert torch.equal(found.to_dense(), tried.to_dense())
     rows, keys = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None, :]
@@ -167,7 +167,7 @@ def test_flex_gets_the_mask_that_trying_out_all_pairs_gives(mask: str, lengths: 
 
 def test_flex_gets_no_mask_where_there_is_none() -> None:
     one = kernels.problem()
-    assert external.block_mask(one, operands_of(one)) is None
+    assert flex_attention.block_mask(one, operands_of(one)) is None
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -133,7 +133,9 @@ def test_gradients_of_a_deterministic_problem_must_repeat(plant: Callable[..., N
     assert isinstance(prepared(BACKWARD), PeerCall)
 
 
-def test_a_peer_runs_with_the_precision_of_products_that_it_was_prepared_with(plant: Callable[..., None]) -> None:
+def test_a_compiled_peer_runs_with_the_precision_of_products_that_it_was_compiled_with(
+    plant: Callable[..., None],
+) -> None:
     """Else torch.compile compiles it anew in the rounds."""
     seen = []
 
@@ -141,12 +143,27 @@ def test_a_peer_runs_with_the_precision_of_products_that_it_was_prepared_with(pl
         seen.append(torch.get_float32_matmul_precision())
         return pytorch_sdpa.sdpa(problem, operands)
 
-    plant("peer", answer)
+    plant("peer", answer, compiles=True)
     peer = prepared(replace(FORWARD, dtype=DType.FLOAT32, precision=Precision.TF32))
     assert isinstance(peer, PeerCall)
     peer.call()
     assert set(seen) == {"high"}
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_backward_pass_of_a_compiled_peer_runs_again_and_again(plant: Callable[..., None]) -> None:
+    def prepare(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
+        def body(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return pytorch_sdpa.sdpa(problem, replace(operands, query=query, key=key, value=value))
+
+        compiled = torch.compile(body, backend="aot_eager", dynamic=False)
+        return lambda: compiled(operands.query, operands.key, operands.value)
+
+    plant("peer", prepare=prepare, compiles=True)
+    peer = prepared(replace(BACKWARD, mask=kernels.Mask()))
+    assert isinstance(peer, PeerCall), peer
+    for _ in range(3):
+        assert peer.call() is not None
 
 
 def test_more_of_the_hosts_work_needs_more_spins() -> None:
