@@ -15,6 +15,7 @@ import torch
 from fake_device import Timer
 from planted_bench import planted, raising
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from autoattn.baselines import external, pytorch_sdpa
 from autoattn.core.paired_stats import Round
@@ -151,19 +152,26 @@ def test_a_compiled_peer_runs_with_the_precision_of_products_that_it_was_compile
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_the_backward_pass_of_a_compiled_peer_runs_again_and_again(plant: Callable[..., None]) -> None:
-    def prepare(problem: Problem, operands: Operands) -> Callable[[], Tensor]:
-        def body(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return pytorch_sdpa.sdpa(problem, replace(operands, query=query, key=key, value=value))
+def test_backward_passes_of_a_compiled_peer_keep_what_was_saved_for_them(plant: Callable[..., None]) -> None:
+    """torch.compile lets a backward pass overwrite it otherwise, and the rounds run it again and again."""
+    donated = []
 
-        compiled = torch.compile(body, backend="aot_eager", dynamic=False)
-        return lambda: compiled(operands.query, operands.key, operands.value)
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.clone()
 
-    plant("peer", prepare=prepare, compiles=True)
-    peer = prepared(replace(BACKWARD, mask=kernels.Mask()))
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            donated.append(functorch.donated_buffer)
+            return grad
+
+    plant("peer", lambda problem, operands: Noted.apply(pytorch_sdpa.sdpa(problem, operands)), compiles=True)
+    peer = prepared(BACKWARD)
     assert isinstance(peer, PeerCall), peer
-    for _ in range(3):
-        assert peer.call() is not None
+    prepares = len(donated)
+    peer.call()
+    assert donated == [False] * (prepares + 1)
 
 
 def test_more_of_the_hosts_work_needs_more_spins() -> None:
