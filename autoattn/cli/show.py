@@ -69,7 +69,6 @@ def command(
     """
     from autoattn.cli import terminal
     from autoattn.cli.entry_filter import EntryFilter
-    from autoattn.report import attendance
 
     chosen = EntryFilter(
         evidence=evidence, operation=operation, route=route, only=tuple(only or ()), sort=sort, reverse=reverse
@@ -91,8 +90,7 @@ def command(
         for kind in ("measured", "predicted"):
             if rows := [row(entry) for entry in entries if entry.evidence.value == kind]:
                 terminal.print_table(console, f"{file.device}, {kind} ({folder})", COLUMNS, rows)
-        for sentence in attendance.sentences(entries):
-            console.print(terminal.printable(sentence), soft_wrap=True)
+        print_attendance(console, entries)
     if not shown:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
     print_left_out(console, combined)
@@ -124,6 +122,15 @@ def print_left_out(console: Console, combined: list[Overlay]) -> None:
     ]
     for line in lines:
         console.print(terminal.printable(line), soft_wrap=True)
+
+
+def print_attendance(console: Console, entries: Iterable[CacheEntry]) -> None:
+    """Says who took part in the finals of these entries, and who did not and why."""
+    from autoattn.cli import terminal
+    from autoattn.report import attendance
+
+    for sentence in attendance.sentences(entries):
+        console.print(terminal.printable(sentence), soft_wrap=True)
 
 
 def print_availability(console: Console, entries: Iterable[CacheEntry]) -> None:

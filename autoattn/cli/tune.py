@@ -201,7 +201,11 @@ def count(number: int, noun: str) -> str:
 
 
 def close(console: Console, named: list[NamedProblem], summary: Summary) -> None:
-    """Prints why nothing was tuned, if so, a table for each group, what the run came to, and where the winners are."""
+    """Prints why nothing was tuned, if so, a table for each group, what the run came to, and where the winners are.
+
+    Below the tables stands who was in the finals.
+    """
+    from autoattn.cli import show
     from autoattn.cli.progress import duration
 
     if not summary.entries and summary.failed:
@@ -209,6 +213,7 @@ def close(console: Console, named: list[NamedProblem], summary: Summary) -> None
     for group in dict.fromkeys(group for shape in named for group in shape.groups):
         if summary.entries or summary.failed:
             _table(console, group, [shape.problem for shape in named if group in shape.groups], summary)
+    show.print_attendance(console, summary.entries.values())
     tuned = len(summary.entries) - summary.kept
     parts = [f"{tuned:,} tuned", f"{summary.kept:,} already up to date", f"{len(summary.failed):,} failed"]
     left = len({shape.problem.key for shape in named} - summary.entries.keys() - summary.failed.keys())

@@ -282,5 +282,5 @@ def test_a_narrow_terminal_loses_the_last_columns_and_no_figures(
     head = next(line for line in out.splitlines() if "Problem" in line)
     assert [name in head for name in names] == [position < columns for position in range(len(names))]
     assert "400.0" in out
-    assert all(len(line) <= width for line in out.splitlines() if not line.startswith((" (", "h200")))
+    assert all(len(line) <= width for line in out.splitlines() if not line.startswith((" (", "h200", "1 of 1")))
     assert ("left out" in out) == (columns < len(names))

@@ -178,6 +178,15 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
     assert "91 trials (71 ok, 20 infeasible), 64 distinct kernels compiled" in out
 
 
+def test_the_end_says_who_was_in_the_finals(autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = samples.problem(heads_kv=32, seq_kv=1024)
+    entry = samples.measured(one, absent={"fa4": "not installed (no module flash_attn)"})
+    monkeypatch.setattr(tuner, "tune", fake_tune({one.key: entry}))
+    _, out, _ = autoattn("tune", "--device", "h200", "--shapes", shapes)
+    absent = "absent: not installed (no module flash_attn) (1)"
+    assert f"\nFlashAttention-4 (fa4) took part in 0 of 1 problem; {absent}\n" in out
+
+
 def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
     code, out, _ = autoattn("tune", "--device", "a30", *ONE)
