@@ -139,7 +139,7 @@ class Admit:
                 prepared = peer_calls.prepare(self.peer, case, gates)
                 if isinstance(prepared, str):
                     return prepared
-                reason = peer_calls.why_slow(prepared, _stopwatch(memory), self.best_us)
+                reason = peer_calls.why_slow(prepared, _stopwatch(memory, prepared.spins), self.best_us)
             if reason is None:
                 memory["peer", self.peer, self.problem] = prepared
             return reason
