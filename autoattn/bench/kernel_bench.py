@@ -30,7 +30,7 @@ from autoattn.core.variant import Source, Variant
 from autoattn.errors import AutoattnError, DeviceError, StateError
 from autoattn.hardware import nvidia, timer
 from autoattn.hardware.timer import Stopwatch
-from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan import cache_lookup, explanations
 from autoattn.workers.compile_job import Inspect
 from autoattn.workers.worker_pool import Pool, cores
 
@@ -104,7 +104,7 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
             pass
 
 
-def variants_beside(told: cache_lookup.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
+def variants_beside(told: explanations.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
     """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
     problem, variants = told.problem, []
     if told.entry is not None:

@@ -11,7 +11,7 @@ from autoattn.cli import completion, options
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoattn.runtime.plan.cache_lookup import Explanation
+    from autoattn.runtime.plan.explanations import Explanation
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn explain --device a30 --dtype bf16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1000 "

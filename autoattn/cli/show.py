@@ -91,6 +91,8 @@ def command(
                 terminal.print_table(console, f"{file.device}, {kind} ({folder})", COLUMNS, rows)
     if not shown:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
+    if device is not None:
+        print_sisters(console, device, cache)
     print_left_out(console, combined)
     print_availability(console, (entry for _, _, entries in shown for entry in entries))
 
@@ -102,6 +104,29 @@ def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
 
     name = nvidia.resolve(device)[0].name if device is not None else None
     return inventory.overlays(cache, nvidia.fingerprint_of, name)
+
+
+def print_sisters(console: Console, device: str, cache: Path | None) -> None:
+    """Says how many problems sister cards of a device measured, which serve it where nothing nearer was measured."""
+    from autoattn.cache import inventory, sister_cards
+    from autoattn.cli import terminal
+    from autoattn.core.problem import Op
+    from autoattn.core.trial import Evidence
+    from autoattn.hardware import nvidia
+
+    card = nvidia.resolve(device)[0]
+    measured: dict[str, set[str]] = {}
+    for folder in inventory.folders(cache):
+        for op in Op:
+            for sister, file in sister_cards.files_of(folder, card, op):
+                entries = file.entries.items()
+                measured.setdefault(sister.full_name, set()).update(
+                    key for key, entry in entries if entry.evidence is Evidence.MEASURED
+                )
+    for name, keys in measured.items():
+        if keys:
+            problems = f"{len(keys):,} problem{'s' if len(keys) > 1 else ''} measured on {name}, a sister card"
+            console.print(terminal.printable(f"{problems}: what has no nearer measurement runs on it"), soft_wrap=True)
 
 
 def print_left_out(console: Console, combined: list[Overlay]) -> None:
