@@ -12,6 +12,7 @@ from autoattn.cache.file_format import CacheFile
 from autoattn.core import device_profiles, roofline, triton_release
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Evidence
 
 _FINGERPRINT = re.compile(r"(?P<name>.*)/sm_(?P<arch>\d+)/(?P<sm_count>\d+)sm/\d+l2")
 
@@ -65,6 +66,25 @@ def files_of(folder: Path, device: Device, op: Op) -> list[tuple[SisterCard, Cac
     files = store.files_at(path for name in _names(folder, device) for path in _paths(folder, name, op))
     cards = ((sister(file.fingerprint, device), file) for file in files)
     return [(card, file) for card, file in cards if card is not None]
+
+
+def verified(folders: Iterable[Path], device: Device, op: Op) -> dict[str, str]:
+    """Digests of texts that passed the gate on a card of a device's architecture -> the full name of the card.
+
+    Raises:
+        CacheError: a file is damaged, newer, foreign or unreadable.
+    """
+    cards: dict[str, str] = {}
+    for folder in folders:
+        for file in store.files_at(path for name in _names(folder, device) for path in _paths(folder, name, op)):
+            card = of_fingerprint(file.fingerprint)
+            if card is None or card.arch != device.arch:
+                continue
+            for entry in file.entries.values():
+                if entry.evidence is Evidence.MEASURED and (entry.mark is None or not entry.mark.holds_back):
+                    digests = (entry.source_digest, *(candidate.source_digest for candidate in entry.candidates))
+                    cards.update(dict.fromkeys(digests, card.full_name))
+    return cards
 
 
 def watched_paths(folder: Path, device: Device, op: Op) -> list[Path]:

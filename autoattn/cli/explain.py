@@ -113,6 +113,8 @@ def _print(answer: Explanation) -> None:
     if answer.gradients is not None and answer.gradients.variant is not None:
         variant = answer.gradients.variant
         print(f"  backward {figures.printable(variant.template)}: {figures.printable(variant)}")
+    if answer.entry is not None and answer.entry.checked:
+        print(f"  numbers  {figures.printable(answer.entry.checked)}")
     if answer.entry is not None and answer.entry.finals is not None and answer.entry.problem == answer.problem:
         leads = [f"{rival.name} {figures.against(rival.lead)}" for rival in figures.others(answer.entry) if rival.lead]
         print(f"  finals   {figures.printable(figures.finals(answer.entry))}")

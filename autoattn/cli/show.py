@@ -168,11 +168,16 @@ def row(entry: CacheEntry) -> tuple[object, ...]:
         entry.problem,
         figures.microseconds(entry.time_us),
         figures.tflops(entry.tflops),
-        entry.evidence.value,
+        evidence(entry),
         figures.choice(entry),
         comparison(entry),
         figures.tile(entry),
     )
+
+
+def evidence(entry: CacheEntry) -> str:
+    """What an entry rests on; of a predicted one, also whether nobody checked its numbers."""
+    return ", ".join((entry.evidence.value, *(["not rehearsed"] if entry.is_unrehearsed else [])))
 
 
 def comparison(entry: CacheEntry) -> str:

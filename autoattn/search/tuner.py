@@ -200,7 +200,7 @@ class ProblemRun:
         if not search.working:
             return search.why_none()
         if not self.measured:
-            return entry_builder.predicted(search, set(elsewhere))
+            return entry_builder.predicted(search, set(elsewhere), default)
         best = min(trial.time_us for trial in search.working if trial.time_us is not None)
         self.listen(
             _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)

@@ -10,10 +10,12 @@ import samples
 
 from autoattn.cache import sister_cards, store
 from autoattn.core import device_profiles
+from autoattn.core.cache_entry import Finding, Mark
 from autoattn.core.problem import Op
 
 H200, A30 = samples.H200, samples.A30
 H100, A100 = device_profiles.named("h100"), device_profiles.named("a100")
+WRONG = Mark(finding=Finding.WRONG, detail="off by one")
 
 
 def test_cards_of_one_architecture_are_sisters_and_others_are_not() -> None:
@@ -50,3 +52,15 @@ def test_times_translate_by_what_bounds_the_problem(facts: dict[str, int], ratio
     card = sister_cards.of_fingerprint(H200.fingerprint)
     assert card is not None
     assert card.time_ratio(samples.problem(**facts), H100) == pytest.approx(ratio, rel=1e-3)
+
+
+def test_a_verdict_holds_for_the_architecture_and_its_time_for_no_other_card(tmp_path: Path) -> None:
+    measured = samples.measured()
+    other = samples.measured(samples.problem(batch=2), source_digest="marked", mark=WRONG, candidates=())
+    predicted = samples.predicted(samples.problem(batch=8), source_digest="predicted", candidates=())
+    store.merge(tmp_path, H200, Op.FORWARD, [measured, other, predicted])
+    verified = sister_cards.verified([tmp_path], H100, Op.FORWARD)
+    digests = {measured.source_digest, *(candidate.source_digest for candidate in measured.candidates)}
+    assert verified == dict.fromkeys(digests, "NVIDIA H200")
+    assert sister_cards.verified([tmp_path], H200, Op.FORWARD) == verified
+    assert sister_cards.verified([tmp_path], A30, Op.FORWARD) == {}
