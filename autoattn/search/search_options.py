@@ -16,6 +16,7 @@ from autoattn.errors import HostError
 class Effort(str, Enum):
     """How much to spend on a problem."""
 
+    INSTANT = "instant"  # seeds alone
     QUICK = "quick"
     STANDARD = "standard"
     MAX = "max"
@@ -41,9 +42,19 @@ class Profile:
     finalists: int
     final_seconds: float  # of rounds, at most: they end when all is decided
     energy_seconds: float  # of calls in a row for each contestant, to count its energy; 0 counts none
+    seeds_only: bool = False  # whether nothing is tried but seeds and what was tuned before
 
 
 PROFILES = {
+    Effort.INSTANT: Profile(
+        trials=8,
+        search_seconds=2.0,
+        sibling_trials=1,
+        finalists=3,
+        final_seconds=0.4,
+        energy_seconds=0.0,
+        seeds_only=True,
+    ),
     Effort.QUICK: Profile(
         trials=32, search_seconds=12.0, sibling_trials=1, finalists=5, final_seconds=2.0, energy_seconds=0.0
     ),

@@ -231,7 +231,8 @@ class ProblemRun:
         def more() -> bool:
             if study.taken < budget:
                 study.hear()  # what others began since counts too, or each tuner would try one variant too many
-            return study.taken < budget and (not cheap or self.shop.begun < most)
+            wanted = study.waiting or not self.options.profile.seeds_only
+            return wanted and study.taken < budget and (not cheap or self.shop.begun < most)
 
         def now() -> float:
             return time.monotonic() - self.shop.finals_seconds

@@ -38,6 +38,20 @@ def test_the_same_seed_gives_the_same_entry(workshop: type[FakeWorkshop], tmp_pa
     assert replace(one, versions={}) == replace(other, versions={})
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_effort_instant_tries_seeds_alone_and_has_finals(
+    workshop: type[FakeWorkshop], tmp_path: Path, measured: bool
+) -> None:
+    device = samples.H200 if measured else samples.A30
+    seeds = {seed for space in search_space.of(Op.FORWARD) for seed in space.seeds_for(SMALL, device)}
+    summary = run(tmp_path, measured=measured, effort=search_options.Effort.INSTANT, trials=None)
+    tried = {variant for _, variant in workshop.tried}
+    assert tried <= seeds
+    assert len(tried) == min(len(seeds), 8)
+    assert [len(finalists) <= 4 for finalists in workshop.finals] == [True] * measured
+    assert summary.entries[SMALL.key].search.effort == "instant"
+
+
 def test_more_trials_go_on_where_the_last_run_stopped(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     run(tmp_path, trials=6)
     summary = run(tmp_path, trials=10)
