@@ -207,6 +207,9 @@ class _Bench:
             yield _Guarded(Contestant(name=entrants.OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
             return
         yield _Guarded(first, call)
+        for name, variant in self.options.beside.get(answers.problem.key, {}).items():
+            facts = Contestant(name=name, ours=True, route=variant.template, variant=variant)
+            yield _Guarded(facts, answers.by_kernel(variant))
         if self.options.ours is not Ours.VARIANTS:
             return
         for number, variant in enumerate(variants_beside(told, first.variant, self.card), start=1):
