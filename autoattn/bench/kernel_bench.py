@@ -22,7 +22,7 @@ from autoattn.baselines.external import Peer
 from autoattn.bench import entrants
 from autoattn.bench.entrants import Answers
 from autoattn.bench.kernel_results import Contestant, Options, Ours, Row, State, Timing
-from autoattn.codegen import render, search_space
+from autoattn.codegen import portfolio, render
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Pulse
 from autoattn.core.problem import Op, Problem
@@ -110,8 +110,7 @@ def variants_beside(told: explanations.Explanation, ran: Variant | None, card: D
     if told.entry is not None:
         variants = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
     if problem is not None and card is not None:
-        for space in search_space.of(problem.op):
-            variants += space.seeds_for(problem, card)
+        variants += portfolio.starters_for(problem, card)
     return [variant for variant in dict.fromkeys(variants) if variant != ran]
 
 

@@ -107,6 +107,12 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
     return [variant for _, seeds in of_kind(problem, device) for variant in seeds.feasible(seeds.rules.facts(facts))]
 
 
+def starters_for(problem: Problem, device: Device) -> list[Variant]:
+    """The portfolio's variants of a problem, then the seeds of each template; all can run, each once."""
+    seeds = (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, device))
+    return list(dict.fromkeys([*variants_for(problem, device), *seeds]))
+
+
 def default(problem: Problem, device: Device) -> Variant:
     """What a call runs that no entry serves: the first variant of the portfolio, else the first template's default.
 
@@ -121,8 +127,8 @@ def default(problem: Problem, device: Device) -> Variant:
         try:
             return space.default(problem, device)
         except SpaceError as error:
-            refusals.append(error)
-    raise refusals[-1]
+            refusals.append(str(error))
+    raise SpaceError("; ".join(refusals))
 
 
 _JUDGED: dict[tuple[object, ...], tuple[tuple[SearchSpace, KindSeeds], ...]] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import triton
 
 from autoattn.cache import store
-from autoattn.codegen import render, resources
+from autoattn.codegen import portfolio, render, resources
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
@@ -179,14 +179,13 @@ class ProblemRun:
     def _entry_of(
         self, study: Contest, siblings: Sequence[CacheEntry], old: CacheEntry | None
     ) -> Steps[CacheEntry | str]:
-        default = next(iter(self.spaces.values())).default(self.problem, self.device)
+        default = portfolio.default(self.problem, self.device)
         relatives = [entry for entry in siblings if kernel_kind.shares_kernels(self.problem, entry.problem)]
         elsewhere = self._measured_elsewhere()
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
         study.enqueue(theirs if not self.measured else [])
-        for space in self.spaces.values():
-            study.enqueue(space.seeds_for(self.problem, self.device))
+        study.enqueue(portfolio.starters_for(self.problem, self.device))
         study.enqueue([*elsewhere, *theirs])
         yield from self._search(study, sibling=bool(relatives))
         search = Searched(

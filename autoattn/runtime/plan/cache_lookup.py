@@ -13,7 +13,7 @@ import triton
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.cache import inventory, precedence, store
 from autoattn.cache.precedence import Placed
-from autoattn.codegen import search_space
+from autoattn.codegen import portfolio
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
@@ -80,10 +80,9 @@ def variants(explanation: Explanation, device: Device | None) -> Iterator[Varian
     yield explanation.variant
     if explanation.problem is None or device is None:
         return
-    for space in search_space.of(explanation.problem.op):
-        for seed in space.seeds_for(explanation.problem, device):
-            if seed != explanation.variant:
-                yield seed
+    for variant in portfolio.starters_for(explanation.problem, device):
+        if variant != explanation.variant:
+            yield variant
 
 
 def without(explanation: Explanation, variant: Variant, reason: str) -> Explanation:
@@ -228,7 +227,11 @@ class _Lookup:
         return self._first(contenders, Level.PREDICTED, partial(lookup_sentences.predicted, self.tuned.device))
 
     def default_variant(self) -> Explanation:
-        """The default of the first template that has one."""
+        """The portfolio's first variant that can run, else the default of the first template that has one."""
+        variant = self._of_portfolio()
+        if variant is not None:
+            reason = partial(lookup_sentences.default_reason, variant.template)
+            return self._answer(KERNEL, Level.DEFAULT, reason, variant=variant)
         refusals: list[Text] = []
         for space, seeds in self.rules.seeds:
             variant = next(seeds.feasible(self.facts), None)
@@ -316,7 +319,13 @@ class _Lookup:
 
     def _first_seed(self) -> Variant | None:
         """A kernel for calls that ask for more than a rival gives."""
-        return next((variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts)), None)
+        of_templates = (variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts))
+        return self._of_portfolio() or next(of_templates, None)
+
+    def _of_portfolio(self) -> Variant | None:
+        """The portfolio's first variant that can run."""
+        variants = (variant for seeds in self.rules.portfolio for variant in seeds.feasible(self.facts))
+        return next(variants, None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

@@ -15,7 +15,7 @@ import triton
 from hypothesis import HealthCheck, given, settings
 
 from autoattn.cache import store
-from autoattn.codegen import render, resources, search_space
+from autoattn.codegen import portfolio, render, resources, search_space
 from autoattn.core import device_profiles, triton_release
 from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
 from autoattn.core.device import Device
@@ -56,6 +56,7 @@ def predicted(one: Problem, **changes: Any) -> CacheEntry:
 
 
 def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     store.merge(folder, device, Op.FORWARD, entries)
     return folder
 
@@ -335,6 +336,50 @@ def test_measurements_of_another_architecture_of_that_name_are_ignored_and_said(
     explanation = explained(written(tmp_path, measured(ASKED), predicted(NEAR)), device=other)
     assert explanation.level is Level.DEFAULT
     assert explanation.steps[0].endswith(f"speaks of {H200.fingerprint}, not of {other.fingerprint}")
+
+
+# --- Portfolios -------------------------------------------------------------------------------------------------------
+
+
+FIFTEEN = samples.problem(seq_q=15)
+
+
+@pytest.fixture
+def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Variant, Variant]:
+    """A portfolio whose first variant is for few queries, its second for others; both are plain Triton's."""
+    seeds_of = search_space.load("triton/forward").seeds_for
+    few = next(seed for seed in seeds_of(samples.problem(seq_q=1), H200) if seed in seeds_of(FIFTEEN, H200))
+    many = seeds_of(ASKED, H200)[3]
+    rules = [
+        {"when": when, "variants": [{"template": variant.template, "params": variant.as_dict()}]}
+        for when, variant in (("rows < 16", few), ("rows >= 16", many))
+    ]
+    document = {"version": 1, "operation": "forward", "let": {"rows": "queries / batch"}, "rules": rules}
+    path = tmp_path / "forward.portfolio.yaml"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
+    portfolio.load.cache_clear()
+    yield few, many  # type: ignore[misc]
+    portfolio.load.cache_clear()
+
+
+def test_the_portfolio_goes_before_the_first_templates_default(
+    tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
+) -> None:
+    few, many = portfolio_of_two
+    for seq_q, expected in ((1, few), (15, few), (1024, many), (4096, many)):
+        explanation = explained(written(tmp_path / "own"), samples.problem(seq_q=seq_q))
+        assert (explanation.level, explanation.variant) == (Level.DEFAULT, expected)
+    assert next(iter(cache_lookup.variants(explanation, H200))) == many
+
+
+def test_where_the_portfolio_has_nothing_that_can_run_the_templates_default_does(
+    tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
+) -> None:
+    problem = samples.problem(head_dim_v=512)
+    explanation = explained(written(tmp_path / "own"), problem)
+    assert explanation.variant not in portfolio_of_two
+    assert explanation.variant == search_space.load("triton/forward").default(problem, H200)
 
 
 # --- Sister cards -----------------------------------------------------------------------------------------------------
