@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from autoattn.nn.attention import Attention
     from autoattn.nn.dilated import dilated_attention
     from autoattn.nn.multihead import MultiheadAttention
-    from autoattn.runtime.plan.cache_lookup import Explanation
+    from autoattn.runtime.plan.explanations import Explanation
     from autoattn.runtime.run.recompute_counter import counting_redone
     from autoattn.runtime.warm_up import warm
 
@@ -38,7 +38,7 @@ __all__ = [
 _HOMES = {
     "Attention": "autoattn.nn.attention",
     "AutoattnError": "autoattn.errors",
-    "Explanation": "autoattn.runtime.plan.cache_lookup",
+    "Explanation": "autoattn.runtime.plan.explanations",
     "Mask": "autoattn.core.mask",
     "MultiheadAttention": "autoattn.nn.multihead",
     "attention": "autoattn.functional",

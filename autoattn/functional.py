@@ -11,8 +11,8 @@ from torch import Tensor
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.runtime import call, call_cache
 from autoattn.runtime.parse import arguments, sdpa_arguments
-from autoattn.runtime.plan import cache_lookup, planner
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan import explanations, planner
+from autoattn.runtime.plan.explanations import Explanation
 from autoattn.runtime.torch_op import (
     attention_op_backward as attention_op_backward,  # registers the backward pass of the operator
 )
@@ -258,7 +258,7 @@ def explain(
     if sdpa_arguments.are_nested(query, key, value):
         usual = {"causal": False, "dropout": 0.0, "scale": None, "layout": "bhsd"}
         sdpa_arguments.nested(query, key, value, {**usual, **given, "return_lse": return_lse})
-        return cache_lookup.sdpa(sdpa_arguments.NESTED)
+        return explanations.of_sdpa(sdpa_arguments.NESTED)
     with sdpa_arguments.outside_of_jit():
         return planner.plan(arguments.read(query, key, value, **_seeded(given)), lse=return_lse).explanation
 
@@ -350,7 +350,7 @@ def explain_sdpa(
     """What `scaled_dot_product_attention` does with the same arguments, and why."""
     reason = sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if reason is not None:
-        return cache_lookup.sdpa(reason)
+        return explanations.of_sdpa(reason)
     sdpa_arguments.check(query, key, value, attn_mask, is_causal, enable_gqa)
     arguments.numerics_of(None)
     try:
@@ -358,7 +358,7 @@ def explain_sdpa(
         causal = "top-left" if is_causal else False
         return explain(query, key, value, mask=attn_mask, causal=causal, dropout=dropout_p, scale=scale)
     except UsageError as mistake:
-        return cache_lookup.sdpa(f"PyTorch says whether it takes the call, which attention refuses: {mistake}")
+        return explanations.of_sdpa(f"PyTorch says whether it takes the call, which attention refuses: {mistake}")
 
 
 def _sdpa_by_attention(

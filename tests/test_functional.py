@@ -25,7 +25,7 @@ from autoattn.core.problem import Problem
 from autoattn.errors import AutoattnError, ProblemError, TensorError
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import planner
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 from autoattn.tensors.operands import Operands
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from functional_calls import (
 import autoattn
 from autoattn.core.problem import DType, Layout, Problem
 from autoattn.errors import ProblemError, TensorError
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 
 
 @pytest.mark.parametrize("name", ASKED)

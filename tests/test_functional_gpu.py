@@ -33,7 +33,7 @@ from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.variant import Traits
 from autoattn.hardware import nvidia
 from autoattn.reference import inputs
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from autoattn.kernels import backward, compiler, forward
 from autoattn.reference.inputs import Scores
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan.explanations import Explanation
 from autoattn.runtime.run import execute
 from autoattn.tensors.operands import Gradients, Operands
 from autoattn.validation import gradient_check, output_check

@@ -23,7 +23,7 @@ from autoattn.baselines.external import Peer
 from autoattn.bench import entrants
 from autoattn.bench.entrants import Answers
 from autoattn.bench.kernel_results import Contestant, Options, Ours, Row, State, Timing
-from autoattn.codegen import render, search_space
+from autoattn.codegen import portfolio, render
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Pulse
 from autoattn.core.problem import Op, Problem
@@ -31,7 +31,7 @@ from autoattn.core.variant import Source, Variant
 from autoattn.errors import AutoattnError, DeviceError, StateError
 from autoattn.hardware import nvidia, timer
 from autoattn.hardware.timer import Stopwatch
-from autoattn.runtime.plan import cache_lookup
+from autoattn.runtime.plan import cache_lookup, explanations
 from autoattn.workers.compile_job import Inspect
 from autoattn.workers.worker_pool import Pool, cores
 
@@ -105,14 +105,13 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
             pass
 
 
-def variants_beside(told: cache_lookup.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
+def variants_beside(told: explanations.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
     """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
     problem, variants = told.problem, []
     if told.entry is not None:
         variants = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
     if problem is not None and card is not None:
-        for space in search_space.of(problem.op):
-            variants += space.seeds_for(problem, card)
+        variants += portfolio.starters_for(problem, card)
     return [variant for variant in dict.fromkeys(variants) if variant != ran]
 
 
@@ -208,6 +207,9 @@ class _Bench:
             yield _Guarded(Contestant(name=entrants.OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
             return
         yield _Guarded(first, call)
+        for name, variant in self.options.beside.get(answers.problem.key, {}).items():
+            facts = Contestant(name=name, ours=True, route=variant.template, variant=variant)
+            yield _Guarded(facts, answers.by_kernel(variant))
         if self.options.ours is not Ours.VARIANTS:
             return
         for number, variant in enumerate(variants_beside(told, first.variant, self.card), start=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ class Options:
     rounds: int | None = None  # in place of seconds
     inputs: Inputs = Inputs.RANDOM
     ours: Ours = Ours.DISPATCH
+    beside: Mapping[str, Mapping[str, Variant]] = field(default_factory=dict)  # problem key -> name -> one more of ours
     seed: int = 0  # of the inputs and the order within rounds
 
 

@@ -22,7 +22,7 @@ from autoattn import functional, torch_private
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.bench.training_results import Mode, Whose
 from autoattn.core.cache_entry import KERNEL
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan.explanations import Explanation, Level
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, heads, seq, head_dim], causal
 VOCABULARY = 10_000

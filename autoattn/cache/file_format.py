@@ -22,8 +22,8 @@ SCHEMA = 1
 # What is left out of a file: a fact that joined later, where an entry does not have it.
 _UNTOLD = (
     *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
-    *(("absent", None), ("objective", "time"), ("mark", None), ("code", "")),
-    *(("deterministic", False), ("learned_slopes", False)),
+    *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False), ("learned_slopes", False)),
+    *(("checked", ""), ("absent", None)),
 )
 MAX_BYTES = 64 * 1024 * 1024
 

@@ -90,8 +90,16 @@ def files_of(folder: Path, device: Device, op: Op) -> list[CacheFile]:
     Raises:
         CacheError: a file is damaged, newer, foreign or unreadable.
     """
-    files = map(_found, paths_of(folder, device, op))
-    return [file for file in files if file is not None]
+    return files_at(paths_of(folder, device, op))
+
+
+def files_at(paths: Iterable[Path]) -> list[CacheFile]:
+    """Those of these cache files that are there.
+
+    Raises:
+        CacheError: a file is damaged, newer, foreign or unreadable.
+    """
+    return [file for file in map(_found, paths) if file is not None]
 
 
 def paths_of(folder: Path, device: Device, op: Op) -> list[Path]:

@@ -11,7 +11,7 @@ from autoattn.cli import completion, options
 from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoattn.runtime.plan.cache_lookup import Explanation
+    from autoattn.runtime.plan.explanations import Explanation
 
 EXAMPLES = (
     "Examples:\n\n[bold]autoattn explain --device a30 --dtype bf16 --batch 4 --heads 32 --heads-kv 8 --seq-q 1000 "
@@ -113,6 +113,8 @@ def _print(answer: Explanation) -> None:
     if answer.gradients is not None and answer.gradients.variant is not None:
         variant = answer.gradients.variant
         print(f"  backward {figures.printable(variant.template)}: {figures.printable(variant)}")
+    if answer.entry is not None and answer.entry.checked:
+        print(f"  numbers  {figures.printable(answer.entry.checked)}")
     if answer.entry is not None and answer.entry.finals is not None and answer.entry.problem == answer.problem:
         leads = [f"{rival.name} {figures.against(rival.lead)}" for rival in figures.others(answer.entry) if rival.lead]
         print(f"  finals   {figures.printable(figures.finals(answer.entry))}")

@@ -80,7 +80,7 @@ def command(
 def _text(
     problem: Problem, device: str, cache: Path | None, template: str | None, settings: list[str], lse: bool
 ) -> str:
-    from autoattn.codegen import render, search_space
+    from autoattn.codegen import portfolio, render, search_space
     from autoattn.hardware import nvidia
 
     card, _ = nvidia.resolve(device)
@@ -88,7 +88,9 @@ def _text(
     if entry is not None:
         variant, origin = entry.variant, f"{entry.evidence.value} winner of the cache"
     else:
-        variant = _default(problem, card) if template is None else search_space.load(template).default(problem, card)
+        variant = portfolio.default(problem, card)
+        if template is not None:
+            variant = search_space.load(template).default(problem, card)
         origin = f"default of {variant.template}"
     if settings:
         variant, origin = changed(variant, settings), f"{origin}, changed by --param"
@@ -97,20 +99,6 @@ def _text(
     if (reason := search_space.load(variant.template).why_infeasible(variant, problem, card)) is not None:
         header.append(f"cannot run on that device: {reason}")
     return "".join(f"# {line}\n" for line in header) + source.text
-
-
-def _default(problem: Problem, card: Device) -> Variant:
-    """What a call runs of a problem that was never tuned: the default of the first template that has one."""
-    from autoattn.codegen import search_space
-    from autoattn.errors import SpaceError
-
-    reasons = []
-    for space in search_space.of(problem.op):
-        try:
-            return space.default(problem, card)
-        except SpaceError as error:
-            reasons.append(str(error))
-    raise SpaceError("; ".join(reasons))
 
 
 def _winner(problem: Problem, card: Device, folder: Path | None) -> CacheEntry | None:

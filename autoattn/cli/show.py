@@ -93,6 +93,8 @@ def command(
         print_attendance(console, entries)
     if not shown:
         console.print("The cache holds no such entry; run autoattn tune, or name another --cache.")
+    if device is not None:
+        print_sisters(console, device, cache)
     print_left_out(console, combined)
     print_availability(console, (entry for _, _, entries in shown for entry in entries))
 
@@ -104,6 +106,29 @@ def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
 
     name = nvidia.resolve(device)[0].name if device is not None else None
     return inventory.overlays(cache, nvidia.fingerprint_of, name)
+
+
+def print_sisters(console: Console, device: str, cache: Path | None) -> None:
+    """Says how many problems sister cards of a device measured, which serve it where nothing nearer was measured."""
+    from autoattn.cache import inventory, sister_cards
+    from autoattn.cli import terminal
+    from autoattn.core.problem import Op
+    from autoattn.core.trial import Evidence
+    from autoattn.hardware import nvidia
+
+    card = nvidia.resolve(device)[0]
+    measured: dict[str, set[str]] = {}
+    for folder in inventory.folders(cache):
+        for op in Op:
+            for sister, file in sister_cards.files_of(folder, card, op):
+                entries = file.entries.items()
+                measured.setdefault(sister.full_name, set()).update(
+                    key for key, entry in entries if entry.evidence is Evidence.MEASURED
+                )
+    for name, keys in measured.items():
+        if keys:
+            problems = f"{len(keys):,} problem{'s' if len(keys) > 1 else ''} measured on {name}, a sister card"
+            console.print(terminal.printable(f"{problems}: what has no nearer measurement runs on it"), soft_wrap=True)
 
 
 def print_left_out(console: Console, combined: list[Overlay]) -> None:
@@ -154,11 +179,16 @@ def row(entry: CacheEntry) -> tuple[object, ...]:
         entry.problem,
         figures.microseconds(entry.time_us),
         figures.tflops(entry.tflops),
-        entry.evidence.value,
+        evidence(entry),
         figures.choice(entry),
         comparison(entry),
         figures.tile(entry),
     )
+
+
+def evidence(entry: CacheEntry) -> str:
+    """What an entry rests on; of a predicted one, also whether nobody checked its numbers."""
+    return ", ".join((entry.evidence.value, *(["not rehearsed"] if entry.is_unrehearsed else [])))
 
 
 def comparison(entry: CacheEntry) -> str:

@@ -35,7 +35,8 @@ def command(
     model: options.Model = None,
     lengths: options.Lengths = None,
     effort: Annotated[
-        Literal["quick", "standard", "max"], typer.Option("--effort", help="How long to search.")
+        Literal["instant", "quick", "standard", "max"],
+        typer.Option("--effort", help="How long to search; instant tries the templates' seeds alone."),
     ] = "standard",
     objective: Annotated[
         Literal["time", "energy", "error"],

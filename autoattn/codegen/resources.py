@@ -9,8 +9,9 @@ from collections.abc import Hashable
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import platformdirs
 import yaml
 from yaml.composer import Composer
@@ -20,6 +21,7 @@ from yaml.resolver import Resolver
 from autoattn.core.problem import Op
 from autoattn.errors import UsageError
 
+Parsed = TypeVar("Parsed")
 _INSTALLED = "_data"  # the folder in the package
 _HOMES = ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "USERPROFILE")  # what platformdirs asks, on any system
 MAX_YAML_BYTES = 1024 * 1024  # our largest file is a twentieth of it; a larger one is a mistake
@@ -62,6 +64,11 @@ def space_path(name: str) -> Path:
         UsageError: the name is not a family and an operation.
     """
     return root() / "search_spaces" / f"{_checked(name)}.yaml"
+
+
+def portfolio_path(op: Op) -> Path:
+    """The portfolio of an operation, which need not be there: search_spaces/forward.portfolio.yaml."""
+    return root() / "search_spaces" / f"{op.value}.portfolio.yaml"
 
 
 def template_names(op: Op) -> list[str]:
@@ -110,6 +117,19 @@ def _checked(name: str) -> str:
     if _TEMPLATE_NAME.fullmatch(name):
         return name
     raise UsageError(f"a template is named family/operation, as triton/forward, got {name!r}; correct the name")
+
+
+def read_parsed(path: Path, kind: type[Parsed], error: type[UsageError]) -> Parsed:
+    """A YAML file of ours as an object; in a wheel, from the JSON beside it (hatch_build.py).
+
+    Raises:
+        msgspec.DecodeError: it holds another object.
+        error: `read_yaml` refuses it.
+    """
+    parsed = path.with_suffix(".json")
+    if is_installed() and parsed.exists():
+        return msgspec.json.decode(parsed.read_bytes(), type=kind)
+    return msgspec.convert(read_yaml(path, error), kind)
 
 
 def read_yaml(path: Path, error: type[UsageError] = UsageError) -> object:

@@ -319,12 +319,8 @@ def load(template: str) -> SearchSpace:
 
 def _read(template: str) -> SearchSpace:
     path = resources.space_path(template)
-    parsed = path.with_suffix(".json")  # in a wheel (hatch_build.py)
     try:
-        if resources.is_installed() and parsed.exists():
-            file = msgspec.json.decode(parsed.read_bytes(), type=SpaceFile)
-        else:
-            file = msgspec.convert(resources.read_yaml(path, SpaceError), SpaceFile)
+        file = resources.read_parsed(path, SpaceFile, SpaceError)
     except msgspec.DecodeError as error:
         raise SpaceError(f"{path} must be a search space, but {error}; see docs/search-spaces.md") from None
     if file.version != VERSION:
@@ -347,7 +343,7 @@ def _checked(file: SpaceFile, digest: str) -> SearchSpace:
     implied = {name: parameter.implied for name, parameter in file.parameters.items() if parameter.implied is not None}
     let: dict[str, Rule] = {}
     for name, text in file.let.items():
-        let[name] = _rule(text, known)  # a let builds on those before it
+        let[name] = rule_of(text, known)  # a let builds on those before it
         _define(name, known)
     space = SearchSpace(
         template=file.template,
@@ -356,19 +352,19 @@ def _checked(file: SpaceFile, digest: str) -> SearchSpace:
         choices={name: tuple(parameter.choices) for name, parameter in file.parameters.items()},
         about={name: parameter.about for name, parameter in file.parameters.items()},
         let=let,
-        require=tuple(Requirement(rule=_rule(entry.rule, known), because=entry.because) for entry in file.require),
+        require=tuple(Requirement(rule=rule_of(entry.rule, known), because=entry.because) for entry in file.require),
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
-        deterministic=_rule(file.deterministic, file.parameters),
+        deterministic=rule_of(file.deterministic, file.parameters),
         specialised=file.specialised,
-        heads_together=_rule(file.heads_together, {*file.parameters, *HEADS}),
+        heads_together=rule_of(file.heads_together, {*file.parameters, *HEADS}),
         tile=_tile(file),
-        rehearsal={name: _rule(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()},
+        rehearsal={name: rule_of(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()},
         ablation=tuple(file.ablation),
         barriers=tuple(file.barriers),
         fixed=dict(file.fixed),
         implied=implied,
-        seeds=tuple((_rule(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
+        seeds=tuple((rule_of(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
     )
     _check_rehearsal(space)
     if unknown := sorted({*space.ablation, *space.barriers} - set(space.choices)):
@@ -402,7 +398,12 @@ def _define(name: str, known: set[str]) -> None:
     known.add(name)
 
 
-def _rule(text: str, known: Collection[str]) -> Rule:
+def rule_of(text: str, known: Collection[str]) -> Rule:
+    """A rule that speaks of known names alone.
+
+    Raises:
+        SpaceError: it is no rule, or speaks of something else.
+    """
     rule = Rule(text)
     unknown = sorted(rule.names - set(known))
     if unknown:

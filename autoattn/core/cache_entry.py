@@ -11,6 +11,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Energy, Evidence, Measurement, Prediction, StaticReport, Verdict
 from autoattn.core.variant import Value, Variant
 
+NOT_REHEARSED = "not rehearsed"  # how `CacheEntry.checked` begins where nobody checked a predicted kernel's numbers
 KERNEL = "kernel"  # the choice of an entry whose kernel is the fastest that a call can run; else the rival that is
 OURS = ("template default", "previous winner")  # rivals that are kernels of this project: no news when they are close
 
@@ -174,6 +175,7 @@ class CacheEntry:
     verdict: Verdict | None = None
     measurement: Measurement | None = None
     prediction: Prediction | None = None
+    checked: str = ""  # what the numbers of a predicted kernel stand on, in words; empty in entries older than this
     report: StaticReport | None = None
     rivals: tuple[Rival, ...] = ()
     # Who was not in the finals, as "fa4" -> why; None where that was not recorded: then PyTorch's backends alone were.
@@ -202,6 +204,11 @@ class CacheEntry:
     def variant(self) -> Variant:
         """The winning kernel's point of its template's search space."""
         return Variant.of(self.template, self.params)
+
+    @property
+    def is_unrehearsed(self) -> bool:
+        """Whether it is known that nobody checked the numbers of a predicted kernel."""
+        return self.checked.startswith(NOT_REHEARSED)
 
     @property
     def triton_release(self) -> str:

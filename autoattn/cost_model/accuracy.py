@@ -17,6 +17,7 @@ class Quality:
     variants: int
     spearman: float  # median over the problems
     lowest: float
+    error: float  # spread of the logarithm of predicted over measured time: median over the problems
     ten: float  # how much slower than the best measured one the best of the first ten was: median over the problems
     worst: float
 
@@ -31,9 +32,15 @@ class Quality:
 
 # Family, as benchmarks/model_quality.py names it -> what it prints with --left-out
 LEFT_OUT = {
-    "triton": Quality(card="NVIDIA H200", problems=4, variants=157, spearman=0.975, lowest=0.968, ten=0.0, worst=0.0),
-    "gluon": Quality(card="NVIDIA H200", problems=4, variants=135, spearman=0.943, lowest=0.895, ten=0.0, worst=0.0),
-    "sm_80": Quality(card="NVIDIA H200", problems=2, variants=52, spearman=0.958, lowest=0.951, ten=0.0, worst=0.0),
+    "triton": Quality(
+        card="NVIDIA H200", problems=4, variants=157, spearman=0.975, lowest=0.968, error=0.165, ten=0.0, worst=0.0
+    ),
+    "gluon": Quality(
+        card="NVIDIA H200", problems=4, variants=135, spearman=0.943, lowest=0.895, error=0.12, ten=0.0, worst=0.0
+    ),
+    "sm_80": Quality(
+        card="NVIDIA H200", problems=2, variants=52, spearman=0.958, lowest=0.951, error=0.14, ten=0.0, worst=0.0
+    ),
 }
 
 
@@ -47,3 +54,15 @@ def known(arch: int) -> str:
             f"{LEFT_OUT['sm_80'].card}, whose driver translated them, on {LEFT_OUT['sm_80']}."
         )
     return "How well they rank was measured on no card whose machine code is like this one's."
+
+
+def error_of(template: str, arch: int) -> float:
+    """By how much predictions for a template's variants err from one another on an architecture, as a share.
+
+    The largest known error where nobody compared predictions with that architecture's machine code.
+    """
+    if arch == 90:
+        return LEFT_OUT["gluon" if template.startswith("gluon/") else "triton"].error
+    if arch in (80, 86, 89):
+        return LEFT_OUT["sm_80"].error
+    return max(quality.error for quality in LEFT_OUT.values())

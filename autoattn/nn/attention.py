@@ -12,7 +12,7 @@ from torch import Tensor
 from autoattn import functional
 from autoattn.core.call_arguments import ARGUMENTS
 from autoattn.core.mask import Mask
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan.explanations import Explanation
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

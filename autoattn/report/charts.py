@@ -11,6 +11,7 @@ from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Interval
 from autoattn.core.problem import DType, Precision, Problem
+from autoattn.core.roofline import peak_flops
 from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Value
 from autoattn.errors import DeviceError
@@ -139,22 +140,9 @@ def device_of(name: str) -> Device | None:
         return None
 
 
-def peak(problem: Problem, device: Device | None) -> float | None:
-    """The card's peak for a problem's products, in flop per second; None where nobody knows it."""
-    if device is None:
-        return None
-    if problem.dtype is DType.FLOAT8:  # twice that of 16 bits on every card that has it, by their data sheets
-        half = device.peak_flops.get(DType.FLOAT16.value)
-        return None if half is None else 2 * half
-    name = problem.dtype.value
-    if problem.dtype is DType.FLOAT32 and problem.precision is not Precision.IEEE:
-        name = "tf32"
-    return device.peak_flops.get(name)
-
-
 def peak_share(entry: CacheEntry, device: Device | None) -> float | None:
     """The share of the card's peak that a kernel reaches; None where that is unknown."""
-    top = peak(entry.problem, device)
+    top = peak_flops(entry.problem, device)
     return entry.tflops * 1e12 / top if top else None
 
 
@@ -198,7 +186,7 @@ def roofline(entries: Sequence[CacheEntry], device: Device | None, *, measured: 
 
 
 def _roofs(problem: Problem, device: Device | None) -> list[tuple[str, float]]:
-    top = peak(problem, device)
+    top = peak_flops(problem, device)
     name = "tf32" if problem.dtype is DType.FLOAT32 and problem.precision is not Precision.IEEE else problem.dtype.value
     return [(name, top)] if top else []
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoattn.cache import sister_cards
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Interval
@@ -149,6 +150,11 @@ class Section:
     def rankings(self) -> list[Ranking]:
         """What is there, measured first."""
         return [ranking for ranking in (self.measured, self.predicted) if ranking is not None]
+
+    @property
+    def sisters(self) -> list[str]:
+        """The cards that measured entries serve too, where nobody measured on those."""
+        return sister_cards.names_of(self.facts) if self.measured is not None and self.facts is not None else []
 
     @property
     def quality(self) -> str:

@@ -11,8 +11,8 @@ import torch
 import triton
 
 from autoattn import __version__
-from autoattn.cache import finals_samples
-from autoattn.codegen import render
+from autoattn.cache import finals_samples, sister_cards
+from autoattn.codegen import render, resources
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.cache_entry import KERNEL, CacheEntry, Candidate, SearchRecord, WorstCase
 from autoattn.core.device import Device
@@ -21,18 +21,13 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
-from autoattn.search import finals, multi_template, peer_calls
+from autoattn.search import finals, multi_template, peer_calls, predicted_ranking
 from autoattn.search.gpu_jobs import finalist_name
 from autoattn.search.multi_template import Contest
-from autoattn.search.rehearsal import outcome_of, reason_of
+from autoattn.search.predicted_ranking import CANDIDATES
 from autoattn.search.search_options import Options
 from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.workers.worker_pool import Failure
-
-CANDIDATES = 5  # runners-up that an entry keeps
-# A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
-# says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
-ELSEWHERE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,35 +60,26 @@ def _most_common(failed: Counter[str]) -> str:
     return f"{count} ended with {reason}"
 
 
-def predicted(search: Searched, elsewhere: Set[Variant]) -> CacheEntry | str:
+def predicted(search: Searched, elsewhere: Set[Variant], default: Variant) -> CacheEntry | str:
     """The predicted entry, or in words why there is none.
 
-    By the model, leaning on `elsewhere`, what was measured on other cards; numerics by Triton's interpreter.
+    By the model, leaning on `elsewhere`, what was measured on other cards (`predicted_ranking`).
     """
-
-    def rank(trial: Trial) -> tuple[float, str]:
-        assert trial.prediction is not None
-        return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0), trial.digest
-
-    ranked: list[Trial] = []
-    failed: dict[Variant, tuple[Outcome, str]] = {}  # in the interpreter
-    coming = sorted(search.working, key=rank)
-    while coming and len(ranked) <= CANDIDATES:
-        wanted = 1 + CANDIDATES - len(ranked)
-        some, coming = coming[:wanted], coming[wanted:]
-        verdicts = search.shop.rehearse(search.problem, *(trial.variant for trial in some))
-        for trial, verdict in zip(some, verdicts, strict=True):
-            if outcome_of(verdict) is Outcome.OK:
-                ranked.append(trial)
-            else:
-                failed[trial.variant] = outcome_of(verdict), reason_of(verdict)
-    if not ranked:
-        reasons = Counter(f"{outcome.value}: {reason}" for outcome, reason in failed.values())
-        return f"none of {len(failed)} variants passed Triton's interpreter; {_most_common(reasons)}"
-    runners_up = [(trial, trial.prediction.time_us) for trial in ranked[1:] if trial.prediction is not None]
-    return _entry(
-        search, ranked[0], runners_up, rejected={variant: outcome for variant, (outcome, _) in failed.items()}
+    folders = tuple(dict.fromkeys((search.options.cache, resources.shipped_cache())))
+    ranking = predicted_ranking.rank(
+        search.working,
+        arch=search.device.arch,
+        default=default,
+        elsewhere=elsewhere,
+        verified=sister_cards.verified(folders, search.device, search.problem.op),
+        rehearse=lambda variants: search.shop.rehearse(search.problem, *variants),
     )
+    if isinstance(ranking, str):
+        return ranking
+    winner, *others = ranking.trials
+    runners_up = [(trial, trial.prediction.time_us) for trial in others if trial.prediction is not None]
+    rejected = {variant: outcome for variant, (outcome, _) in ranking.rejected.items()}
+    return _entry(search, winner, runners_up, rejected=rejected, checked=ranking.checks[winner.variant])
 
 
 def measured(search: Searched, default: Variant, previous: Variant | None) -> Steps[CacheEntry | str]:
@@ -106,7 +92,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
     objective, profile = search.options.objective, search.options.profile
     chosen = [trial.variant for trial in finals.shortlist(search.working, profile.finalists, objective)]
     variants = list(dict.fromkeys([*chosen, *(variant for variant in (default, previous) if variant in trials)]))
-    peers, uninvited = peer_calls.invited(search.problem, compiling=profile.compiling_peers)
+    peers, uninvited = peer_calls.invited(search.problem, search.options.effort)
     result = yield from search.shop.final(
         search.problem,
         variants,
@@ -156,11 +142,13 @@ def _entry(
     decision: finals.Decision | None = None,
     worst: WorstCase | None = None,
     rejected: Mapping[Variant, Outcome] = MappingProxyType({}),
+    checked: str = "",
 ) -> CacheEntry:
     """The entry of the winner; measured where the finals decided, and else predicted.
 
     Args:
         rejected: what became in the interpreter of variants that compiled and failed there.
+        checked: what the numbers of a predicted winner stand on.
     """
     trials = search.study.trials
     outcomes = Counter(rejected.get(variant, trial.outcome).value for variant, trial in trials.items())
@@ -175,6 +163,7 @@ def _entry(
         verdict=_both(winner.verdict, decision.verdict) if decision is not None else None,
         measurement=decision.measurement if decision is not None else None,
         prediction=winner.prediction,
+        checked=checked,
         report=winner.report,
         rivals=decision.rivals if decision is not None else (),
         absent=decision.absent if decision is not None else None,

@@ -10,6 +10,7 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Trial
 from autoattn.core.variant import Variant
+from autoattn.cost_model import predictor
 from autoattn.errors import SpaceError
 from autoattn.search.study import Study
 
@@ -93,12 +94,13 @@ class Contest:
 
 
 def spaces(problem: Problem, device: Device, measured: bool) -> list[SearchSpace]:
-    """The spaces that have a variant; without the GPU, of templates that the interpreter can rehearse."""
-    return [
-        space
-        for space in search_space.of(problem.op)
-        if (measured or space.interpreted) and _why_no_default(space, problem, device) is None
-    ]
+    """The spaces that have a variant, none where the card is needed to judge it and is not there.
+
+    The template's default of the first is what a call runs without an entry.
+    """
+    if not measured and predictor.why_unknown(problem, device) is not None:
+        return []
+    return [space for space in search_space.of(problem.op) if _why_no_default(space, problem, device) is None]
 
 
 def _why_no_default(space: SearchSpace, problem: Problem, device: Device) -> str | None:
@@ -111,12 +113,10 @@ def _why_no_default(space: SearchSpace, problem: Problem, device: Device) -> str
 
 def why_no_space(problem: Problem, device: Device) -> str:
     """Why no template has a variant, in words."""
-    reasons = (
-        _why_no_default(space, problem, device)
-        or f"{space.template} must be tuned on the card, since no model predicts it"
-        for space in search_space.of(problem.op)
-    )
-    return "; ".join(reasons)
+    reasons = [_why_no_default(space, problem, device) for space in search_space.of(problem.op)]
+    if None in reasons:
+        return f"it must be tuned on the card: {predictor.why_unknown(problem, device)}"
+    return "; ".join(reason for reason in reasons if reason is not None)
 
 
 def digests(found: Iterable[SearchSpace]) -> dict[str, str]:

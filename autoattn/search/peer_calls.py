@@ -19,12 +19,12 @@ from autoattn.baselines import external
 from autoattn.baselines.external import Peer
 from autoattn.core.problem import Op, Problem
 from autoattn.hardware.timer import HIDDEN_US, Call, Stopwatch
+from autoattn.search.search_options import PROFILES, Effort, Peers
 
 SLOW = 10.0  # a peer this many times slower than our fastest kernel only takes time from the rounds
 MOST_SPINS = 8  # of the GPU before each sample; they hide the host's work, and a round of many calls has many
 HOST_LOOKS = 3  # calls whose time on the host is taken; the quickest counts
 NOT_FINITE = "wrong: its answer has NaN or inf where the reference has none"
-COMPILES = "it compiles for each problem, for which --effort quick leaves no time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,21 +42,28 @@ class PeerCall:
         return min(MOST_SPINS, max(1, math.ceil(self.host_us / HIDDEN_US)))
 
 
-def invited(problem: Problem, *, compiling: bool) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The names of the peers that finals ask for, and why the others are not asked for. Nothing is imported for it.
+def invited(problem: Problem, effort: Effort) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names of the peers that finals of an effort ask for, and why the others are not asked for.
 
-    Args:
-        compiling: whether there is time for peers that compile for each problem.
+    Nothing is imported for it.
     """
+    choice = PROFILES[effort].peers
     names, absent = [], {}
     for name in external.FINALS_PEERS:
         peer = external.PEERS[name]
-        if compiling or not peer.compiles:
+        if choice is Peers.ALL or (choice is Peers.READY and not peer.compiles):
             names.append(name)
+        elif not peer.is_installed:
+            absent[name] = f"not installed (no package {peer.package})"
         else:
-            absent[name] = COMPILES if peer.is_installed else f"not installed (no package {peer.package})"
-            absent[name] = peer.refuses(problem) or absent[name]
+            absent[name] = peer.refuses(problem) or why_no_time(peer, effort)
     return tuple(names), absent
+
+
+def why_no_time(peer: Peer, effort: Effort) -> str:
+    """Why an effort does not ask for a peer that is installed."""
+    need = "it compiles for each problem" if peer.compiles else "its package must be imported"
+    return f"{need}, for which --effort {effort.value} leaves no time"
 
 
 def prepare(name: str, case: Any, gates: ModuleType) -> PeerCall | str:

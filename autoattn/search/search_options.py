@@ -16,6 +16,7 @@ from autoattn.errors import HostError
 class Effort(str, Enum):
     """How much to spend on a problem."""
 
+    INSTANT = "instant"  # seeds alone
     QUICK = "quick"
     STANDARD = "standard"
     MAX = "max"
@@ -27,6 +28,14 @@ class Objective(str, Enum):
     TIME = "time"
     ENERGY = "energy"  # joules per call, of the whole card under the load of such calls
     ERROR = "error"  # root mean square error against float64
+
+
+class Peers(str, Enum):
+    """Which installed peers an effort has time for in its finals."""
+
+    NONE = "none"
+    READY = "ready"  # those that need no compiler for each problem
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +50,21 @@ class Profile:
     finalists: int
     final_seconds: float  # of rounds, at most: they end when all is decided
     energy_seconds: float  # of calls in a row for each contestant, to count its energy; 0 counts none
-    compiling_peers: bool  # whether the finals wait for peers that compile for each problem
+    peers: Peers  # who takes part in the finals beside PyTorch's backends
+    seeds_only: bool = False  # whether nothing is tried but seeds and what was tuned before
 
 
 PROFILES = {
+    Effort.INSTANT: Profile(
+        trials=8,
+        search_seconds=2.0,
+        sibling_trials=1,
+        finalists=3,
+        final_seconds=0.4,
+        energy_seconds=0.0,
+        peers=Peers.NONE,
+        seeds_only=True,
+    ),
     Effort.QUICK: Profile(
         trials=32,
         search_seconds=12.0,
@@ -52,7 +72,7 @@ PROFILES = {
         finalists=5,
         final_seconds=2.0,
         energy_seconds=0.0,
-        compiling_peers=False,
+        peers=Peers.READY,
     ),
     Effort.STANDARD: Profile(
         trials=32,
@@ -61,7 +81,7 @@ PROFILES = {
         finalists=5,
         final_seconds=5.0,
         energy_seconds=0.3,
-        compiling_peers=True,
+        peers=Peers.ALL,
     ),
     Effort.MAX: Profile(
         trials=200,
@@ -70,7 +90,7 @@ PROFILES = {
         finalists=8,
         final_seconds=15.0,
         energy_seconds=1.0,
-        compiling_peers=True,
+        peers=Peers.ALL,
     ),
 }
 ENERGY_SECONDS = 0.5  # at least, where the energy decides

@@ -11,7 +11,7 @@ from pathlib import Path
 import triton
 
 from autoattn.cache import store
-from autoattn.codegen import render, resources
+from autoattn.codegen import portfolio, render, resources
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
@@ -179,14 +179,13 @@ class ProblemRun:
     def _entry_of(
         self, study: Contest, siblings: Sequence[CacheEntry], old: CacheEntry | None
     ) -> Steps[CacheEntry | str]:
-        default = next(iter(self.spaces.values())).default(self.problem, self.device)
+        default = portfolio.default(self.problem, self.device)
         relatives = [entry for entry in siblings if kernel_kind.shares_kernels(self.problem, entry.problem)]
         elsewhere = self._measured_elsewhere()
         study.enqueue(self._known_variants(old)[:1] if old is not None else [])
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
         study.enqueue(theirs if not self.measured else [])
-        for space in self.spaces.values():
-            study.enqueue(space.seeds_for(self.problem, self.device))
+        study.enqueue(portfolio.starters_for(self.problem, self.device))
         study.enqueue([*elsewhere, *theirs])
         yield from self._search(study, sibling=bool(relatives))
         search = Searched(
@@ -200,7 +199,7 @@ class ProblemRun:
         if not search.working:
             return search.why_none()
         if not self.measured:
-            return entry_builder.predicted(search, set(elsewhere))
+            return entry_builder.predicted(search, set(elsewhere), default)
         best = min(trial.time_us for trial in search.working if trial.time_us is not None)
         self.listen(
             _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
@@ -231,7 +230,8 @@ class ProblemRun:
         def more() -> bool:
             if study.taken < budget:
                 study.hear()  # what others began since counts too, or each tuner would try one variant too many
-            return study.taken < budget and (not cheap or self.shop.begun < most)
+            wanted = study.waiting or not self.options.profile.seeds_only
+            return wanted and study.taken < budget and (not cheap or self.shop.begun < most)
 
         def now() -> float:
             return time.monotonic() - self.shop.finals_seconds

@@ -30,7 +30,7 @@ from autoattn.errors import ProblemError, TensorError
 from autoattn.runtime import call_cache
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan.explanations import Explanation, Level
 
 ASKED = samples.problem()
 LOOSE = gradient_problem.backward_of(ASKED)

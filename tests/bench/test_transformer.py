@@ -16,7 +16,7 @@ from autoattn.bench import transformer
 from autoattn.bench.training_results import Mode, Whose
 from autoattn.bench.transformer import SIZES, Size, Transformer
 from autoattn.core.problem import Problem
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.runtime.plan.reasons import Reasons
 from autoattn.shapes import shapes_file
 

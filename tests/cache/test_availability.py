@@ -17,7 +17,7 @@ from autoattn.core import device_profiles, triton_release
 from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
 from autoattn.core.problem import Op, Problem
 from autoattn.runtime.plan import cache_lookup
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan.explanations import Explanation, Level
 
 H200 = device_profiles.named("h200")
 GLUON, PLAIN = "gluon/forward", "triton/forward"

@@ -20,7 +20,7 @@ from autoattn.codegen import resources, search_space
 from autoattn.core.cache_entry import Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
-from autoattn.runtime.plan import cache_lookup, machine_code
+from autoattn.runtime.plan import cache_lookup, explanations, machine_code
 from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tools import verify
 
@@ -56,6 +56,13 @@ def test_show_names_a_faster_peer_and_who_was_absent(autoattn: Run, tmp_path: Pa
     ) in out
     (file,) = json.loads(autoattn("show", "--cache", tmp_path, "--json")[1])
     assert [entry["absent"] for entry in file["entries"]] == [absent, None]
+
+
+def test_show_of_a_card_counts_what_its_sister_cards_measured(autoattn: Run, user_cache: Path) -> None:
+    sentence = "1 problem measured on NVIDIA H200, a sister card: what has no nearer measurement runs on it"
+    assert sentence in autoattn("show", "--device", "h100")[1]
+    assert "sister" not in autoattn("show", "--device", "a30")[1]
+    assert "sister" not in autoattn("show")[1]
 
 
 def lengths(autoattn: Run, *words: str) -> list[int]:
@@ -175,9 +182,9 @@ def test_show_takes_the_entries_of_the_card_in_this_machine(
 # Explain
 
 
-def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> cache_lookup.Explanation:
+def explained(problem: Problem, device: Device | None, folder: Path | None = None) -> explanations.Explanation:
     explained.called = (problem, device, folder)  # type: ignore[attr-defined]
-    return cache_lookup.Explanation(
+    return explanations.Explanation(
         problem=problem, route="kernel", level=cache_lookup.Level.BUCKET,
         reasons=Reasons("a tuned problem is near", ("exact: no entry for this problem", "bucket: found one")),
         entry=samples.measured(), variant=samples.measured().variant,
@@ -196,7 +203,7 @@ def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch:
 
 
 def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(problem: Problem, device: Device | None, folder: Path | None = None) -> cache_lookup.Explanation:
+    def told(problem: Problem, device: Device | None, folder: Path | None = None) -> explanations.Explanation:
         return replace(explained(problem, device, folder), entry=samples.certified(one, worst=samples.worst()))
 
     monkeypatch.setattr(cache_lookup, "explain", told)

@@ -31,8 +31,8 @@ from autoattn.kernels.compiler import Descriptor, Kernel
 from autoattn.kernels.forward import POINTERS
 from autoattn.runtime import call_cache, prepared_call, resized_call
 from autoattn.runtime.parse import arguments
-from autoattn.runtime.plan import cache_lookup, planner
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan import cache_lookup, explanations, planner
+from autoattn.runtime.plan.explanations import Level
 from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tensors.operands import View
 
@@ -346,7 +346,7 @@ def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, An
 
 
 def test_a_backend_that_refuses_later_gives_way(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = cache_lookup.Explanation(
+    chosen = explanations.Explanation(
         problem=None, route="sdpa-flash", level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)

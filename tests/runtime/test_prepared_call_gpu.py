@@ -202,10 +202,10 @@ def test_threads_on_streams_of_their_own_get_what_is_theirs() -> None:
 def test_a_rival_is_called_with_its_backend_alone_and_leaves_the_switches(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoattn.runtime.plan import cache_lookup
-    from autoattn.runtime.plan.cache_lookup import Level
+    from autoattn.runtime.plan import cache_lookup, explanations
+    from autoattn.runtime.plan.explanations import Level
 
-    chosen = cache_lookup.Explanation(
+    chosen = explanations.Explanation(
         problem=None, route=backend, level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)

@@ -26,7 +26,7 @@ from autoattn.errors import TensorError
 from autoattn.runtime import call_cache, resized_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, planner
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 
 computed = computed_launches.card
 HALF = torch.float16

@@ -10,7 +10,7 @@ import pytest
 import samples
 
 from autoattn.codegen import search_space
-from autoattn.core.problem import DType
+from autoattn.core.problem import DType, Op
 from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.search import multi_template
@@ -98,12 +98,20 @@ def test_trials_go_to_their_templates_study_and_are_told_of_together() -> None:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_without_the_gpu_only_templates_that_the_interpreter_runs_take_part(measured: bool) -> None:
-    one = samples.problem()
-    found = multi_template.spaces(one, samples.H200, measured)
-    assert all(measured or points.interpreted for points in found)
-    names = {points.template for points in search_space.of(one.op) if points.seeds_for(one, samples.H200)}
-    assert {points.template for points in found} == (names if measured else {"triton/forward"})
+def test_every_template_with_a_seed_takes_part_with_the_card_and_without_it(measured: bool) -> None:
+    problem = samples.problem()
+    spaces = multi_template.spaces(problem, samples.H200, measured)
+    names = [points.template for points in search_space.of(problem.op) if points.seeds_for(problem, samples.H200)]
+    assert [points.template for points in spaces] == names == ["gluon/forward", "triton/forward"]
+
+
+def test_without_the_card_no_template_takes_part_where_no_model_predicts() -> None:
+    gradients = samples.problem(op=Op.BACKWARD)
+    assert multi_template.spaces(gradients, samples.H200, True)
+    assert multi_template.spaces(gradients, samples.H200, False) == []
+    assert "must be tuned on the card: the model knows forward kernels alone" in multi_template.why_no_space(
+        gradients, samples.H200
+    )
 
 
 def test_a_problem_without_any_variant_is_explained_by_every_template() -> None:

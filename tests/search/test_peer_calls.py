@@ -25,6 +25,7 @@ from autoattn.hardware.timer import HIDDEN_US
 from autoattn.search import peer_calls, search_options, tuner
 from autoattn.search.gpu_jobs import Admit, Final, Finished
 from autoattn.search.peer_calls import PeerCall
+from autoattn.search.search_options import Effort
 from autoattn.tensors.operands import Operands
 from autoattn.validation import gradient_check, output_check
 
@@ -57,23 +58,25 @@ def prepared(problem: Problem = FORWARD, name: str = "peer") -> PeerCall | str:
 # --- who is asked -----------------------------------------------------------------------------------------------------
 
 
-def test_without_time_for_compilers_a_peer_says_what_it_lacks_or_that_it_compiles(
+def test_an_effort_without_time_for_a_peer_says_so_or_what_the_peer_lacks(
     plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external, "FINALS_PEERS", ("ready", "here", "gone", "other"))
-    plant("ready")
+    plant("ready", package="torch")
     plant("here", package="torch", compiles=True)
     plant("gone", package="no-such-package", compiles=True)
     plant("other", package="torch", compiles=True, refuses=lambda problem: "it takes 16-bit inputs")
-    assert peer_calls.invited(FORWARD, compiling=True) == (("ready", "here", "gone", "other"), {})
-    assert peer_calls.invited(FORWARD, compiling=False) == (
-        ("ready",),
-        {
-            "here": peer_calls.COMPILES,
-            "gone": "not installed (no package no-such-package)",
-            "other": "it takes 16-bit inputs",
-        },
-    )
+    assert peer_calls.invited(FORWARD, Effort.STANDARD) == (("ready", "here", "gone", "other"), {})
+    assert peer_calls.invited(FORWARD, Effort.MAX) == (("ready", "here", "gone", "other"), {})
+    absent = {
+        "here": "it compiles for each problem, for which --effort quick leaves no time",
+        "gone": "not installed (no package no-such-package)",
+        "other": "it takes 16-bit inputs",
+    }
+    assert peer_calls.invited(FORWARD, Effort.QUICK) == (("ready",), absent)
+    absent["here"] = absent["here"].replace("quick", "instant")
+    absent["ready"] = "its package must be imported, for which --effort instant leaves no time"
+    assert peer_calls.invited(FORWARD, Effort.INSTANT) == ((), absent)
 
 
 # --- what is prepared -------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from typing import Any
 import kernels
 import pytest
 import samples
-from fake_workshop import SMALL, FakeWorkshop, remember, rival, run, workshop  # noqa: F401 - a fixture
+from fake_workshop import GOOD, SMALL, FakeWorkshop, remember, rival, run, workshop  # noqa: F401 - a fixture
 
 from autoattn.cache import store
-from autoattn.codegen import render
+from autoattn.codegen import render, search_space
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import DType, Layout, Op, Precision
 from autoattn.core.trial import Evidence
+from autoattn.core.variant import Variant
 from autoattn.search import finals, search_options, tuner
 
 
@@ -35,6 +36,20 @@ def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_pat
 def test_the_same_seed_gives_the_same_entry(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     one, other = (run(tmp_path / name, trials=30, seed=5).entries[SMALL.key] for name in ("a", "b"))
     assert replace(one, versions={}) == replace(other, versions={})
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_effort_instant_tries_seeds_alone_and_has_finals(
+    workshop: type[FakeWorkshop], tmp_path: Path, measured: bool
+) -> None:
+    device = samples.H200 if measured else samples.A30
+    seeds = {seed for space in search_space.of(Op.FORWARD) for seed in space.seeds_for(SMALL, device)}
+    summary = run(tmp_path, measured=measured, effort=search_options.Effort.INSTANT, trials=None)
+    tried = {variant for _, variant in workshop.tried}
+    assert tried <= seeds
+    assert len(tried) == min(len(seeds), 8)
+    assert [len(finalists) <= 4 for finalists in workshop.finals] == [True] * measured
+    assert summary.entries[SMALL.key].search.effort == "instant"
 
 
 def test_more_trials_go_on_where_the_last_run_stopped(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
@@ -136,6 +151,12 @@ def test_a_rival_that_is_wrong_is_no_rival(workshop: type[FakeWorkshop], tmp_pat
     assert "sdpa" not in {one.name for one in entry.rivals}
 
 
+def slow_default(variant: Variant, time_us: float) -> float:
+    """A time at which the template's default is no rival of what a test speaks of."""
+    default = search_space.load("triton/forward").default(SMALL, samples.A30)
+    return 2.0 * time_us if variant == default else time_us
+
+
 @pytest.mark.parametrize(("slower", "wins"), [(1.05, True), (1.2, False)])
 def test_what_was_measured_elsewhere_is_tried_and_leaned_on(
     workshop: type[FakeWorkshop], tmp_path: Path, slower: float, wins: bool
@@ -143,7 +164,7 @@ def test_what_was_measured_elsewhere_is_tried_and_leaned_on(
     """It is believed over a prediction that is a little better, and not over one that is much better."""
     unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
     remember(tmp_path, unlikely)
-    workshop.time_us = lambda self, variant: 100.0 * (slower if variant == unlikely else 1.0)  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: slow_default(variant, 100.0 * (slower if variant == unlikely else 1.0))  # type: ignore[method-assign]
     entry = run(tmp_path).entries[SMALL.key]
     assert (entry.variant == unlikely) is wins
     tried = [entry.params, *(candidate.params for candidate in entry.candidates)]
@@ -160,7 +181,7 @@ def test_a_winner_of_the_same_kind_elsewhere_is_leaned_on_too(
 ) -> None:
     unlikely = kernels.variant(BLOCK_M=32, BLOCK_N=64, num_stages=5, mask_loop="branch", softmax="lazy")
     remember(tmp_path, unlikely, problem=replace(SMALL, **change))
-    workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: slow_default(variant, 100.0)  # type: ignore[method-assign]
     assert run(tmp_path).entries[SMALL.key].variant == unlikely
 
 
@@ -171,6 +192,31 @@ def test_a_winner_of_another_kind_elsewhere_is_none_of_this_problems_business(
     remember(tmp_path, unlikely, problem=replace(SMALL, dtype=DType.BFLOAT16))
     workshop.time_us = lambda self, variant: 1.0 if variant == unlikely else 100.0  # type: ignore[method-assign]
     assert run(tmp_path).entries[SMALL.key].variant != unlikely
+
+
+@pytest.mark.parametrize(("lead", "wins"), [(1.13, False), (1.16, True)])
+def test_a_prediction_takes_the_defaults_place_where_it_is_better_by_more_than_the_model_errs(
+    workshop: type[FakeWorkshop], tmp_path: Path, lead: float, wins: bool
+) -> None:
+    """On sm_80, where predictions err by 14%."""
+    default = search_space.load("triton/forward").default(SMALL, samples.A30)
+    workshop.time_us = lambda self, variant: 100.0 * lead if variant == default else 100.0  # type: ignore[method-assign]
+    entry = run(tmp_path).entries[SMALL.key]
+    assert (entry.variant != default) is wins
+    assert wins or entry.candidates[0].time_us < entry.time_us
+
+
+def test_a_default_that_is_wrong_in_the_interpreter_gives_way(
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = search_space.load("triton/forward").default(SMALL, samples.A30)
+    wrong = replace(GOOD, ok=False, reason="by 1")
+    monkeypatch.setattr(
+        workshop,
+        "rehearse",
+        lambda self, problem, *variants: [wrong if variant == default else GOOD for variant in variants],
+    )
+    assert run(tmp_path).entries[SMALL.key].variant != default
 
 
 def test_entries_that_another_card_measured_are_not_kept(workshop: type[FakeWorkshop], tmp_path: Path) -> None:

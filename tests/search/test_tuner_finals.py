@@ -80,7 +80,7 @@ def test_a_quick_tune_leaves_out_peers_that_compile_and_says_so(workshop: type[F
     ]
     assert workshop.asked[0]["best_us"] == quick.time_us
     assert quick.absent is not None
-    assert quick.absent["flex"] == peer_calls.COMPILES
+    assert quick.absent["flex"] == peer_calls.why_no_time(external.PEERS["flex"], search_options.Effort.QUICK)
     assert set(quick.absent) == compiling
     assert standard.absent == {}
 
@@ -243,8 +243,36 @@ def test_a_prediction_without_right_numbers_is_none(
         lambda self, problem, *variants: [replace(GOOD, ok=False, reason="by 1") for _ in variants],
     )
     assert run(tmp_path).failed == {
-        SMALL.key: "none of 6 variants passed Triton's interpreter; 6 ended with wrong result: by 1"
+        SMALL.key: "none of 6 variants passed an interpreter; 6 ended with wrong result: by 1"
     }
+
+
+def test_where_the_interpreter_itself_fails_the_prediction_stands_and_says_not_rehearsed(
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="TypeError: only 0-dimensional arrays")
+    monkeypatch.setattr(workshop, "rehearse", lambda self, problem, *variants: [crash for _ in variants])
+    summary = run(tmp_path)
+    assert summary.failed == {}
+    entry = summary.entries[SMALL.key]
+    assert entry.checked == "not rehearsed: TypeError: only 0-dimensional arrays"
+    assert entry.search.outcomes == {"interpreter crash": 6}
+
+
+def test_what_rehearsed_right_goes_before_what_the_interpreter_failed_on(
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="no")
+    right: list[Variant] = []
+
+    def rehearse(self: FakeWorkshop, problem: Problem, *variants: Variant) -> list[Verdict | Failure]:
+        right.append(max(variants, key=self.time_us))
+        return [GOOD if variant in right else crash for variant in variants]
+
+    monkeypatch.setattr(workshop, "rehearse", rehearse)
+    entry = run(tmp_path).entries[SMALL.key]
+    assert entry.variant in right
+    assert entry.checked == "rehearsed in an interpreter"
 
 
 def test_an_entry_keeps_five_runners_up_in_order(workshop: type[FakeWorkshop], tmp_path: Path) -> None:

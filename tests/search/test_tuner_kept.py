@@ -25,7 +25,14 @@ from autoattn.search.shared_trials import Ledger, studies
 
 @pytest.mark.parametrize(
     ("before", "after", "kept"),
-    [("quick", "quick", 1), ("standard", "quick", 1), ("quick", "standard", 0), ("standard", "max", 0)],
+    [
+        ("instant", "quick", 0),
+        ("quick", "instant", 1),
+        ("quick", "quick", 1),
+        ("standard", "quick", 1),
+        ("quick", "standard", 0),
+        ("standard", "max", 0),
+    ],
 )
 def test_an_entry_is_kept_unless_more_effort_is_asked_for(
     workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, kept: int

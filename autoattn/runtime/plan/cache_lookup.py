@@ -1,10 +1,9 @@
-"""Looks up which cache entry serves a problem on a device, and why: exact, bucket, nearest, predicted, default."""
+"""Looks up which cache entry serves a problem on a device, and why: rules in order, a level each (`Level`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,75 +13,23 @@ import triton
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.cache import inventory, precedence, store
 from autoattn.cache.precedence import Placed
-from autoattn.codegen import search_space
+from autoattn.codegen import portfolio
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
-from autoattn.runtime.plan import lookup_sentences, tuned_entries
+from autoattn.runtime.plan import explanations, lookup_sentences, tuned_entries
+from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.runtime.plan.kind_rules import ROUTES, Contender, KindRules
 from autoattn.runtime.plan.reasons import Reasons, Text
-from autoattn.runtime.plan.tuned_entries import TunedEntries
+from autoattn.runtime.plan.tuned_entries import Neighbour, TunedEntries
 
 MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
 MAX_CLASSES = 4096  # of sizes, of one kind, whose answers are kept
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
-
-
-class Level(str, Enum):
-    """How close what was found is to what was asked."""
-
-    EXACT = "exact"  # this problem was measured on this card
-    BUCKET = "bucket"  # a problem whose lengths and heads round to the same powers of two was
-    NEAREST = "nearest"  # some problem with the same kernels was
-    PREDICTED = "predicted"  # this problem was tuned for this kind of card without having one
-    DEFAULT = "default"  # nothing was; the template's default runs
-    SDPA = "sdpa"  # no kernel of ours can run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What runs for a problem, and why."""
-
-    problem: Problem | None
-    route: str  # "kernel", or the name of the rival that runs: "sdpa", "sdpa-cudnn", ...
-    level: Level
-    reasons: Reasons
-    entry: CacheEntry | None = None
-    variant: Variant | None = None
-    unavailable: str = ""  # why a tuned kernel that would serve cannot run with the installed Triton, and the way out
-    chosen_for: Problem | None = None  # the problem that the choice was made for, where it holds for a class of sizes
-    precompiled: str = ""  # which compiler made the kernel's machine code, where a cache folder has it
-    gradients: Explanation | None = None  # of the backward pass, where a kernel computes it behind this one
-
-    def __str__(self) -> str:
-        ready = ", precompiled" if self.precompiled else ""
-        return f"{self.route} ({self.levels}{ready}): {self.reason}"
-
-    @property
-    def reason(self) -> str:
-        """Why it runs, in one sentence."""
-        return self.reasons.reason
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """What was tried before, one sentence each."""
-        return self.reasons.steps
-
-    @property
-    def levels(self) -> str:
-        """The level; of a call whose gradients are a kernel's, that of each pass."""
-        if self.gradients is None:
-            return self.level.value
-        return f"forward: {self.level.value}, backward: {self.gradients.level.value}"
-
-
-def sdpa(reason: Text, problem: Problem | None = None, steps: Iterable[Text] = ()) -> Explanation:
-    """The explanation of a call that PyTorch answers."""
-    return Explanation(problem=problem, route=SDPA, level=Level.SDPA, reasons=Reasons(reason, steps))
 
 
 def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
@@ -95,7 +42,7 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     """
     folders = inventory.folders(folder)
     if device is None:
-        return sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
+        return explanations.of_sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
     return device_supported(device, problem) or _answer(problem, tuned_entries.of(problem, device, folders))
 
 
@@ -103,11 +50,13 @@ def device_supported(device: Device, problem: Problem | None = None) -> Explanat
     """The answer on cards that are too old for any kernel; None on others."""
     if device.arch >= MIN_ARCH:
         return None
-    return sdpa(f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem)
+    return explanations.of_sdpa(
+        f"{device.full_name} is sm_{device.arch}, and the kernels need sm_{MIN_ARCH} or newer", problem
+    )
 
 
 def differentiates(device: Device | None) -> bool:
-    """Whether any gradients were measured to be the fastest by a kernel on a device.
+    """Whether any gradients were measured to be the fastest by a kernel, on a device or a sister card.
 
     Raises:
         CacheError: a cache file is damaged or newer.
@@ -115,7 +64,8 @@ def differentiates(device: Device | None) -> bool:
     if device is None:
         return False
     tuned = tuned_entries.read(Op.BACKWARD, device, inventory.folders(None))
-    counting = (precedence.used_first(places, store.why_held_back)[0] for places in tuned.measured.values())
+    measured = [*tuned.measured.values(), *(neighbour.places for neighbour in tuned.sisters)]
+    counting = (precedence.used_first(places, store.why_held_back)[0] for places in measured)
     return any(place.entry.choice == KERNEL for place in counting)
 
 
@@ -130,10 +80,9 @@ def variants(explanation: Explanation, device: Device | None) -> Iterator[Varian
     yield explanation.variant
     if explanation.problem is None or device is None:
         return
-    for space in search_space.of(explanation.problem.op):
-        for seed in space.seeds_for(explanation.problem, device):
-            if seed != explanation.variant:
-                yield seed
+    for variant in portfolio.starters_for(explanation.problem, device):
+        if variant != explanation.variant:
+            yield variant
 
 
 def without(explanation: Explanation, variant: Variant, reason: str) -> Explanation:
@@ -162,7 +111,7 @@ def _answer(problem: Problem, tuned: TunedEntries) -> Explanation:
     A kernel that cannot run at these sizes gives way to what their own walk finds.
     """
     keys = _keys_of(problem) if tuned_entries.lengths_of(problem) in tuned.lengths else ()
-    if any(key in tuned.measured or key in tuned.predicted for key in keys):
+    if any(key in tuned.measured or key in tuned.predicted or key in tuned.of_sisters for key in keys):
         return _Lookup(problem, tuned, keys).run()
     smallest = size_class.representative(problem)
     shared = tuned.answers.get(smallest)
@@ -177,7 +126,7 @@ def _answer(problem: Problem, tuned: TunedEntries) -> Explanation:
         if not rules.is_feasible(shared.variant, rules.facts(size_facts(problem))):
             return _Lookup(problem, tuned, keys).run()
     level = shared.level
-    if shared.entry is not None:
+    if shared.entry is not None and level is not Level.SISTER:
         level = _level(tuned.buckets[id(shared.entry)], tuned_entries.bucket(problem))
     return Explanation(
         problem=problem,
@@ -210,7 +159,13 @@ class _Lookup:
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
-        explanation = self.exact_entry() or self.near_entry() or self.predicted_entry() or self.default_variant()
+        explanation = (
+            self.exact_entry()
+            or self.near_entry()
+            or self.sister_entry()
+            or self.predicted_entry()
+            or self.default_variant()
+        )
         return replace(explanation, unavailable=self.unavailable) if self.unavailable else explanation
 
     def exact_entry(self) -> Explanation | None:
@@ -222,34 +177,47 @@ class _Lookup:
 
     def near_entry(self) -> Explanation | None:
         """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
+        answer = self._nearest(neighbour for neighbour in self.tuned.neighbours if neighbour.key not in self.keys)
+        if answer is None:
+            self.steps.append(
+                "bucket, nearest: no measured problem on this card is close enough and shares these kernels"
+            )
+        return answer
+
+    def sister_entry(self) -> Explanation | None:
+        """The closest problem, or the problem itself, that another card of the architecture measured."""
+        return self._nearest(self.tuned.sisters)
+
+    def _nearest(self, neighbours: Iterable[Neighbour]) -> Explanation | None:
+        """The closest of these problems that can serve."""
         sizes = tuned_entries.sizes_of(self.problem)
         deterministic = self.problem.deterministic
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
         related = [
-            (neighbour.deterministic is not deterministic, octaves, neighbour.key, neighbour)
-            for neighbour in self.tuned.neighbours
+            (neighbour.deterministic is not deterministic, octaves, neighbour.key, place, neighbour)
+            for place, neighbour in enumerate(neighbours)
             if (octaves := tuned_entries.distance(neighbour.sizes, sizes)) <= FARTHEST
-            and neighbour.key not in self.keys
         ]
         related.sort()
         excluded: Explanation | None = None
-        for _, octaves, _, neighbour in related:
+        for _, octaves, _, _, neighbour in related:
             contender = self._counting(neighbour.places)
-            level = _level(neighbour.bucket, self.bucket)
+            level = Level.SISTER if neighbour.card is not None else _level(neighbour.bucket, self.bucket)
             if contender.ordinary and (infeasible := self._why_infeasible(contender)) is not None:
                 # As `_use` would have it, which takes three times as long and asks whether the entry is worthless.
                 self.steps.append(partial(_refusal, self.rules, contender, level, infeasible))
                 continue
             reason = partial(lookup_sentences.distance_reason, contender.entry, octaves)
+            if neighbour.card is not None:
+                reason = partial(
+                    lookup_sentences.sister_reason, contender.entry, octaves, neighbour.card, self.tuned.device
+                )
             answer = self._use(contender, level, reason)
             if answer is not None:
                 return answer
             if excluded is None and (why := contender.excluded) is not None:
                 excluded = self._instead(contender, level, partial(lookup_sentences.but, reason, why))
-        if excluded is not None:  # what was measured beside it, before a default that nobody measured
-            return excluded
-        self.steps.append("bucket, nearest: no measured problem on this card is close enough and shares these kernels")
-        return None
+        return excluded  # what was measured beside it, before a default that nobody measured
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""
@@ -259,7 +227,11 @@ class _Lookup:
         return self._first(contenders, Level.PREDICTED, partial(lookup_sentences.predicted, self.tuned.device))
 
     def default_variant(self) -> Explanation:
-        """The default of the first template that has one."""
+        """The portfolio's first variant that can run, else the default of the first template that has one."""
+        variant = self._of_portfolio()
+        if variant is not None:
+            reason = partial(lookup_sentences.default_reason, variant.template)
+            return self._answer(KERNEL, Level.DEFAULT, reason, variant=variant)
         refusals: list[Text] = []
         for space, seeds in self.rules.seeds:
             variant = next(seeds.feasible(self.facts), None)
@@ -269,7 +241,7 @@ class _Lookup:
                 return self._answer(KERNEL, Level.DEFAULT, reason, variant=variant)
             refusals.append(partial(space.why_no_default, self.problem, self.tuned.device))
         *others, last = refusals
-        return sdpa(
+        return explanations.of_sdpa(
             last,
             self.problem,
             [*self.steps, *(partial(lookup_sentences.without_default, refusal) for refusal in others)],
@@ -347,7 +319,13 @@ class _Lookup:
 
     def _first_seed(self) -> Variant | None:
         """A kernel for calls that ask for more than a rival gives."""
-        return next((variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts)), None)
+        of_templates = (variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts))
+        return self._of_portfolio() or next(of_templates, None)
+
+    def _of_portfolio(self) -> Variant | None:
+        """The portfolio's first variant that can run."""
+        variants = (variant for seeds in self.rules.portfolio for variant in seeds.feasible(self.facts))
+        return next(variants, None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

@@ -1,7 +1,7 @@
 """Decides which kernel, or which backend of PyTorch, answers a call, and why: rules in order, each with a name.
 
-One pass goes down the rules of `cache_lookup`: device_supported, exact_entry, near_entry, predicted_entry,
-default_variant. Then come the rules here, which know of the whole call:
+One pass goes down the rules of `cache_lookup`: device_supported, exact_entry, near_entry, sister_entry,
+predicted_entry, default_variant. Then come the rules here, which know of the whole call:
 
 - float8_supported: the card multiplies float8.
 - pytorch_can_say_it: where PyTorch's attention was the fastest, it must be able to say the call; else the kernel runs,
@@ -27,8 +27,15 @@ from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.problem import Bias, DType, Op, Problem
-from autoattn.runtime.plan import cache_lookup, default_gradients, gradient_problem, host_bound, machine_code
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan import (
+    cache_lookup,
+    default_gradients,
+    explanations,
+    gradient_problem,
+    host_bound,
+    machine_code,
+)
+from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.runtime.plan.reasons import Text
 
@@ -210,7 +217,7 @@ def without_kernel(
     reason: str, problem: Problem, *, lse: bool, steps: Sequence[Text] = (), learned: Learned = NONE_LEARNED
 ) -> Explanation:
     """PyTorch's own attention where it means the same, and else the formula in plain PyTorch."""
-    explanation = cache_lookup.sdpa(reason, problem, steps)
+    explanation = explanations.of_sdpa(reason, problem, steps)
     why_not = _why_not_differentiated(problem, lse=lse, learns_bias=learned.bias)
     if why_not is None:
         return explanation

@@ -21,8 +21,8 @@ from autoattn.codegen import search_space
 from autoattn.core.device import Device, MatrixUnit
 from autoattn.core.problem import DType, Op, Problem
 from autoattn.errors import SpaceError
-from autoattn.runtime.plan import cache_lookup, host_bound
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan import cache_lookup, explanations, host_bound
+from autoattn.runtime.plan.explanations import Explanation, Level
 
 RULE = "pytorch_believed_faster"
 PLAIN_TRITON = "triton/backward"  # the template of every card
@@ -46,7 +46,7 @@ def answer(problem: Problem, gradients: Explanation, card: Device) -> Explanatio
         "an input needs a gradient, nobody tuned gradients near to these, and PyTorch's are believed faster than a "
         f"default of {gradients.variant.template}; autoattn tune measures that for problems of operation: backward"
     )
-    explanation = cache_lookup.sdpa(reason, problem, (*gradients.reasons.texts, f"{RULE}: {belief}"))
+    explanation = explanations.of_sdpa(reason, problem, (*gradients.reasons.texts, f"{RULE}: {belief}"))
     return replace(explanation, chosen_for=gradients.chosen_for)
 
 

@@ -15,7 +15,7 @@ from autoattn.core.problem import Bias, Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.tensors.operands import Operands, View
 
 

@@ -14,8 +14,8 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Problem
-from autoattn.runtime.plan import cache_lookup
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan import explanations
+from autoattn.runtime.plan.explanations import Explanation
 
 # What both passes of a call take the CPU, in microseconds, on the host of an H200. SDPA's are those of cuDNN; how much
 # less the others take was seen in the steps of a model (benchmarks/results/2026-11-22_h200_overhead.md, at its end).
@@ -49,7 +49,7 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
         f"both passes of kernels take the GPU about {gpu_us[KERNEL]:.0f} us and the CPU {HOST_US[KERNEL]:.0f}, so that "
         f"a step waits for the CPU, which {_NAMES[route]} needs for {HOST_US[route]:.0f}"
     )
-    return replace(cache_lookup.sdpa(reason, problem, forward.reasons.texts), route=route)
+    return replace(explanations.of_sdpa(reason, problem, forward.reasons.texts), route=route)
 
 
 def is_plain(problem: Problem) -> bool:

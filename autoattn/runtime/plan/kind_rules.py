@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, store
-from autoattn.codegen import feasibility, search_space
+from autoattn.codegen import feasibility, portfolio, search_space
 from autoattn.codegen.feasibility import AskedRules, DerivedFacts, FactValues, SharedRules
 from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.search_space import SearchSpace
@@ -47,6 +47,15 @@ class KindRules:
         self._runners_up: dict[int, tuple[Contender, ...]] = {}  # likewise
         self._of_variants: dict[Variant, AskedRules] = {}
         self._seeds: tuple[tuple[SearchSpace, KindSeeds], ...] | None = None  # once asked
+        self._portfolio: tuple[KindSeeds, ...] | None = None  # likewise
+
+    @property
+    def portfolio(self) -> tuple[KindSeeds, ...]:
+        """What the operation's portfolio holds, best first."""
+        if self._portfolio is None:
+            of_kind = portfolio.of_kind(self._problem, self._device)
+            self._portfolio = tuple(seeds.sharing(self._shared) for _, seeds in of_kind)
+        return self._portfolio
 
     @property
     def seeds(self) -> tuple[tuple[SearchSpace, KindSeeds], ...]:

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
+from autoattn.cache.sister_cards import SisterCard
 from autoattn.core.cache_entry import KERNEL, OURS, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.variant import Variant
@@ -32,6 +33,14 @@ def predicted(device: Device) -> str:
 def distance_reason(entry: CacheEntry, octaves: float) -> str:
     """Why the entry of another problem is asked."""
     return f"{entry.problem} is {octaves:.1f} octaves away and was measured on this card"
+
+
+def sister_reason(entry: CacheEntry, octaves: float, card: SisterCard, device: Device) -> str:
+    """Why an entry of another card of the architecture is asked, and about how long it takes here."""
+    sentence = f"{entry.problem} is {octaves:.1f} octaves away and was measured on {card.full_name}"
+    ratio = card.time_ratio(entry.problem, device)
+    here = "" if ratio is None else f"; its {entry.time_us:.4g} us there are about {ratio * entry.time_us:.4g} us here"
+    return f"{sentence}, another card of sm_{card.arch}{here}"
 
 
 def but(reason: Text, why: str) -> str:

@@ -13,7 +13,7 @@ from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Source, Traits
 from autoattn.errors import CompileError
 from autoattn.runtime.plan import cache_lookup, decision, gradient_problem
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan.explanations import Explanation
 
 
 class Answer(str, Enum):

@@ -21,8 +21,15 @@ from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler, forward
 from autoattn.runtime.parse.arguments import Call
-from autoattn.runtime.plan import background_compile, cache_lookup, decision, gradient_problem, machine_code
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan import (
+    background_compile,
+    cache_lookup,
+    decision,
+    explanations,
+    gradient_problem,
+    machine_code,
+)
+from autoattn.runtime.plan.explanations import Explanation
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.tensors.operands import Operands
 
@@ -68,7 +75,7 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
     problem, operands = call.problem, call.operands
     if call.empty:
         reason = "there is no query or no key, so that the answer is 0 and nothing is launched"
-        return Plan(replace(cache_lookup.sdpa(reason), route=pytorch_sdpa.EAGER))
+        return Plan(replace(explanations.of_sdpa(reason), route=pytorch_sdpa.EAGER))
     if learns is None:
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(problem, operands))
     if learned is None:
@@ -135,7 +142,7 @@ def settled(plan: Plan, problem: Problem) -> Plan:
     if not _ruled_out or (problem, route) not in _ruled_out:  # the first spares a hash of the problem
         return plan
     reason = f"{route} was chosen, but does not take these tensors"
-    return replace(plan, explanation=cache_lookup.sdpa(reason, problem, plan.explanation.reasons.texts))
+    return replace(plan, explanation=explanations.of_sdpa(reason, problem, plan.explanation.reasons.texts))
 
 
 def forget() -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from autoattn.cache import file_format, precedence, store
+from autoattn.cache import file_format, precedence, sister_cards, store
+from autoattn.cache.file_format import CacheFile
 from autoattn.cache.precedence import Placed
+from autoattn.cache.sister_cards import SisterCard
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
@@ -32,13 +34,14 @@ lengths_of: Callable[[Problem], Lengths] = attrgetter(*SIZES)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Neighbour:
-    """A problem that was measured on this card."""
+    """A problem that was measured on this card, or on a sister card."""
 
     key: str
-    sizes: Sizes
+    sizes: Sizes  # where a sister card measured it, with the heads that give this card's SMs as much work each
     bucket: Bucket
     deterministic: bool
     places: tuple[Placed, ...]
+    card: SisterCard | None = None  # which measured it; None is this card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +55,8 @@ class TunedEntries:
     measured: dict[str, tuple[Placed, ...]]  # problem key -> those that were measured on this card
     predicted: dict[str, tuple[Placed, ...]]  # problem key -> those that were predicted for this kind of card
     neighbours: tuple[Neighbour, ...]  # the problems of `measured`
+    sisters: tuple[Neighbour, ...]  # problems that sister cards measured
+    of_sisters: frozenset[str]  # the keys of these
     lengths: frozenset[Lengths]  # of all problems here
     foreign: tuple[str, ...]  # what is said of files that speak of another card
     buckets: dict[int, Bucket]  # ids of all entries here -> `bucket` of their problems
@@ -96,7 +101,14 @@ def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntr
     known = _kept.get(key)
     if known is not None and store.are_unchanged(known[1], known[0]):
         return known[2]
-    paths = tuple(str(path) for folder in folders for path in store.paths_of(folder, device, problem.op))
+    paths = tuple(
+        str(path)
+        for folder in folders
+        for path in (
+            *store.paths_of(folder, device, problem.op),
+            *sister_cards.watched_paths(folder, device, problem.op),
+        )
+    )
     stamps = store.stamps(paths)  # before the files are read: one that changes meanwhile is read again
     entries = read(problem.op, device, folders, kind)
     with _writing:
@@ -115,36 +127,62 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
     files = [(folder, file) for folder in folders for file in store.files_of(folder, device, op)]
     measured: dict[str, list[Placed]] = {}
     predicted: dict[str, list[Placed]] = {}
-    for folder, file in precedence.nearest_release_first(files):
-        for key, of_entry in file_format.problems_of(file):
-            if kind is not None and kernel_kind.of(of_entry) != kind:
-                continue
-            entry = file.entries[key]
-            place = Placed(folder=folder, release=file.triton, fingerprint=file.fingerprint, entry=entry)
-            if not place.measured:
-                predicted.setdefault(key, []).append(place)
-            elif file.fingerprint == device.fingerprint:
-                measured.setdefault(key, []).append(place)
-    problems = [places[0].entry.problem for group in (measured, predicted) for places in group.values()]
+    for key, place in _places(files, kind):
+        if not place.measured:
+            predicted.setdefault(key, []).append(place)
+        elif place.fingerprint == device.fingerprint:
+            measured.setdefault(key, []).append(place)
+    sisters = _sisters(op, device, folders, kind)
+    groups = [*measured.values(), *predicted.values(), *(neighbour.places for neighbour in sisters)]
     of_card = {key: tuple(places) for key, places in measured.items()}
     return TunedEntries(
         device=device,
         measured=of_card,
         predicted={key: tuple(places) for key, places in predicted.items()},
         neighbours=tuple(_neighbour(key, places) for key, places in of_card.items()),
-        lengths=frozenset(map(lengths_of, problems)),
+        sisters=sisters,
+        of_sisters=frozenset(neighbour.key for neighbour in sisters),
+        lengths=frozenset(lengths_of(places[0].entry.problem) for places in groups),
         foreign=tuple(
             f"{store.path_in(folder, file)} speaks of {file.fingerprint}, not of {device.fingerprint}"
             for folder, file in files
             if file.fingerprint != device.fingerprint
         ),
-        buckets={
-            id(place.entry): bucket(place.entry.problem)
-            for group in (measured, predicted)
-            for places in group.values()
-            for place in places
-        },
+        buckets={id(place.entry): bucket(place.entry.problem) for places in groups for place in places},
     )
+
+
+def _places(files: Iterable[tuple[Path, CacheFile]], kind: KernelKind | None) -> Iterator[tuple[str, Placed]]:
+    """The entries of cache files with their keys; of one kind of kernel where one is given."""
+    for folder, file in precedence.nearest_release_first(files):
+        for key, problem in file_format.problems_of(file):
+            if kind is None or kernel_kind.of(problem) == kind:
+                entry = file.entries[key]
+                yield key, Placed(folder=folder, release=file.triton, fingerprint=file.fingerprint, entry=entry)
+
+
+def _sisters(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | None) -> tuple[Neighbour, ...]:
+    """The problems that sister cards measured, each card's apart."""
+    cards: dict[str, SisterCard] = {}
+    files: list[tuple[Path, CacheFile]] = []
+    for folder in folders:
+        for card, file in sister_cards.files_of(folder, device, op):
+            cards[file.fingerprint] = card
+            files.append((folder, file))
+    measured: dict[tuple[str, str], list[Placed]] = {}
+    for key, place in _places(files, kind):
+        if place.measured:
+            measured.setdefault((place.fingerprint, key), []).append(place)
+    return tuple(
+        _of_sister(_neighbour(key, tuple(places)), cards[fingerprint], device)
+        for (fingerprint, key), places in measured.items()
+    )
+
+
+def _of_sister(neighbour: Neighbour, card: SisterCard, device: Device) -> Neighbour:
+    """A sister card's problem, as far from problems of this card as the work of one SM is."""
+    queries, keys, heads, group = neighbour.sizes
+    return replace(neighbour, sizes=(queries, keys, heads * device.sm_count / card.sm_count, group), card=card)
 
 
 def _neighbour(key: str, places: tuple[Placed, ...]) -> Neighbour:

@@ -46,7 +46,7 @@ REVEALED = {
     11: f"tuple[{TENSOR}, {TENSOR}]",
     12: TENSOR,
     13: "str",
-    14: "autoattn.runtime.plan.cache_lookup.Explanation",
+    14: "autoattn.runtime.plan.explanations.Explanation",
 }
 
 

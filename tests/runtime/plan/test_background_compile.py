@@ -15,7 +15,7 @@ import autoattn
 from autoattn.errors import CompileError, UsageError
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan import background_compile, planner
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 from autoattn.workers.compile_job import Inspect
 
 # Each test has a head dim of its own: what one began is done in the next.

@@ -15,18 +15,19 @@ import triton
 from hypothesis import HealthCheck, given, settings
 
 from autoattn.cache import store
-from autoattn.codegen import render, resources, search_space
-from autoattn.core import triton_release
-from autoattn.core.cache_entry import CacheEntry, Candidate
+from autoattn.codegen import portfolio, render, resources, search_space
+from autoattn.core import device_profiles, triton_release
+from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
-from autoattn.runtime.plan import cache_lookup, tuned_entries
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan import cache_lookup, explanations, tuned_entries
+from autoattn.runtime.plan.explanations import Level
 
 H200, A30 = samples.H200, samples.A30
+H100 = device_profiles.named("h100")
 TEMPLATE = "triton/forward"
 ASKED = samples.problem()
 # Of the same kernels as ASKED: in its bucket, and half an octave to two octaves away.
@@ -55,11 +56,12 @@ def predicted(one: Problem, **changes: Any) -> CacheEntry:
 
 
 def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     store.merge(folder, device, Op.FORWARD, entries)
     return folder
 
 
-def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> cache_lookup.Explanation:
+def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> explanations.Explanation:
     return cache_lookup.explain(one, device, folder)
 
 
@@ -329,11 +331,128 @@ def test_an_entry_of_the_installed_triton_goes_before_one_of_another(
     assert alone.versions == of_another.versions
 
 
-def test_measurements_of_another_card_of_that_name_are_ignored_and_said(tmp_path: Path) -> None:
-    slice_of_it = replace(H200, sm_count=66)
-    found = explained(written(tmp_path, measured(ASKED), predicted(NEAR)), device=slice_of_it)
-    assert found.level is Level.DEFAULT
-    assert found.steps[0].endswith(f"speaks of {H200.fingerprint}, not of {slice_of_it.fingerprint}")
+def test_measurements_of_another_architecture_of_that_name_are_ignored_and_said(tmp_path: Path) -> None:
+    other = replace(H200, arch=80)
+    explanation = explained(written(tmp_path, measured(ASKED), predicted(NEAR)), device=other)
+    assert explanation.level is Level.DEFAULT
+    assert explanation.steps[0].endswith(f"speaks of {H200.fingerprint}, not of {other.fingerprint}")
+
+
+# --- Portfolios -------------------------------------------------------------------------------------------------------
+
+
+FIFTEEN = samples.problem(seq_q=15)
+
+
+@pytest.fixture
+def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Variant, Variant]:
+    """A portfolio whose first variant is for few queries, its second for others; both are plain Triton's."""
+    seeds_of = search_space.load("triton/forward").seeds_for
+    few = next(seed for seed in seeds_of(samples.problem(seq_q=1), H200) if seed in seeds_of(FIFTEEN, H200))
+    many = seeds_of(ASKED, H200)[3]
+    rules = [
+        {"when": when, "variants": [{"template": variant.template, "params": variant.as_dict()}]}
+        for when, variant in (("rows < 16", few), ("rows >= 16", many))
+    ]
+    document = {"version": 1, "operation": "forward", "let": {"rows": "queries / batch"}, "rules": rules}
+    path = tmp_path / "forward.portfolio.yaml"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
+    portfolio.load.cache_clear()
+    yield few, many  # type: ignore[misc]
+    portfolio.load.cache_clear()
+
+
+def test_the_portfolio_goes_before_the_first_templates_default(
+    tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
+) -> None:
+    few, many = portfolio_of_two
+    for seq_q, expected in ((1, few), (15, few), (1024, many), (4096, many)):
+        explanation = explained(written(tmp_path / "own"), samples.problem(seq_q=seq_q))
+        assert (explanation.level, explanation.variant) == (Level.DEFAULT, expected)
+    assert next(iter(cache_lookup.variants(explanation, H200))) == many
+
+
+def test_where_the_portfolio_has_nothing_that_can_run_the_templates_default_does(
+    tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
+) -> None:
+    problem = samples.problem(head_dim_v=512)
+    explanation = explained(written(tmp_path / "own"), problem)
+    assert explanation.variant not in portfolio_of_two
+    assert explanation.variant == search_space.load("triton/forward").default(problem, H200)
+
+
+# --- Sister cards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sister", [H100, replace(H200, sm_count=66)], ids=["another name", "a slice"])
+def test_what_another_card_of_the_architecture_measured_serves_as_a_sisters(sister: Device, tmp_path: Path) -> None:
+    explanation = explained(written(tmp_path, measured(ASKED)), device=sister)
+    assert explanation.level is Level.SISTER
+    assert explanation.entry is not None
+    assert explanation.entry.problem == ASKED
+    assert "was measured on NVIDIA H200, another card of sm_90" in explanation.reason
+
+
+def test_a_sisters_time_is_scaled_by_the_cards_rates(tmp_path: Path) -> None:
+    one_query = samples.problem(seq_q=1, seq_kv=60_000)  # bound by memory
+    written(tmp_path, measured(one_query, measurement=samples.measurement(one_query, 480.0)))
+    reason = explained(tmp_path, one_query, device=H100).reason
+    assert "its 480 us there are about 687.8 us here" in reason, "4.80 TB/s over 3.35"
+
+
+def test_a_sisters_choice_of_a_backend_holds_here(tmp_path: Path) -> None:
+    written(tmp_path, measured(ASKED, choice="sdpa-cudnn"))
+    assert explained(tmp_path, device=H100).route == "sdpa-cudnn"
+
+
+def test_own_measurements_go_before_a_sisters_and_those_before_predictions(tmp_path: Path) -> None:
+    written(tmp_path, predicted(ASKED), device=H100)
+    written(tmp_path, measured(ASKED))
+    assert explained(tmp_path, device=H100).level is Level.SISTER
+    written(tmp_path, measured(NEAR), device=H100)
+    near = explained(tmp_path, device=H100)
+    assert near.level is Level.NEAREST
+    assert near.entry is not None
+    assert near.entry.problem == NEAR
+
+
+def test_a_sisters_problem_far_away_serves_no_more_than_ones_own_would(tmp_path: Path) -> None:
+    written(tmp_path, measured(samples.problem(batch=1, heads_q=1, heads_kv=1, seq_q=64, seq_kv=64)))
+    assert explained(tmp_path, device=H100).level is Level.DEFAULT
+
+
+def test_the_sisters_problem_with_as_much_work_for_each_sm_serves(tmp_path: Path) -> None:
+    """A slice with half of the SMs asks for 8 sequences: 16 gave the SMs of the whole card as much to do."""
+    half = replace(H200, sm_count=66)
+    sixteen, four = samples.problem(batch=16), samples.problem(batch=4)
+    written(tmp_path, measured(sixteen), measured(four))
+    explanation = explained(tmp_path, samples.problem(batch=8), device=half)
+    assert explanation.entry is not None
+    assert explanation.entry.problem == sixteen
+
+
+def test_a_sisters_entry_that_is_written_later_is_seen(tmp_path: Path) -> None:
+    assert explained(tmp_path, device=H100).level is Level.DEFAULT
+    written(tmp_path, measured(ASKED))
+    assert explained(tmp_path, device=H100).level is Level.SISTER
+    written(tmp_path, measured(ASKED, choice="sdpa-flash"))
+    assert explained(tmp_path, device=H100).route == "sdpa-flash"
+
+
+def test_a_sisters_kernel_that_is_marked_as_wrong_does_not_run(tmp_path: Path) -> None:
+    written(tmp_path, measured(ASKED, mark=Mark(finding=Finding.WRONG, detail="off by one")))
+    explanation = explained(tmp_path, device=H100)
+    assert explanation.entry is None or explanation.variant != explanation.entry.variant
+
+
+def test_gradients_that_a_sister_measured_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "user_cache", lambda: tmp_path)
+    assert not cache_lookup.differentiates(H100)
+    backward = samples.problem(op=Op.BACKWARD, seq_q=4096)
+    variant = search_space.load("triton/backward").default(backward, H200)
+    store.merge(tmp_path, H200, Op.BACKWARD, [samples.tuned(backward, variant)])
+    assert cache_lookup.differentiates(H100)
 
 
 def test_predictions_for_another_card_of_that_name_are_taken(tmp_path: Path) -> None:
@@ -446,7 +565,7 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path
     return tmp_path / "user", tmp_path / "shipped"
 
 
-def warps(found: cache_lookup.Explanation) -> Any:
+def warps(found: explanations.Explanation) -> Any:
     assert found.variant is not None
     return found.variant["num_warps"]
 

@@ -27,7 +27,7 @@ from autoattn.core.problem import Op
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.runtime.plan import cache_lookup, decision, default_gradients, planner
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])

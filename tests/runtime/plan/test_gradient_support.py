@@ -25,7 +25,7 @@ from autoattn.core.variant import Source
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import build, load_module
 from autoattn.runtime.plan import decision, default_gradients, needed_kernels
-from autoattn.runtime.plan.cache_lookup import Explanation, Level
+from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.runtime.plan.needed_kernels import Answer
 
 CARDS = {name: device_profiles.named(name) for name in ("h200", "h100", "a100", "a30")}

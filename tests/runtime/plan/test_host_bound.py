@@ -27,8 +27,8 @@ from autoattn.codegen import search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Modifiers, Problem
 from autoattn.runtime import call_cache
-from autoattn.runtime.plan import cache_lookup, gradient_problem, host_bound
-from autoattn.runtime.plan.cache_lookup import Explanation
+from autoattn.runtime.plan import explanations, gradient_problem, host_bound
+from autoattn.runtime.plan.explanations import Explanation
 
 SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
 
@@ -41,7 +41,7 @@ def found(
 ) -> Explanation:
     """A pass whose kernel took so long for a problem."""
     return replace(
-        cache_lookup.sdpa("", one), entry=samples.beside(samples.measured(measured or one, time_us=time_us), factors)
+        explanations.of_sdpa("", one), entry=samples.beside(samples.measured(measured or one, time_us=time_us), factors)
     )
 
 

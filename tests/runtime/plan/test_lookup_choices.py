@@ -18,7 +18,8 @@ from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import cache_lookup, tuned_entries
-from autoattn.runtime.plan.cache_lookup import FARTHEST, Level
+from autoattn.runtime.plan.cache_lookup import FARTHEST
+from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
 FOLDERS = inventory.folders(None)

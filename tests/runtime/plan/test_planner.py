@@ -30,8 +30,8 @@ from autoattn.core.problem import Problem
 from autoattn.core.variant import Source, Traits
 from autoattn.errors import CompileError
 from autoattn.kernels.compiler import Kernel
-from autoattn.runtime.plan import cache_lookup, planner
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan import cache_lookup, explanations, planner
+from autoattn.runtime.plan.explanations import Level
 from autoattn.runtime.plan.reasons import Reasons
 from autoattn.tensors.operands import Operands
 
@@ -163,7 +163,7 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
             raise RuntimeError("No available kernel. Aborting execution.")
         return sdpa(one, operands, backend=backend)
 
-    chosen = cache_lookup.Explanation(
+    chosen = explanations.Explanation(
         problem=None, route="sdpa-cudnn", level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(pytorch_sdpa, "sdpa", refusing)
@@ -179,7 +179,7 @@ def test_running_out_of_memory_is_not_hidden(card: dict[str, Any], monkeypatch: 
     def full(*operands: Any, **facts: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    chosen = cache_lookup.Explanation(
+    chosen = explanations.Explanation(
         problem=None, route="sdpa-flash", level=Level.EXACT, reasons=Reasons("it was the fastest")
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
@@ -242,7 +242,7 @@ def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant = search_space.load("triton/forward").default(kernels.problem(), samples.H200)
-    chosen = cache_lookup.Explanation(
+    chosen = explanations.Explanation(
         problem=None, route="sdpa-cudnn", level=Level.EXACT, reasons=Reasons("it was the fastest"), variant=variant
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
@@ -263,7 +263,7 @@ def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.Mon
 def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorch_has_none(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = cache_lookup.sdpa("it is too old")
+    old = explanations.of_sdpa("it is too old")
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: old)
     tensors = inputs(dtype=torch.float16)
     assert autoattn.explain(*tensors).route == "sdpa"

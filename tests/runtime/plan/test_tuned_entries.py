@@ -19,7 +19,7 @@ from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.runtime.plan import cache_lookup, planner, reasons, tuned_entries
-from autoattn.runtime.plan.cache_lookup import Level
+from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
 ASKED = samples.problem()

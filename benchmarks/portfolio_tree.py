@@ -1,0 +1,213 @@
+"""Grows the decision tree of a portfolio from measured times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from autoattn.codegen import search_space
+from autoattn.codegen.feasibility import DerivedFacts
+from autoattn.codegen.space_facts import facts_of
+from autoattn.codegen.space_rules import Rule
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Variant
+
+# What the tree may ask, in the words of search spaces.
+LET = {
+    "head": "head_dim_padded + (head_dim_v_padded > head_dim_padded) * (head_dim_v_padded - head_dim_padded)",
+    "ieee": "dtype == 'float32' and precision == 'ieee'",
+    "rows": "queries / batch",
+    "sides": "bounded_left + bounded_right",
+    "sequence_tiles": "heads_q * queries / 128 / sm_count",
+    "key_heads": "heads_kv * batch / sm_count",
+}
+FEATURES = (
+    "element_bytes", "ieee", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
+    "key_heads",
+)  # fmt: skip
+LEAST_PROBLEMS = 3  # of a leaf
+MOST_DEPTH = 8
+LEAST_GAIN = 0.05  # of a split: the sum over its problems of the logarithm of the time that it saves
+MOST_VARIANTS = 4  # of a leaf; those behind the first that covers all are for searches
+UNKNOWN = math.log(1.5)  # of a variant that can run and was not measured
+SEEDS = math.log(1.3)  # of a problem on which no variant of the list can run: seeds are left to it
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """One measured problem."""
+
+    problem: Problem
+    device: Device
+    times_us: Mapping[Variant, float]  # of those that are right
+    rivals_us: Mapping[str, float]
+
+    @cached_property
+    def facts(self) -> DerivedFacts:
+        """What rules may ask of it."""
+        let = {name: Rule(text) for name, text in LET.items()}
+        return DerivedFacts(facts_of(self.problem, self.device), let)
+
+    @cached_property
+    def best_us(self) -> float:
+        """The shortest time of a variant."""
+        return min(self.times_us.values())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PortfolioRule:
+    """The variants of some problems, best first."""
+
+    when: str  # over facts of a problem and a device, and names of LET
+    variants: tuple[Variant, ...]
+
+
+class _Table:
+    """Logarithms of time over the best: a row for each example, a column for each variant."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.examples = list(examples)
+        self.variants = sorted({variant for example in examples for variant in example.times_us}, key=_order)
+        self.regrets: Array = np.full((len(self.examples), len(self.variants)), np.nan)  # NaN: it cannot run
+        for row, example in enumerate(self.examples):
+            for column, variant in enumerate(self.variants):
+                if variant in example.times_us:
+                    self.regrets[row, column] = math.log(example.times_us[variant] / example.best_us)
+                elif is_feasible(variant, example):
+                    self.regrets[row, column] = UNKNOWN
+        self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
+
+    def list_of(self, rows: npt.NDArray[np.intp]) -> tuple[float, list[int]]:
+        """The variants of which the first that can run is the fastest over some examples, and the sum of regrets."""
+        left, columns, total = self.regrets[rows], [], 0.0
+        while len(left) and len(columns) < MOST_VARIANTS:
+            sums = np.where(np.isnan(left), SEEDS, left).sum(axis=0)
+            column = int(sums.argmin())
+            taken = ~np.isnan(left[:, column])
+            if not taken.any():
+                break
+            total += float(left[taken, column].sum())
+            columns.append(column)
+            left = left[~taken]
+        return total + SEEDS * len(left), columns
+
+    def complemented(self, rows: npt.NDArray[np.intp], columns: list[int]) -> list[int]:
+        """The list with variants behind it that a search tries: each saves most where the others are slow."""
+        columns = list(columns)
+        regrets = np.where(np.isnan(self.regrets[rows]), SEEDS, self.regrets[rows])
+        best = regrets[:, columns].min(axis=1) if columns else np.full(len(rows), SEEDS)
+        while len(columns) < MOST_VARIANTS:
+            sums = np.minimum(regrets, best[:, None]).sum(axis=0)
+            column = int(sums.argmin())
+            if sums[column] > best.sum() - 0.01 * len(rows):
+                break
+            columns.append(column)
+            best = np.minimum(best, regrets[:, column])
+        return columns
+
+
+def _order(variant: Variant) -> tuple[str, str]:
+    return variant.template, str(variant)
+
+
+def is_feasible(variant: Variant, example: Example) -> bool:
+    """Whether a variant can run an example's problem."""
+    space = search_space.load(variant.template)
+    return space.why_infeasible(variant, example.problem, example.device) is None
+
+
+def grow(examples: Sequence[Example]) -> list[PortfolioRule]:
+    """The rules of the tree's leaves, of which one holds for any problem."""
+    if not examples:
+        return []
+    table = _Table(sorted(examples, key=lambda example: (example.problem.key, example.device.name)))
+    rows = np.arange(len(table.examples))
+    return _leaves(table, rows, [], table.list_of(rows))
+
+
+def _leaves(
+    table: _Table, rows: npt.NDArray[np.intp], conditions: list[str], own: tuple[float, list[int]]
+) -> list[PortfolioRule]:
+    split = _best_split(table, rows, own[0]) if len(conditions) < MOST_DEPTH else None
+    if split is None:
+        columns = table.complemented(rows, own[1])
+        when = " and ".join(_joined(conditions)) or "1 == 1"
+        return [PortfolioRule(when=when, variants=tuple(table.variants[column] for column in columns))]
+    feature, threshold, below, above = split
+    low = table.features[rows, FEATURES.index(feature)] < threshold
+    number = f"{threshold:g}"
+    return [
+        *_leaves(table, rows[low], [*conditions, f"{feature} < {number}"], below),
+        *_leaves(table, rows[~low], [*conditions, f"{feature} >= {number}"], above),
+    ]
+
+
+_Split: TypeAlias = tuple[str, float, tuple[float, list[int]], tuple[float, list[int]]]
+
+
+def _best_split(table: _Table, rows: npt.NDArray[np.intp], cost: float) -> _Split | None:
+    """The question that saves most; None where none saves enough."""
+    best: tuple[float, _Split] | None = None
+    for place, feature in enumerate(FEATURES):
+        values = table.features[rows, place]
+        for threshold in thresholds(sorted(set(values.tolist()))):
+            low = values < threshold
+            if min(low.sum(), (~low).sum()) < LEAST_PROBLEMS:
+                continue
+            below, above = table.list_of(rows[low]), table.list_of(rows[~low])
+            gain = cost - below[0] - above[0]
+            if gain > LEAST_GAIN and (best is None or gain > best[0] + 1e-9):
+                best = gain, (feature, threshold, below, above)
+    return None if best is None else best[1]
+
+
+def thresholds(values: Sequence[float]) -> list[float]:
+    """A round number between each two of these values, which ascend."""
+    return [_round_between(low, high) for low, high in itertools.pairwise(values)]
+
+
+def _round_between(low: float, high: float) -> float:
+    """The power of two above `low` where it is not above `high`, else the mean to as few digits as tell them apart."""
+    if low > 0:
+        power = 2.0 ** (math.floor(math.log2(low)) + 1)
+        if low < power <= high:
+            return power
+    middle = (low + high) / 2
+    for digits in range(1, 12):
+        rounded = float(f"{middle:.{digits}g}")
+        if low < rounded <= high:
+            return rounded
+    return high
+
+
+def _joined(conditions: Sequence[str]) -> list[str]:
+    """The conditions without those that a later one of the same feature and side implies."""
+    latest: dict[tuple[str, ...], str] = {}
+    for condition in conditions:
+        feature, side, _ = condition.split()
+        latest[feature, side] = condition
+    return [condition for condition in conditions if latest[tuple(condition.split()[:2])] == condition]
+
+
+def choice(example: Example, rules: Sequence[PortfolioRule]) -> Variant | None:
+    """The variant that a call of an example's problem runs; None where seeds are left."""
+    for rule in rules:
+        if Rule(rule.when)(example.facts):
+            return next((variant for variant in rule.variants if is_feasible(variant, example)), None)
+    return None
+
+
+def regret(example: Example, rules: Sequence[PortfolioRule]) -> float | None:
+    """The time of what a call runs over the best time; None where that was not measured."""
+    variant = choice(example, rules)
+    time_us = example.times_us.get(variant) if variant is not None else None
+    return None if time_us is None else time_us / example.best_us

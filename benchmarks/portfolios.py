@@ -1,0 +1,205 @@
+"""Measures a pool of variants on drawn problems, and derives from that which of them calls run that nobody tuned.
+
+python benchmarks/portfolios.py measure --seed 1000 --seconds 500    needs a GPU; adds to benchmarks/data/portfolios/
+python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.yaml
+
+measure: for each drawn problem, a pool of variants (`variant_pool.py`) is compiled, passes the gate and is screened.
+The best of them then meet PyTorch's backends in interleaved rounds. What is in the file already is left out.
+
+derive: a decision tree over the sizes and the kind of a problem. A leaf has the variants whose first feasible one is
+the fastest in the geometric mean of the leaf's problems. The same data give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import drawn_calls
+import msgspec
+import portfolio_tree
+import typer
+import variant_pool
+from portfolio_tree import Example, PortfolioRule
+
+from autoattn.codegen import portfolio, resources
+from autoattn.core import device_profiles
+from autoattn.core.device import Device
+from autoattn.core.problem import Op, Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.core.variant import Variant
+from autoattn.hardware import nvidia
+from autoattn.search import finals, multi_template
+from autoattn.search.gpu_jobs import Finished
+from autoattn.search.multi_template import Contest
+from autoattn.search.search_options import Objective
+from autoattn.search.study import Study
+from autoattn.search.trial_pipeline import Steps, Workshop
+from autoattn.workers.worker_pool import Failure
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "benchmarks" / "data" / "portfolios"
+TARGET = resources.portfolio_path(Op.FORWARD)
+AT_ONCE = 3  # problems whose variants are measured together, so that compilers and the GPU both have work
+FINALISTS, FINAL_SECONDS = 4, 0.4
+NEAR = 1.02
+RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
+
+app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
+
+
+class Subject:
+    """One problem on its way."""
+
+    def __init__(self, problem: Problem, device: Device, count: int) -> None:
+        self.problem, self.device = problem, device
+        self.variants = variant_pool.pool(problem, device)[:count]
+        self.trials: list[Trial] = []
+
+    def steps(self, shop: Workshop) -> Steps[dict[str, Any] | str]:
+        """Its line of the file, or in words why there is none."""
+        spaces = multi_template.spaces(self.problem, self.device, True)
+        study = Contest([Study(None, space, self.problem, self.device, seed=0, budget=0) for space in spaces])
+        study.enqueue(self.variants)
+        yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
+        working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
+        if not working:
+            return "no variant worked"
+        best = [trial.variant for trial in finals.shortlist(working, FINALISTS, Objective.TIME)]
+        result = yield from shop.final(self.problem, best, seconds=FINAL_SECONDS, seed=0, energy_seconds=0.0)
+        if isinstance(result, Failure):
+            return f"the finals ended with a {result.outcome.value}: {result.detail}"
+        return line(self.problem, working, best, result)
+
+
+def line(problem: Problem, working: Sequence[Trial], best: Sequence[Variant], result: Finished) -> dict[str, Any]:
+    """What a file keeps of a problem: screened times, the finalists' times in their place, and the rivals'."""
+    times = {trial.variant: trial.time_us for trial in working if trial.time_us is not None}
+    for variant, measurement in zip(best, result.measurements, strict=True):
+        if measurement is not None:
+            times[variant] = measurement.median_us
+    return {
+        "problem": msgspec.to_builtins(problem),
+        "times_us": [[variant.template, variant.as_dict(), round(time_us, 2)] for variant, time_us in times.items()],
+        "rivals_us": {rival.name: round(rival.measurement.median_us, 2) for rival in result.rivals},
+    }
+
+
+def lines(subjects: Iterator[Subject], end: float, device: Device) -> Iterator[tuple[Problem, dict[str, Any] | str]]:
+    """Measures several problems at a time until all is done; after `end` none is begun."""
+    with Workshop(device, measured=True) as shop:
+        active: list[tuple[Subject, Steps[dict[str, Any] | str]]] = []
+        while True:
+            while len(active) < AT_ONCE and time.monotonic() < end:
+                subject = next(subjects, None)
+                if subject is None:
+                    break
+                active.append((subject, subject.steps(shop)))
+            if not active:
+                return
+            going = []
+            for subject, steps in active:
+                try:
+                    next(steps)
+                except StopIteration as finished:
+                    yield subject.problem, finished.value
+                else:
+                    going.append((subject, steps))
+            if len(going) == len(active):
+                shop.wait()
+            active = going
+
+
+@app.command()
+def measure(
+    seed: Annotated[int, typer.Option(help=f"Of the drawn problems, from {RESERVED} on.")] = RESERVED,
+    seconds: Annotated[float, typer.Option(help="After so long no problem is begun.")] = 500.0,
+    count: Annotated[int, typer.Option(help="Problems that are drawn.")] = 150,
+    variants: Annotated[int, typer.Option(help="Variants of each, at most.")] = 80,
+    out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
+) -> None:
+    """Measure the pool on drawn problems."""
+    if seed < RESERVED:
+        raise typer.BadParameter(f"seeds below {RESERVED} draw what untuned.py examines, got {seed}")
+    card = nvidia.present()
+    if card is None:
+        sys.exit("benchmarks/portfolios.py measure needs an NVIDIA GPU in this machine, found none")
+    path = out / f"{card.name}_forward_{seed}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {example.problem for example in read(path)} if path.exists() else set()
+    problems = [problem for problem in drawn_calls.draw(seed, count) if problem not in known]
+    subjects = (Subject(problem, card, variants) for problem in problems)
+    for problem, result in lines(subjects, time.monotonic() + seconds, card):
+        if isinstance(result, str):
+            print(f"no line: {problem}: {result}", flush=True)
+            continue
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        best = min(time_us for *_, time_us in result["times_us"])
+        print(f"{problem}: {best} us of {len(result['times_us'])}, {result['rivals_us']}", flush=True)
+
+
+def read(path: Path) -> list[Example]:
+    """The problems of a file, with what was measured on each."""
+    device = device_profiles.named(path.name.partition("_")[0])
+    examples = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        document = json.loads(text)
+        times = {Variant.of(template, params): time_us for template, params, time_us in document["times_us"]}
+        problem = msgspec.convert(document["problem"], Problem)
+        examples.append(Example(problem=problem, device=device, times_us=times, rivals_us=document["rivals_us"]))
+    return examples
+
+
+def text_of(examples: Sequence[Example], rules: Sequence[PortfolioRule]) -> str:
+    """The file of a portfolio that these examples gave."""
+    sources = ", ".join(sorted({example.device.full_name for example in examples}))
+    head = (
+        "# What calls run that nobody tuned: variants of the rule that holds, best first, then the templates' seeds.\n"
+        f"# Written by `python benchmarks/portfolios.py derive` from {len(examples)} problems measured on {sources}.\n"
+        "# Not to be edited; docs/decisions/portfolios.md says how it is made.\n"
+    )
+    lines = [f"version: {portfolio.VERSION}", f"operation: {Op.FORWARD.value}", "let:"]
+    lines += [f"  {name}: {json.dumps(text)}" for name, text in portfolio_tree.LET.items()]
+    lines.append("rules:")
+    for rule in rules:
+        lines += [f"  - when: {json.dumps(rule.when)}", "    variants:"]
+        for variant in rule.variants:
+            params = ", ".join(f"{name}: {value}" for name, value in variant.as_dict().items())
+            lines.append(f"      - {{template: {variant.template}, params: {{{params}}}}}")
+    return head + "\n".join(lines) + "\n"
+
+
+@app.command()
+def derive(
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with the file that is there, and write none.")
+    ] = False,
+) -> None:
+    """Write the portfolio, and say how far from the best the problems' choices are."""
+    examples = [example for path in sorted(DATA.glob("*.jsonl")) for example in read(path)]
+    rules = portfolio_tree.grow(examples)
+    text = text_of(examples, rules)
+    if check:
+        if TARGET.read_text(encoding="utf-8") != text:
+            sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
+        return
+    TARGET.write_text(text, encoding="utf-8")
+    regrets = [regret for example in examples if (regret := portfolio_tree.regret(example, rules)) is not None]
+    mean = math.exp(statistics.fmean(map(math.log, regrets)))
+    within = sum(regret <= NEAR for regret in regrets)
+    print(
+        f"{len(rules)} rules of {len({variant for rule in rules for variant in rule.variants})} variants; "
+        f"{len(examples)} problems, {len(regrets)} by a measured variant: {mean:.3f} of the best time, at most "
+        f"{max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
+    )
+
+
+if __name__ == "__main__":
+    app()

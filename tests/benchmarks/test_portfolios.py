@@ -1,0 +1,153 @@
+"""Portfolios: what is measured, and the tree that is derived from it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import drawn_calls
+import portfolio_tree
+import portfolios
+import pytest
+import samples
+import variant_pool
+from portfolio_tree import Example
+from typer.testing import CliRunner
+
+from autoattn.codegen import portfolio, resources, search_space
+from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.variant import Variant
+
+H200 = samples.H200
+SPACE = search_space.load("triton/forward")
+SEEDS = [SPACE.variant(params) for _, params in SPACE.seeds]
+
+
+def problem(rows: int, head_dim: int = 64) -> Problem:
+    return samples.problem(
+        batch=2, heads_q=4, heads_kv=4, seq_q=rows, seq_kv=max(rows, 512), head_dim=head_dim, dtype=DType.FLOAT16
+    )
+
+
+def feasible(*problems: Problem) -> list[Variant]:
+    """Seeds that run all of these problems."""
+    return [
+        seed for seed in dict.fromkeys(SEEDS) if all(SPACE.why_infeasible(seed, one, H200) is None for one in problems)
+    ]
+
+
+def example(one: Problem, times_us: dict[Variant, float]) -> Example:
+    return Example(problem=one, device=H200, times_us=times_us, rivals_us={})
+
+
+LENGTHS = (1, 2, 4, 8, 256, 512, 1024, 2048)
+SHORT, LONG = feasible(*map(problem, LENGTHS))[:2]
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    """One variant is twice as fast below 16 rows, another one above."""
+    found = []
+    for rows in LENGTHS:
+        times = {SHORT: 10.0, LONG: 20.0} if rows < 16 else {SHORT: 20.0, LONG: 10.0}
+        found.append(example(problem(rows), times))
+    return found
+
+
+def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
+    rules = portfolio_tree.grow(examples)
+    assert {rule.variants[0] for rule in rules} == {SHORT, LONG}
+    assert [portfolio_tree.regret(each, rules) for each in examples] == [1.0] * len(examples)
+    assert portfolio_tree.choice(example(problem(3), {}), rules) == SHORT
+    assert portfolio_tree.choice(example(problem(4096), {}), rules) == LONG
+
+
+def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[Example]) -> None:
+    shuffled = list(examples)
+    random.Random(1).shuffle(shuffled)
+    texts = [portfolios.text_of(each, portfolio_tree.grow(each)) for each in (examples, shuffled)]
+    assert texts[0] == texts[1]
+
+
+def test_what_is_derived_is_what_calls_run(
+    examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "forward.portfolio.yaml"
+    rules = portfolio_tree.grow(examples)
+    path.write_text(portfolios.text_of(examples, rules), encoding="utf-8")
+    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
+    portfolio.load.cache_clear()
+    try:
+        for each in examples:
+            assert portfolio.default(each.problem, H200) == portfolio_tree.choice(each, rules)
+    finally:
+        portfolio.load.cache_clear()
+
+
+def test_one_variant_that_is_best_everywhere_needs_no_question() -> None:
+    each = [example(problem(rows), {SHORT: 10.0, LONG: 11.0}) for rows in LENGTHS]
+    (rule,) = portfolio_tree.grow(each)
+    assert (rule.when, rule.variants[0]) == ("1 == 1", SHORT)
+
+
+def test_a_variant_that_was_not_measured_is_not_believed_to_be_good() -> None:
+    """Without that, the one that was tried on a single problem would win."""
+    each = [example(problem(rows), {SHORT: 10.0}) for rows in LENGTHS]
+    each[0] = example(problem(1), {SHORT: 10.0, LONG: 9.9})
+    assert portfolio_tree.grow(each)[0].variants[0] == SHORT
+
+
+def test_where_the_first_cannot_run_the_next_is_for_what_is_left() -> None:
+    gluon = search_space.load("gluon/forward")
+    odd, even = problem(1024, head_dim=60), problem(1024, head_dim=64)
+    fast = next(seed for seed in gluon.seeds_for(even, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
+    plain = feasible(odd, even)[0]
+    each = [example(even, {fast: 10.0, plain: 20.0}), example(odd, {plain: 20.0})]
+    (rule,) = portfolio_tree.grow(each)
+    assert rule.variants[:2] == (fast, plain)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [((1.0, 60.0), 2.0), ((1.0, 4.0), 2.0), ((72.0, 80.0), 80.0), ((0.0, 1.0), 0.5), ((3.0, 4.0), 4.0)],
+)
+def test_thresholds_are_round_and_between(values: tuple[float, float], expected: float) -> None:
+    (threshold,) = portfolio_tree.thresholds(values)
+    assert threshold == expected
+    assert values[0] < threshold <= values[1]
+
+
+def test_the_pool_is_feasible_and_begins_with_the_problems_seeds() -> None:
+    for one in drawn_calls.draw(portfolios.RESERVED, 6):
+        pool = variant_pool.pool(one, H200)
+        spaces = {space.template: space for space in search_space.of(Op.FORWARD)}
+        seeds = [seed for space in spaces.values() for seed in space.seeds_for(one, H200)]
+        assert pool[: len(seeds)] == list(dict.fromkeys(seeds))
+        assert len(set(pool)) == len(pool) >= 30
+        assert all(spaces[each.template].why_infeasible(each, one, H200) is None for each in pool)
+
+
+def test_few_queries_have_variants_that_share_the_keys_of_a_head() -> None:
+    pool = variant_pool.pool(samples.problem(seq_q=1, seq_kv=60_000), H200)
+    assert {each.as_dict().get("SPLITS", 1) for each in pool if each.template == "triton/forward"} >= {1, 4, 16, 64}
+
+
+def test_measurements_of_seeds_that_are_examined_are_refused() -> None:
+    result = CliRunner().invoke(portfolios.app, ["measure", "--seed", "7"])
+    assert result.exit_code == 2
+    assert "seeds below 1000 draw what untuned.py examines" in " ".join(result.output.split())
+
+
+def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
+    one = problem(64)
+    trials = [(SHORT, 12.5), (LONG, 10.0)]
+    document = {
+        "problem": json.loads(json.dumps(portfolios.msgspec.to_builtins(one))),
+        "times_us": [[variant.template, variant.as_dict(), time_us] for variant, time_us in trials],
+        "rivals_us": {"sdpa": 11.0},
+    }
+    path = tmp_path / "h200_forward_1000.jsonl"
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    (read,) = portfolios.read(path)
+    assert (read.problem, dict(read.times_us), read.device) == (one, dict(trials), H200)

@@ -1,0 +1,103 @@
+"""The examination of untuned calls: what it draws, and how it compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import drawn_calls
+import pytest
+import samples
+import untuned
+
+from autoattn.bench.kernel_results import Contestant, Row
+from autoattn.cache import store
+from autoattn.core.problem import DType, Op, Precision
+from autoattn.runtime.plan.explanations import Explanation, Level
+from autoattn.runtime.plan.reasons import Reasons
+
+
+def test_a_seed_names_its_calls_and_another_seed_names_others() -> None:
+    assert drawn_calls.draw(3, 40)[:10] == drawn_calls.draw(3, 10)
+    assert not set(drawn_calls.draw(3, 40)) & set(drawn_calls.draw(4, 40))
+
+
+def test_sixty_calls_have_all_that_programs_do() -> None:
+    problems = drawn_calls.draw(0, 60)
+    assert len(set(problems)) == 60
+    assert any(problem.seq_q == 1 for problem in problems)
+    assert any(1 < problem.seq_q < problem.seq_kv for problem in problems)
+    assert any(problem.seq_q > problem.seq_kv for problem in problems)
+    assert {problem.dtype for problem in problems} == {DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32}
+    assert {problem.mask.causal for problem in problems} == {True, False}
+    assert any(problem.group_size > 1 for problem in problems)
+    assert any(problem.head_dim & (problem.head_dim - 1) for problem in problems)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_drawn_call_is_longer_than_a_run_allows(seed: int) -> None:
+    for problem in drawn_calls.draw(seed, 100):
+        ieee = problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE
+        assert 0 < problem.flops() <= (drawn_calls.MOST_IEEE_FLOPS if ieee else drawn_calls.MOST_FLOPS)
+
+
+PROBLEM = samples.problem()
+
+
+def contestant(name: str, time_us: float, **facts: Any) -> Contestant:
+    return Contestant(name=name, times_us=(time_us,) * 60, **facts)
+
+
+def explanation(route: str) -> Explanation:
+    return Explanation(problem=PROBLEM, route=route, level=Level.DEFAULT, reasons=Reasons("it is"))
+
+
+def standing(untuned_route: str = "kernel", default_us: float = 200.0) -> untuned.Standing:
+    row = Row(
+        problem=PROBLEM,
+        contestants=(
+            contestant("autoattn", 100.0, ours=True),
+            contestant("untuned", 110.0, ours=True),
+            contestant("default", default_us, ours=True),
+            contestant("sdpa-flash", 150.0),
+            contestant("sdpa-cudnn", 120.0),
+        ),
+    )
+    explanations = {"untuned": explanation(untuned_route), "default": explanation("kernel")}
+    return untuned.standing(row, untuned.Choices(problem=PROBLEM, explanations=explanations))
+
+
+def test_ratios_above_one_say_that_the_first_is_faster() -> None:
+    compared = standing()
+    assert compared.ratio("untuned", "tuned") == pytest.approx(100 / 110)
+    assert compared.ratio("default", "peer") == pytest.approx(120 / 200)
+    assert compared.ratio("tuned", "peer") == pytest.approx(1.2)
+    assert compared.ratio("predicted", "tuned") is None
+    assert compared.intervals["untuned over tuned"].ratio == pytest.approx(100 / 110)
+
+
+def test_an_untuned_call_that_pytorch_answers_has_the_time_of_its_backend() -> None:
+    assert standing("sdpa-flash").times_us["untuned"] == 150.0
+
+
+def test_the_page_has_the_mean_the_lowest_and_a_row_for_each_problem() -> None:
+    compared = [standing(), standing(default_us=50.0)]
+    lines = untuned.summary(compared)
+    (line,) = (line for line in lines if line.startswith("| default over tuned"))
+    assert line.startswith("| default over tuned | 2 | 1.000 | 0.500 | 1 |")
+    rows = untuned.table(compared)
+    assert len(rows) == 4
+    assert "0.500 (0.500 to 0.500)" in rows[2]
+
+
+def test_a_user_who_never_tuned_has_the_shipped_cache_and_a_default_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, shipped = tmp_path / "own", tmp_path / "shipped"
+    store.merge(own, samples.H200, Op.FORWARD, [samples.current(samples.measured(PROBLEM))])
+    store.merge(shipped, samples.H200, Op.FORWARD, [samples.current(samples.measured(samples.problem(seq_q=1000)))])
+    monkeypatch.setenv("AUTOATTN_CACHE", str(own))
+    monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: shipped)
+    (choices,) = untuned.choices([PROBLEM], samples.H200, own)
+    levels = {name: told.level for name, told in choices.explanations.items()}
+    assert levels == {"untuned": Level.BUCKET, "default": Level.DEFAULT, "predicted": Level.EXACT}

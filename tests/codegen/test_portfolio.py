@@ -1,0 +1,107 @@
+"""Portfolios: which variant a call runs that no entry serves, whatever its template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import samples
+
+from autoattn.codegen import portfolio, resources, search_space
+from autoattn.core import device_profiles
+from autoattn.core.problem import DType, Op
+from autoattn.core.variant import Variant
+from autoattn.errors import SpaceError
+
+H200, A30 = samples.H200, samples.A30
+DECODE = samples.problem(seq_q=1)
+PREFILL = samples.problem()
+Write = Callable[[str], None]
+
+
+def seed(template: str, place: int) -> Variant:
+    """A seed of a template that runs PREFILL on both cards, where the template runs there at all."""
+    return search_space.load(template).seeds_for(PREFILL, H200)[place]
+
+
+def rule(when: str, *variants: Variant) -> str:
+    lines = [f"  - when: {when}", "    variants:"]
+    for variant in variants:
+        params = ", ".join(f"{name}: {value}" for name, value in variant.as_dict().items())
+        lines.append(f"      - {{template: {variant.template}, params: {{{params}}}}}")
+    return "\n".join(lines)
+
+
+GLUON, OTHER = seed("gluon/forward", 0), seed("triton/forward", 2)
+TRITON = search_space.load("triton/forward").seeds_for(DECODE, H200)[0]
+HEAD = "version: 1\noperation: forward\nlet:\n  rows: queries / batch\n"
+TWO = f"{HEAD}rules:\n{rule('rows < 16', TRITON, GLUON)}\n{rule('rows >= 16', GLUON, OTHER)}\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    path = tmp_path / "forward.portfolio.yaml"
+    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
+    portfolio.load.cache_clear()
+
+    def write(text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        portfolio.load.cache_clear()
+
+    yield write  # type: ignore[misc]
+    portfolio.load.cache_clear()
+
+
+def test_the_rule_that_holds_gives_variants_of_all_templates_in_its_order(write: Write) -> None:
+    write(TWO)
+    assert portfolio.variants_for(DECODE, H200)[0] == TRITON
+    assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
+    assert portfolio.default(DECODE, H200) == TRITON
+    assert portfolio.default(PREFILL, H200) == GLUON
+
+
+def test_what_cannot_run_gives_way_to_the_next_and_then_to_seeds(write: Write) -> None:
+    write(TWO)
+    assert portfolio.variants_for(PREFILL, A30) == [OTHER]
+    float8 = samples.problem(dtype=DType.FLOAT8, seq_q=16)
+    assert portfolio.default(float8, H200) in [
+        *portfolio.variants_for(float8, H200),
+        *search_space.load("gluon/forward").seeds_for(float8, H200),
+    ]
+    wide = samples.problem(seq_q=4096, head_dim_v=512)
+    assert portfolio.variants_for(wide, H200) == []
+    assert portfolio.default(wide, H200) == search_space.load("triton/forward").default(wide, H200)
+
+
+def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) -> None:
+    assert portfolio.variants_for(PREFILL, H200) == []
+    assert portfolio.default(PREFILL, H200) == search_space.load("gluon/forward").default(PREFILL, H200)
+    with pytest.raises(SpaceError, match="must have a feasible seed"):
+        portfolio.default(samples.problem(dtype=DType.FLOAT8), device_profiles.named("a10"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("version: 2\noperation: forward\nlet: {}\nrules: []\n", "of version 1, got forward of version 2"),
+        ("version: 1\noperation: backward\nlet: {}\nrules: []\n", "a portfolio of forward"),
+        (f"{HEAD}rules:\n{rule('row < 16', TRITON)}\n", "got row; did you mean rows"),
+        (f"{HEAD}rules: 3\n", "must be a portfolio, but Expected `array`"),
+        (
+            f"{HEAD}rules: [{{when: rows < 16, variants: [{{template: triton/forward, params: {{BLOCK_M: 3}}}}]}}]\n",
+            "a variant of triton/forward sets",
+        ),
+    ],
+)
+def test_a_file_that_is_no_portfolio_is_refused_in_a_sentence(write: Write, text: str, words: str) -> None:
+    write(text)
+    with pytest.raises(SpaceError, match=words):
+        portfolio.load(Op.FORWARD)
+
+
+def test_rules_know_the_card(write: Write) -> None:
+    first = seed("triton/forward", 0)
+    write(f"{HEAD}rules:\n{rule('sm_count > 100', first)}\n{rule('sm_count <= 100', OTHER)}\n")
+    assert portfolio.default(PREFILL, H200) == first
+    assert portfolio.default(PREFILL, A30) == OTHER

@@ -1,0 +1,91 @@
+"""Who wins without the card: the model, the checks of the numbers, and the template's default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import samples
+
+from autoattn.codegen import search_space
+from autoattn.core.trial import Outcome, Trial, Verdict
+from autoattn.core.variant import Variant
+from autoattn.cost_model import accuracy
+from autoattn.search import predicted_ranking
+from autoattn.search.predicted_ranking import Ranking
+from autoattn.workers.worker_pool import Failure
+
+PROBLEM = samples.problem()
+GLUON = search_space.load("gluon/forward").seeds_for(PROBLEM, samples.H200)
+TRITON = search_space.load("triton/forward").seeds_for(PROBLEM, samples.H200)
+RIGHT = Verdict(ok=True, checks=1, max_error=1e-3, rms_error=1e-4, allowed=4e-3)
+
+
+def trial(variant: Variant, time_us: float) -> Trial:
+    return Trial(variant=variant, outcome=Outcome.OK, digest=variant.digest, prediction=samples.prediction(time_us))
+
+
+def right(variants: Sequence[Variant]) -> list[Verdict | Failure]:
+    return [RIGHT for _ in variants]
+
+
+def ranked(*working: Trial, **changes: Any) -> Ranking:
+    facts: dict[str, Any] = {
+        "arch": 90, "default": GLUON[0], "elsewhere": set(), "verified": {}, "rehearse": right,
+    }  # fmt: skip
+    ranking = predicted_ranking.rank(working, **{**facts, **changes})
+    assert isinstance(ranking, Ranking)
+    return ranking
+
+
+def test_a_verdict_of_a_card_of_the_architecture_counts_and_is_not_rehearsed_again() -> None:
+    fast = trial(GLUON[1], 50.0)
+    rehearsed: list[Variant] = []
+
+    def rehearse(variants: Sequence[Variant]) -> list[Verdict | Failure]:
+        rehearsed.extend(variants)
+        return right(variants)
+
+    ranking = ranked(
+        fast, trial(TRITON[0], 100.0), verified={fast.digest: "NVIDIA H200"}, rehearse=rehearse, default=TRITON[0]
+    )
+    assert ranking.trials[0] is fast
+    assert ranking.checks[fast.variant] == "passed the gate on NVIDIA H200"
+    assert rehearsed == [TRITON[0]]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_the_default_stays_within_the_models_error(arch: int) -> None:
+    error = max(accuracy.error_of(template, arch) for template in ("gluon/forward", "triton/forward"))
+    default, verified = trial(GLUON[0], 100.0), {GLUON[0].digest: "a card"}
+    near, far = (trial(TRITON[0], 100.0 / (1.0 + share)) for share in (error - 0.01, error + 0.01))
+    assert ranked(default, near, arch=arch, verified=verified).trials[0] is default
+    assert ranked(default, far, arch=arch, verified=verified).trials[0] is far
+
+
+def test_the_best_stays_where_the_default_has_no_prediction() -> None:
+    assert ranked(trial(TRITON[0], 100.0), trial(TRITON[1], 99.0)).trials[0].variant == TRITON[1]
+
+
+def test_a_default_that_nothing_could_rehearse_stays_where_the_others_are_slower() -> None:
+    crash = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="no")
+    ranking = ranked(
+        trial(TRITON[0], 100.0),
+        trial(TRITON[1], 120.0),
+        default=TRITON[0],
+        rehearse=lambda variants: [crash if variant == TRITON[0] else RIGHT for variant in variants],
+    )
+    assert ranking.trials[0].variant == TRITON[0]
+
+
+def test_wrong_numbers_are_said_of_wrong_numbers_alone() -> None:
+    wrong = Verdict(ok=False, checks=1, max_error=1.0, rms_error=1.0, allowed=4e-3, reason="by 1")
+    crash = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="TypeError: no")
+    results: dict[Variant, Verdict | Failure] = {TRITON[0]: wrong, TRITON[1]: crash}
+    ranking = ranked(
+        trial(TRITON[0], 1.0), trial(TRITON[1], 2.0), rehearse=lambda variants: [results[one] for one in variants]
+    )
+    assert [winner.variant for winner in ranking.trials] == [TRITON[1]]
+    assert ranking.checks[TRITON[1]] == "not rehearsed: TypeError: no"
+    assert ranking.rejected[TRITON[0]] == (Outcome.WRONG_RESULT, "by 1")
