@@ -86,24 +86,23 @@ def test_a_wrong_kernel_is_never_cached(monkeypatch: pytest.MonkeyPatch, tmp_pat
     summary = tuned(tmp_path, fault)
     assert summary.entries == {}
     (reason,) = summary.failed.values()
-    assert reason.startswith("none of 2 variants passed Triton's interpreter; 2 ended with wrong result: ")
+    assert reason.startswith("none of 2 variants passed an interpreter; 2 ended with wrong result: ")
     assert (summary.outcomes, summary.rehearsals, summary.written) == ({"ok": 2}, {"wrong result": 2}, ())
     assert store.lookup(tmp_path, samples.A30, Op.FORWARD) == {}
 
 
 @pytest.mark.slow
-def test_a_kernel_that_the_interpreter_cannot_run_is_never_cached_and_not_called_wrong(
+def test_a_kernel_that_the_interpreter_cannot_run_is_cached_as_not_rehearsed_and_not_called_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(resources, "shipped_cache", lambda: tmp_path / "nothing shipped")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(planted_site(tmp_path)), os.environ.get("PYTHONPATH", "")]))
     summary = tuned(tmp_path / "cache", FAULTS["sees one key too many at the diagonal"])
-    assert summary.entries == {}
+    assert summary.failed == {}
     assert summary.rehearsals == {"interpreter crash": 2}
     assert summary.reasons == {"interpreter crash: TypeError: planted": 2}
-    assert summary.failed == {
-        CAUSAL.key: "none of 2 variants passed Triton's interpreter; 2 ended with interpreter crash: TypeError: planted"
-    }
+    (entry,) = summary.entries.values()
+    assert entry.checked == "not rehearsed: TypeError: planted"
 
 
 def planted_site(folder: Path) -> Path:

@@ -68,6 +68,7 @@ class Final:
     seconds: float
     seed: int
     energy_seconds: float = 0.0
+    peers: Any = ()
 
     def run(self, memory: dict[Any, Any]) -> Finished:
         rng = random.Random(self.seed)
