@@ -64,6 +64,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_tables_say_what_passed_failed_was_left_out_and_took_too_long(tmp_path: Path) -> None:
     ended = run(tmp_path, "--cases", "4", "--limit", "1", "--workers", "1")
     assert ended.returncode == 1, ended.stdout + ended.stderr

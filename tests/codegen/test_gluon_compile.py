@@ -89,7 +89,7 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
 
 EARLY = 4  # seeds of a kind; the others are refused too, if they are
 FIRST, OTHERS = slice(0, 1), slice(1, None)
-OFTEN = (1, 9)  # kinds whose first seed each run compiles
+OFTEN = (1,)  # kinds whose first seed each run compiles
 
 
 @cache

@@ -82,6 +82,7 @@ def entry(folder: Path) -> CacheEntry:
     return found
 
 
+@pytest.mark.exhaustive
 def test_two_tuners_share_a_study_and_end_with_the_same_entry(
     start: Start,
     postgres_server: Postgres,
