@@ -137,7 +137,7 @@ _JUDGED: dict[tuple[object, ...], tuple[tuple[SearchSpace, KindSeeds], ...]] = {
 def _judged(
     portfolio: Portfolio, kind: kernel_kind.KernelKind, problem: Problem, device: Device
 ) -> tuple[tuple[SearchSpace, KindSeeds], ...]:
-    key = id(portfolio), kind, problem.numerics, problem.deterministic, device
+    key = portfolio, kind, problem.numerics, problem.deterministic, device
     known = _JUDGED.get(key)
     if known is None:
         if len(_JUDGED) >= MAX_KINDS:

@@ -74,6 +74,12 @@ def test_what_cannot_run_gives_way_to_the_next_and_then_to_seeds(write: Write) -
     assert portfolio.default(wide, H200) == search_space.load("triton/forward").default(wide, H200)
 
 
+def test_a_portfolio_that_is_read_again_is_judged_again(write: Write) -> None:
+    for variant in [GLUON, OTHER] * 20:  # a judgement that outlives its portfolio may meet the next one at its address
+        write(f"{HEAD}rules:\n{rule('rows >= 16', variant)}\n")
+        assert portfolio.variants_for(PREFILL, H200) == [variant]
+
+
 def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) -> None:
     assert portfolio.variants_for(PREFILL, H200) == []
     assert portfolio.default(PREFILL, H200) == search_space.load("gluon/forward").default(PREFILL, H200)
