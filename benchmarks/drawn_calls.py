@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from autoattn.core import kernel_kind
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Precision, Problem
 
@@ -34,17 +35,39 @@ def draw(seed: int, count: int) -> list[Problem]:
     problems: dict[Problem, None] = {}
     while len(problems) < count:
         problem = _draw(rng)
-        if problem.flops() <= _most_flops(problem) and problem.bytes() <= MOST_BYTES and problem.kept_pairs() > 0:
+        if is_affordable(problem):
             problems[problem] = None
     return list(problems)
 
 
-def _draw(rng: random.Random) -> Problem:
+def with_sizes(problem: Problem, count: int) -> list[Problem]:
+    """A drawn problem and others of its kind of kernel: `count` in all, with drawn heads, batches and lengths."""
+    rng = random.Random(f"sizes of {problem.key}")
+    problems = {problem: None}
+    while len(problems) < count:
+        other = _draw(rng, numbers=(problem.dtype, problem.precision), head_dim=problem.head_dim)
+        if is_affordable(other) and kernel_kind.shares_kernels(other, problem):
+            problems[other] = None
+    return list(problems)
+
+
+def is_affordable(problem: Problem) -> bool:
+    """Whether a card has the memory for a call, and is done with it soon."""
+    few = problem.flops() <= _most_flops(problem) and problem.bytes() <= MOST_BYTES
+    return few and problem.kept_pairs() > 0
+
+
+def _draw(rng: random.Random, numbers: tuple[DType, Precision] | None = None, head_dim: int | None = None) -> Problem:
     kinds: dict[Callable[[random.Random, Problem], Problem], int] = {
         _self_attention: 10, _decode: 5, _chunk: 3, _cross: 3,
     }  # fmt: skip
     heads_q, heads_kv = rng.choice(HEADS)
-    _, dtype, precision = rng.choices(NUMBERS, weights=[weight for weight, _, _ in NUMBERS])[0]
+    dtype, precision = (
+        numbers
+        or rng.choices(
+            [(dtype, precision) for _, dtype, precision in NUMBERS], weights=[weight for weight, _, _ in NUMBERS]
+        )[0]
+    )
     problem = Problem(
         dtype=dtype,
         precision=precision,
@@ -53,7 +76,7 @@ def _draw(rng: random.Random) -> Problem:
         heads_kv=heads_kv,
         seq_q=1,
         seq_kv=1,
-        head_dim=rng.choice(HEAD_DIMS),
+        head_dim=head_dim or rng.choice(HEAD_DIMS),
         layout=rng.choice((Layout.BHSD, Layout.BSHD)),
     )
     kind = rng.choices(list(kinds), weights=list(kinds.values()))[0]

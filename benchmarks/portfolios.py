@@ -46,8 +46,8 @@ from autoattn.workers.worker_pool import Failure
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
-AT_ONCE = 3  # problems whose variants are measured together, so that compilers and the GPU both have work
-FINALISTS, FINAL_SECONDS = 4, 0.4
+AT_ONCE = 8  # problems whose variants are measured together, so that compilers and the GPU both have work
+FINALISTS, FINAL_SECONDS = 4, 0.3
 NEAR = 1.02
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
@@ -116,11 +116,21 @@ def lines(subjects: Iterator[Subject], end: float, device: Device) -> Iterator[t
             active = going
 
 
+def distinct(seed: int, count: int) -> list[Problem]:
+    """Drawn problems of which no two have the same width of elements, precision, head dim and structure of the mask."""
+    kinds: dict[tuple[Any, ...], Problem] = {}
+    for problem in drawn_calls.draw(seed, 12 * count):
+        kind = problem.dtype.bytes, problem.precision, problem.head_dim, problem.mask.structure
+        kinds.setdefault(kind, problem)
+    return list(kinds.values())[:count]
+
+
 @app.command()
 def measure(
     seed: Annotated[int, typer.Option(help=f"Of the drawn problems, from {RESERVED} on.")] = RESERVED,
     seconds: Annotated[float, typer.Option(help="After so long no problem is begun.")] = 500.0,
-    count: Annotated[int, typer.Option(help="Problems that are drawn.")] = 150,
+    count: Annotated[int, typer.Option(help="Kinds of kernels that are drawn.")] = 40,
+    sizes: Annotated[int, typer.Option(help="Problems of each kind, which share compiled kernels.")] = 4,
     variants: Annotated[int, typer.Option(help="Variants of each, at most.")] = 80,
     out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
 ) -> None:
@@ -133,7 +143,8 @@ def measure(
     path = out / f"{card.name}_forward_{seed}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {example.problem for example in read(path)} if path.exists() else set()
-    problems = [problem for problem in drawn_calls.draw(seed, count) if problem not in known]
+    drawn = [each for problem in distinct(seed, count) for each in drawn_calls.with_sizes(problem, sizes)]
+    problems = [problem for problem in dict.fromkeys(drawn) if problem not in known]
     subjects = (Subject(problem, card, variants) for problem in problems)
     for problem, result in lines(subjects, time.monotonic() + seconds, card):
         if isinstance(result, str):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from autoattn.cache import store
 from autoattn.codegen import resources, search_space
+from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Problem
 from autoattn.core.variant import Value, Variant
@@ -25,26 +27,35 @@ TRITON_BASE: dict[str, Value] = {
     "HEAD_GROUP": 1, "row_order": "descending", "PERSISTENT": 0,
 }  # fmt: skip
 GLUON_TILES = (
-    (64, 32), (64, 64), (64, 80), (64, 128), (128, 32), (128, 64), (128, 80), (128, 96), (128, 128), (128, 160),
-    (192, 64), (192, 128),
+    (64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 96), (128, 128), (192, 64), (192, 128),
 )  # fmt: skip
+GLUON_SCHEDULES: tuple[dict[str, Value], ...] = (
+    {"schedule": "one_tile", "output_buffer": "shared"},
+    {"schedule": "persistent", "output_buffer": "own"},
+)
 TRITON_TILES = (
-    (16, 32, 1), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 32, 2), (32, 64, 2), (32, 64, 4), (64, 32, 4),
-    (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8),
+    (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
+    (128, 128, 8),
 )  # fmt: skip
+FEW_ROWS_TILES = ((16, 32, 1), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 64, 4), (64, 64, 4))
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
+FEW_TILES = 256  # of 128 queries: then programs may split the keys too
+MOST_SEEDS = 8  # of a template
+NEAR_WINNERS = 12  # of each family: winners of the problems that are most alike
 
 
 def pool(problem: Problem, device: Device) -> list[Variant]:
-    """Feasible variants, in the same order for all problems: seeds of the problem, other seeds, winners, grids."""
+    """Feasible variants: seeds of the problem, winners of problems alike, grids, and the other seeds.
+
+    Sizes of one kind of kernel have most of them in common, so that few kernels are compiled for many problems.
+    """
     spaces = {space.template: space for space in search_space.of(problem.op)}
     coming: dict[Variant, None] = {}
     for space in spaces.values():
-        coming |= dict.fromkeys(space.seeds_for(problem, device))
-    for space in spaces.values():
-        coming |= dict.fromkeys(space.variant(params) for _, params in space.seeds)
-    coming |= dict.fromkeys(winners(device, problem))
+        coming |= dict.fromkeys(space.seeds_for(problem, device)[:MOST_SEEDS])
+    for template in spaces:
+        coming |= dict.fromkeys(list(winners(device, problem, template))[:NEAR_WINNERS])
     for template, params in itertools.chain(_gluon_grid(problem), _triton_grid(problem)):
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
@@ -52,22 +63,33 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
 
 
 @lru_cache(maxsize=4)
-def _entries(device: Device) -> tuple[tuple[int, Variant], ...]:
+def _entries(device: Device) -> tuple[CacheEntry, ...]:
     return tuple(
-        (entry.problem.dtype.bytes, entry.variant)
+        entry
         for file in store.read_folder(resources.shipped_cache())
         if file.fingerprint == device.fingerprint
         for entry in file.entries.values()
-        if entry.choice == "kernel"
+        if entry.choice == KERNEL
     )
 
 
-def winners(device: Device, problem: Problem) -> Iterator[Variant]:
-    """The shipped winners of the card, of problems with as wide elements, that are points of today's spaces."""
-    for element_bytes, variant in _entries(device):
-        space = search_space.load(variant.template)
-        if element_bytes == problem.dtype.bytes and space in search_space.of(problem.op) and _holds(space, variant):
-            yield variant
+def winners(device: Device, problem: Problem, template: str) -> Iterator[Variant]:
+    """The shipped winners of the card that are points of today's space: head dims and masks most alike go first."""
+    space = search_space.load(template)
+    alike = [
+        (
+            abs(math.log2(entry.problem.head_dim / problem.head_dim)),
+            entry.problem.mask.structure != problem.mask.structure,
+            entry.problem.key,
+            entry.variant,
+        )
+        for entry in _entries(device)
+        if entry.problem.dtype.bytes == problem.dtype.bytes
+        and entry.variant.template == template
+        and _holds(space, entry.variant)
+    ]
+    for *_, variant in sorted(alike, key=lambda item: item[:-1]):
+        yield variant
 
 
 def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
@@ -75,41 +97,40 @@ def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
 
 
 def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
-    packs = _packs(problem, 16)
-    buffers = ("own", "shared")
-    for (rows, keys), schedule, ctas, stages, pack, split, buffer in itertools.product(
-        GLUON_TILES, ("one_tile", "persistent"), (1, 2), (2, 3), packs, (0, 1), buffers
-    ):
-        if (ctas == 2) != (rows == 64):  # two programs an SM are worth it where each is small
-            continue
+    tiles = GLUON_TILES if not _has_few_rows(problem) else GLUON_TILES[:4]
+    for (rows, keys), schedule, pack, split in itertools.product(tiles, GLUON_SCHEDULES, _packs(problem, 16), (0, 1)):
         yield (
             GLUON,
             {
                 **GLUON_BASE,
-                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": ctas, "num_stages": stages, "PACK_GQA": pack},
-                **{"HEAD_SPLIT": split, "schedule": schedule, "output_buffer": buffer},
+                **schedule,
+                # Two programs an SM are worth it where each is small, and more slots where keys are few.
+                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 else 1, "PACK_GQA": pack},
+                **{"HEAD_SPLIT": split, "num_stages": 2 if keys > 64 else 3},
             },
         )
 
 
 def _triton_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
-    few = problem.seq_q * problem.group_size <= FEW_ROWS
+    few = _has_few_rows(problem)
     packs = (0, 1) if problem.group_size > 1 and few else (0,)
-    splits = SPLITS if few else SPLITS[:3]
+    few_tiles = problem.batch * problem.heads_q * problem.seq_q <= 128 * FEW_TILES
+    splits = SPLITS if few else SPLITS[:3] if few_tiles else SPLITS[:1]
     products = ("as_asked", "bf16x3", "bf16x6") if problem.dtype is DType.FLOAT32 else ("as_asked",)
-    for (rows, keys, warps), count, stages, pack, product in itertools.product(
-        TRITON_TILES, splits, (2, 3), packs, products
-    ):
-        if few and rows > FEW_ROWS:
-            continue
+    tiles = FEW_ROWS_TILES if few else TRITON_TILES
+    for (rows, keys, warps), count, pack, product in itertools.product(tiles, splits, packs, products):
         yield (
             TRITON,
             {
                 **TRITON_BASE,
-                **{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages, "SPLITS": count},
-                **{"PACK_GQA": pack, "HEAD_SPLIT": 0, "products": product},
+                **{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": 3 if rows < 128 else 2},
+                **{"SPLITS": count, "PACK_GQA": pack, "HEAD_SPLIT": 0, "products": product},
             },
         )
+
+
+def _has_few_rows(problem: Problem) -> bool:
+    return problem.seq_q * problem.group_size <= FEW_ROWS
 
 
 def _packs(problem: Problem, most: int) -> tuple[int, ...]:
