@@ -1,10 +1,14 @@
-"""Measures a pool of variants on drawn problems, and derives from that which of them calls run that nobody tuned.
+"""Measures variants on drawn problems, and derives from that which of them calls run that nobody tuned.
 
-python benchmarks/portfolios.py measure --seed 1000 --seconds 500    needs a GPU; adds to benchmarks/data/portfolios/
+python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
+python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.yaml
 
-measure: for each drawn problem, a pool of variants (`variant_pool.py`) is compiled, passes the gate and is screened.
-The best of them then meet PyTorch's backends in interleaved rounds. What is in the file already is left out.
+screen: for each drawn problem, a wide pool of variants (`variant_pool.py`) is compiled, passes the gate and has a first
+look. These times are rough: compilers are at work, and what is slow is looked at once.
+
+measure: of the screened variants, few cover all problems (`variant_pool.cover`). On each drawn problem these pass the
+gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
 
 derive: a decision tree over the sizes and the kind of a problem. A leaf has the variants whose first feasible one is
 the fastest in the geometric mean of the leaf's problems. The same data give the same bytes.
@@ -17,7 +21,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +50,9 @@ from autoattn.workers.worker_pool import Failure
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
+SCREENED = DATA / "screened"
 AT_ONCE = 8  # problems whose variants are measured together, so that compilers and the GPU both have work
-FINALISTS, FINAL_SECONDS = 4, 0.3
+FINAL_SECONDS = 0.35
 NEAR = 1.02
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
@@ -57,9 +62,8 @@ app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=F
 class Subject:
     """One problem on its way."""
 
-    def __init__(self, problem: Problem, device: Device, count: int) -> None:
-        self.problem, self.device = problem, device
-        self.variants = variant_pool.pool(problem, device)[:count]
+    def __init__(self, problem: Problem, device: Device, variants: Sequence[Variant], finalists: int) -> None:
+        self.problem, self.device, self.variants, self.finalists = problem, device, variants, finalists
         self.trials: list[Trial] = []
 
     def steps(self, shop: Workshop) -> Steps[dict[str, Any] | str]:
@@ -71,16 +75,16 @@ class Subject:
         working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
         if not working:
             return "no variant worked"
-        best = [trial.variant for trial in finals.shortlist(working, FINALISTS, Objective.TIME)]
+        best = [trial.variant for trial in finals.shortlist(working, self.finalists, Objective.TIME)]
         result = yield from shop.final(self.problem, best, seconds=FINAL_SECONDS, seed=0, energy_seconds=0.0)
         if isinstance(result, Failure):
             return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        return line(self.problem, working, best, result)
+        return line(self.problem, best, result)
 
 
-def line(problem: Problem, working: Sequence[Trial], best: Sequence[Variant], result: Finished) -> dict[str, Any]:
-    """What a file keeps of a problem: screened times, the finalists' times in their place, and the rivals'."""
-    times = {trial.variant: trial.time_us for trial in working if trial.time_us is not None}
+def line(problem: Problem, best: Sequence[Variant], result: Finished) -> dict[str, Any]:
+    """What a file keeps of a problem: the times of its finalists and of its rivals."""
+    times: dict[Variant, float] = {}
     for variant, measurement in zip(best, result.measurements, strict=True):
         if measurement is not None:
             times[variant] = measurement.median_us
@@ -125,27 +129,64 @@ def distinct(seed: int, count: int) -> list[Problem]:
     return list(kinds.values())[:count]
 
 
+Seed = Annotated[int, typer.Option(help=f"Of the drawn problems, from {RESERVED} on.")]
+Seconds = Annotated[float, typer.Option(help="After so long no problem is begun.")]
+Count = Annotated[int, typer.Option(help="Kinds of kernels that are drawn.")]
+Sizes = Annotated[int, typer.Option(help="Problems of each kind, which share compiled kernels.")]
+
+
+@app.command()
+def screen(
+    seed: Seed = RESERVED, seconds: Seconds = 500.0, count: Count = 40, sizes: Sizes = 5,
+    variants: Annotated[int, typer.Option(help="Variants of each problem, at most.")] = 72,
+    out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = SCREENED,
+) -> None:  # fmt: skip
+    """Look at a wide pool of variants on drawn problems."""
+    card = _card()
+    problems = _drawn(seed, count, sizes)
+    _write(
+        out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
+        lambda problem: Subject(problem, card, variant_pool.pool(problem, card)[:variants], variants),
+    )  # fmt: skip
+
+
 @app.command()
 def measure(
-    seed: Annotated[int, typer.Option(help=f"Of the drawn problems, from {RESERVED} on.")] = RESERVED,
-    seconds: Annotated[float, typer.Option(help="After so long no problem is begun.")] = 500.0,
-    count: Annotated[int, typer.Option(help="Kinds of kernels that are drawn.")] = 40,
-    sizes: Annotated[int, typer.Option(help="Problems of each kind, which share compiled kernels.")] = 4,
-    variants: Annotated[int, typer.Option(help="Variants of each, at most.")] = 80,
+    seed: Seed = RESERVED, seconds: Seconds = 300.0, count: Count = 40, sizes: Sizes = 5,
+    finalists: Annotated[int, typer.Option(help="Variants that meet in rounds, at most.")] = 16,
     out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
-) -> None:
-    """Measure the pool on drawn problems."""
-    if seed < RESERVED:
-        raise typer.BadParameter(f"seeds below {RESERVED} draw what untuned.py examines, got {seed}")
+) -> None:  # fmt: skip
+    """Measure few variants that cover what was screened, on drawn problems."""
+    card = _card()
+    cover = variant_pool.cover([example for path in sorted(SCREENED.glob("*.jsonl")) for example in read(path)])
+    problems = _drawn(seed, count, sizes)
+    _write(
+        out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
+        lambda problem: Subject(problem, card, variant_pool.feasible(cover, problem, card), finalists),
+    )  # fmt: skip
+
+
+def _card() -> Device:
     card = nvidia.present()
     if card is None:
-        sys.exit("benchmarks/portfolios.py measure needs an NVIDIA GPU in this machine, found none")
-    path = out / f"{card.name}_forward_{seed}.jsonl"
+        sys.exit("benchmarks/portfolios.py measures on an NVIDIA GPU in this machine, and found none")
+    return card
+
+
+def _drawn(seed: int, count: int, sizes: int) -> list[Problem]:
+    if seed < RESERVED:
+        raise typer.BadParameter(f"seeds below {RESERVED} draw what untuned.py examines, got {seed}")
+    every = (each for problem in distinct(seed, count) for each in drawn_calls.with_sizes(problem, sizes))
+    return list(dict.fromkeys(every))
+
+
+def _write(
+    path: Path, card: Device, seconds: float, problems: Sequence[Problem], subject_of: Callable[[Problem], Subject]
+) -> None:
+    """Adds a line to a file for each problem that it does not have."""
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {example.problem for example in read(path)} if path.exists() else set()
-    drawn = [each for problem in distinct(seed, count) for each in drawn_calls.with_sizes(problem, sizes)]
-    problems = [problem for problem in dict.fromkeys(drawn) if problem not in known]
-    subjects = (Subject(problem, card, variants) for problem in problems)
+    subjects = (subject_of(problem) for problem in problems if problem not in known)
     for problem, result in lines(subjects, time.monotonic() + seconds, card):
         if isinstance(result, str):
             print(f"no line: {problem}: {result}", flush=True)

@@ -1,11 +1,14 @@
-"""The pool of variants that benchmarks/portfolios.py measures on each problem: seeds, winners, and grids of tiles."""
+"""The variants that benchmarks/portfolios.py measures: a wide pool to be screened, and few that cover what was."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+
+import numpy as np
+from portfolio_tree import Example
 
 from autoattn.cache import store
 from autoattn.codegen import resources, search_space
@@ -42,6 +45,8 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64)
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
 MOST_SEEDS = 8  # of a template
+FAR = 1.5  # times the best: screening looks no further
+LEAST_GAIN = 0.0005  # of one more variant in a cover: what it saves of the time, in the mean of the problems
 NEAR_WINNERS = 12  # of each family: winners of the problems that are most alike
 
 
@@ -59,7 +64,7 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
     for template, params in itertools.chain(_gluon_grid(problem), _triton_grid(problem)):
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
-    return [variant for variant in coming if spaces[variant.template].why_infeasible(variant, problem, device) is None]
+    return feasible(list(coming), problem, device)
 
 
 @lru_cache(maxsize=4)
@@ -90,6 +95,45 @@ def winners(device: Device, problem: Problem, template: str) -> Iterator[Variant
     ]
     for *_, variant in sorted(alike, key=lambda item: item[:-1]):
         yield variant
+
+
+def cover(examples: Sequence[Example]) -> list[Variant]:
+    """Variants of which one is near the best on each screened problem, those first that save most time.
+
+    Problems with as wide elements share a cover. What was not screened on a problem counts as FAR from its best.
+    """
+    variants: dict[Variant, None] = {}
+    for element_bytes in sorted({example.problem.dtype.bytes for example in examples}):
+        alike = [example for example in examples if example.problem.dtype.bytes == element_bytes]
+        variants |= dict.fromkeys(_covering(alike))
+    return list(variants)
+
+
+def _covering(examples: Sequence[Example]) -> Iterator[Variant]:
+    known = sorted({variant for example in examples for variant in example.times_us}, key=str)
+    regrets = np.full((len(examples), len(known)), math.log(FAR))
+    for row, example in enumerate(examples):
+        for column, variant in enumerate(known):
+            if variant in example.times_us:
+                regret = math.log(example.times_us[variant] / example.best_us)
+                regrets[row, column] = min(regret, math.log(FAR))
+    least = np.full(len(examples), math.log(FAR))
+    while True:
+        gains = np.maximum(0.0, least[:, None] - regrets).sum(axis=0)
+        column = int(gains.argmax())
+        if gains[column] < LEAST_GAIN * len(examples):
+            return
+        yield known[column]
+        least = np.minimum(least, regrets[:, column])
+
+
+def feasible(variants: Sequence[Variant], problem: Problem, device: Device) -> list[Variant]:
+    """Those that can run a problem."""
+    return [
+        variant
+        for variant in variants
+        if search_space.load(variant.template).why_infeasible(variant, problem, device) is None
+    ]
 
 
 def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
