@@ -1,0 +1,119 @@
+"""Shared memory: allocations, views of them, and what threads load and store there."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoattn.errors import SynchronizationError
+from autoattn.kernels.gluon_interpreter import scheduler
+from autoattn.kernels.gluon_interpreter.access_order import Access, History, footprint_of
+from autoattn.kernels.gluon_interpreter.tensors import Product, Tensor, converted
+
+POISON = 0xFF  # of what was not written: NaN in all floating-point types
+
+
+class SharedMemory:
+    """A view of an allocation."""
+
+    def __init__(self, data: torch.Tensor, history: History) -> None:
+        self.data = data
+        self.history = history
+
+    @property
+    def shape(self) -> list[int]:
+        """Sizes of the axes."""
+        return list(self.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of an element."""
+        return self.data.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.data.numel() * self.data.itemsize
+
+    def index(self, place: Any) -> SharedMemory:
+        """One slot of the first axis."""
+        slot = int(place)
+        if not 0 <= slot < self.data.shape[0]:
+            raise SynchronizationError(
+                f"{scheduler.here()} takes slot {slot} of {self.history.name}, which has {self.data.shape[0]}"
+            )
+        return SharedMemory(self.data[slot], self.history)
+
+    def reshape(self, shape: Sequence[int]) -> SharedMemory:
+        """The same elements in other axes."""
+        return SharedMemory(self.data.view([int(size) for size in shape]), self.history)
+
+    def permute(self, axes: Sequence[int]) -> SharedMemory:
+        """The axes in another order."""
+        return SharedMemory(self.data.permute(*axes), self.history)
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> SharedMemory:
+        """A part of one axis."""
+        return SharedMemory(self.data.narrow(dim, int(start), int(length)), self.history)
+
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> SharedMemory:
+        """The same bytes as another type and shape."""
+        return SharedMemory(self.data.reshape(-1).view(dtype).view([int(size) for size in shape]), self.history)
+
+    _reinterpret = reinterpret  # until Triton 3.8
+
+    def load(self, layout: object = None) -> Tensor:
+        """All elements, into registers."""
+        self.accessed("loads", by_threads=True)
+        return Tensor(self.data.clone())
+
+    def store(self, value: Tensor) -> None:
+        """All elements, from registers."""
+        self.accessed("stores to", by_threads=True, writes=True)
+        self.data.copy_(converted(value.data, self.dtype).expand(self.data.shape))
+
+    def accessed(
+        self, verb: str, *, by_threads: bool, writes: bool = False, product: Product | None = None, event: int = 0
+    ) -> int:
+        """Notes that the current partition reads or writes this, or has it read or written; gives the event.
+
+        What threads do themselves has happened; of other things the partition must wait for the end.
+        """
+        partition = scheduler.current()
+        event = event or partition.program.new_event()
+        access = Access(
+            event=event,
+            words=f"{scheduler.here()} {verb}",
+            place=footprint_of(self.data),
+            by_threads=by_threads,
+            product=product,
+        )
+        (self.history.write if writes else self.history.read)(access, partition.knowledge)
+        if by_threads:
+            partition.knowledge.seen |= event
+        return event
+
+
+def allocate(dtype: torch.dtype, shape: Sequence[int], layout: object = None) -> SharedMemory:
+    """New shared memory, full of NaN."""
+    sizes = [int(size) for size in shape]
+    data = torch.full((math.prod(sizes) * dtype.itemsize,), POISON, dtype=torch.uint8).view(dtype).view(sizes)
+    slots = sizes[0] if len(sizes) > 1 else 1
+    name = name_of_assigned(sys._getframe(1))
+    return SharedMemory(data, History(name=name, slots=slots, slot_bytes=data.numel() * data.itemsize // slots))
+
+
+def name_of_assigned(frame: Any) -> str:
+    """The variable that the rendered text assigns in the line that runs, or in those of a tuple above it."""
+    while not frame.f_code.co_filename.startswith(scheduler.RENDERED) and frame.f_back is not None:
+        frame = frame.f_back
+    for number in range(frame.f_lineno, max(frame.f_lineno - 8, 0), -1):
+        if match := re.match(r"\s*(\w+) = ", linecache.getline(frame.f_code.co_filename, number)):
+            return match[1]
+    return "shared memory"
