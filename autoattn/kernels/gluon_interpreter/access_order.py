@@ -7,7 +7,7 @@ anything else is a missed barrier, whether or not the numbers happen to be right
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -49,6 +49,7 @@ class Access:
     place: Footprint
     by_threads: bool  # rather than by the TMA unit or tensor cores: the generic proxy
     product: Product | None = None  # that reads
+    alike: list[int] = field(default_factory=lambda: [0])  # events of all writes that left the same bits here
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,35 +120,41 @@ class History:
     writes: list[Access] = field(default_factory=list)
     reads: list[Access] = field(default_factory=list)
 
-    def read(self, access: Access, knows: Knowledge) -> None:
-        """Notes a read.
-
-        Raises:
-            SynchronizationError: what it reads was not written, or not with this reader waiting for it.
-        """
+    def read(self, access: Access, knows: Knowledge) -> str:
+        """Notes a read; gives what is wrong with it, which counts where somebody uses what was read."""
         fault = self._why_unreadable(access, knows)
-        if fault and access.product is None:
-            raise SynchronizationError(fault)
-        if fault and access.product is not None:  # that of a step which is not there may read anything
-            access.product.fault = access.product.fault or fault
         self.reads = [
             read
             for read in self.reads
             if not (read.event & knows.seen and read.by_threads == access.by_threads and covers(access.place, read.place))
         ]
         self.reads.append(access)
+        return fault
+
+    def repeat(self, access: Access) -> bool:
+        """Notes that a partition writes the bits that another has written, neither of them waiting for the other.
+
+        So all consumers clear the same rows of a block. Whoever reads them must know of one of these writes.
+        """
+        same = [write for write in self.writes if write.by_threads and overlap(write.place, access.place)]
+        for write in same:
+            write.alike[0] |= write.event | access.event
+        if same:
+            self.writes.append(replace(access, alike=same[0].alike))
+        return bool(same)
 
     def _why_unreadable(self, access: Access, knows: Knowledge) -> str:
         sources = [write for write in self.writes if overlap(write.place, access.place)]
         if not sources:
             return f"{access.words} {self.named(access.place)}, which nobody has written"
         for write in sources:
-            if not write.event & knows.seen:
+            events = write.event | write.alike[0]
+            if not events & knows.seen:
                 return f"missed barrier: {access.words} {self.named(access.place)} without waiting until {write.words} it"
             if write.by_threads and not access.by_threads:
-                if not write.event & knows.fenced:
+                if not events & knows.fenced:
                     return f"missed fence: {access.words} {self.named(access.place)}, and {write.words} it without fence_async_shared"
-                if access.product is not None and not write.event & knows.settled:
+                if access.product is not None and not events & knows.settled:
                     return f"missed barrier: {access.words} {self.named(access.place)} before all threads of {write.words} it have met"
         return ""
 

@@ -11,6 +11,10 @@ from autoattn.errors import SynchronizationError
 from autoattn.kernels.gluon_interpreter.tensors import Tensor, converted
 
 
+# In which bits are moved: not all of PyTorch's functions take float8.
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class GlobalMemory:
     """The storages of the tensors that a launch was given."""
 
@@ -43,16 +47,17 @@ class GlobalMemory:
         """The numbers at addresses; `other`, or nought, where `mask` is false."""
         assert pointer.element is not None
         addresses, dtype = pointer.data, pointer.element
-        active = None if mask is None else mask.data.expand(torch.broadcast_shapes(mask.data.shape, addresses.shape))
-        if active is not None:
-            addresses = addresses.expand(active.shape)
+        if mask is None:
+            elements, places = self._elements(addresses.reshape(-1), dtype, "reads")
+            return Tensor(elements[places].reshape(addresses.shape))
+        active, addresses = torch.broadcast_tensors(mask.data, addresses)
         result = torch.zeros(addresses.shape, dtype=dtype)
         if other is not None:
             result[...] = converted(other.data if isinstance(other, Tensor) else torch.tensor(other), dtype)
-        places = addresses.reshape(-1) if active is None else addresses[active]
-        if places.numel():
-            read = self._elements(places, dtype, "reads")
-            result = read[0][read[1]].reshape(addresses.shape) if active is None else result.masked_scatter(active, read[0][read[1]])
+        if bool(active.any()):
+            elements, places = self._elements(addresses[active], dtype, "reads")
+            raw = _RAW[dtype.itemsize]
+            result.view(raw)[active] = elements.view(raw)[places]
         return Tensor(result)
 
     def store(self, pointer: Tensor, value: Tensor, mask: Tensor | None) -> None:
@@ -67,7 +72,8 @@ class GlobalMemory:
             places, numbers = places[active], numbers[active]
         if places.numel():
             elements, indices = self._elements(places, pointer.element, "writes")
-            elements[indices] = numbers
+            raw = _RAW[numbers.itemsize]
+            elements.view(raw)[indices] = numbers.view(raw)
 
     def add(self, pointer: Tensor, value: Tensor) -> Tensor:
         """Adds numbers to those at addresses, one after the other; gives what was there before."""

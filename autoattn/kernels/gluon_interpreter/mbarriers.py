@@ -36,6 +36,7 @@ class Mbarrier:
 
     def arrive(self, count: int, knows: Knowledge) -> None:
         """Counts arrivals of the current partition."""
+        scheduler.current().check_doubt()
         self.arriving.learn(knows)
         self.pending -= count
         if self.pending < 0:
@@ -169,6 +170,7 @@ def meet(number: int, threads: int, *, waits: bool) -> None:
         raise SynchronizationError(
             f"{scheduler.here()} uses the named barrier {number}; those from {TRITONS} to {NAMED - 1} are free"
         )
+    partition.check_doubt()
     barriers = partition.program.named_barriers
     barrier: NamedBarrier = barriers.setdefault(number, NamedBarrier(threads=threads))
     if barrier.came and barrier.threads != threads:

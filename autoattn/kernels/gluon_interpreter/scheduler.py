@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoattn.errors import InterpretationError, SynchronizationError
-from autoattn.kernels.gluon_interpreter.access_order import Knowledge
+from autoattn.kernels.gluon_interpreter.access_order import Footprint, Knowledge
 from autoattn.kernels.gluon_interpreter.global_memory import GlobalMemory
 from autoattn.kernels.gluon_interpreter.tensors import Product
 
 RENDERED = "autoattn_rendered"  # how the name of a rendered kernel's file begins
+NO_DOUBT = "", Footprint(0, ())
 _current = threading.local()
 
 
@@ -51,9 +52,15 @@ class Partition:
     products: list[Product] = field(default_factory=list)  # under way, oldest first
     stores: list[Copy] = field(default_factory=list)  # whose read of shared memory nobody waited for, oldest first
     written: list[Copy] = field(default_factory=list)  # whose writes of global memory nobody waited for
+    doubt: tuple[str, Footprint] = NO_DOUBT  # what is wrong with the last load, and of which place that was
     is_ready: Callable[[], bool] = lambda: True
     reason: Callable[[], str] = lambda: "nothing"
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def check_doubt(self) -> None:
+        """Refuses to go on where something is wrong with the last load."""
+        if self.doubt[0]:
+            raise SynchronizationError(self.doubt[0])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -97,6 +104,7 @@ class Program:
             with acting_as(partition):
                 if self.fault is None:
                     work()
+                    partition.check_doubt()
         except _Aborted:
             pass
         except BaseException as error:
@@ -110,6 +118,7 @@ class Program:
         Args:
             reason: what it waits for, as `keys[1] ...`, for the sentence on a deadlock.
         """
+        partition.check_doubt()
         if is_ready() and (self.seed == 0 or self.random.random() < 0.5):
             return
         if partition not in self.running:  # outside of warp_specialize nobody else can run

@@ -13,7 +13,7 @@ import torch
 
 from autoattn.errors import SynchronizationError
 from autoattn.kernels.gluon_interpreter import scheduler
-from autoattn.kernels.gluon_interpreter.access_order import Access, History, footprint_of
+from autoattn.kernels.gluon_interpreter.access_order import Access, History, Knowledge, footprint_of
 from autoattn.kernels.gluon_interpreter.tensors import Product, Tensor, converted
 
 POISON = 0xFF  # of what was not written: NaN in all floating-point types
@@ -70,34 +70,56 @@ class SharedMemory:
 
     def load(self, layout: object = None) -> Tensor:
         """All elements, into registers."""
-        self.accessed("loads", by_threads=True)
+        partition = scheduler.current()
+        fault = self.reads("loads", by_threads=True)
+        partition.doubt = fault, footprint_of(self.data)
         return Tensor(self.data.clone())
 
     def store(self, value: Tensor) -> None:
         """All elements, from registers."""
-        self.accessed("stores to", by_threads=True, writes=True)
-        self.data.copy_(converted(value.data, self.dtype).expand(self.data.shape))
+        numbers = converted(value.data, self.dtype).expand(self.data.shape).contiguous()
+        partition = scheduler.current()
+        (fault, place), partition.doubt = partition.doubt, scheduler.NO_DOUBT
+        if fault:  # what was read while others wrote it does no harm if it is left as they leave it
+            access = self._access("stores to", by_threads=True)
+            same = torch.equal(numbers.view(torch.uint8), self.data.contiguous().view(torch.uint8))
+            if place != access.place or not same or not self.history.repeat(access):
+                raise SynchronizationError(fault)
+            partition.knowledge.seen |= access.event
+            return
+        self.writes("stores to", by_threads=True)
+        self.data.copy_(numbers)
 
-    def accessed(
-        self, verb: str, *, by_threads: bool, writes: bool = False, product: Product | None = None, event: int = 0
-    ) -> int:
-        """Notes that the current partition reads or writes this, or has it read or written; gives the event.
+    def reads(self, verb: str, *, by_threads: bool = False, product: Product | None = None, event: int = 0) -> str:
+        """Notes that the current partition reads this, or has it read; gives what is wrong with that.
 
         What threads do themselves has happened; of other things the partition must wait for the end.
         """
+        access = self._access(verb, by_threads=by_threads, product=product, event=event)
+        return self.history.read(access, self._knowing(access))
+
+    def writes(self, verb: str, *, by_threads: bool = False) -> int:
+        """The same of a write; gives its event."""
+        access = self._access(verb, by_threads=by_threads)
+        self.history.write(access, self._knowing(access))
+        return access.event
+
+    def _knowing(self, access: Access) -> Knowledge:
+        knows = scheduler.current().knowledge
+        if access.by_threads:
+            knows.seen |= access.event
+        return knows
+
+    def _access(self, verb: str, *, by_threads: bool, product: Product | None = None, event: int = 0) -> Access:
         partition = scheduler.current()
-        event = event or partition.program.new_event()
-        access = Access(
-            event=event,
+        partition.check_doubt()
+        return Access(
+            event=event or partition.program.new_event(),
             words=f"{scheduler.here()} {verb}",
             place=footprint_of(self.data),
             by_threads=by_threads,
             product=product,
         )
-        (self.history.write if writes else self.history.read)(access, partition.knowledge)
-        if by_threads:
-            partition.knowledge.seen |= event
-        return event
 
 
 def allocate(dtype: torch.dtype, shape: Sequence[int], layout: object = None) -> SharedMemory:

@@ -86,7 +86,7 @@ def load(box: TensorDescriptor, coord: Sequence[Any], barrier: mbarriers.Mbarrie
     partition, one, begin = scheduler.current(), barrier.only, tuple(map(int, coord))
     one.check_made("has a copy arrive at")
     _check_size(box, result)
-    event = result.accessed("has the TMA unit fill", by_threads=False, writes=True)
+    event = result.writes("has the TMA unit fill")
     result.data.view(torch.uint8).fill_(POISON)
     one.copies += 1
 
@@ -103,7 +103,9 @@ def store(box: TensorDescriptor, coord: Sequence[Any], source: SharedMemory, *, 
     partition = scheduler.current()
     program, knows = partition.program, partition.knowledge
     _check_size(box, source)
-    event = source.accessed("has the TMA unit store", by_threads=False)
+    event = program.new_event()
+    if fault := source.reads("has the TMA unit store", event=event):
+        raise SynchronizationError(fault)
     knows.settle()  # Triton has all threads meet before one of them asks
     target = _Target(box, tuple(map(int, coord)), adds)
     words = f"the copy to {box.name} that {scheduler.here()} asked for"

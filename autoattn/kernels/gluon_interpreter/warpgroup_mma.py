@@ -28,7 +28,8 @@ def warpgroup_mma(a: Tensor | SharedMemory, b: SharedMemory, acc: Tensor, *, use
     factors = []
     for factor in (a, b):
         if isinstance(factor, SharedMemory):
-            factor.accessed("multiplies", by_threads=False, product=product, event=product.event)
+            # Of a step that is not there a product may read anything: only its use is a fault.
+            product.fault = factor.reads("multiplies", product=product, event=product.event) or product.fault
         if factor.dtype not in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
             raise InterpretationError(f"warpgroup_mma must have factors of 16 or 8 bits here, got {factor.dtype}")
         factors.append(factor.data.to(torch.float64))
