@@ -41,6 +41,11 @@ class SharedMemory:
         """Bytes of all elements."""
         return self.data.numel() * self.data.itemsize
 
+    @property
+    def handle(self) -> SharedMemory:
+        """What Triton's builder takes."""
+        return self
+
     def index(self, place: Any) -> SharedMemory:
         """One slot of the first axis."""
         slot = int(place)

@@ -201,14 +201,22 @@ def _true_divide(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _floor_divide(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.div(left, right, rounding_mode="trunc")  # toward 0, as in C and in Triton
+    """Toward 0, as in C and in Triton; by 0, of what lies behind the last tile, some number, as on the card."""
+    nought = right == 0
+    return torch.div(left, right + nought, rounding_mode="trunc").masked_fill(nought, -1)
+
+
+def _remainder(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """With the sign of the dividend."""
+    nought = right == 0
+    return torch.where(nought, left, torch.fmod(left, right + nought))
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "mul": operator.mul,
     "truediv": _true_divide,
     "floordiv": _floor_divide,
-    "mod": torch.fmod,  # with the sign of the dividend
+    "mod": _remainder,
     "and": operator.and_,
     "or": operator.or_,
     "xor": operator.xor,
