@@ -153,6 +153,7 @@ class Kernel:
         if self.compiled is None and self.manifest.language is Language.GLUON:
             from autoattn.kernels.gluon_interpreter import module_loader
 
+            assert isinstance(self.module, module_loader.InterpretedModule)
             module_loader.launch(self.module, name, grid, arguments)
             return
         ordered = [arguments[name] for name in self.parameters]

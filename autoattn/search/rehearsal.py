@@ -41,7 +41,7 @@ def structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
 
 
 def _gluon_structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
-    """The same of kernels in Gluon, whose interpreter multiplies all types rightly and takes little time for a head dim."""
+    """The same of kernels in Gluon, whose interpreter multiplies all types rightly and minds no wide heads."""
     small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
     kind = kind_of(replace(problem, mask=mask))
     return kind, render.render(kind, small)

@@ -45,7 +45,7 @@ class Access:
     """One read or write of a part of shared memory."""
 
     event: int
-    words: str  # who does what, as `consume(0) in line 120 stores to`
+    words: str  # who does what, as `consume(0), which stores in line 120`
     place: Footprint
     by_threads: bool  # rather than by the TMA unit or tensor cores: the generic proxy
     product: Product | None = None  # that reads
@@ -126,7 +126,9 @@ class History:
         self.reads = [
             read
             for read in self.reads
-            if not (read.event & knows.seen and read.by_threads == access.by_threads and covers(access.place, read.place))
+            if not (
+                read.event & knows.seen and read.by_threads == access.by_threads and covers(access.place, read.place)
+            )
         ]
         self.reads.append(access)
         return fault
@@ -144,18 +146,23 @@ class History:
         return bool(same)
 
     def _why_unreadable(self, access: Access, knows: Knowledge) -> str:
+        place = self.named(access.place)
         sources = [write for write in self.writes if overlap(write.place, access.place)]
         if not sources:
-            return f"{access.words} {self.named(access.place)}, which nobody has written"
+            return f"{access.words}, reads {place}, which nobody has written"
         for write in sources:
             events = write.event | write.alike[0]
             if not events & knows.seen:
-                return f"missed barrier: {access.words} {self.named(access.place)} without waiting until {write.words} it"
-            if write.by_threads and not access.by_threads:
-                if not events & knows.fenced:
-                    return f"missed fence: {access.words} {self.named(access.place)}, and {write.words} it without fence_async_shared"
-                if access.product is not None and not events & knows.settled:
-                    return f"missed barrier: {access.words} {self.named(access.place)} before all threads of {write.words} it have met"
+                return f"missed barrier at {place}: {access.words}, does not wait for {write.words}"
+            if not write.by_threads or access.by_threads:
+                continue
+            if not events & knows.fenced:
+                return f"missed fence at {place}: no fence_async_shared lies between {write.words}, and {access.words}"
+            if access.product is not None and not events & knows.settled:
+                return (
+                    f"missed barrier at {place}: the threads of {write.words}, do not meet behind their fence before "
+                    f"{access.words}"
+                )
         return ""
 
     def write(self, access: Access, knows: Knowledge) -> None:
@@ -171,8 +178,10 @@ class History:
             crosses = earlier in self.writes and earlier.by_threads and not access.by_threads
             if not unknown and (not crosses or earlier.event & knows.fenced):
                 continue
-            verb = "missed barrier" if unknown else "missed fence"
-            fault = f"{verb}: {access.words} {self.named(access.place)} without waiting until {earlier.words} it"
+            place = self.named(access.place)
+            fault = f"missed fence at {place}: no fence_async_shared lies between {earlier.words}, and {access.words}"
+            if unknown:
+                fault = f"missed barrier at {place}: {access.words}, does not wait for {earlier.words}"
             product = earlier.product
             if product is None or product.used:
                 raise SynchronizationError(fault)

@@ -10,7 +10,6 @@ import torch
 from autoattn.errors import SynchronizationError
 from autoattn.kernels.gluon_interpreter.tensors import Tensor, converted
 
-
 # In which bits are moved: not all of PyTorch's functions take float8.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,7 +22,7 @@ class GlobalMemory:
         for name, tensor in arguments.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 storage = tensor.untyped_storage()
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._storages.append((name, storage.data_ptr(), whole))
 
     def _holding(self, first: int, last: int, action: str) -> tuple[int, torch.Tensor]:
@@ -47,6 +46,8 @@ class GlobalMemory:
         """The numbers at addresses; `other`, or nought, where `mask` is false."""
         assert pointer.element is not None
         addresses, dtype = pointer.data, pointer.element
+        if mask is not None and not mask.data.dim() and bool(mask.data):
+            mask = None
         if mask is None:
             elements, places = self._elements(addresses.reshape(-1), dtype, "reads")
             return Tensor(elements[places].reshape(addresses.shape))
@@ -86,7 +87,10 @@ class GlobalMemory:
 
     def _elements(self, addresses: torch.Tensor, dtype: torch.dtype, action: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A storage as elements of a type, and the indices of these addresses there."""
-        begin, whole = self._holding(int(addresses.min()), int(addresses.max()) + dtype.itemsize - 1, action)
+        first, last = (
+            int(end) for end in (torch.aminmax(addresses) if addresses.numel() > 1 else (addresses, addresses))
+        )
+        begin, whole = self._holding(first, last + dtype.itemsize - 1, action)
         offsets = addresses - begin
         if bool((offsets % dtype.itemsize != 0).any()):
             raise SynchronizationError(f"it {action} an address that is no multiple of {dtype.itemsize} bytes")

@@ -79,7 +79,9 @@ class _Lanes:
         elif operand == "%laneid":
             value = torch.arange(self.count, dtype=torch.int32) % 32
         elif re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", operand):
-            value = torch.tensor(int(operand, 0), dtype=torch.int64).to(torch.int64 if kind.endswith("64") else torch.int32)
+            value = torch.tensor(int(operand, 0), dtype=torch.int64).to(
+                torch.int64 if kind.endswith("64") else torch.int32
+            )
         elif operand in self.registers:
             value = self.registers[operand]
         else:
@@ -154,7 +156,10 @@ def _cvt(lanes: _Lanes, instruction: _Instruction) -> None:
         raise InterpretationError(f"the interpreter must know what inline assembly says, got {instruction.opcode}")
     dtype, bits = _PAIRS[kind]
     target, high, low = instruction.operands
-    words = [converted(lanes.read(name, "f32"), dtype).view(torch.int16 if bits == 16 else torch.uint8) for name in (high, low)]
+    words = [
+        converted(lanes.read(name, "f32"), dtype).view(torch.int16 if bits == 16 else torch.uint8)
+        for name in (high, low)
+    ]
     upper, lower = (word.to(torch.int32) & ((1 << bits) - 1) for word in words)
     lanes.write(target, (upper << bits) | lower)
 
@@ -249,8 +254,8 @@ def _spin() -> None:
     others = [other for other in partition.program.running if other is not partition]
     if not partition.program.copies and not any(other.is_ready() for other in others):
         raise SynchronizationError(
-            f"deadlock: {partition.name} looks in vain for what no partition will write, and no program before this one "
-            f"has written (line {line})"
+            f"deadlock: {partition.name} looks in line {line} for what no partition will write, and no program before "
+            "this one has written"
         )
     looks = iter((False, True))
     partition.program.wait(partition, lambda: next(looks, True), lambda: f"memory that it looks at (line {line})")

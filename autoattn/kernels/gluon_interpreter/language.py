@@ -65,12 +65,10 @@ def jit(function: Callable[..., Any]) -> JitFunction:
 
 
 def builtin(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The decorator of functions that build operations: of these, one adds a tile to memory."""
-
-    def add(box: tma.TensorDescriptor, place: Sequence[Any], tile: tma.SharedMemory, kind: str) -> None:
-        tma.store(box, place, tile, adds=True)
-
-    builder = SimpleNamespace(create_async_tma_reduce=lambda kind, box, place, tile: add(box, place, tile, kind))
+    """The decorator of functions that build operations: of these, one has the TMA unit add a tile to memory."""
+    builder = SimpleNamespace(
+        create_async_tma_reduce=lambda kind, box, place, tile: tma.store(box, place, tile, adds=True)
+    )
     semantic = SimpleNamespace(builder=builder, _convert_to_ir_values=lambda values, require_i64: values)
     return lambda *args: function(*args, _semantic=semantic)
 
@@ -91,7 +89,9 @@ def cdiv(left: Any, right: Any) -> Any:
     return (left + right - 1) // right
 
 
-def warp_specialize(roles: Sequence[tuple[JitFunction, tuple[Any, ...]]], warps: Sequence[int], registers: object) -> None:
+def warp_specialize(
+    roles: Sequence[tuple[JitFunction, tuple[Any, ...]]], warps: Sequence[int], registers: object
+) -> None:
     """Runs each role as a partition; the first has the warps of the kernel."""
     whole = scheduler.current()
     partitions = []
@@ -99,7 +99,13 @@ def warp_specialize(roles: Sequence[tuple[JitFunction, tuple[Any, ...]]], warps:
         number = f"({args[0]})" if args and isinstance(args[0], int) else ""
         name = f"{function.__name__}{number}"
         partitions.append(
-            Partition(name=name, warps=count, program=whole.program, knowledge=whole.knowledge.copy(), written=[*whole.written])
+            Partition(
+                name=name,
+                warps=count,
+                program=whole.program,
+                knowledge=whole.knowledge.copy(),
+                written=[*whole.written],
+            )
         )
     bodies = [lambda role=role: role[0](*role[1]) for role in roles]
     whole.program.run(list(zip(partitions, bodies, strict=True)))
@@ -191,7 +197,14 @@ _DTYPES: Mapping[str, Any] = {
     "float8e4nv": torch.float8_e4m3fn,
     "pointer_type": PointerType,
 }
-_LAYOUTS = ("NVMMASharedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout")
+_LAYOUTS = (
+    "NVMMASharedLayout",
+    "SwizzledSharedLayout",
+    "NVMMADistributedLayout",
+    "DotOperandLayout",
+    "SliceLayout",
+    "BlockedLayout",
+)
 _LANGUAGE: Mapping[str, Any] = {
     **_MATHS,
     **_DTYPES,
@@ -233,7 +246,7 @@ def _modules() -> dict[str, Namespace]:
     gluon_language = Namespace(__name__="triton.experimental.gluon.language", **_LANGUAGE)
     gluon = Namespace(__name__="triton.experimental.gluon", jit=jit, language=gluon_language)
     language = Namespace(__name__="triton.language", **_LANGUAGE)
-    modules = {
+    return {
         "triton": Namespace(__name__="triton", jit=jit, cdiv=cdiv, language=language),
         "triton.language": language,
         "triton.experimental": Namespace(__name__="triton.experimental", gluon=gluon),
@@ -244,14 +257,14 @@ def _modules() -> dict[str, Namespace]:
             __name__="triton._C.libtriton", ir=SimpleNamespace(DESCRIPTOR_REDUCE_KIND=SimpleNamespace(ADD="add"))
         ),
     }
-    return modules
 
 
 _MODULES = _modules()
 
 
-def import_module(name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0) -> Any:
-    """What an import of a rendered kernel gives."""
+def import_module(name: str, *scope: object, **named: object) -> Any:
+    """What an import of a rendered kernel gives; it is called as Python's own __import__."""
+    fromlist = named.get("fromlist", scope[2] if len(scope) > 2 else ())
     if name not in _MODULES:
         raise InterpretationError(f"a rendered kernel must import what the interpreter knows, got {name}")
     return _MODULES[name if fromlist else name.split(".")[0]]

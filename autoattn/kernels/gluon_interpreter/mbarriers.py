@@ -140,9 +140,7 @@ def wait(barrier: Mbarriers, phase: Any, pred: Any = True, deps: Sequence[Any] =
     if parity not in (0, 1):
         raise SynchronizationError(f"{scheduler.here()} waits for phase {parity} of {one.name}; a phase is 0 or 1")
     line = scheduler.line()
-    partition.program.wait(
-        partition, lambda: one.phase & 1 != parity, lambda: f"{one.awaited(parity)} (line {line})"
-    )
+    partition.program.wait(partition, lambda: one.phase & 1 != parity, lambda: f"{one.awaited(parity)} (line {line})")
     one.check_made("waits for")
     partition.knowledge.learn(one.ended)
 
@@ -175,7 +173,8 @@ def meet(number: int, threads: int, *, waits: bool) -> None:
     barrier: NamedBarrier = barriers.setdefault(number, NamedBarrier(threads=threads))
     if barrier.came and barrier.threads != threads:
         raise SynchronizationError(
-            f"{scheduler.here()} comes to the named barrier {number} with {threads} threads, others with {barrier.threads}"
+            f"{scheduler.here()} comes to the named barrier {number} with {threads} threads, others with "
+            f"{barrier.threads}"
         )
     if partition in barrier.came:
         raise SynchronizationError(f"{scheduler.here()} comes to the named barrier {number} twice before it opens")

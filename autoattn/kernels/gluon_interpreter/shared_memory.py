@@ -39,7 +39,8 @@ class SharedMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return self.data.numel() * self.data.itemsize
+        count: int = self.data.numel() * self.data.itemsize
+        return count
 
     @property
     def handle(self) -> SharedMemory:
@@ -86,13 +87,13 @@ class SharedMemory:
         partition = scheduler.current()
         (fault, place), partition.doubt = partition.doubt, scheduler.NO_DOUBT
         if fault:  # what was read while others wrote it does no harm if it is left as they leave it
-            access = self._access("stores to", by_threads=True)
+            access = self._access("stores", by_threads=True)
             same = torch.equal(numbers.view(torch.uint8), self.data.contiguous().view(torch.uint8))
             if place != access.place or not same or not self.history.repeat(access):
                 raise SynchronizationError(fault)
             partition.knowledge.seen |= access.event
             return
-        self.writes("stores to", by_threads=True)
+        self.writes("stores", by_threads=True)
         self.data.copy_(numbers)
 
     def reads(self, verb: str, *, by_threads: bool = False, product: Product | None = None, event: int = 0) -> str:
@@ -120,7 +121,7 @@ class SharedMemory:
         partition.check_doubt()
         return Access(
             event=event or partition.program.new_event(),
-            words=f"{scheduler.here()} {verb}",
+            words=f"{partition.name}, which {verb} in line {scheduler.line()}",
             place=footprint_of(self.data),
             by_threads=by_threads,
             product=product,

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,7 +138,11 @@ class Tensor:
     def __add__(self, other: Any) -> Tensor:
         if self.element is not None:
             return Tensor(self.data + offset_of(other) * self.element.itemsize, self.element)
-        return other + self if isinstance(other, Tensor) and other.element is not None else _apply(operator.add, self, other)
+        return (
+            other + self
+            if isinstance(other, Tensor) and other.element is not None
+            else _apply(operator.add, self, other)
+        )
 
     def __sub__(self, other: Any) -> Tensor:
         return self + -other if self.element is not None else _apply(operator.sub, self, other)
@@ -177,11 +182,13 @@ def _common(left: torch.dtype, right: torch.dtype) -> torch.dtype:
 def pair(left: Any, right: Any) -> tuple[Any, Any]:
     """Two operands in the type in which they are computed; a Python number takes the other's where it fits."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        dtype = _common(left.data.dtype, right.data.dtype)
-        return left.data.to(dtype), right.data.to(dtype)
-    if not isinstance(left, Tensor):
-        second, first = pair(right, left)
+        first, second = left.data, right.data
+        if first.dtype is not second.dtype:
+            dtype = _common(first.dtype, second.dtype)
+            first, second = first.to(dtype), second.to(dtype)
         return first, second
+    if not isinstance(left, Tensor):
+        return pair(right, left)[::-1]
     data = left.data
     if data.dtype is torch.bool and not isinstance(right, bool):
         data = data.to(torch.int32)
@@ -189,7 +196,12 @@ def pair(left: Any, right: Any) -> tuple[Any, Any]:
         data = data.to(torch.float32)
     elif isinstance(right, int) and data.dtype is torch.int32 and not -(2**31) <= right < 2**31:
         data = data.to(torch.int64)
-    return data, torch.tensor(right, dtype=data.dtype)
+    return data, _constant(right, data.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _constant(value: Number, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype)
 
 
 def _apply(function: Callable[[Any, Any], torch.Tensor], left: Any, right: Any) -> Tensor:
@@ -264,7 +276,9 @@ def row_max(value: Tensor, axis: int) -> Tensor:
     """The largest along an axis; NaN only where all are."""
     data = value.data
     if data.dtype.is_floating_point and bool(data.isnan().any()):
-        return Tensor(torch.where(data.isnan().all(axis), math.nan, data.nan_to_num(-math.inf, math.inf, -math.inf).amax(axis)))
+        return Tensor(
+            torch.where(data.isnan().all(axis), math.nan, data.nan_to_num(-math.inf, math.inf, -math.inf).amax(axis))
+        )
     return Tensor(data.amax(axis))
 
 

@@ -86,7 +86,7 @@ def load(box: TensorDescriptor, coord: Sequence[Any], barrier: mbarriers.Mbarrie
     partition, one, begin = scheduler.current(), barrier.only, tuple(map(int, coord))
     one.check_made("has a copy arrive at")
     _check_size(box, result)
-    event = result.writes("has the TMA unit fill")
+    event = result.writes("loads by TMA")
     result.data.view(torch.uint8).fill_(POISON)
     one.copies += 1
 
@@ -104,7 +104,7 @@ def store(box: TensorDescriptor, coord: Sequence[Any], source: SharedMemory, *, 
     program, knows = partition.program, partition.knowledge
     _check_size(box, source)
     event = program.new_event()
-    if fault := source.reads("has the TMA unit store", event=event):
+    if fault := source.reads("stores by TMA", event=event):
         raise SynchronizationError(fault)
     knows.settle()  # Triton has all threads meet before one of them asks
     target = _Target(box, tuple(map(int, coord)), adds)
