@@ -18,6 +18,7 @@ class GlobalMemory:
     """The storages of the tensors that a launch was given."""
 
     def __init__(self, arguments: Mapping[str, object]) -> None:
+        self.writes = 0  # so far
         self._storages: list[tuple[str, int, torch.Tensor]] = []  # name of a tensor, address, bytes
         for name, tensor in arguments.items():
             if isinstance(tensor, torch.Tensor) and tensor.numel():
@@ -75,11 +76,13 @@ class GlobalMemory:
             elements, indices = self._elements(places, pointer.element, "writes")
             raw = _RAW[numbers.itemsize]
             elements.view(raw)[indices] = numbers.view(raw)
+            self.writes += 1
 
     def add(self, pointer: Tensor, value: Tensor) -> Tensor:
         """Adds numbers to those at addresses, one after the other; gives what was there before."""
         assert pointer.element is not None
         before = self.load(pointer, None, None)
+        self.writes += 1
         places = pointer.data.reshape(-1)
         elements, indices = self._elements(places, pointer.element, "adds to")
         elements.index_add_(0, indices, converted(value.data, pointer.element).expand(pointer.data.shape).reshape(-1))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoattn.errors import InterpretationError, SynchronizationError
+from autoattn.errors import InterpretationError
 from autoattn.kernels.gluon_interpreter import mbarriers, scheduler, tma
 from autoattn.kernels.gluon_interpreter.tensors import Tensor, converted
 
@@ -249,16 +249,15 @@ def _branch(lanes: _Lanes, instruction: _Instruction, at: int, labels: dict[str,
 
 
 def _spin() -> None:
-    """Lets others run before a loop looks again at what nobody has written yet."""
+    """Lets others run before a loop looks again at memory: until somebody writes."""
     partition, line = scheduler.current(), scheduler.line()
-    others = [other for other in partition.program.running if other is not partition]
-    if not partition.program.copies and not any(other.is_ready() for other in others):
-        raise SynchronizationError(
-            f"deadlock: {partition.name} looks in line {line} for what no partition will write, and no program before "
-            "this one has written"
-        )
-    looks = iter((False, True))
-    partition.program.wait(partition, lambda: next(looks, True), lambda: f"memory that it looks at (line {line})")
+    memory = partition.program.memory
+    writes = memory.writes
+    partition.program.wait(
+        partition,
+        lambda: memory.writes != writes,
+        lambda: f"memory that it looks at in line {line}, and that no program before this one has written",
+    )
 
 
 def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,7 +115,11 @@ def store(box: TensorDescriptor, coord: Sequence[Any], source: SharedMemory, *, 
                 f"{earlier.words} lies in memory"
             )
     data = source.data.reshape(box.block).clone()
-    deliver: Callable[[], None] = partial(box.write, target.begin, data, adds=adds)
+
+    def deliver() -> None:
+        box.write(target.begin, data, adds=adds)
+        program.memory.writes += 1
+
     copy = Copy(words=words, deliver=deliver, owner=partition, target=target, event=event)
     program.copies.append(copy)
     partition.stores.append(copy)
