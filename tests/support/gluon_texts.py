@@ -71,7 +71,10 @@ def launch(body: str, *, seed: int = 0, programs: int = 1, **arguments: Any) -> 
     }
     # The memory of a box is that of a tensor beside it.
     module_loader.launch(
-        loaded, "kernel", (programs,), {**{f"{name} memory": one for name, one in tensors.items()}, **arguments, **boxes}
+        loaded,
+        "kernel",
+        (programs,),
+        {**{f"{name} memory": one for name, one in tensors.items()}, **arguments, **boxes},
     )
 
 

@@ -143,6 +143,7 @@ class Program:
 
     def end(self, whole: Partition) -> None:
         """Has all data arrive that are under way when a program ends."""
+        whole.check_doubt()
         if whole.stores:
             raise SynchronizationError(f"the program ends while {whole.stores[0].words} may read its shared memory")
         while self.copies:

@@ -19,7 +19,7 @@ from rarely import rarely
 from autoattn.codegen import render, search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Problem
-from autoattn.core.variant import Source, Value
+from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError
 from autoattn.kernels import compiler
 from autoattn.reference.inputs import Scores
@@ -27,8 +27,8 @@ from autoattn.validation import gradient_check
 
 pytestmark = pytest.mark.interpreter
 
-Case = tuple[dict[str, Any], dict[str, Value]]
-SHARED: dict[str, Value] = {"output_buffer": "shared", "query_stages": 1}
+Case = tuple[dict[str, Any], dict[str, Any]]
+SHARED: dict[str, Any] = {"output_buffer": "shared", "query_stages": 1}
 MOD = "captured0: int32[1]\ncaptured0[q_idx] % 5 >= kv_idx % 3"
 CASES: list[Case] = [
     ({}, {"schedule": "one_tile", "BLOCK_M": 192, "ping_pong": "named", "overlap": 1, "softmax": "vote", **SHARED}),
@@ -42,12 +42,12 @@ CASES: list[Case] = [
     ({"dtype": DType.FLOAT16, "head_dim": 56}, {"PACK_GQA": 2, "queries_in": "registers", "overlap": 1}),
     ({"head_dim": 192, "head_dim_v": 128}, {"HEAD_SPLIT": 1, "softmax": "first_max", **SHARED}),
 ]  # fmt: skip
-BASE: dict[str, Value] = {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 2}
+BASE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 2}
 # Of a walk over many blocks; each has kinds of barriers of its own.
-PIPELINE: dict[str, Value] = {
+PIPELINE: dict[str, Any] = {
     **BASE, "overlap": 1, "softmax": "online", "ping_pong": "named", "slot_release": "mbarrier", "schedule": "dynamic",
 }  # fmt: skip
-NAMED: dict[str, Value] = {**BASE, "overlap": 0, "softmax": "online", "slot_release": "named", "ping_pong": "none"}
+NAMED: dict[str, Any] = {**BASE, "overlap": 0, "softmax": "online", "slot_release": "named", "ping_pong": "none"}
 
 
 def problem(**changes: Any) -> Problem:
@@ -55,7 +55,7 @@ def problem(**changes: Any) -> Problem:
 
 
 @pytest.mark.parametrize(("facts", "chosen"), CASES)
-def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Value]) -> None:
+def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
     one = problem(**facts)
     assert said(source(one, lse=True, **{**BASE, **chosen}), one) == ""
 
@@ -77,7 +77,7 @@ def test_programs_share_the_tiles(programs: int) -> None:
 
 
 # Of a rendered text: what, in its place, which occurrence, how the sentence begins.
-FAULTS: list[tuple[dict[str, Value], str, str, int, str]] = [
+FAULTS: list[tuple[dict[str, Any], str, str, int, str]] = [
     (PIPELINE, "mbarrier.wait(query_full.index(query_place), query_phase)", "pass", 0, "missed barrier at queries"),
     (PIPELINE, "mbarrier.wait(key_full.index(slot), phase, pred=block > begin)", "pass", 0, "missed barrier at keys"),
     (PIPELINE, "mbarrier.wait(value_full.index(value_slot), value_phase)",
@@ -95,7 +95,7 @@ FAULTS: list[tuple[dict[str, Value], str, str, int, str]] = [
     (PIPELINE, "mbarrier.wait(next_full, turn & 1)", "pass", 0, "missed barrier at next_tile"),
     (PIPELINE, "    pass_turn(c)\n", "", 0, "deadlock: "),
     (PIPELINE, "key.block_type.nbytes", "key.block_type.nbytes * 2", 0, "deadlock: "),
-    (PIPELINE, "    mbarrier.invalidate(next_full)\n", "    mbarrier.invalidate(next_full)\n" * 2, 0, "forward in line "),
+    (PIPELINE, "    mbarrier.invalidate(next_full)\n", "    mbarrier.invalidate(next_full)\n" * 2, 0, "forward "),
     (NAMED, "bar.sync $1, 288", "bar.sync $1, 160", 0, ""),
     (NAMED, "wait_free_value(value_free, gl.to_tensor(free), phase)", "pass", 0, "consume(0), consume(1) came to "),
     (NAMED, "    wait_free_key(key_free, slot, phase)\n", "", 0, ""),
@@ -107,9 +107,7 @@ FAULTS: list[tuple[dict[str, Value], str, str, int, str]] = [
 @pytest.mark.parametrize(
     ("chosen", "right", "wrong", "place", "sentence"), rarely(FAULTS, lambda fault: FAULTS.index(fault) not in (4, 12))
 )
-def test_a_planted_fault_is_found(
-    chosen: dict[str, Value], right: str, wrong: str, place: int, sentence: str
-) -> None:
+def test_a_planted_fault_is_found(chosen: dict[str, Any], right: str, wrong: str, place: int, sentence: str) -> None:
     one = problem()
     rendered = source(one, **chosen)
     reason = said(planted(rendered, right, wrong, place=place), one)
@@ -155,14 +153,23 @@ def test_the_same_launches_are_the_same_runs() -> None:
 
 
 # Lines that only order what is ordered already, or who comes first: (part of the line)
-NOT_NEEDED = ("take_turn(c", "thread_barrier()", "gl.barrier()", "wait(next_free", "wait(turns.index", "wait(query_free")
-SYNCHRONISES = re.compile(r"mbarrier\.(wait|arrive|expect)|fence_async|store_wait|free_(key|value)\(|(take|pass)_turn\(")
+NOT_NEEDED = (
+    "take_turn(c",
+    "thread_barrier()",
+    "gl.barrier()",
+    "wait(next_free",
+    "wait(turns.index",
+    "wait(query_free",
+)
+SYNCHRONISES = re.compile(
+    r"mbarrier\.(wait|arrive|expect)|fence_async|store_wait|free_(key|value)\(|(take|pass)_turn\("
+)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [PIPELINE, {**NAMED, "schedule": "persistent", **SHARED}])
-def test_no_line_that_synchronises_can_be_left_out(chosen: dict[str, Value]) -> None:
+def test_no_line_that_synchronises_can_be_left_out(chosen: dict[str, Any]) -> None:
     one = problem()
     rendered = source(one, **chosen)
     lines = rendered.text.splitlines()
@@ -189,7 +196,9 @@ def feasible(seed: int) -> tuple[Problem, Source]:
         *({"mask": mask, "dtype": DType.FLOAT8} for mask in ("full", "causal")),
     ]
     kind = drawn.choice(kinds)
-    dims = [(64, 64), (128, 128)] if "dtype" in kind else [(56, 56), (64, 64), (80, 80), (64, 128), (192, 128), (256, 256)]
+    dims = (
+        [(64, 64), (128, 128)] if "dtype" in kind else [(56, 56), (64, 64), (80, 80), (64, 128), (192, 128), (256, 256)]
+    )
     head_dim, head_dim_v = drawn.choice(dims)
     one = problem(head_dim=head_dim, head_dim_v=head_dim_v, **kind)
     variants = search_space.load("gluon/forward").feasible(one, gluon_kernels.H200, drawn)
@@ -229,7 +238,7 @@ def judged(rendered: Source, one: Problem, lengths: tuple[int, int] = (200, 200)
 
 
 @pytest.mark.parametrize(("facts", "chosen"), rarely(GRADIENTS, lambda case: GRADIENTS.index(case) in (1, 3)))
-def test_gradients_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Value]) -> None:
+def test_gradients_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
     one = hopper_gradients.problem(**facts)
     assert judged(hopper_gradients.source(one, **chosen), one) == ""
 
@@ -244,7 +253,8 @@ GRADIENT_FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "place", "sentence"), rarely(GRADIENT_FAULTS, lambda fault: GRADIENT_FAULTS.index(fault) in (0, 2))
+    ("right", "wrong", "place", "sentence"),
+    rarely(GRADIENT_FAULTS, lambda fault: GRADIENT_FAULTS.index(fault) in (0, 2)),
 )
 def test_a_planted_fault_of_gradients_is_found(right: str, wrong: str, place: int, sentence: str) -> None:
     one = hopper_gradients.problem(head_dim=64)
