@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def test_a_wide_scalar_widens_a_block() -> None:
     assert (rows + scalar(1, torch.int64)).dtype is torch.int64
     assert (rows + 1).dtype is torch.int32
     assert (rows * 0.5).dtype is torch.float32
-    assert (Tensor(torch.ones(2, dtype=torch.bfloat16)) * scalar(2, torch.float32)).dtype is torch.float32
+    mixed: Any = Tensor(torch.ones(2, dtype=torch.bfloat16)) * scalar(2, torch.float32)
+    assert mixed.dtype is torch.float32
 
 
 def test_numbers_of_32_bits_wrap_around() -> None:
