@@ -119,11 +119,11 @@ def _imported(source: Source) -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
-    """A kernel that is ready to launch on one device, or in Triton's interpreter."""
+    """A kernel that is ready to launch on one device, or in an interpreter."""
 
     source: Source
     module: ModuleType
-    compiled: Any  # Triton's CompiledKernel, or a LoadedFunction; None in the interpreter, and where there are parts
+    compiled: Any  # Triton's CompiledKernel, or a LoadedFunction; None in an interpreter, and where there are parts
     device: torch.device
     sm_count: int
     name: str = ""  # of a part's function, which takes some of SIGNATURE; empty is a whole source's, which takes all

@@ -17,6 +17,7 @@ from gluon_texts import CPU, planted, said, source
 from rarely import rarely
 
 from autoattn.codegen import render, search_space
+from autoattn.core import triton_release
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Source
@@ -67,6 +68,14 @@ def test_tiles_are_computed_again(scores: Scores) -> None:
     assert said(rendered, one, (33, 80), scores) == ""
     unknown = planted(rendered, "wild = has_wild", "wild = gl.nothing")
     assert "has no nothing" in said(unknown, one, (33, 80), scores)
+
+
+@pytest.mark.parametrize("release", triton_release.SUPPORTED)
+def test_the_names_of_each_release_are_known(release: str) -> None:
+    one = problem()
+    assert said(render.render(one, gluon_kernels.variant(one, **BASE), release=release), one, (17, 34)) == ""
+    one = hopper_gradients.problem(head_dim=64)
+    assert judged(render.render(one, hopper_gradients.variant(one), release=release), one, (17, 34)) == ""
 
 
 @pytest.mark.parametrize("programs", [1, 3])

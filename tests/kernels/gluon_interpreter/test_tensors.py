@@ -34,7 +34,8 @@ def test_a_wide_scalar_widens_a_block() -> None:
     rows = Tensor(torch.arange(4, dtype=torch.int32))
     assert (rows + scalar(1, torch.int64)).dtype is torch.int64
     assert (rows + 1).dtype is torch.int32
-    assert (rows * 0.5).dtype is torch.float32
+    halves: Any = rows * 0.5
+    assert halves.dtype is torch.float32
     mixed: Any = Tensor(torch.ones(2, dtype=torch.bfloat16)) * scalar(2, torch.float32)
     assert mixed.dtype is torch.float32
 
