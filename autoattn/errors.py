@@ -14,7 +14,9 @@ AutoattnError
     ├── CacheError      a cache file that is damaged, newer, foreign or cannot be written
     ├── StorageError    a server of trials that cannot be reached, read or written
     ├── HostError       what the machine lacks: a folder to write, room on a disk, a program
-    └── CompileError    a kernel that the compiler refuses
+    ├── CompileError    a kernel that the compiler refuses
+    ├── InterpretationError   a kernel that Gluon's interpreter cannot run
+    └── SynchronizationError  a kernel that deadlocks, misses a barrier or touches memory that is not its own
 
 Each message is one sentence that names the contract, what came, and the way out.
 """
@@ -82,3 +84,11 @@ class HostError(StateError):
 
 class CompileError(StateError):
     """A kernel that the compiler refuses."""
+
+
+class InterpretationError(StateError):
+    """A kernel that Gluon's interpreter cannot run, which says nothing of the kernel."""
+
+
+class SynchronizationError(StateError):
+    """A kernel that deadlocks, misses a barrier or touches memory that is not its own."""

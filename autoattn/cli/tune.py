@@ -224,7 +224,7 @@ def close(console: Console, named: list[NamedProblem], summary: Summary) -> None
         f"{counted(summary.outcomes, 'trial')}, {count(summary.kernels, 'distinct kernel')} compiled", soft_wrap=True
     )
     if summary.rehearsals:
-        console.print(f"{counted(summary.rehearsals, 'rehearsal')} in Triton's interpreter", soft_wrap=True)
+        console.print(f"{counted(summary.rehearsals, 'rehearsal')} in an interpreter", soft_wrap=True)
     for path in summary.written:
         console.print(f"Cache: {path}", soft_wrap=True)
     if summary.interrupted:

@@ -71,7 +71,7 @@ class SearchSpace:
     """The variants of one template."""
 
     template: str
-    interpreted: bool  # whether Triton's interpreter runs the template's kernels
+    interpreted: bool  # whether an interpreter runs the template's kernels: Triton's, or Gluon's where `specialised`
     digest: str  # of the file
     choices: dict[str, tuple[Value, ...]]  # parameter -> values, in the file's order
     about: dict[str, str]  # parameter -> what it does
@@ -135,7 +135,7 @@ class SearchSpace:
         return _PLACES.sub(lambda match: str(params[match[1]]), self.tile)
 
     def rehearsed(self, variant: Variant, mask: Mask) -> tuple[Variant, Mask]:
-        """The variant of the same structure that Triton's interpreter computes soonest, and a mask of small blocks."""
+        """The variant of the same structure that an interpreter computes soonest, and a mask of small blocks."""
         params = self.params_of(variant)
         facts = params | {name: getattr(mask, name) for name in _BLOCKS}
         small = {name: rule(facts) for name, rule in self.rehearsal.items()}

@@ -17,6 +17,7 @@ from autoattn.core.problem import Bias, DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel, described
+from autoattn.kernels.manifest import Language
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
 
@@ -297,9 +298,9 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
 
 
 def _box(kernel: Kernel, tensor: Tensor, view: View, kind: str) -> Descriptor | TensorDescriptor:
-    """What a kernel reads boxes of a tensor with: for the TMA unit, or for the interpreter that stands in for it."""
+    """What a kernel reads boxes of a tensor with: for the TMA unit, or for Triton's interpreter."""
     described = Descriptor.of(view, tensor.data_ptr())
-    if kernel.device.type == "cuda":
+    if kernel.device.type == "cuda" or kernel.manifest.language is Language.GLUON:
         return described
     match = re.search(r"\[(.*)\]", kind)
     assert match is not None

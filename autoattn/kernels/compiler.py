@@ -119,11 +119,11 @@ def _imported(source: Source) -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Kernel:
-    """A kernel that is ready to launch on one device, or in Triton's interpreter."""
+    """A kernel that is ready to launch on one device, or in an interpreter."""
 
     source: Source
     module: ModuleType
-    compiled: Any  # Triton's CompiledKernel, or a LoadedFunction; None in the interpreter, and where there are parts
+    compiled: Any  # Triton's CompiledKernel, or a LoadedFunction; None in an interpreter, and where there are parts
     device: torch.device
     sm_count: int
     name: str = ""  # of a part's function, which takes some of SIGNATURE; empty is a whole source's, which takes all
@@ -149,9 +149,16 @@ class Kernel:
 
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
+        name = self.name or self.source.name
+        if self.compiled is None and self.manifest.language is Language.GLUON:
+            from autoattn.kernels.gluon_interpreter import module_loader
+
+            assert isinstance(self.module, module_loader.InterpretedModule)
+            module_loader.launch(self.module, name, grid, arguments)
+            return
         ordered = [arguments[name] for name in self.parameters]
         if self.compiled is None:
-            getattr(self.module, self.name or self.source.name)[grid](*ordered)
+            getattr(self.module, name)[grid](*ordered)
             return
         import torch
 
@@ -181,7 +188,8 @@ current_contexts = threading.local()  # known: indices of the devices whose cont
 def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -> Kernel:
     """Compiles for the card `device` and makes the kernel ready to launch there.
 
-    A CPU device gives a kernel that runs in Triton's interpreter, in a process started with TRITON_INTERPRET=1.
+    A CPU device gives a kernel that runs in the interpreter of its language: Triton's, in a process started with
+    TRITON_INTERPRET=1, or Gluon's, in any.
 
     Args:
         ptx_arch: an older compute capability to write the PTX for, of which the driver then makes the card's machine
@@ -193,13 +201,7 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
     module = _imported(source)
     told = manifest.of(module)
     if device.type == "cpu":
-        if told.language is Language.GLUON:
-            raise CompileError("Triton's interpreter does not run Gluon; load this variant on a GPU")
-        from autoattn.kernels import interpreter  # which imports numpy; compilers need none
-
-        interpreter.repair()
-        kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
-        return replace(kernel, parts=tuple(replace(kernel, name=name) for name in told.parts))
+        return _interpreted(source, module, told, device)
     import torch
 
     if device.index is None:  # launches ask for the stream of a numbered device
@@ -211,6 +213,24 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
     if told.grid_before is not None:
         before = _ready(source, module, device, ptx_arch, source.name + BEFORE)
     return replace(_ready(source, module, device, ptx_arch, source.name), before=before)
+
+
+def _interpreted(source: Source, module: ModuleType, told: Manifest, device: torch.device) -> Kernel:
+    """A kernel for the interpreter of its language."""
+    # Both import numpy; compilers need none.
+    if told.language is Language.GLUON:
+        from autoattn.kernels.gluon_interpreter import module_loader
+
+        assert module.__file__ is not None
+        module = module_loader.load_module(module.__name__, module.__file__, source.text)
+    else:
+        from autoattn.kernels import interpreter
+
+        interpreter.repair()
+    kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
+    if told.grid_before is not None:
+        kernel = replace(kernel, before=replace(kernel, name=source.name + BEFORE))
+    return replace(kernel, parts=tuple(replace(kernel, name=name) for name in told.parts))
 
 
 def of_parts(parts: Sequence[Kernel]) -> Kernel:

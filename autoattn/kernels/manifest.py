@@ -57,6 +57,11 @@ _FUNCTIONS = (
 )
 
 
+def _number(constant: Any) -> int:
+    """A constant of a text: Triton's constexpr, or in Gluon's interpreter the number itself."""
+    return int(getattr(constant, "value", constant))
+
+
 def of(module: object) -> Manifest:
     """The manifest of a loaded module; a name that the module lacks leaves its field empty."""
     held = vars(module) if module is not None else {}
@@ -70,7 +75,7 @@ def of(module: object) -> Manifest:
         parts=held.get("PARTS", {}),
         programs_an_sm=held.get("PERSISTENT", {}),
         packs_all_heads="PACK_GQA" in held,
-        packed_heads=held["HEADS"].value if "HEADS" in held else 0,
-        bias_tile=None if None in bias_tile else (bias_tile[0].value, bias_tile[1].value),  # type: ignore[union-attr]
+        packed_heads=_number(held.get("HEADS", 0)),
+        bias_tile=None if None in bias_tile else (_number(bias_tile[0]), _number(bias_tile[1])),
         **{name: held.get(name) for name in _FUNCTIONS},
     )

@@ -1,4 +1,4 @@
-"""Jobs of workers with tensors: rehearsals in the interpreter, screening and finals on the GPU."""
+"""Jobs of workers with tensors: rehearsals in an interpreter, screening and finals on the GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from autoattn.core.paired_stats import Round
 from autoattn.core.problem import Layout, Numerics, Op, Problem
 from autoattn.core.trial import Energy, Measurement, Outcome, Verdict
 from autoattn.core.variant import Source
-from autoattn.errors import CompileError
+from autoattn.errors import CompileError, InterpretationError, SynchronizationError
 from autoattn.hardware.timer import Call, Stopwatch, summary
 from autoattn.kernels import compiler, forward, interpreter
+from autoattn.kernels.manifest import Language
 from autoattn.reference import inputs
 from autoattn.reference.inputs import Scores
 from autoattn.search import peer_calls
@@ -38,7 +39,7 @@ Memory = dict[Hashable, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearse:
-    """Checks a kernel's numbers on the CPU, in a worker that runs Triton's interpreter."""
+    """Checks a kernel's numbers on the CPU, in a worker that runs Triton's interpreter; that of Gluon runs anywhere."""
 
     problem: Problem
     source: Source
@@ -46,10 +47,15 @@ class Rehearse:
     def run(self, memory: Memory) -> Verdict | Failure:
         """The verdict over tiny cases, or that the interpreter could not run the kernel."""
         device, gates = torch.device("cpu"), _gates(self.problem)
-        gate = _remembered(memory, ("gate", kind_of(self.problem)), lambda: gates.Gate(self.problem, device, tiny=True))
         try:
-            verdict: Verdict = gate.judge(compiler.load(self.source, device))
-        except interpreter.InterpreterError as error:
+            kernel = compiler.load(self.source, device)
+            rings = kernel.manifest.language is Language.GLUON
+            name = "gate", kind_of(self.problem), rings
+            gate = _remembered(memory, name, lambda: gates.Gate(self.problem, device, tiny=True, rings=rings))
+            verdict: Verdict = gate.judge(kernel)
+        except SynchronizationError as error:
+            return Failure.of(error, Outcome.WRONG_RESULT, str(error))
+        except (InterpretationError, interpreter.InterpreterError) as error:
             return Failure.of(error, Outcome.INTERPRETER_CRASH, interpreter.words(error))
         return verdict
 

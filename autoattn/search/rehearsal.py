@@ -1,4 +1,4 @@
-"""What Triton's interpreter checks of a variant without the GPU: its structure on a small problem, and the outcome."""
+"""What an interpreter checks of a variant without the GPU: its structure on a small problem, and the outcome."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from autoattn.workers.worker_pool import Failure
 
 def structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
     """The same Jinja branches with the smallest numbers, in a dtype that the interpreter computes rightly."""
+    if search_space.load(variant.template).specialised:
+        return _gluon_structure(problem, variant)
     dtype = DType.FLOAT32 if problem.dtype is DType.FLOAT32 else DType.FLOAT16
     if problem.op is Op.BACKWARD:
         return _gradient_structure(replace(problem, dtype=dtype), variant)
@@ -35,6 +37,13 @@ def structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
         head_dim=head_dim,
         head_dim_v=head_dim_v,
     )
+    return kind, render.render(kind, small)
+
+
+def _gluon_structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
+    """The same of kernels in Gluon, whose interpreter multiplies all types rightly and minds no wide heads."""
+    small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
+    kind = kind_of(replace(problem, mask=mask))
     return kind, render.render(kind, small)
 
 

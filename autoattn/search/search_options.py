@@ -156,7 +156,7 @@ class Summary:
     failed: dict[str, str]  # problem key -> why there is no entry
     interrupted: bool
     outcomes: dict[str, int]  # trials of this run
-    rehearsals: dict[str, int] = field(default_factory=dict)  # variants that Triton's interpreter ran, without the card
+    rehearsals: dict[str, int] = field(default_factory=dict)  # variants that an interpreter ran, without the card
     reasons: dict[str, int] = field(default_factory=dict)  # why variants failed, in words, the commonest first
     stopped: HostError | None = None  # what the machine lacks, which ended the run before all problems were reached
     kernels: int  # distinct kernels compiled and read

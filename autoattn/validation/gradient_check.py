@@ -35,6 +35,7 @@ from autoattn.validation import output_check
 
 ERROR_RATIO = 3.0  # times PyTorch's own error in the low precision
 TF32_ULP = 2.0**-10
+RING_LENGTHS = (300, 140)  # for the interpreter of Gluon: blocks of queries outnumber the slots of a ring
 SPOT_HEADS = 2  # key heads of all sequences that are compared at full size; the small cases compare all
 # Which of batch, heads, queries and keys share a learned bias; as many as do not meet the same groups and layouts.
 SHARINGS = (
@@ -59,7 +60,15 @@ class Case:
 class Gate:
     """Cases for one kind of problem, made once and put to every kernel for it; small ones, as in `output_check`."""
 
-    def __init__(self, problem: Problem, device: torch.device, *, tiny: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, problem: Problem, device: torch.device, *, tiny: bool = False, rings: bool = False, seed: int = 0
+    ) -> None:
+        """Makes the cases.
+
+        Args:
+            tiny: for an interpreter.
+            rings: also one in which a tile of keys passes all slots of a ring of queries.
+        """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         lengths = output_check.TINY_LENGTHS if tiny else output_check.LENGTHS
         facts = [(pair, Scores.PLAIN) for pair in lengths]
@@ -67,6 +76,8 @@ class Gate:
         # tf32 takes steep scores for others that are off by up to 0.2, and gradients by more than their own size.
         if problem.precision is not Precision.TF32:
             facts.append((lengths[0] if tiny else output_check.STEEP_LENGTHS, Scores.STEEP))
+        if rings:
+            facts.append((RING_LENGTHS, Scores.PLAIN))
         self.cases = [
             make_small_case(problem, *pair, number, device, generator, scores=scores)
             for number, (pair, scores) in enumerate(facts)

@@ -42,7 +42,8 @@ GUARD_ROWS = 3  # NaN rows behind each sequence; odd, so that strides are no mul
 # (seq_q, seq_kv): one row, one key, tile multiples, one more or less, primes, more queries than keys.
 LENGTHS = ((1, 1), (1, 147), (113, 203), (128, 128), (256, 129), (203, 113), (64, 1), (257, 256), (384, 640))
 LOUD_LENGTHS, STEEP_LENGTHS, WILD_LENGTHS = (113, 203), (257, 256), (203, 211)
-TINY_LENGTHS = ((17, 34), (34, 17), (16, 32))  # for the interpreter, where a tile takes tens of milliseconds
+TINY_LENGTHS = ((17, 34), (34, 17), (16, 32))  # for an interpreter, where a tile takes tens of milliseconds
+RING_LENGTHS = (70, 200)  # for that of Gluon: blocks of 32 keys outnumber the slots of a ring
 WINDOWS = ((40, 9), (0, 0), (7, 64), (130, 3), (64, 0))  # (left, right), as far as the mask has a bound there
 # Beside its own lengths, a packed case holds sequences of these: empty ones, and ones with keys or queries alone.
 BESIDE = ((0, 0), (3, 0), (1, 5), (0, 9), (33, 18))
@@ -71,7 +72,15 @@ class Gate:
     Group size, layout and the widths of windows change from case to case, because they never reach a kernel's text.
     """
 
-    def __init__(self, problem: Problem, device: torch.device, *, tiny: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, problem: Problem, device: torch.device, *, tiny: bool = False, rings: bool = False, seed: int = 0
+    ) -> None:
+        """Makes the cases.
+
+        Args:
+            tiny: for an interpreter.
+            rings: also some in which tiles of tiny cases pass all slots of a ring, and are computed again.
+        """
         generator = torch.Generator(device="cpu").manual_seed(seed)
         lengths = TINY_LENGTHS if tiny else LENGTHS
         self.device = device
@@ -84,6 +93,8 @@ class Gate:
             facts = facts[: len(lengths)]
         elif hides_pairs(problem):
             facts.append((lengths[0] if tiny else WILD_LENGTHS, Scores.WILD))
+        if rings:
+            facts.append((RING_LENGTHS, Scores.PLAIN if problem.dtype is DType.FLOAT8 else Scores.OUTGROWN))
         self.cases = [
             make_small_case(problem, *pair, number, device, generator, scores=scores)
             for number, (pair, scores) in enumerate(facts)

@@ -64,6 +64,17 @@ def test_the_default_stays_within_the_models_error(arch: int) -> None:
     assert ranked(default, far, arch=arch, verified=verified).trials[0] is far
 
 
+def test_a_default_in_gluon_is_rehearsed_and_makes_way_where_it_deadlocks() -> None:
+    default, other = trial(GLUON[0], 50.0), trial(TRITON[0], 100.0)
+    assert ranked(default, other).checks[GLUON[0]] == predicted_ranking.REHEARSED
+    stuck = Failure(outcome=Outcome.WRONG_RESULT, detail="deadlock: produce waits for phase 0 of key_free[0]")
+    ranking = ranked(
+        default, other, rehearse=lambda variants: [stuck if variant == GLUON[0] else RIGHT for variant in variants]
+    )
+    assert [winner.variant for winner in ranking.trials] == [TRITON[0]]
+    assert ranking.rejected[GLUON[0]] == (Outcome.WRONG_RESULT, stuck.detail)
+
+
 def test_the_best_stays_where_the_default_has_no_prediction() -> None:
     assert ranked(trial(TRITON[0], 100.0), trial(TRITON[1], 99.0)).trials[0].variant == TRITON[1]
 
