@@ -22,9 +22,13 @@ CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
+# A rehearsal takes seconds. So a runner-up whose structure was not rehearsed yet comes behind one that is no more than
+# this much slower and was: that is about what the model errs by.
+NEW_STRUCTURE = 1.2
 REHEARSED = "rehearsed in an interpreter"
 
 Rehearse = Callable[[Sequence[Variant]], Sequence[Verdict | Failure]]
+Known = Callable[[Variant], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ def rank(
     elsewhere: Set[Variant],
     verified: Mapping[str, str],
     rehearse: Rehearse,
+    known: Known = lambda _: True,
 ) -> Ranking | str:
     """The winner and its runners-up, or in words why there is no winner.
 
@@ -57,6 +62,7 @@ def rank(
         elsewhere: what was measured among the best on other cards.
         verified: digest of a text -> the card of this architecture on which it passed the gate.
         rehearse: what interpreters say of variants.
+        known: whether they were asked about a variant's structure before, so that it costs nothing to ask again.
     """
     coming = sorted(working, key=lambda trial: (_believed_us(trial, elsewhere), trial.digest))
     coming.sort(key=lambda trial: trial.variant != default)  # it is checked in any case
@@ -65,7 +71,13 @@ def rank(
     checks: dict[Variant, str] = {}
     rejected: dict[Variant, tuple[Outcome, str]] = {}
     while coming and len(passed) <= CANDIDATES and len(unknown) <= CANDIDATES:
-        count = 1 + CANDIDATES - len(passed)
+        if set(passed) | set(unknown) <= {default}:  # the default, and who may win
+            count = 2
+        else:
+            count = 1 + CANDIDATES - len(passed)
+            coming.sort(
+                key=lambda trial: _believed_us(trial, elsewhere) * (1.0 if known(trial.variant) else NEW_STRUCTURE)
+            )
         asked, coming = coming[:count], coming[count:]
         for trial, check in zip(asked, _checks(asked, verified, rehearse), strict=True):
             if check.outcome is not Outcome.OK:

@@ -17,13 +17,16 @@ from optuna.trial import TrialState, create_trial
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
-from autoattn.core.trial import Trial
+from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.search.shared_trials import Ledger
 
 BAD = 1e12  # microseconds that a failed trial is told to have taken: the sampler must learn from failures
 STARTUP = 10  # random feasible variants between the seeds and the first that the sampler proposes
+TOO_SLOW = "by arithmetic it takes longer than a variant that was tried"
 ATTEMPTS = 40  # proposals that may be infeasible or known before a random feasible variant takes their place
+
+Bound = Callable[[Variant], float]  # microseconds that a feasible variant takes at least, less what the model errs by
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -66,9 +69,13 @@ class Study:
         seed: int,
         budget: int,
         sampler: Sampler = DEFAULT,
+        bound: Bound | None = None,
     ) -> None:
+        """Takes what bounds times from below, where variants are left out that could not be the fastest."""
         self.space, self.problem, self.device = space, problem, device
         self.trials: dict[Variant, Trial] = {}
+        self.too_slow: dict[Variant, Trial] = {}  # what was left out, in no ledger: arithmetic says it again
+        self._bound = bound
         self.refused: dict[str, int] = {}  # why proposals were infeasible, in words -> how often
         self._pending: dict[Variant, optuna.Trial | None] = {}
         self._queue: deque[Variant] = deque()
@@ -106,6 +113,14 @@ class Study:
             known = variant in self.trials or variant in self._queue
             if not known and self.space.why_infeasible(variant, self.problem, self.device) is None:
                 self._queue.append(variant)
+
+    def takes(self, variant: Variant) -> bool:
+        """Whether a variant is feasible here, and there is no trial of it yet."""
+        return variant not in self.trials and self.space.why_infeasible(variant, self.problem, self.device) is None
+
+    def tries(self, variant: Variant) -> bool:
+        """Whether a variant was proposed here, and its trial is awaited."""
+        return variant in self._pending
 
     def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
         """The next variant to try; None when every feasible one was tried or is being tried.
@@ -164,7 +179,18 @@ class Study:
         return self.ledger.claimed if self.ledger is not None else {}
 
     def _new(self, variant: Variant) -> bool:
-        return variant not in self.trials and variant not in self._pending and variant not in self._claimed
+        """Whether nobody tried or tries a variant, and it may be the fastest."""
+        tried = variant in self.trials or variant in self._pending or variant in self._claimed
+        return not tried and not self._is_too_slow(variant)
+
+    def _is_too_slow(self, variant: Variant) -> bool:
+        """Whether the time of a variant is bounded from below by more than the best time and the bound's margin."""
+        if self._bound is None or math.isinf(self.best_us):
+            return False
+        if self._bound(variant) <= self.best_us:
+            return False
+        self.too_slow.setdefault(variant, Trial(variant=variant, outcome=Outcome.TOO_SLOW, detail=TOO_SLOW))
+        return True
 
     def _next(self) -> Variant | None:
         if self._everything is not None:
@@ -179,6 +205,8 @@ class Study:
             return None
         if self._sampler is Sampler.ORDER:
             return self._first_new(self.space.feasible(self.problem, self.device))
+        if self._bound is not None:
+            return self._least(self._bound)
         if self.taken < STARTUP or self._sampler is Sampler.RANDOM:
             return self._random()
         if self._sampler is Sampler.NEIGHBOURS:
@@ -206,6 +234,8 @@ class Study:
                 self.optuna_study.tell(proposal, value_of(self.trials[variant]))
                 continue
             reason = self.space.why_infeasible(variant, self.problem, self.device)
+            if reason is None and self._is_too_slow(variant):
+                reason = TOO_SLOW
             if reason is not None:
                 self.refused[reason] = self.refused.get(reason, 0) + 1
                 self.optuna_study.tell(proposal, BAD)
@@ -220,6 +250,15 @@ class Study:
         # Each of the lucky ones begins at another place; when few variants are left, one walk passes them all.
         walk = itertools.chain(lucky, self.space.feasible(self.problem, self.device, self._rng))
         return self._first_new(variant for variant in walk if variant is not None)
+
+    def _least(self, bound: Bound) -> Variant | None:
+        """Of some random new variants the one whose time has the smallest bound; None where there is none."""
+        feasible = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(ATTEMPTS))
+        hopeful = [variant for variant in dict.fromkeys(feasible) if variant is not None and self._new(variant)]
+        least = min(hopeful, key=bound, default=None)
+        if least is not None:
+            self._pending[least] = None
+        return least
 
     def _first_new(self, variants: Iterable[Variant]) -> Variant | None:
         for variant in variants:
