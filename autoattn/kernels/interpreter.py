@@ -129,14 +129,15 @@ def _of_truths(compare: Callable[..., Any]) -> Callable[..., Any]:
     return compared
 
 
-# --- the language is patched once in a launch --------------------------------------------------------------------------
+# --- the language is patched once in a launch -------------------------------------------------------------------------
 
 
 def _patches_each_call() -> bool:
+    """Whether calls of device functions patch, and patches are not remembered."""
     from triton.runtime import interpreter
 
-    names = interpreter.InterpretedFunction.__call__.__code__.co_names
-    return "_patch_lang" in names and hasattr(interpreter, "GridExecutor")
+    calls = "_patch_lang" in interpreter.InterpretedFunction.__call__.__code__.co_names
+    return calls and hasattr(interpreter, "GridExecutor") and interpreter._patch_lang.__module__ != __name__
 
 
 def _patch_once() -> None:

@@ -86,6 +86,11 @@ class Contest:
         """Takes what became of a variant that was proposed here, or for another problem of the kind."""
         self._studies[trial.variant.template].record(trial)
 
+    def forget_waiting(self) -> None:
+        """Tries no more of what was enqueued."""
+        for study in self._studies.values():
+            study.forget_waiting()
+
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is feasible here, and there is no trial of it yet."""
         study = self._studies.get(variant.template)

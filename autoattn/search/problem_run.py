@@ -87,7 +87,7 @@ class ProblemRun:
             self.device,
             seed=self.options.seed,
             budget=self.options.budget,
-            bound=self._bound(space) if not self.measured else None,
+            bound=None if self.measured or self.options.profile.seeds_only else self._bound(space),
         )
 
     def _bound(self, space: SearchSpace) -> Bound:

@@ -71,7 +71,11 @@ class Study:
         sampler: Sampler = DEFAULT,
         bound: Bound | None = None,
     ) -> None:
-        """Takes what bounds times from below, where variants are left out that could not be the fastest."""
+        """Takes what bounds times from below, if anything does.
+
+        Then variants that could not be the fastest are left out, and after the seeds come the random variants with the
+        smallest bounds: no sampler learns as much from few trials.
+        """
         self.space, self.problem, self.device = space, problem, device
         self.trials: dict[Variant, Trial] = {}
         self.too_slow: dict[Variant, Trial] = {}  # what was left out, in no ledger: arithmetic says it again
@@ -114,6 +118,10 @@ class Study:
             if not known and self.space.why_infeasible(variant, self.problem, self.device) is None:
                 self._queue.append(variant)
 
+    def forget_waiting(self) -> None:
+        """Tries no more of what was enqueued."""
+        self._queue.clear()
+
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is feasible here, and there is no trial of it yet."""
         return variant not in self.trials and self.space.why_infeasible(variant, self.problem, self.device) is None
@@ -146,6 +154,7 @@ class Study:
 
         What the machine is to blame for is not written: another run, or another process, tries the variant anew.
         """
+        self.too_slow.pop(trial.variant, None)
         proposal = self._pending.pop(trial.variant, None)
         if proposal is not None:
             self.optuna_study.tell(proposal, value_of(trial))
@@ -234,8 +243,6 @@ class Study:
                 self.optuna_study.tell(proposal, value_of(self.trials[variant]))
                 continue
             reason = self.space.why_infeasible(variant, self.problem, self.device)
-            if reason is None and self._is_too_slow(variant):
-                reason = TOO_SLOW
             if reason is not None:
                 self.refused[reason] = self.refused.get(reason, 0) + 1
                 self.optuna_study.tell(proposal, BAD)

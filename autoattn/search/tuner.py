@@ -27,6 +27,8 @@ from autoattn.search.storage import Storage
 from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.search.work import Work
 
+SEEDS = 2 / 3  # of the kernels of a search without the card; the rest is drawn, those first that arithmetic favours
+SEARCHING = 0.8  # share of a problem's work that its search is; the rest is rehearsals or finals
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
 
 
@@ -166,12 +168,13 @@ class _All:
             for contest in contests.values():
                 stack.callback(contest.close)
             yield from self._search(place, contests, siblings)
-            for number, run in runs.items():
+            for ended, (number, run) in enumerate(runs.items(), start=1):
                 search = run.search(contests[number])
                 if self.measured and search.working:
                     self._tell(number, "final", len(search.study.trials), self.options.budget, search.best_us)
-                self._end(number, (yield from run.entry(search)))
-        self.work.note(place, 1.0)
+                result = yield from run.entry(search)
+                self.work.note(place, SEARCHING + (1.0 - SEARCHING) * ended / len(runs))
+                self._end(number, result)
 
     def _search(self, place: int, contests: Mapping[int, Contest], siblings: Sequence[CacheEntry]) -> Steps[None]:
         """Searches the problems of a group together."""
@@ -188,6 +191,8 @@ class _All:
         begun, heard_of = shop.begun, 0
 
         def more() -> bool:
+            if cheap and not options.profile.seeds_only and shop.begun - begun >= SEEDS * planned:
+                search.forget_waiting()
             wanted = search.more() and (not cheap or shop.begun - begun < planned)
             search.ended = not wanted
             return wanted
@@ -202,7 +207,7 @@ class _All:
             nonlocal begin, heard_of
             begin = now() if begin is None else begin
             heard_of += 1
-            self.work.note(place, min(1.0, heard_of / max(1, planned)))
+            self.work.note(place, SEARCHING * min(1.0, heard_of / max(1, planned)))
             number, trials = numbers[search.recorded], search.contests[search.recorded].trials
             best = min((t.time_us for t in trials.values() if t.time_us is not None), default=None)
             self._tell(number, "search", len(trials), budget, best, str(trial.detail))
