@@ -34,6 +34,7 @@ class KindSearch:
         self._carry, self._budget, self._seeds_only = carry, budget, seeds_only
         self._turns = list(self.contests)  # whoever proposed longest ago is first
         self._in_flight: dict[Variant, Problem] = {}
+        self._draws: Counter[Problem] = Counter()  # proposals of each problem beside the seeds
         self._carried: Counter[Problem] = Counter()  # trials of a problem that another one proposed
 
     @property
@@ -71,10 +72,12 @@ class KindSearch:
         Args:
             more: whether there is another one to try when another process was faster with one.
         """
-        for problem in sorted(self._turns, key=lambda problem: not self.contests[problem].waiting):
+        drawn = not self.waiting
+        for problem in self._by_promise() if drawn else self._by_seeds():
             variant = self._proposed(self.contests[problem], more)
             if variant is not None:
                 self.problem = problem
+                self._draws[problem] += drawn
                 self._in_flight[variant] = problem
                 self._turns.remove(problem)
                 self._turns.append(problem)
@@ -93,6 +96,16 @@ class KindSearch:
                 continue
             self._carried[problem] += not contest.tries(trial.variant)
             contest.record(self._carry(problem, trial))
+
+    def _by_seeds(self) -> list[Problem]:
+        """The problems, those first for which seeds wait, and of these whoever proposed longest ago."""
+        return sorted(self._turns, key=lambda problem: not self.contests[problem].waiting)
+
+    def _by_promise(self) -> list[Problem]:
+        """The problems, those first that had the fewest turns since the seeds, and of these who may gain most."""
+        if len(self._turns) == 1:
+            return list(self._turns)
+        return sorted(self._turns, key=lambda problem: (self._draws[problem], -self.contests[problem].promise))
 
     def _proposed(self, contest: Contest, more: Callable[[], bool]) -> Variant | None:
         """What a contest proposes that is not on its way for another problem."""

@@ -39,6 +39,11 @@ class Contest:
         return {variant: trial for study in self._studies.values() for variant, trial in study.too_slow.items()}
 
     @property
+    def promise(self) -> float:
+        """How many times as fast as its study's best one the next variant may be, by arithmetic."""
+        return max(study.promise for study in self._studies.values())
+
+    @property
     def waiting(self) -> bool:
         """Whether variants that were enqueued are still to be tried."""
         return any(study.waiting for study in self._studies.values())

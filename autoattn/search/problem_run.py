@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import triton
 
@@ -93,7 +94,7 @@ class ProblemRun:
     def _bound(self, space: SearchSpace) -> Bound:
         """What a variant's prediction takes at least, less what the model errs by."""
         error = accuracy.error_of(space.template, self.device.arch)
-        return lambda variant: lower_bound.least_us(self.problem, self.device, variant) / (1.0 + error)
+        return cache(lambda variant: lower_bound.least_us(self.problem, self.device, variant) / (1.0 + error))
 
     def _known_variants(self, entry: CacheEntry) -> list[Variant]:
         """The winner and the runners-up, as far as the search space still holds them."""

@@ -23,6 +23,7 @@ from autoattn.search.shared_trials import Ledger
 
 BAD = 1e12  # microseconds that a failed trial is told to have taken: the sampler must learn from failures
 STARTUP = 10  # random feasible variants between the seeds and the first that the sampler proposes
+DRAWS = 64  # random variants of which those with the smallest bounds are tried
 TOO_SLOW = "by arithmetic it takes longer than a variant that was tried"
 ATTEMPTS = 40  # proposals that may be infeasible or known before a random feasible variant takes their place
 
@@ -80,6 +81,7 @@ class Study:
         self.trials: dict[Variant, Trial] = {}
         self.too_slow: dict[Variant, Trial] = {}  # what was left out, in no ledger: arithmetic says it again
         self._bound = bound
+        self._drawn: list[Variant] = []  # at random, the smallest bound first
         self.refused: dict[str, int] = {}  # why proposals were infeasible, in words -> how often
         self._pending: dict[Variant, optuna.Trial | None] = {}
         self._queue: deque[Variant] = deque()
@@ -95,6 +97,17 @@ class Study:
     def best_us(self) -> float:
         """The shortest time so far, in microseconds; infinite before there is one."""
         return min((trial.time_us for trial in self.trials.values() if trial.time_us is not None), default=math.inf)
+
+    @property
+    def promise(self) -> float:
+        """How many times as fast as the best one the next variant may be, once all that was enqueued is tried.
+
+        By arithmetic; 0 where there is none, or nothing bounds its time.
+        """
+        if self._bound is None or self._everything is not None or (favoured := self._favoured()) is None:
+            return 0.0
+        least = self._bound(favoured)
+        return self.best_us / least if least > 0 else 0.0
 
     @property
     def waiting(self) -> bool:
@@ -215,7 +228,7 @@ class Study:
         if self._sampler is Sampler.ORDER:
             return self._first_new(self.space.feasible(self.problem, self.device))
         if self._bound is not None:
-            return self._least(self._bound)
+            return self._first_new(variant for variant in [self._favoured()] if variant is not None)
         if self.taken < STARTUP or self._sampler is Sampler.RANDOM:
             return self._random()
         if self._sampler is Sampler.NEIGHBOURS:
@@ -258,14 +271,15 @@ class Study:
         walk = itertools.chain(lucky, self.space.feasible(self.problem, self.device, self._rng))
         return self._first_new(variant for variant in walk if variant is not None)
 
-    def _least(self, bound: Bound) -> Variant | None:
-        """Of some random new variants the one whose time has the smallest bound; None where there is none."""
-        feasible = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(ATTEMPTS))
-        hopeful = [variant for variant in dict.fromkeys(feasible) if variant is not None and self._new(variant)]
-        least = min(hopeful, key=bound, default=None)
-        if least is not None:
-            self._pending[least] = None
-        return least
+    def _favoured(self) -> Variant | None:
+        """Of random variants the new one whose time has the smallest bound; None where there is none."""
+        assert self._bound is not None
+        self._drawn = [variant for variant in self._drawn if self._new(variant)]
+        if not self._drawn:
+            draws = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(DRAWS))
+            hopeful = [variant for variant in dict.fromkeys(draws) if variant is not None and self._new(variant)]
+            self._drawn = sorted(hopeful, key=self._bound)
+        return next(iter(self._drawn), None)
 
     def _first_new(self, variants: Iterable[Variant]) -> Variant | None:
         for variant in variants:

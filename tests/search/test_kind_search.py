@@ -111,6 +111,26 @@ def test_a_search_of_seeds_alone_ends_with_them() -> None:
     assert not search.more()
 
 
+def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_and_each_one_once() -> None:
+    promises = {SHORT: 1.1, LONG: 2.0}
+    contests = [
+        Contest([Study(None, SPACE, one, A30, seed=0, budget=24, bound=lambda _, one=one: 100.0 / promises[one])])
+        for one in promises
+    ]
+    search = KindSearch(contests, lambda problem, known: trial(known.variant, 100.0), budget=24, seeds_only=False)
+    enqueue(search, SHORT, variant(1, 1))
+    (proposed,) = [search.propose()]
+    assert proposed == variant(1, 1)
+    search.record(trial(proposed, 100.0))
+    problems = []
+    for _ in range(4):
+        proposed = search.propose()
+        assert proposed is not None
+        problems.append(search.problem)
+        search.record(trial(proposed, 100.0))
+    assert problems == [LONG, SHORT, LONG, SHORT]
+
+
 def test_what_waits_can_be_forgotten() -> None:
     search = searched(SHORT, LONG)
     enqueue(search, LONG, variant(1, 1))

@@ -116,6 +116,16 @@ def test_with_a_bound_the_seeds_come_first_and_then_what_it_favours(open_study: 
     assert {each["b"] for each in found[2:]} == {0}, "the smallest bounds of all"
 
 
+def test_a_study_promises_what_arithmetic_leaves_to_gain(open_study: Callable[..., Study]) -> None:
+    one = open_study(bound=lambda of: 1.0 + int(of["b"]))
+    one.enqueue([variant(4, 4)])
+    search(one, 1)
+    assert one.promise == 44.0, "the best takes 44 us, and the least that another one may take is 1"
+    assert open_study(name="other").promise == 0.0, "nothing bounds it"
+    free = open_study(name="free", bound=lambda of: 0.0)
+    assert free.promise == 0.0
+
+
 def test_what_is_forgotten_is_not_tried(open_study: Callable[..., Study]) -> None:
     one = open_study(bound=lambda of: float(int(of["b"])))
     one.enqueue([variant(4, 4), variant(6, 4)])
