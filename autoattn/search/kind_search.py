@@ -6,8 +6,10 @@ arithmetic on the same report. On the card each problem is searched by itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from autoattn.core import kernel_kind
 from autoattn.core.problem import DType, Problem
@@ -16,6 +18,28 @@ from autoattn.core.variant import Variant
 from autoattn.search.multi_template import Contest
 
 Carry = Callable[[Problem, Trial], Trial]  # what a trial of a kernel says of another problem of its kind
+
+
+class Proposer(Protocol):
+    """Who proposes variants of a problem and hears what became of them, as a contest does."""
+
+    @property
+    def problem(self) -> Problem:
+        """That the latest proposal is for."""
+
+    @property
+    def trials(self) -> dict[Variant, Trial]:
+        """The trials of the problem."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether variants that were enqueued are still to be tried."""
+
+    def propose(self, more: Callable[[], bool] = ...) -> Variant | None:
+        """The next variant to try; None when there is none."""
+
+    def record(self, trial: Trial) -> None:
+        """Takes what became of a proposed variant."""
 
 
 class KindSearch:
@@ -28,7 +52,7 @@ class KindSearch:
     def __init__(self, contests: Sequence[Contest], carry: Carry, *, budget: int, seeds_only: bool) -> None:
         """Takes each problem's contest, and the distinct variants that each may propose."""
         self.contests = {contest.problem: contest for contest in contests}
-        self.problem = contests[0].problem  # that the latest proposal is for
+        self._latest = contests[0].problem
         self.recorded = contests[0].problem  # that the latest trial was proposed for
         self.ended = False  # whether nothing was left to propose when it was last asked for
         self._carry, self._budget, self._seeds_only = carry, budget, seeds_only
@@ -38,9 +62,14 @@ class KindSearch:
         self._carried: Counter[Problem] = Counter()  # trials of a problem that another one proposed
 
     @property
+    def problem(self) -> Problem:
+        """That the latest proposal is for."""
+        return self._latest
+
+    @property
     def trials(self) -> dict[Variant, Trial]:
-        """The trials of the problem that the latest proposal is for."""
-        return self.contests[self.problem].trials
+        """The trials of that problem."""
+        return self.contests[self._latest].trials
 
     @property
     def waiting(self) -> bool:
@@ -76,7 +105,7 @@ class KindSearch:
         for problem in self._by_promise() if drawn else self._by_seeds():
             variant = self._proposed(self.contests[problem], more)
             if variant is not None:
-                self.problem = problem
+                self._latest = problem
                 self._draws[problem] += drawn
                 self._in_flight[variant] = problem
                 self._turns.remove(problem)
@@ -102,10 +131,14 @@ class KindSearch:
         return sorted(self._turns, key=lambda problem: not self.contests[problem].waiting)
 
     def _by_promise(self) -> list[Problem]:
-        """The problems, those first that had the fewest turns since the seeds, and of these who may gain most."""
+        """The problems, those first that may gain most; each turn since the seeds makes a gain less likely."""
         if len(self._turns) == 1:
             return list(self._turns)
-        return sorted(self._turns, key=lambda problem: (self._draws[problem], -self.contests[problem].promise))
+        gains = {
+            problem: math.log(max(1.0, contest.promise)) / (1 + self._draws[problem])
+            for problem, contest in self.contests.items()
+        }
+        return sorted(self._turns, key=lambda problem: -gains[problem])
 
     def _proposed(self, contest: Contest, more: Callable[[], bool]) -> Variant | None:
         """What a contest proposes that is not on its way for another problem."""

@@ -25,7 +25,7 @@ ELSEWHERE = 0.9
 # A rehearsal takes seconds. So of runners-up few structures are rehearsed that nobody asked for before, and one whose
 # structure is new comes behind one that is no more than this much slower: that is about what the model errs by.
 NEW_STRUCTURE = 1.2
-MOST_NEW = 2  # runners-up of new structures
+MOST_NEW = 1  # runners-up of new structures
 REHEARSED = "rehearsed in an interpreter"
 
 Rehearse = Callable[[Sequence[Variant]], Sequence[Verdict | Failure]]

@@ -20,7 +20,7 @@ from autoattn.cost_model import occupancy, predictor
 from autoattn.errors import HostError
 from autoattn.search import rehearsal
 from autoattn.search.gpu_jobs import Admit, Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
-from autoattn.search.kind_search import KindSearch
+from autoattn.search.kind_search import Proposer
 from autoattn.workers.compile_job import ALLOCATOR, Inspect
 from autoattn.workers.worker_pool import Failure, Job, Pool, cores, next_results
 
@@ -159,7 +159,7 @@ class Workshop:
 
     def search(
         self,
-        study: KindSearch,
+        study: Proposer,
         *,
         budget: int = 0,
         more: Callable[[], bool],
@@ -335,7 +335,7 @@ class Workshop:
         result: WorstCase | Failure = yield from self._ended(job, FINAL_SECONDS)
         return result
 
-    def _window(self, study: KindSearch, budget: int) -> int:
+    def _window(self, study: Proposer, budget: int) -> int:
         """Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more."""
         if not self.measured:
             return 4 * self._jobs

@@ -28,6 +28,7 @@ from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.search.work import Work
 
 SEEDS = 2 / 3  # of the kernels of a search without the card; the rest is drawn, those first that arithmetic favours
+RANKING = 900.0  # of a kind without the card: its rehearsals take about as long as 14 kernels that `cost_of` gives 64
 SEARCHING = 0.8  # share of a problem's work that its search is; the rest is rehearsals or finals
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
 
@@ -116,7 +117,8 @@ class _All:
         """
         groups = [[number] for number in range(len(self.problems))] if self.measured else kinds_of(self.problems)
         for place, group in enumerate(groups):
-            self.work.expect(place, 1.0 if self.measured else self._kernels(group) * cost_of(self.problems[group[0]]))
+            compiling = self._kernels(group) * cost_of(self.problems[group[0]])
+            self.work.expect(place, 1.0 if self.measured else compiling + RANKING)
         active: dict[int, Steps[None]] = {}
         begun = 0
         with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -131,7 +132,7 @@ print(json.dumps([counts, output.sum(1).tolist()]))
 
 @pytest.mark.interpreter
 def test_the_language_is_patched_once_in_a_launch_and_again_in_the_next() -> None:
-    counts, sums = in_interpreter(PATCHES)  # type: ignore[misc]
+    counts, sums = cast(Any, in_interpreter(PATCHES))
     assert sums == [8.0, 8.0, 8.0, 0.0]
     each, once = counts[1:3], counts[4:6]
     assert each[0] == each[1] > once[0] == once[1] > 0

@@ -111,8 +111,8 @@ def test_a_search_of_seeds_alone_ends_with_them() -> None:
     assert not search.more()
 
 
-def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_and_each_one_once() -> None:
-    promises = {SHORT: 1.1, LONG: 2.0}
+def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_until_it_had_many() -> None:
+    promises = {SHORT: 1.25, LONG: 1.5}
     contests = [
         Contest([Study(None, SPACE, one, A30, seed=0, budget=24, bound=lambda _, one=one: 100.0 / promises[one])])
         for one in promises
@@ -128,7 +128,8 @@ def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_and_each_one_once
         assert proposed is not None
         problems.append(search.problem)
         search.record(trial(proposed, 100.0))
-    assert problems == [LONG, SHORT, LONG, SHORT]
+    # log(1.5) > log(1.25) > log(1.5) / 2 > log(1.5) / 3 > log(1.25) / 2
+    assert problems == [LONG, SHORT, LONG, LONG]
 
 
 def test_what_waits_can_be_forgotten() -> None:
