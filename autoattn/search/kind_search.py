@@ -54,6 +54,7 @@ class KindSearch:
         self.contests = {contest.problem: contest for contest in contests}
         self._latest = contests[0].problem
         self.recorded = contests[0].problem  # that the latest trial was proposed for
+        self.gain = 1.0  # how many times faster the latest trial made the best one of some problem
         self.ended = False  # whether nothing was left to propose when it was last asked for
         self._carry, self._budget, self._seeds_only = carry, budget, seeds_only
         self._turns = list(self.contests)  # whoever proposed longest ago is first
@@ -118,6 +119,7 @@ class KindSearch:
 
     def record(self, trial: Trial) -> None:
         """Takes what became of a proposed variant, for each problem that it is feasible for."""
+        before = {problem: contest.best_us for problem, contest in self.contests.items()}
         self.recorded = self._in_flight.pop(trial.variant)
         self.contests[self.recorded].record(trial)
         for problem, contest in self.contests.items():
@@ -125,6 +127,8 @@ class KindSearch:
                 continue
             self._carried[problem] += not contest.tries(trial.variant)
             contest.record(self._carry(problem, trial))
+        gains = [old / self.contests[problem].best_us for problem, old in before.items() if math.isfinite(old)]
+        self.gain = max(gains, default=1.0)
 
     def _by_seeds(self) -> list[Problem]:
         """The problems, those first for which seeds wait, and of these whoever proposed longest ago."""

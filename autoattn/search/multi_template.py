@@ -39,6 +39,11 @@ class Contest:
         return {variant: trial for study in self._studies.values() for variant, trial in study.too_slow.items()}
 
     @property
+    def best_us(self) -> float:
+        """The shortest time so far, in microseconds; infinite before there is one."""
+        return min(study.best_us for study in self._studies.values())
+
+    @property
     def promise(self) -> float:
         """How many times as fast as its study's best one the next variant may be, by arithmetic."""
         return max(study.promise for study in self._studies.values())

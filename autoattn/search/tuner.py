@@ -28,7 +28,10 @@ from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.search.work import Work
 
 SEEDS = 2 / 3  # of the kernels of a search without the card; the rest is drawn, those first that arithmetic favours
-RANKING = 900.0  # of a kind without the card: its rehearsals take about as long as 14 kernels that `cost_of` gives 64
+# Once kernels are drawn, each that makes a problem so many times faster is followed by so many more, up to a multiple
+# of the plan.
+GAIN, PATIENCE, MOST = 1.03, 4, 2
+RANKING = 900.0  # of a kind without the card: its rehearsals take as long as 14 kernels that `cost_of` gives 64
 SEARCHING = 0.8  # share of a problem's work that its search is; the rest is rehearsals or finals
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
 
@@ -190,12 +193,12 @@ class _All:
         cheap = not self.measured and options.trials is None
         relatives = any(kernel_kind.shares_kernels(search.problem, entry.problem) for entry in siblings)
         planned = self._kernels(list(contests), known=relatives) if cheap else budget * len(contests)
-        begun, heard_of = shop.begun, 0
+        begun, heard_of, kernels = shop.begun, 0, planned
 
         def more() -> bool:
             if cheap and not options.profile.seeds_only and shop.begun - begun >= SEEDS * planned:
                 search.forget_waiting()
-            wanted = search.more() and (not cheap or shop.begun - begun < planned)
+            wanted = search.more() and (not cheap or shop.begun - begun < kernels)
             search.ended = not wanted
             return wanted
 
@@ -206,9 +209,11 @@ class _All:
             return begin is not None and now() - begin > options.search_seconds * len(contests)
 
         def heard(trial: Trial) -> None:
-            nonlocal begin, heard_of
+            nonlocal begin, heard_of, kernels
             begin = now() if begin is None else begin
             heard_of += 1
+            if search.gain > GAIN and shop.begun - begun > SEEDS * planned:  # what is drawn pays
+                kernels = max(kernels, min(MOST * planned, shop.begun - begun + PATIENCE))
             self.work.note(place, SEARCHING * min(1.0, heard_of / max(1, planned)))
             number, trials = numbers[search.recorded], search.contests[search.recorded].trials
             best = min((t.time_us for t in trials.values() if t.time_us is not None), default=None)

@@ -267,6 +267,7 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
 def test_without_the_card_a_kernel_is_a_trial_of_every_problem_of_its_kind_and_few_are_compiled(
     workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
+    workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
     wider = replace(SMALL, seq_q=256, seq_kv=256)  # other seeds, the same kernels
     summary = run(tmp_path, SMALL, wider, trials=None)
     profile = search_options.PROFILES[search_options.Effort.QUICK]
@@ -278,9 +279,20 @@ def test_without_the_card_a_kernel_is_a_trial_of_every_problem_of_its_kind_and_f
         assert summary.entries[problem.key].search.trials == len(fitting) >= profile.kernels / 2
 
 
+@pytest.mark.parametrize(("step", "more"), [(0.98, 1), (0.9, 2)])
+def test_a_search_without_the_card_goes_on_while_what_it_draws_pays(
+    workshop: type[FakeWorkshop], tmp_path: Path, step: float, more: int
+) -> None:
+    """Up to twice as long."""
+    times: dict[Variant, float] = {}
+    workshop.time_us = lambda self, variant: times.setdefault(variant, 1e5 * step ** len(times))  # type: ignore[method-assign]
+    assert run(tmp_path, trials=None).kernels == more * search_options.PROFILES[search_options.Effort.QUICK].kernels
+
+
 def test_a_problem_of_a_kind_that_has_an_entry_already_compiles_few_new_kernels(
     workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
+    workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
     wider = replace(SMALL, seq_q=256, seq_kv=256)
     first = run(tmp_path, SMALL, trials=None)
     second = run(tmp_path, SMALL, wider, trials=None)
