@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoattn.search.search_options import Progress as Report
 
 FINISHED = ("done", "kept")
+LEAST_SHARE = 0.01  # of the work, before which its pace says nothing of the rest
 
 
 class Display:
@@ -53,13 +54,13 @@ class Display:
     def __call__(self, report: Report) -> None:
         """Takes one report of the run."""
         self.clock.hear(report)
+        left = self.clock.left()
+        note = f"about {duration(left)} left" if left is not None else ""
         if report.phase in FINISHED:
-            self.console.print(Text(self._line(report)), soft_wrap=True)
+            behind = f", {note}" if note and not self.console.is_terminal and report.phase != "kept" else ""
+            self.console.print(Text(self._line(report) + behind), soft_wrap=True)
         if self.bars is not None and self.all is not None and self.one is not None:
-            done = self.clock.searched + self.clock.kept
-            left = self.clock.left()
-            note = f"about {duration(left)} left" if left is not None else ""
-            self.bars.update(self.all, total=report.total, completed=done, note=note)
+            self.bars.update(self.all, total=report.total, completed=self.clock.finished, note=note)
             self.bars.update(
                 self.one,
                 description=figures.printable(report.problem),
@@ -70,7 +71,7 @@ class Display:
 
     def _line(self, report: Report) -> str:
         width = len(str(report.total))
-        head = f"[{report.index + 1:>{width}}/{report.total}] {figures.printable(report.problem)}: "
+        head = f"[{self.clock.finished:>{width}}/{report.total}] {figures.printable(report.problem)}: "
         if report.phase == "kept":
             return head + "already up to date" + self._figures(report, ", ")
         if report.best_us is None:
@@ -89,31 +90,28 @@ class Display:
 
 
 class Remaining:
-    """How long the rest will take, if it goes on as before; problems that were kept cost nothing and say nothing."""
+    """How long the rest will take, if it goes on as it did since the first result: starting the workers is no work."""
 
     def __init__(self) -> None:
-        self.start = time.monotonic()
-        self.searched = 0
-        self.kept = 0
-        self.total = 0
-        self.parts: dict[int, float] = {}  # of the problems at hand, 0..1
+        self.finished = 0  # problems, those that were kept included
+        self._first: tuple[float, float] | None = None  # when the first result came, and the share that was done
+        self._share = 0.0
 
     def hear(self, report: Report) -> None:
-        """Takes note of how far the search is."""
-        self.total = report.total
-        if report.phase in FINISHED:
-            self.parts.pop(report.index, None)
-        elif report.phase == "search" and report.planned:
-            self.parts[report.index] = min(1.0, report.tried / report.planned)
-        self.searched += report.phase == "done"
-        self.kept += report.phase == "kept"
+        """Takes note of how far the run is."""
+        self.finished += report.phase in FINISHED
+        if report.share is None or report.phase == "kept":
+            return
+        self._share = report.share
+        if self._first is None and report.share > 0:
+            self._first = time.monotonic(), report.share
 
     def left(self) -> float | None:
         """Seconds, or None while there is nothing to go by."""
-        done = self.searched + sum(self.parts.values())
-        if done <= 0:
+        if self._first is None or self._share - self._first[1] < LEAST_SHARE:
             return None
-        return (time.monotonic() - self.start) * max(0.0, self.total - self.kept - done) / done
+        begin, share = self._first
+        return (time.monotonic() - begin) * max(0.0, 1.0 - self._share) / (self._share - share)
 
 
 def duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ class Outcome(str, Enum):
     WRONG_RESULT = "wrong result"
     TIMEOUT = "timeout"
     CRASH = "crash"  # the worker process died
+    TOO_SLOW = "too slow"  # arithmetic leaves it slower than a variant that was tried: it was not compiled
     INTERPRETER_CRASH = "interpreter crash"  # an interpreter raised: nobody knows whether the numbers are right
     # What follows says nothing of a variant: it is never journalled, and the next run tries the variant anew.
     READ_ONLY = "read-only"  # a folder that must be written cannot be

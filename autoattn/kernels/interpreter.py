@@ -129,6 +129,41 @@ def _of_truths(compare: Callable[..., Any]) -> Callable[..., Any]:
     return compared
 
 
+# --- the language is patched once in a launch -------------------------------------------------------------------------
+
+
+def _patches_each_call() -> bool:
+    """Whether calls of device functions patch, and patches are not remembered."""
+    from triton.runtime import interpreter
+
+    calls = "_patch_lang" in interpreter.InterpretedFunction.__call__.__code__.co_names
+    return calls and hasattr(interpreter, "GridExecutor") and interpreter._patch_lang.__module__ != __name__
+
+
+def _patch_once() -> None:
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: list[set[Any]] = []  # the modules that each launch that goes on has patched
+
+    def patch_new(fn: Any) -> Any:
+        seen = {value for value in fn.__globals__.values() if any(value is module for module in (tl, tl.core))}
+        if patched and seen <= patched[-1]:
+            return None  # of a device function, which drops it
+        if patched:
+            patched[-1] |= seen
+        return patch(fn)
+
+    def launch_patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.append(set())
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            patched.pop()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_patched
+
+
 REPAIRS = (
     Repair(
         name="index",
@@ -150,5 +185,15 @@ REPAIRS = (
         ),
         is_needed=_comparison_spoils_masks,
         apply=_mend_comparisons,
+    ),
+    Repair(
+        name="patches",
+        releases="Triton 3.6 and newer, as far as is known",
+        reason=(
+            "every call of a device function patches the whole language anew, though the launch around it has done so: "
+            "a third of a rehearsal's time"
+        ),
+        is_needed=_patches_each_call,
+        apply=_patch_once,
     ),
 )

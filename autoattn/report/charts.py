@@ -30,6 +30,7 @@ FAILED = {
     Outcome.WRONG_RESULT: ("s7", "diamond"),
     Outcome.TIMEOUT: ("s1", "square"),
     Outcome.CRASH: ("s7", "triangle"),
+    Outcome.TOO_SLOW: ("s6", "down"),
     Outcome.INTERPRETER_CRASH: ("s1", "triangle"),
 }
 OURS = "s0"

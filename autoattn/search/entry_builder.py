@@ -46,6 +46,11 @@ class Searched:
         """The trials that may win."""
         return [trial for trial in self.study.trials.values() if trial.outcome is Outcome.OK]
 
+    @property
+    def best_us(self) -> float:
+        """The shortest time of a trial, in microseconds, where there is one."""
+        return min(trial.time_us for trial in self.working if trial.time_us is not None)
+
     def why_none(self) -> str:
         """In words, why no trial works."""
         if not self.study.trials:
@@ -73,6 +78,7 @@ def predicted(search: Searched, elsewhere: Set[Variant], default: Variant) -> Ca
         elsewhere=elsewhere,
         verified=sister_cards.verified(folders, search.device, search.problem.op),
         rehearse=lambda variants: search.shop.rehearse(search.problem, *variants),
+        known=lambda variant: search.shop.knows_structure(search.problem, variant),
     )
     if isinstance(ranking, str):
         return ranking
@@ -152,6 +158,7 @@ def _entry(
     """
     trials = search.study.trials
     outcomes = Counter(rejected.get(variant, trial.outcome).value for variant, trial in trials.items())
+    outcomes.update(trial.outcome.value for trial in search.study.too_slow.values())
     return CacheEntry(
         problem=search.problem,
         evidence=Evidence.MEASURED if decision is not None else Evidence.PREDICTED,

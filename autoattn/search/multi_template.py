@@ -34,6 +34,21 @@ class Contest:
         return {variant: trial for study in self._studies.values() for variant, trial in study.trials.items()}
 
     @property
+    def too_slow(self) -> dict[Variant, Trial]:
+        """What was left out since arithmetic leaves it slower than a variant that was tried."""
+        return {variant: trial for study in self._studies.values() for variant, trial in study.too_slow.items()}
+
+    @property
+    def best_us(self) -> float:
+        """The shortest time so far, in microseconds; infinite before there is one."""
+        return min(study.best_us for study in self._studies.values())
+
+    @property
+    def promise(self) -> float:
+        """How many times as fast as its study's best one the next variant may be, by arithmetic."""
+        return max(study.promise for study in self._studies.values())
+
+    @property
     def waiting(self) -> bool:
         """Whether variants that were enqueued are still to be tried."""
         return any(study.waiting for study in self._studies.values())
@@ -78,8 +93,22 @@ class Contest:
         return None
 
     def record(self, trial: Trial) -> None:
-        """Takes what became of a proposed variant."""
+        """Takes what became of a variant that was proposed here, or for another problem of the kind."""
         self._studies[trial.variant.template].record(trial)
+
+    def forget_waiting(self) -> None:
+        """Tries no more of what was enqueued."""
+        for study in self._studies.values():
+            study.forget_waiting()
+
+    def takes(self, variant: Variant) -> bool:
+        """Whether a variant is feasible here, and there is no trial of it yet."""
+        study = self._studies.get(variant.template)
+        return study is not None and study.takes(variant)
+
+    def tries(self, variant: Variant) -> bool:
+        """Whether a variant was proposed here, and its trial is awaited."""
+        return self._studies[variant.template].tries(variant)
 
     def _by_turn(self) -> list[Study]:
         """Who may propose, most wanted first: in turn while seeds wait, then mostly the one that is ahead."""

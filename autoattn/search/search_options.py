@@ -46,7 +46,8 @@ class Profile:
     # From the first result on, less the finals of other problems; then no new variant is begun: huge problems take
     # seconds a call.
     search_seconds: float
-    sibling_trials: int  # new kernels without a GPU, once another problem with the same kernels was searched
+    kernels: int  # new kernels without a GPU for a kind of problems, which all of them share
+    sibling_trials: int  # more of them for each further problem of the kind
     finalists: int
     final_seconds: float  # of rounds, at most: they end when all is decided
     energy_seconds: float  # of calls in a row for each contestant, to count its energy; 0 counts none
@@ -58,6 +59,7 @@ PROFILES = {
     Effort.INSTANT: Profile(
         trials=8,
         search_seconds=2.0,
+        kernels=8,
         sibling_trials=1,
         finalists=3,
         final_seconds=0.4,
@@ -68,6 +70,7 @@ PROFILES = {
     Effort.QUICK: Profile(
         trials=32,
         search_seconds=12.0,
+        kernels=14,
         sibling_trials=1,
         finalists=5,
         final_seconds=2.0,
@@ -77,6 +80,7 @@ PROFILES = {
     Effort.STANDARD: Profile(
         trials=32,
         search_seconds=180.0,
+        kernels=14,
         sibling_trials=1,
         finalists=5,
         final_seconds=5.0,
@@ -86,6 +90,7 @@ PROFILES = {
     Effort.MAX: Profile(
         trials=200,
         search_seconds=1800.0,
+        kernels=200,
         sibling_trials=24,
         finalists=8,
         final_seconds=15.0,
@@ -145,6 +150,7 @@ class Progress:
     best_us: float | None
     best_tflops: float | None
     detail: str = ""
+    share: float | None = None  # of the run's work that is done, as far as the tuner can tell; kept entries are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

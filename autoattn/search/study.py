@@ -17,13 +17,17 @@ from optuna.trial import TrialState, create_trial
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
-from autoattn.core.trial import Trial
+from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.search.shared_trials import Ledger
 
 BAD = 1e12  # microseconds that a failed trial is told to have taken: the sampler must learn from failures
 STARTUP = 10  # random feasible variants between the seeds and the first that the sampler proposes
+DRAWS = 64  # random variants of which those with the smallest bounds are tried
+TOO_SLOW = "by arithmetic it takes longer than a variant that was tried"
 ATTEMPTS = 40  # proposals that may be infeasible or known before a random feasible variant takes their place
+
+Bound = Callable[[Variant], float]  # microseconds that a feasible variant takes at least, less what the model errs by
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -66,9 +70,18 @@ class Study:
         seed: int,
         budget: int,
         sampler: Sampler = DEFAULT,
+        bound: Bound | None = None,
     ) -> None:
+        """Takes what bounds times from below, if anything does.
+
+        Then variants that could not be the fastest are left out, and after the seeds come the random variants with the
+        smallest bounds: no sampler learns as much from few trials.
+        """
         self.space, self.problem, self.device = space, problem, device
         self.trials: dict[Variant, Trial] = {}
+        self.too_slow: dict[Variant, Trial] = {}  # what was left out, in no ledger: arithmetic says it again
+        self._bound = bound
+        self._drawn: list[Variant] = []  # at random, the smallest bound first
         self.refused: dict[str, int] = {}  # why proposals were infeasible, in words -> how often
         self._pending: dict[Variant, optuna.Trial | None] = {}
         self._queue: deque[Variant] = deque()
@@ -84,6 +97,17 @@ class Study:
     def best_us(self) -> float:
         """The shortest time so far, in microseconds; infinite before there is one."""
         return min((trial.time_us for trial in self.trials.values() if trial.time_us is not None), default=math.inf)
+
+    @property
+    def promise(self) -> float:
+        """How many times as fast as the best one the next variant may be, once all that was enqueued is tried.
+
+        By arithmetic; 0 where there is none, or nothing bounds its time.
+        """
+        if self._bound is None or self._everything is not None or (favoured := self._favoured()) is None:
+            return 0.0
+        least = self._bound(favoured)
+        return self.best_us / least if least > 0 else 0.0
 
     @property
     def waiting(self) -> bool:
@@ -106,6 +130,18 @@ class Study:
             known = variant in self.trials or variant in self._queue
             if not known and self.space.why_infeasible(variant, self.problem, self.device) is None:
                 self._queue.append(variant)
+
+    def forget_waiting(self) -> None:
+        """Tries no more of what was enqueued."""
+        self._queue.clear()
+
+    def takes(self, variant: Variant) -> bool:
+        """Whether a variant is feasible here, and there is no trial of it yet."""
+        return variant not in self.trials and self.space.why_infeasible(variant, self.problem, self.device) is None
+
+    def tries(self, variant: Variant) -> bool:
+        """Whether a variant was proposed here, and its trial is awaited."""
+        return variant in self._pending
 
     def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
         """The next variant to try; None when every feasible one was tried or is being tried.
@@ -131,6 +167,7 @@ class Study:
 
         What the machine is to blame for is not written: another run, or another process, tries the variant anew.
         """
+        self.too_slow.pop(trial.variant, None)
         proposal = self._pending.pop(trial.variant, None)
         if proposal is not None:
             self.optuna_study.tell(proposal, value_of(trial))
@@ -164,7 +201,18 @@ class Study:
         return self.ledger.claimed if self.ledger is not None else {}
 
     def _new(self, variant: Variant) -> bool:
-        return variant not in self.trials and variant not in self._pending and variant not in self._claimed
+        """Whether nobody tried or tries a variant, and it may be the fastest."""
+        tried = variant in self.trials or variant in self._pending or variant in self._claimed
+        return not tried and not self._is_too_slow(variant)
+
+    def _is_too_slow(self, variant: Variant) -> bool:
+        """Whether the time of a variant is bounded from below by more than the best time and the bound's margin."""
+        if self._bound is None or math.isinf(self.best_us):
+            return False
+        if self._bound(variant) <= self.best_us:
+            return False
+        self.too_slow.setdefault(variant, Trial(variant=variant, outcome=Outcome.TOO_SLOW, detail=TOO_SLOW))
+        return True
 
     def _next(self) -> Variant | None:
         if self._everything is not None:
@@ -179,6 +227,8 @@ class Study:
             return None
         if self._sampler is Sampler.ORDER:
             return self._first_new(self.space.feasible(self.problem, self.device))
+        if self._bound is not None:
+            return self._first_new(variant for variant in [self._favoured()] if variant is not None)
         if self.taken < STARTUP or self._sampler is Sampler.RANDOM:
             return self._random()
         if self._sampler is Sampler.NEIGHBOURS:
@@ -220,6 +270,16 @@ class Study:
         # Each of the lucky ones begins at another place; when few variants are left, one walk passes them all.
         walk = itertools.chain(lucky, self.space.feasible(self.problem, self.device, self._rng))
         return self._first_new(variant for variant in walk if variant is not None)
+
+    def _favoured(self) -> Variant | None:
+        """Of random variants the new one whose time has the smallest bound; None where there is none."""
+        assert self._bound is not None
+        self._drawn = [variant for variant in self._drawn if self._new(variant)]
+        if not self._drawn:
+            draws = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(DRAWS))
+            hopeful = [variant for variant in dict.fromkeys(draws) if variant is not None and self._new(variant)]
+            self._drawn = sorted(hopeful, key=self._bound)
+        return next(iter(self._drawn), None)
 
     def _first_new(self, variants: Iterable[Variant]) -> Variant | None:
         for variant in variants:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from autoattn.cost_model import occupancy, predictor
 from autoattn.errors import HostError
 from autoattn.search import rehearsal
 from autoattn.search.gpu_jobs import Admit, Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
-from autoattn.search.multi_template import Contest
+from autoattn.search.kind_search import Proposer
 from autoattn.workers.compile_job import ALLOCATOR, Inspect
 from autoattn.workers.worker_pool import Failure, Job, Pool, cores, next_results
 
@@ -87,6 +87,7 @@ class Workshop:
         self._finals: dict[int, Any] = {}  # what came of the finals, by ticket; _RUNS for those that still run
         self._finals_begun: dict[int, float] = {}  # those that still run
         self._finals_seconds = 0.0
+        self._rehearsed: dict[int, Any] = {}  # what came of rehearsals, by ticket; _RUNS for those that still run
         self._lost_peers: Counter[str] = Counter()  # peer -> jobs of it that gave no result
         self._passed: dict[tuple[Problem, str], Verdict] = {}  # by kind of problem and machine code
         self._verdicts: dict[str, Verdict] = {}  # of the interpreter, by the digest of a structure
@@ -153,10 +154,12 @@ class Workshop:
             elif ticket in self._finals:
                 self._finals[ticket] = result
                 self._finals_seconds += time.monotonic() - self._finals_begun.pop(ticket)
+            elif ticket in self._rehearsed:
+                self._rehearsed[ticket] = result
 
     def search(
         self,
-        study: Contest,
+        study: Proposer,
         *,
         budget: int = 0,
         more: Callable[[], bool],
@@ -228,19 +231,30 @@ class Workshop:
             for kind, source in structures
             if source.digest not in self._verdicts
         }
-        by_digest = dict(zip(new, self.bench.results(list(new.values()), REHEARSAL_SECONDS), strict=True))
-        for result in by_digest.values():
-            _stop_if_hopeless(result)
+        tickets = {digest: self.bench.submit(job, REHEARSAL_SECONDS) for digest, job in new.items()}
+        self._rehearsed |= dict.fromkeys(tickets.values(), _RUNS)
+        while any(self._rehearsed[ticket] is _RUNS for ticket in tickets.values()):
+            self.wait()  # the compilers go on meanwhile
+        by_digest = {digest: self._rehearsed.pop(ticket) for digest, ticket in tickets.items()}
         self._verdicts |= {digest: verdict for digest, verdict in by_digest.items() if isinstance(verdict, Verdict)}
         results = [by_digest.get(source.digest) or self._verdicts[source.digest] for _, source in structures]
         for result in results:
             self._count(self.rehearsals, rehearsal.outcome_of(result), rehearsal.reason_of(result))
         return results
 
+    def knows_structure(self, problem: Problem, variant: Variant) -> bool:
+        """Whether an interpreter has judged the structure of a variant in this run."""
+        return rehearsal.structure(problem, variant)[1].digest in self._verdicts
+
     def _count(self, counts: Counter[Outcome], outcome: Outcome, detail: str) -> None:
         counts[outcome] += 1
         if outcome is not Outcome.OK:
             self.reasons[f"{outcome.value}: {detail}"] += 1
+
+    def count_left_out(self, trials: Iterable[Trial]) -> None:
+        """Counts variants that nothing was tried of."""
+        for trial in trials:
+            self._count(self.outcomes, trial.outcome, trial.detail)
 
     def check(self, problem: Problem, variant: Variant) -> Screened | Verdict | Failure:
         """Checks one variant's numbers: at work on the GPU, or its structure in the interpreter.
@@ -321,7 +335,7 @@ class Workshop:
         result: WorstCase | Failure = yield from self._ended(job, FINAL_SECONDS)
         return result
 
-    def _window(self, study: Contest, budget: int) -> int:
+    def _window(self, study: Proposer, budget: int) -> int:
         """Variants begun before the results of those ahead of them are known: enough that nobody waits, and no more."""
         if not self.measured:
             return 4 * self._jobs
@@ -344,7 +358,7 @@ class Workshop:
                 return
             if slot.trial is not None or slot.inspected is not None:
                 continue
-            trial = self._inspected(slot, report)
+            trial = self._inspected(slot.problem, slot.variant, slot.source.digest, report)
             if not self.measured or isinstance(report, Failure) or trial.outcome is not Outcome.OK:
                 slot.trial = trial
                 continue
@@ -357,17 +371,21 @@ class Workshop:
             job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
             self._looks[self.bench.submit(job, GPU_SECONDS)] = slot
 
-    def _inspected(self, slot: _Slot, report: StaticReport | Failure) -> Trial:
+    def carried(self, problem: Problem, trial: Trial) -> Trial:
+        """What a trial without the card says of another problem of the same kind."""
+        return self._inspected(problem, trial.variant, trial.digest, trial.report) if trial.report else trial
+
+    def _inspected(self, problem: Problem, variant: Variant, digest: str, report: StaticReport | Failure) -> Trial:
         """What the machine code says of a variant."""
-        trial = Trial(variant=slot.variant, outcome=Outcome.OK, digest=slot.source.digest)
+        trial = Trial(variant=variant, outcome=Outcome.OK, digest=digest)
         if isinstance(report, Failure):
             return replace(trial, outcome=report.outcome, detail=report.detail)
         trial = replace(trial, report=report)
         reason = occupancy.why_unlaunchable(self.device, report)
         if reason is not None:
             return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
-        if predictor.why_unknown(slot.problem, self.device) is None:
-            prediction = predictor.predict(slot.problem, self.device, slot.variant, report)
+        if predictor.why_unknown(problem, self.device) is None:
+            prediction = predictor.predict(problem, self.device, variant, report)
             trial = replace(trial, prediction=prediction)
         return trial
 

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
 
 from autoattn.cache import store
-from autoattn.codegen import portfolio, render, resources
-from autoattn.codegen.search_space import SearchSpace
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Evidence, Outcome, Trial
-from autoattn.core.variant import Variant
 from autoattn.errors import HostError, UsageError
 from autoattn.hardware import nvidia
-from autoattn.search import entry_builder, multi_template, storage
-from autoattn.search.entry_builder import Searched
+from autoattn.search import multi_template, storage
+from autoattn.search.kind_search import KindSearch, cost_of, kinds_of
 from autoattn.search.multi_template import Contest
+from autoattn.search.problem_run import ProblemRun
 from autoattn.search.search_options import Effort, Listener, Objective, Options, Progress, Summary
-from autoattn.search.shared_trials import Ledger
 from autoattn.search.storage import Storage
-from autoattn.search.study import Study
 from autoattn.search.trial_pipeline import Steps, Workshop
+from autoattn.search.work import Work
 
+SEEDS = 2 / 3  # of the kernels of a search without the card; the rest is drawn, those first that arithmetic favours
+# Once kernels are drawn, each that makes a problem so many times faster is followed by so many more, up to a multiple
+# of the plan.
+GAIN, PATIENCE, MOST = 1.03, 4, 2
+RANKING = 900.0  # of a kind without the card: its rehearsals take as long as 14 kernels that `cost_of` gives 64
+SEARCHING = 0.8  # share of a problem's work that its search is; the rest is rehearsals or finals
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
-MOST_ELSEWHERE = 6  # variants that were measured elsewhere, which a search tries
 
 
 def tune(
@@ -106,48 +108,160 @@ class _All:
     entries: dict[str, CacheEntry] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     kept: int = 0
+    searches: dict[int, KindSearch] = field(default_factory=dict)  # by the place of their group
+    work: Work = field(default_factory=Work)
 
     def run(self) -> None:
-        """Takes the problems in order, as many at once as keep the compilers busy.
+        """Takes the problems in order, on the card as many at once as keep the compilers busy.
 
         What helps a problem are the earlier ones that must have ended before it begins: so a seed gives the same
-        searches, however long each of them takes.
+        searches, however long each of them takes. Without the card the problems of a kind are one search. The next kind
+        begins once nothing is left to propose in the one before, whose ranking leaves the compilers idle.
         """
+        groups = [[number] for number in range(len(self.problems))] if self.measured else kinds_of(self.problems)
+        for place, group in enumerate(groups):
+            compiling = self._kernels(group) * cost_of(self.problems[group[0]])
+            self.work.expect(place, 1.0 if self.measured else compiling + RANKING)
         active: dict[int, Steps[None]] = {}
         begun = 0
         with contextlib.ExitStack() as stack:
-            while active or begun < len(self.problems):
-                while begun < len(self.problems):
-                    many = min(self.shop.at_once(self.problems[index]) for index in (*active, begun))
-                    first = max(0, begun - many + 1)  # what is before it must have ended
-                    if any(index < first for index in active):
+            while active or begun < len(groups):
+                while begun < len(groups):
+                    first = self._first_beside(groups, active, begun)
+                    if any(place < first for place in active):
                         break
-                    active[begun] = self._steps(begun, self.problems[:first])
+                    related = self.problems[:first] if self.measured else [self.problems[one] for one in groups[begun]]
+                    active[begun] = self._steps(begun, groups[begun], related)
                     stack.callback(active[begun].close)
                     begun += 1
-                ended = [index for index, work in sorted(active.items()) if _ended(work)]
-                for index in ended:
-                    del active[index]
+                ended = [place for place, work in sorted(active.items()) if _ended(work)]
+                for place in ended:
+                    del active[place]
                 if not ended:
                     self.shop.wait()
 
-    def _steps(self, index: int, earlier: Sequence[Problem]) -> Steps[None]:
-        """One problem's way; it may learn from the earlier ones."""
-        problem, total = self.problems[index], len(self.problems)
-        old = self.known.get(problem.key)
-        if old is not None and is_up_to_date(old, self.device, self.measured, self.options):
-            self.entries[problem.key] = old
-            self.kept += 1
-            self.listen(_progress(problem, index, total, "kept", 0, 0, old.time_us))
+    def _first_beside(self, groups: Sequence[Sequence[int]], active: Iterable[int], begun: int) -> int:
+        """The first group that may still be at work when another one begins."""
+        if not self.measured:
+            ends = all(place in self.searches and self.searches[place].ended for place in active)
+            return max(0, begun - 1) if ends else begun
+        many = min(self.shop.at_once(self.problems[groups[place][0]]) for place in (*active, begun))
+        return max(0, begun - many + 1)
+
+    def _steps(self, place: int, numbers: Sequence[int], related: Sequence[Problem]) -> Steps[None]:
+        """The way of the problems of a group; they may learn from the related ones."""
+        runs: dict[int, ProblemRun] = {}
+        for number in numbers:
+            problem = self.problems[number]
+            old = self.known.get(problem.key)
+            if old is not None and is_up_to_date(old, self.device, self.measured, self.options):
+                self.entries[problem.key] = old
+                self.kept += 1
+                self._tell(number, "kept", 0, 0, old.time_us)
+                continue
+            run = ProblemRun(problem, self.shop, self.options, self.shared, old)
+            if run.spaces:
+                runs[number] = run
+            else:
+                self._end(number, multi_template.why_no_space(problem, self.device))
+        if not runs:
+            self.work.drop(place)
             return
-        siblings = [self.entries[sibling.key] for sibling in earlier if sibling.key in self.entries]
-        result = yield from ProblemRun(self, index).entry(siblings, old)
+        siblings = [self.entries[problem.key] for problem in related if problem.key in self.entries]
+        with contextlib.ExitStack() as stack:
+            contests = {number: run.contest(siblings) for number, run in runs.items()}
+            for contest in contests.values():
+                stack.callback(contest.close)
+            yield from self._search(place, contests, siblings)
+            for ended, (number, run) in enumerate(runs.items(), start=1):
+                search = run.search(contests[number])
+                if self.measured and search.working:
+                    self._tell(number, "final", len(search.study.trials), self.options.budget, search.best_us)
+                result = yield from run.entry(search)
+                self.work.note(place, SEARCHING + (1.0 - SEARCHING) * ended / len(runs))
+                self._end(number, result)
+
+    def _search(self, place: int, contests: Mapping[int, Contest], siblings: Sequence[CacheEntry]) -> Steps[None]:
+        """Searches the problems of a group together."""
+        begin: float | None = None  # the first result: starting the workers is no search
+        options, shop, budget = self.options, self.shop, self.options.budget
+        numbers = {contest.problem: number for number, contest in contests.items()}
+        search = self.searches[place] = KindSearch(
+            list(contests.values()), shop.carried, budget=budget, seeds_only=options.profile.seeds_only
+        )
+        # Without a GPU only compiling costs time: each kernel is a trial of all problems, and few are added.
+        cheap = not self.measured and options.trials is None
+        relatives = any(kernel_kind.shares_kernels(search.problem, entry.problem) for entry in siblings)
+        planned = self._kernels(list(contests), known=relatives) if cheap else budget * len(contests)
+        begun, heard_of, kernels = shop.begun, 0, planned
+
+        def more() -> bool:
+            if cheap and not options.profile.seeds_only and shop.begun - begun >= SEEDS * planned:
+                search.forget_waiting()
+            wanted = search.more() and (not cheap or shop.begun - begun < kernels)
+            search.ended = not wanted
+            return wanted
+
+        def now() -> float:
+            return time.monotonic() - shop.finals_seconds
+
+        def late() -> bool:
+            return begin is not None and now() - begin > options.search_seconds * len(contests)
+
+        def heard(trial: Trial) -> None:
+            nonlocal begin, heard_of, kernels
+            begin = now() if begin is None else begin
+            heard_of += 1
+            if search.gain > GAIN and shop.begun - begun > SEEDS * planned:  # what is drawn pays
+                kernels = max(kernels, min(MOST * planned, shop.begun - begun + PATIENCE))
+            self.work.note(place, SEARCHING * min(1.0, heard_of / max(1, planned)))
+            number, trials = numbers[search.recorded], search.contests[search.recorded].trials
+            best = min((t.time_us for t in trials.values() if t.time_us is not None), default=None)
+            self._tell(number, "search", len(trials), budget, best, str(trial.detail))
+
+        yield from shop.search(search, budget=budget, more=more, late=late, heard=heard)
+        while search.elsewhere and not late():  # what others are trying counts; what they give up is tried here
+            if shop.idle:
+                time.sleep(LISTEN_SECONDS)
+            else:  # another problem's search goes on
+                yield
+            search.hear()
+            yield from shop.search(search, budget=budget, more=more, late=late, heard=heard)
+        search.ended = True
+        for contest in contests.values():
+            shop.count_left_out(contest.too_slow.values())
+
+    def _kernels(self, numbers: Sequence[int], *, known: bool = False) -> int:
+        """New kernels for problems of one kind without the card, of which another one may be known already."""
+        profile = self.options.profile
+        return profile.sibling_trials * (len(numbers) - (not known)) + profile.kernels * (not known)
+
+    def _end(self, number: int, result: CacheEntry | str) -> None:
+        """Keeps what came of a problem: its entry, or in words why there is none."""
+        problem = self.problems[number]
         if isinstance(result, str):
             self.failed[problem.key] = result
-        else:
-            self.entries[problem.key] = result
-            store.merge(self.options.cache, self.device, problem.op, [result])
-        self.listen(_done(problem, index, total, result))
+            self._tell(number, "done", 0, 0, None, result)
+            return
+        self.entries[problem.key] = result
+        store.merge(self.options.cache, self.device, problem.op, [result])
+        self._tell(number, "done", result.search.trials, result.search.trials, result.time_us)
+
+    def _tell(self, number: int, phase: str, tried: int, planned: int, best_us: float | None, detail: str = "") -> None:
+        problem = self.problems[number]
+        report = Progress(
+            problem=problem,
+            index=number,
+            total=len(self.problems),
+            phase=phase,
+            tried=tried,
+            planned=planned,
+            best_us=best_us,
+            best_tflops=problem.flops() / best_us / 1e6 if best_us is not None else None,
+            detail=detail,
+            share=self.work.share,
+        )
+        self.listen(report)
 
 
 def _ended(work: Steps[None]) -> bool:
@@ -157,146 +271,6 @@ def _ended(work: Steps[None]) -> bool:
     except StopIteration:
         return True
     return False
-
-
-class ProblemRun:
-    """One problem's way to its entry."""
-
-    def __init__(self, every: _All, index: int) -> None:
-        self.index, self.total, self.shared = index, len(every.problems), every.shared
-        self.problem, self.device, self.measured = every.problems[index], every.device, every.measured
-        self.options, self.shop, self.listen = every.options, every.shop, every.listen
-        spaces = multi_template.spaces(self.problem, self.device, self.measured)
-        self.spaces = {space.template: space for space in spaces}
-
-    def entry(self, siblings: Sequence[CacheEntry], old: CacheEntry | None) -> Steps[CacheEntry | str]:
-        """The entry, or in words why there is none; yields while it waits for workers."""
-        if not self.spaces:
-            return multi_template.why_no_space(self.problem, self.device)
-        with contextlib.closing(Contest([self._study(space) for space in self.spaces.values()])) as study:
-            return (yield from self._entry_of(study, siblings, old))
-
-    def _entry_of(
-        self, study: Contest, siblings: Sequence[CacheEntry], old: CacheEntry | None
-    ) -> Steps[CacheEntry | str]:
-        default = portfolio.default(self.problem, self.device)
-        relatives = [entry for entry in siblings if kernel_kind.shares_kernels(self.problem, entry.problem)]
-        elsewhere = self._measured_elsewhere()
-        study.enqueue(self._known_variants(old)[:1] if old is not None else [])
-        theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
-        study.enqueue(theirs if not self.measured else [])
-        study.enqueue(portfolio.starters_for(self.problem, self.device))
-        study.enqueue([*elsewhere, *theirs])
-        yield from self._search(study, sibling=bool(relatives))
-        search = Searched(
-            problem=self.problem,
-            device=self.device,
-            options=self.options,
-            shop=self.shop,
-            study=study,
-            spaces=self.spaces,
-        )
-        if not search.working:
-            return search.why_none()
-        if not self.measured:
-            return entry_builder.predicted(search, set(elsewhere), default)
-        best = min(trial.time_us for trial in search.working if trial.time_us is not None)
-        self.listen(
-            _progress(self.problem, self.index, self.total, "final", len(study.trials), self.options.budget, best)
-        )
-        previous = next(iter(self._known_variants(old)), None) if old is not None else None
-        return (yield from entry_builder.measured(search, default, previous))
-
-    def _study(self, space: SearchSpace) -> Study:
-        journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"
-        kept = self.shared if self.shared is not None else storage.journal(journal)
-        return Study(
-            Ledger(study_name(space, self.problem, self.device, measured=self.measured), kept, space),
-            space,
-            self.problem,
-            self.device,
-            seed=self.options.seed,
-            budget=self.options.budget,
-        )
-
-    def _search(self, study: Contest, *, sibling: bool) -> Steps[None]:
-        begin: float | None = None  # the first result: starting the workers is no search
-        budget = self.options.budget
-        # Without a GPU only compiling costs time: siblings' kernels, which come first, are there already, and few new
-        # ones are added.
-        cheap = sibling and not self.measured and self.options.trials is None
-        most = self.shop.begun + self.options.profile.sibling_trials
-
-        def more() -> bool:
-            if study.taken < budget:
-                study.hear()  # what others began since counts too, or each tuner would try one variant too many
-            wanted = study.waiting or not self.options.profile.seeds_only
-            return wanted and study.taken < budget and (not cheap or self.shop.begun < most)
-
-        def now() -> float:
-            return time.monotonic() - self.shop.finals_seconds
-
-        def late() -> bool:
-            return begin is not None and now() - begin > self.options.search_seconds
-
-        def heard(trial: Trial) -> None:
-            nonlocal begin
-            begin = now() if begin is None else begin
-            best = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
-            tried = len(study.trials)
-            self.listen(
-                _progress(self.problem, self.index, self.total, "search", tried, budget, best, str(trial.detail))
-            )
-
-        yield from self.shop.search(study, budget=budget, more=more, late=late, heard=heard)
-        while study.elsewhere and not late():  # what others are trying counts; what they give up is tried here
-            if self.shop.idle:
-                time.sleep(LISTEN_SECONDS)
-            else:  # another problem's search goes on
-                yield
-            study.hear()
-            yield from self.shop.search(study, budget=budget, more=more, late=late, heard=heard)
-
-    def _known_variants(self, entry: CacheEntry) -> list[Variant]:
-        """The winner and the runners-up, as far as the search space still holds them."""
-        return [
-            variant
-            for variant in (entry.variant, *(candidate.variant for candidate in entry.candidates))
-            if variant.template in self.spaces and self.spaces[variant.template].holds(variant.as_dict())
-        ]
-
-    def _measured_elsewhere(self) -> list[Variant]:
-        """Winners of the same problem, then of the same kind, measured elsewhere: best evidence first.
-
-        Elsewhere is on other cards, with other releases of Triton, or by whoever made the shipped cache.
-        """
-        entries = [
-            (entry.problem.key != self.problem.key, file.device != self.device.name, entry.problem.key, place, entry)
-            for place, folder in enumerate((self.options.cache, resources.shipped_cache()))
-            for file in store.read_folder(folder)
-            for entry in file.entries.values()
-            if entry.evidence is Evidence.MEASURED and kernel_kind.shares_kernels(self.problem, entry.problem)
-        ]
-        variants: dict[Variant, None] = {}
-        for *_, entry in sorted(entries, key=lambda item: item[:-1]):
-            variants.update(dict.fromkeys(self._known_variants(entry)[:2]))
-            if len(variants) >= MOST_ELSEWHERE:
-                break
-        return list(variants)
-
-
-def study_name(space: SearchSpace, problem: Problem, device: Device, *, measured: bool) -> str:
-    """What a search is called in its storage: everything that, when it changes, makes old trials worthless."""
-    parts = (
-        space.template,
-        problem.key,
-        "measured" if measured else "predicted",
-        device.fingerprint,
-        space.digest,
-        render.template_digest(space.template),
-        f"triton {triton.__version__}",
-    )
-    return " ".join(parts)
 
 
 def _cards(device: Device, measured: bool, options: Options) -> tuple[str, ...]:
@@ -341,32 +315,3 @@ def _left_unknown(entry: CacheEntry) -> bool:
     """Whether variants were left out for no fault of theirs, which may be mended by now."""
     blameless = {outcome.value for outcome in Outcome if outcome.of_environment} | {Outcome.INTERPRETER_CRASH.value}
     return not blameless.isdisjoint(entry.search.outcomes)
-
-
-def _progress(
-    problem: Problem,
-    index: int,
-    total: int,
-    phase: str,
-    tried: int,
-    planned: int,
-    best_us: float | None,
-    detail: str = "",
-) -> Progress:
-    return Progress(
-        problem=problem,
-        index=index,
-        total=total,
-        phase=phase,
-        tried=tried,
-        planned=planned,
-        best_us=best_us,
-        best_tflops=problem.flops() / best_us / 1e6 if best_us is not None else None,
-        detail=detail,
-    )
-
-
-def _done(problem: Problem, index: int, total: int, result: CacheEntry | str) -> Progress:
-    if isinstance(result, str):
-        return _progress(problem, index, total, "done", 0, 0, None, result)
-    return _progress(problem, index, total, "done", result.search.trials, result.search.trials, result.time_us)

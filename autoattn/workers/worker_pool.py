@@ -119,17 +119,11 @@ class Pool:
 
     def result(self, job: Job, seconds: float, *, place: int | None = None) -> Any:
         """Runs one job and waits for it; only for a pool that has nothing else to do."""
-        return self._wait_for([self.submit(job, seconds, place=place)])[0]
-
-    def results(self, jobs: Sequence[Job], seconds: float) -> list[Any]:
-        """Runs jobs and waits for all of them; only for a pool that has nothing else to do. Each may take `seconds`."""
-        return self._wait_for([self.submit(job, seconds) for job in jobs])
-
-    def _wait_for(self, tickets: Sequence[int]) -> list[Any]:
+        ticket = self.submit(job, seconds, place=place)
         results: dict[int, Any] = {}
-        while not results.keys() >= set(tickets):
+        while ticket not in results:
             results.update(self.next_results())
-        return [results[ticket] for ticket in tickets]
+        return results[ticket]
 
     def next_results(self) -> list[tuple[int, Any]]:
         """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""

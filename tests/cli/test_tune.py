@@ -282,20 +282,50 @@ def test_a_terminal_shows_bars_and_is_left_clean(monkeypatch: pytest.MonkeyPatch
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and is back
 
 
-def test_time_left_counts_only_what_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def reported(phase: str, share: float | None, **facts: Any) -> Progress:
+    known = {"index": 0, "tried": 5, "planned": 10, "best_us": None, "best_tflops": None}
+    return Progress(**{**known, **facts, "problem": samples.problem(), "total": 4, "phase": phase, "share": share})
+
+
+def test_time_left_is_the_rest_of_the_work_at_the_pace_since_the_first_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr("autoattn.cli.progress.time.monotonic", lambda: now[0])
     clock = Remaining()
-    facts: dict[str, Any] = {"problem": samples.problem(), "total": 4, "planned": 10, "detail": ""}
-    facts |= {"best_us": None, "best_tflops": None}
+    clock.hear(reported("kept", 0.0))
     assert clock.left() is None
-    clock.hear(Progress(**facts, index=0, phase="kept", tried=0))
-    assert clock.left() is None
-    now[0] = 110.0
-    clock.hear(Progress(**facts, index=1, phase="search", tried=5))
-    assert clock.left() == pytest.approx(50.0)  # half a problem took 10 s; two and a half are left
-    clock.hear(Progress(**facts, index=1, phase="done", tried=10))
-    assert clock.left() == pytest.approx(20.0)
+    now[0] = 150.0  # until the workers have started
+    clock.hear(reported("search", 0.1))
+    assert clock.left() is None, "one result has no pace"
+    now[0] = 160.0
+    clock.hear(reported("search", 0.105))
+    assert clock.left() is None, "nor have two that came almost at once"
+    clock.hear(reported("search", 0.3))
+    assert clock.left() == pytest.approx(35.0)  # a fifth took 10 s; seven tenths are left
+    clock.hear(reported("done", 1.0))
+    assert clock.left() == 0.0
+    assert clock.finished == 2
+
+
+def test_a_line_says_how_many_problems_are_finished_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever problem it is: those that share kernels are searched together."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    now = [100.0]
+    monkeypatch.setattr("autoattn.cli.progress.time.monotonic", lambda: now[0])
+    screen = Console(file=StringIO(), width=200)
+    with Display(screen, measured=False) as display:
+        display(reported("search", 0.1, index=3))
+        now[0] = 180.0
+        display(reported("done", 0.5, index=3, best_us=400.2, best_tflops=343.0))
+        display(reported("done", 1.0, index=0, best_us=400.2, best_tflops=343.0))
+    first, second = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first.startswith("[1/4] ")
+    assert first.endswith("400.2 us, 343 TFLOP/s predicted, 5 tried, about 1 min 40 s left")
+    assert second.startswith("[2/4] ")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.25, "4.2 s"), (42, "42 s"), (190, "3 min 10 s"), (7500, "2 h 5 min")])

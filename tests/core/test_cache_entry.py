@@ -21,7 +21,8 @@ WRONG = dataclasses.replace(RIGHT, ok=False, reason="error 1 where 0.002 is allo
 
 def test_outcomes_of_a_variant_and_of_the_machine_are_words_of_their_own() -> None:
     assert [outcome.value for outcome in Outcome if not outcome.of_environment] == [
-        "ok", "infeasible", "compile error", "launch error", "wrong result", "timeout", "crash", "interpreter crash",
+        "ok", "infeasible", "compile error", "launch error", "wrong result", "timeout", "crash", "too slow",
+        "interpreter crash",
     ]  # fmt: skip
     assert [outcome.value for outcome in Outcome if outcome.of_environment] == [
         "read-only", "disk full", "missing program", "out of memory", "host error",

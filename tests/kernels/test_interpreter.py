@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -27,7 +28,7 @@ def in_interpreter(script: str) -> object:
 
 
 def test_each_repair_says_which_releases_need_it_and_why() -> None:
-    assert [repair.name for repair in interpreter.REPAIRS] == ["index", "comparison"]
+    assert [repair.name for repair in interpreter.REPAIRS] == ["index", "comparison", "patches"]
     assert all("Triton 3." in repair.releases and len(repair.reason) > 40 for repair in interpreter.REPAIRS)
 
 
@@ -45,7 +46,7 @@ def test_a_repair_is_applied_just_where_its_release_has_the_fault() -> None:
     names = in_interpreter(
         "import json; from autoattn.kernels import interpreter; print(json.dumps(interpreter.repair()))"
     )
-    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS
+    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS + ["patches"]
 
 
 PLANTED = """
@@ -104,6 +105,37 @@ output = torch.zeros(4, 8)
 planted_interpreter.rows_of_a_shared_tile[(1,)](output, 3, 2)
 print(json.dumps(output.sum(1).tolist()))
 """
+
+
+PATCHES = """
+import json
+import torch
+import planted_interpreter
+from triton.runtime import interpreter as theirs
+from autoattn.kernels import interpreter
+
+patched = []
+patch = theirs._patch_builtin
+theirs._patch_builtin = lambda package, builder, scope: patched.append(package) or patch(package, builder, scope)
+counts = []
+for repair in (False, True):
+    if repair:
+        interpreter.repair()
+    for launch in range(3):
+        patched.clear()
+        output = torch.zeros(4, 8)
+        planted_interpreter.rows_of_a_device_function[(3,)](output)
+        counts.append(len(patched))
+print(json.dumps([counts, output.sum(1).tolist()]))
+"""
+
+
+@pytest.mark.interpreter
+def test_the_language_is_patched_once_in_a_launch_and_again_in_the_next() -> None:
+    counts, sums = cast(Any, in_interpreter(PATCHES))
+    assert sums == [8.0, 8.0, 8.0, 0.0]
+    each, once = counts[1:3], counts[4:6]
+    assert each[0] == each[1] > once[0] == once[1] > 0
 
 
 @pytest.mark.interpreter

@@ -23,7 +23,7 @@ from autoattn.report import charts, contents, figures, history, listing
 from autoattn.report.charts import Detail
 from autoattn.report.history import History
 from autoattn.report.plot import Scale, label, staircase
-from autoattn.search import importance, tuner
+from autoattn.search import importance, problem_run
 
 H200 = samples.H200
 BASE = search_space.load("triton/forward").default(samples.problem(), H200).as_dict()
@@ -90,7 +90,7 @@ def test_the_journal_of_another_search_is_not_taken_for_this_one(folder: Path, e
 def test_the_names_that_tune_gives_its_studies_are_understood(measured: bool) -> None:
     entry = searched.entry_of(samples.problem(), measured=measured)
     for kind in (True, False):
-        name = tuner.study_name(search_space.load(entry.template), entry.problem, H200, measured=kind)
+        name = problem_run.study_name(search_space.load(entry.template), entry.problem, H200, measured=kind)
         assert history.belongs(name, entry) == (kind is measured)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,3 +101,45 @@ def test_wrong_numbers_are_said_of_wrong_numbers_alone() -> None:
     assert [winner.variant for winner in ranking.trials] == [TRITON[1]]
     assert ranking.checks[TRITON[1]] == "not rehearsed: TypeError: no"
     assert ranking.rejected[TRITON[0]] == (Outcome.WRONG_RESULT, "by 1")
+
+
+MANY = list(itertools.islice(search_space.load("triton/forward").feasible(PROBLEM, samples.H200), 9))
+
+
+def noting(rehearsed: list[Variant], right_ones: Sequence[Variant] = MANY) -> predicted_ranking.Rehearse:
+    """Rehearsals that note whom they were asked about."""
+    wrong = Verdict(ok=False, checks=1, max_error=1.0, rms_error=1.0, allowed=4e-3, reason="by 1")
+
+    def rehearse(variants: Sequence[Variant]) -> list[Verdict | Failure]:
+        rehearsed.extend(variants)
+        return [RIGHT if variant in right_ones else wrong for variant in variants]
+
+    return rehearse
+
+
+@pytest.mark.parametrize(("lead", "asked"), [(1.15, False), (1.25, True)])
+def test_a_runner_up_of_a_new_structure_is_rehearsed_where_it_is_much_better_than_known_ones(
+    lead: float, asked: bool
+) -> None:
+    default, winner, new, *known = MANY
+    trials = [trial(default, 100.0), trial(winner, 105.0), trial(new, 120.0)]
+    trials += [trial(variant, 120.0 * lead) for variant in known]
+    rehearsed: list[Variant] = []
+    ranked(*trials, default=default, rehearse=noting(rehearsed), known=lambda variant: variant != new)
+    assert rehearsed[:2] == [default, winner]
+    assert (new in rehearsed) is asked
+
+
+def test_few_new_structures_are_rehearsed_for_runners_up() -> None:
+    rehearsed: list[Variant] = []
+    trials = [trial(variant, 100.0 + place) for place, variant in enumerate(MANY)]
+    ranking = ranked(*trials, default=MANY[0], rehearse=noting(rehearsed), known=lambda variant: False)
+    assert len(rehearsed) == 2 + predicted_ranking.MOST_NEW
+    assert ranking.trials[0] is trials[0]
+
+
+def test_candidates_are_rehearsed_until_one_may_win() -> None:
+    """However new their structures are."""
+    trials = [trial(variant, 100.0 + place) for place, variant in enumerate(MANY)]
+    ranking = ranked(*trials, rehearse=noting([], MANY[7:8]), known=lambda variant: False)
+    assert [each.variant for each in ranking.trials] == [MANY[7]]

@@ -93,6 +93,48 @@ def test_the_queue_takes_each_variant_once_and_none_that_is_known_or_infeasible(
     assert one.propose() != proposed
 
 
+def test_what_arithmetic_bounds_above_the_best_time_is_left_out_and_counted(open_study: Callable[..., Study]) -> None:
+    """Before there is a time nothing is; what another problem's search tried all the same is no longer left out."""
+    one = open_study(bound=lambda of: 10.0 * int(of["a"]))
+    slow, also, best, fast = variant(6, 4), variant(5, 3), variant(2, 2), variant(1, 1)
+    one.enqueue([slow, best, also, fast])
+    assert search(one, 3) == [slow, best, fast]
+    assert [*one.too_slow] == [also]
+    assert one.too_slow[also].outcome is Outcome.TOO_SLOW
+    assert also not in one.trials
+    assert one.taken == 3, "arithmetic costs no trial"
+    one.record(trial(also))
+    assert not one.too_slow
+    assert also in one.trials
+
+
+def test_with_a_bound_the_seeds_come_first_and_then_what_it_favours(open_study: Callable[..., Study]) -> None:
+    one = open_study(bound=lambda of: float(int(of["b"])))
+    one.enqueue([variant(4, 4), variant(6, 4)])
+    found = search(one, 6)
+    assert found[:2] == [variant(4, 4), variant(6, 4)]
+    assert {each["b"] for each in found[2:]} == {0}, "the smallest bounds of all"
+
+
+def test_a_study_promises_what_arithmetic_leaves_to_gain(open_study: Callable[..., Study]) -> None:
+    one = open_study(bound=lambda of: 1.0 + int(of["b"]))
+    one.enqueue([variant(4, 4)])
+    search(one, 1)
+    assert one.promise == 44.0, "the best takes 44 us, and the least that another one may take is 1"
+    assert open_study(name="other").promise == 0.0, "nothing bounds it"
+    free = open_study(name="free", bound=lambda of: 0.0)
+    assert free.promise == 0.0
+
+
+def test_what_is_forgotten_is_not_tried(open_study: Callable[..., Study]) -> None:
+    one = open_study(bound=lambda of: float(int(of["b"])))
+    one.enqueue([variant(4, 4), variant(6, 4)])
+    assert search(one, 1) == [variant(4, 4)]
+    one.forget_waiting()
+    assert not one.waiting
+    assert variant(6, 4) not in search(one, 5)
+
+
 def test_startup_is_random_and_then_the_sampler_takes_over(
     open_study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from fake_pool import (
     GOOD,
     LARGE,
     Bench,
+    FakePool,
     Studied,
     asked,
     benched,
@@ -320,6 +321,51 @@ def test_a_wrong_structure_is_remembered_and_a_lost_worker_is_not(bench: Bench) 
     assert shop.rehearse(LARGE, kernels.variant()) == [bad]
     bench.rehearse = lambda job: GOOD
     assert shop.rehearse(LARGE, kernels.variant()) == [bad]
+
+
+def test_the_compilers_go_on_while_structures_are_rehearsed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compilers_first(*pools: Any) -> Any:
+        return FakePool.next_results(*reversed(pools))
+
+    monkeypatch.setattr(trial_pipeline, "next_results", compilers_first)
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    heard: list[Trial] = []
+    steps = shop.search(Studied(variants(2)), more=lambda: True, late=lambda: False, heard=heard.append)
+    next(steps)
+    compiled: list[int] = []
+    bench.rehearse = lambda job: compiled.append(shop.kernels) or GOOD
+    assert shop.rehearse(LARGE, kernels.variant()) == [GOOD]
+    assert compiled == [2]
+    shop.alone(steps)
+    assert len(heard) == 2
+
+
+def test_a_trial_of_one_problem_tells_what_the_kernel_takes_for_another(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    (known,) = searched(shop, Studied(variants(1)))
+    other = replace(LARGE, batch=2)
+    (itself,) = searched(shop, Studied(variants(1), other))
+    assert shop.carried(other, known) == itself
+    assert itself.time_us != known.time_us
+    bench.inspect = lambda job: BROKEN
+    (refused,) = searched(Workshop(samples.A30, measured=False, jobs=2), Studied(variants(1)))
+    assert shop.carried(other, refused) == refused
+
+
+def test_what_was_left_out_is_counted_with_its_reason(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    shop.count_left_out([Trial(variant=one, outcome=Outcome.TOO_SLOW, detail="so it is") for one in variants(3)])
+    assert shop.outcomes == {Outcome.TOO_SLOW: 3}
+    assert shop.reasons == {"too slow: so it is": 3}
+    assert shop.kernels == 0
+
+
+def test_a_structure_is_known_once_an_interpreter_judged_it(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=False, jobs=2)
+    assert not shop.knows_structure(LARGE, kernels.variant())
+    shop.rehearse(LARGE, kernels.variant())
+    assert shop.knows_structure(replace(LARGE, batch=2), kernels.variant())
+    assert not shop.knows_structure(LARGE, kernels.variant(softmax="lazy"))
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_a_problem_without_a_working_variant_does_not_stop_the_others(
 
 
 def test_ctrl_c_keeps_what_was_finished(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
-    other = replace(SMALL, seq_q=128, seq_kv=128)
+    other = replace(SMALL, head_dim=32, head_dim_v=32)  # of another kind, which is searched by itself
     workshop.interrupts = frozenset({other.key})
     summary = run(tmp_path, SMALL, other)
     assert summary.interrupted

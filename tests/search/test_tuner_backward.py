@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import fake_pool
 import gradient_kernels
 import pytest
 import samples
 import typer.testing
-from fake_workshop import GOOD, SMALL, FakeWorkshop, run
+from fake_workshop import SMALL, FakeWorkshop, run
 
 from autoattn.cache import file_format, store
 from autoattn.cli import app
@@ -17,13 +18,12 @@ from autoattn.codegen import search_space
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op, Problem
-from autoattn.core.trial import Verdict
 from autoattn.core.variant import Variant
 from autoattn.errors import ShapesError
 from autoattn.report import figures
 from autoattn.runtime.plan import cache_lookup
 from autoattn.search import tuner
-from autoattn.search.gpu_jobs import Rehearse, kind_of
+from autoattn.search.gpu_jobs import kind_of
 from autoattn.search.trial_pipeline import Workshop
 from autoattn.shapes import shapes_file
 from autoattn.workers.worker_pool import Failure
@@ -106,18 +106,12 @@ def test_a_shapes_file_names_the_operation() -> None:
 def test_a_structure_is_rehearsed_with_the_smallest_numbers(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Rehearse] = []
-
-    def results(pool: object, jobs: list[Rehearse], seconds: float) -> list[Verdict]:
-        asked.extend(jobs)
-        return [GOOD for _ in jobs]
-
-    monkeypatch.setattr("autoattn.workers.worker_pool.Pool.results", results)
+    fake_pool.set_pool(monkeypatch)
     one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
     with Workshop(samples.H200, measured=False, jobs=1) as shop:
         verdict = shop.check(one, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked"))
     assert not isinstance(verdict, Failure)
-    (job,) = asked
+    (job,) = fake_pool.benched(shop)
     assert job.problem == kind_of(job.problem)
     assert job.problem.op is Op.BACKWARD
     assert (job.problem.mask.block_q, job.problem.mask.block_kv) == ((32, 16) if one.mask.sparse else (0, 0))

@@ -19,7 +19,7 @@ from autoattn.core.trial import Evidence
 from autoattn.core.variant import Variant
 from autoattn.errors import CacheError, UsageError
 from autoattn.hardware import nvidia
-from autoattn.search import search_options, storage, tuner
+from autoattn.search import problem_run, search_options, storage, tuner
 from autoattn.search.shared_trials import Ledger, studies
 
 
@@ -90,12 +90,12 @@ def test_what_won_for_a_sister_problem_is_tried_for_the_next(workshop: type[Fake
 
     def time_us(self: FakeWorkshop, variant: Variant) -> float:
         fits_both = points.why_infeasible(variant, SMALL, samples.A30) is None
-        return 1.0 if fits_both and variant not in points.seeds_for(SMALL, samples.A30) else 100.0
+        return 50.0 if fits_both and variant not in points.seeds_for(SMALL, samples.A30) else 500.0
 
     workshop.time_us = time_us  # type: ignore[method-assign]
     winner = run(tmp_path, sister, trials=40).entries[sister.key].variant
     assert winner not in points.seeds_for(SMALL, samples.A30)
-    workshop.time_us = lambda self, variant: 1.0 if variant == winner else 100.0  # type: ignore[method-assign]
+    workshop.time_us = lambda self, variant: 50.0 if variant == winner else 500.0  # type: ignore[method-assign]
     summary = run(tmp_path, sister, SMALL, trials=20)
     assert summary.kept == 1
     assert summary.entries[SMALL.key].variant == winner
@@ -133,8 +133,10 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
 ) -> None:
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     names = []
-    named = tuner.study_name
-    monkeypatch.setattr(tuner, "study_name", lambda *facts, **kind: names.append(named(*facts, **kind)) or names[-1])
+    named = problem_run.study_name
+    monkeypatch.setattr(
+        problem_run, "study_name", lambda *facts, **kind: names.append(named(*facts, **kind)) or names[-1]
+    )
     run(tmp_path / "none", trials=1, storage=url)
     one = search_space.load("triton/forward")
     other = Ledger(names[0], storage.server(url), one)
@@ -250,11 +252,11 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
 ) -> None:
     """Two at once: the third learns from the first whether or not the second has ended."""
     asked: list[list[str]] = []
-    entry = tuner.ProblemRun.entry
+    contest = problem_run.ProblemRun.contest
     monkeypatch.setattr(
-        tuner.ProblemRun,
-        "entry",
-        lambda self, siblings, old: asked.append([one.problem.key for one in siblings]) or entry(self, siblings, old),
+        problem_run.ProblemRun,
+        "contest",
+        lambda self, relatives: asked.append([one.problem.key for one in relatives]) or contest(self, relatives),
     )
     workshop.many = 2
     run(tmp_path, *LADDER, measured=True)
@@ -262,19 +264,41 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
     assert asked == [[], [], keys[:1], keys[:2]]
 
 
-def test_without_the_card_siblings_kernels_come_first_and_few_new_ones_are_compiled(
+def test_without_the_card_a_kernel_is_a_trial_of_every_problem_of_its_kind_and_few_are_compiled(
     workshop: type[FakeWorkshop], tmp_path: Path
 ) -> None:
+    workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
     wider = replace(SMALL, seq_q=256, seq_kv=256)  # other seeds, the same kernels
     summary = run(tmp_path, SMALL, wider, trials=None)
-    first = summary.entries[SMALL.key]
-    theirs = [variant for key, variant in workshop.tried if key == wider.key]
-    known = {variant for key, variant in workshop.tried if key == SMALL.key}
-    assert theirs[0] == first.variant
-    assert (
-        sum(variant not in known for variant in theirs)
-        == search_options.PROFILES[search_options.Effort.QUICK].sibling_trials
-    )
+    profile = search_options.PROFILES[search_options.Effort.QUICK]
+    assert summary.kernels == len(workshop.tried) == profile.kernels + profile.sibling_trials
+    assert {key for key, _ in workshop.tried} == {SMALL.key, wider.key}, "both propose"
+    points = search_space.load(kernels.TEMPLATE)
+    for problem in (SMALL, wider):
+        fitting = [one for _, one in workshop.tried if points.why_infeasible(one, problem, samples.A30) is None]
+        assert summary.entries[problem.key].search.trials == len(fitting) >= profile.kernels / 2
+
+
+@pytest.mark.parametrize(("step", "more"), [(0.98, 1), (0.9, 2)])
+def test_a_search_without_the_card_goes_on_while_what_it_draws_pays(
+    workshop: type[FakeWorkshop], tmp_path: Path, step: float, more: int
+) -> None:
+    """Up to twice as long."""
+    times: dict[Variant, float] = {}
+    workshop.time_us = lambda self, variant: times.setdefault(variant, 1e5 * step ** len(times))  # type: ignore[method-assign]
+    assert run(tmp_path, trials=None).kernels == more * search_options.PROFILES[search_options.Effort.QUICK].kernels
+
+
+def test_a_problem_of_a_kind_that_has_an_entry_already_compiles_few_new_kernels(
+    workshop: type[FakeWorkshop], tmp_path: Path
+) -> None:
+    workshop.time_us = lambda self, variant: 100.0  # type: ignore[method-assign]
+    wider = replace(SMALL, seq_q=256, seq_kv=256)
+    first = run(tmp_path, SMALL, trials=None)
+    second = run(tmp_path, SMALL, wider, trials=None)
+    profile = search_options.PROFILES[search_options.Effort.QUICK]
+    assert (first.kernels, second.kept, second.kernels) == (profile.kernels, 1, profile.sibling_trials)
+    assert workshop.tried[profile.kernels][1] == first.entries[SMALL.key].variant, "its kernel comes first"
 
 
 def test_ctrl_c_among_several_searches_gives_up_what_all_of_them_claimed(

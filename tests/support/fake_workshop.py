@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from autoattn.core.trial import Energy, Outcome, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.search import search_options, tuner
 from autoattn.search.gpu_jobs import Finished, finalist_name
-from autoattn.search.study import Study
+from autoattn.search.kind_search import KindSearch
 from autoattn.search.trial_pipeline import Steps
 from autoattn.workers.worker_pool import Failure
 
@@ -48,10 +48,11 @@ class FakeWorkshop:
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
     asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
     outgrown: ClassVar[list[tuple[Variant, int]]] = []  # whose worst case was asked for, with the seed
+    left_out: ClassVar[list[Trial]] = []
     tried: ClassVar[list[tuple[str, Variant]]] = []  # problem keys and variants, in order
 
     def __init__(self, device: Any, *, measured: bool, jobs: int | None = None, cards: Sequence[str] = ()) -> None:
-        self.measured = measured
+        self.device, self.measured = device, measured
         self.outcomes: dict[Outcome, int] = {}
         self.rehearsals: Counter[Outcome] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -74,7 +75,7 @@ class FakeWorkshop:
 
     def search(
         self,
-        study: Study,
+        study: KindSearch,
         *,
         budget: int,
         more: Callable[[], bool],
@@ -102,6 +103,18 @@ class FakeWorkshop:
             study.record(trial)
             heard(trial)
             yield
+
+    def carried(self, problem: Problem, trial: Trial) -> Trial:
+        if problem.key in self.fails:
+            return Trial(variant=trial.variant, outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
+        time_us = self.time_us(trial.variant)
+        return replace(trial, outcome=Outcome.OK, detail="", prediction=samples.prediction(time_us))
+
+    def count_left_out(self, trials: Iterable[Trial]) -> None:
+        self.left_out += list(trials)
+
+    def knows_structure(self, problem: Problem, variant: Variant) -> bool:
+        return True
 
     def rehearse(self, problem: Problem, *variants: Any) -> list[Verdict | Failure]:
         return [GOOD for _ in variants]
@@ -144,7 +157,7 @@ class FakeWorkshop:
 
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorkshop]:
-    fresh = type("Fresh", (FakeWorkshop,), {"finals": [], "asked": [], "outgrown": [], "tried": []})
+    fresh = type("Fresh", (FakeWorkshop,), {"finals": [], "asked": [], "outgrown": [], "tried": [], "left_out": []})
     monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 

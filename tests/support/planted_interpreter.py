@@ -17,3 +17,15 @@ def rows_of_a_shared_tile(output_ptr, rows, parts):
         writes = parts > 1
     m_o = ((o_m < rows) & writes)[:, None]
     tl.store(output_ptr + o_m[:, None] * 8 + o_d[None, :], sums, mask=m_o)
+
+
+@triton.jit
+def ones(rows: tl.constexpr):
+    """A device function."""
+    return tl.zeros([rows], tl.float32) + 1.0
+
+
+@triton.jit
+def rows_of_a_device_function(output_ptr):
+    """Sets a row of [4, 8] to 1 in each program."""
+    tl.store(output_ptr + tl.program_id(0) * 8 + tl.arange(0, 8), ones(8))

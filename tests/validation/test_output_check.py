@@ -145,6 +145,17 @@ def test_a_refused_kernel_is_not_run_on_further_cases() -> None:
     assert (verdict.checks, planted.launches) == (1, 2)
 
 
+def test_in_an_interpreter_the_first_case_alone_runs_twice() -> None:
+    """It has no races; a second run sees what the first one left."""
+    one = kernels.problem(mask="causal")
+    planted = Planted(problem=one, body=right)
+    verdict = Gate(one, CPU, tiny=True).judge(planted)  # type: ignore[arg-type]
+    assert verdict.ok, verdict.reason
+    assert planted.launches == verdict.checks + 1
+    planted = Planted(problem=one, body=right)
+    assert Gate(one, CPU).judge(planted).checks * 2 == planted.launches  # type: ignore[arg-type]
+
+
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
