@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -166,11 +166,13 @@ def make_current(device: torch.device) -> None:
     PyTorch leaves that to the first call that needs one. In a thread where there was none yet, as in autograd's when
     attention is the last of a model, the driver refuses to encode a descriptor ("invalid device context").
     """
+    known = current_contexts.__dict__.setdefault("known", set())
+    if device.index in known:
+        return
     import torch
 
-    known = current_contexts.__dict__.setdefault("known", set())
     # The question is itself a call that makes a context current, and the only one that no capture forbids.
-    if device.index not in known and not torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_current_stream_capturing():
         torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest
         known.add(device.index)
 
@@ -261,6 +263,9 @@ def translated(ptx: str, device: torch.device) -> bytes:
     return cuda_driver.link(ptx)
 
 
+Axes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a descriptor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptor:
     """What Triton's launcher asks of a tensor to make a TMA descriptor of it."""
@@ -274,10 +279,8 @@ class Descriptor:
     @classmethod
     def of(cls, view: View, address: int = 0) -> Descriptor:
         """Of such a view at an address."""
-        shape, strides = view
-        # An axis of one element may step by anything, which the TMA unit would refuse.
-        steps = [step if size > 1 else -(-shape[-1] // 8) * 8 for size, step in zip(shape, strides, strict=True)]
-        return cls(address=address, shape=tuple(shape), strides=(*steps[:-1], 1))
+        shape, strides = box_axes(view)
+        return cls(address=address, shape=shape, strides=strides)
 
     @property
     def base(self) -> Descriptor:
@@ -289,11 +292,13 @@ class Descriptor:
         return self.address
 
 
-def described(name: str) -> str:
-    """The tensor that a descriptor's argument is of: one that is read in several boxes has one for each, as key_low."""
-    for suffix in ("_low", "_high", "_rest", "_tile", "_step"):
-        name = name.removesuffix(suffix)
-    return name
+def box_axes(view: View) -> Axes:
+    """Shape and strides of the descriptor of a view."""
+    shape, (*strides, _) = view
+    if 1 in shape:  # such an axis may step by anything, which the TMA unit would refuse
+        whole = -(-shape[-1] // 8) * 8
+        strides = [step if size > 1 else whole for size, step in zip(shape, strides, strict=False)]
+    return tuple(shape), (*strides, 1)
 
 
 def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, described
+from autoattn.kernels.compiler import Axes, Descriptor, Kernel, box_axes
+from autoattn.kernels.manifest import described
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
@@ -38,6 +39,7 @@ _VIEWS = "query", "key", "value", "output"
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
+MAX_DEALT = 4096  # sizes, of all kernels, for which it is kept how they are dealt out
 ALIGNED = 15  # of an address: what kernels may be made for is that 16 or less divides it, see traits_of
 
 
@@ -153,12 +155,15 @@ def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, Vi
     Args:
         views: of query, key, value and output.
     """
+    boxes = {}
+    if kernel.manifest.described:
+        boxes = _boxes(kernel, problem, dict(zip(_VIEWS, views, strict=True)))
     needed = zeros(kernel, problem, views[0])
     return bound_launch.resize(
         bound,
         launch_grid(kernel, problem, views[0]),
         sized_arguments(problem, *views),
-        _described(kernel, problem, dict(zip(_VIEWS, views, strict=True))),
+        boxes,
         0 if needed is None else needed[1],
     )
 
@@ -168,29 +173,45 @@ def zeros(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[str, 
 
     scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
     """
-    for name, numbers in (("scratch_ptr", kernel.manifest.scratch), ("arrivals_ptr", kernel.manifest.arrivals)):
-        if numbers is not None:
-            return name, int(numbers(*_sizes(kernel, problem, query)))
-    return None
+    return _buffers(kernel, *_sizes(kernel, problem, query))[0]
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
-    tiles = kernel.manifest.tiles
-    return int(tiles(*_sizes(kernel, problem, query))) if tiles is not None else 0
+    return _buffers(kernel, *_sizes(kernel, problem, query))[1]
 
 
 def partials(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
-    partials = kernel.manifest.partials
-    return int(partials(*_sizes(kernel, problem, query))) if partials is not None else 0
+    return _buffers(kernel, *_sizes(kernel, problem, query))[2]
 
 
 def launch_grid(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int]:
     """How many programs a kernel is launched with."""
+    return _grid(kernel, *_sizes(kernel, problem, query))
+
+
+# While a key cache grows, a launch is dealt out as before. Functions of a kernel's text take 2 us each, since each
+# `triton.cdiv` in them looks for a constant of Triton's in what it is given.
+@lru_cache(maxsize=MAX_DEALT)
+def _buffers(kernel: Kernel, batch: int, heads: int, rows: int) -> tuple[tuple[str, int] | None, int, int]:
+    """What `zeros`, `tiles` and `partials` say."""
+    manifest, sizes = kernel.manifest, (batch, heads, rows)
+    zeros = None
+    for name, numbers in (("scratch_ptr", manifest.scratch), ("arrivals_ptr", manifest.arrivals)):
+        if numbers is not None and zeros is None:
+            zeros = name, int(numbers(*sizes))
+    tiles, partials = (
+        0 if numbers is None else int(numbers(*sizes)) for numbers in (manifest.tiles, manifest.partials)
+    )
+    return zeros, tiles, partials
+
+
+@lru_cache(maxsize=MAX_DEALT)
+def _grid(kernel: Kernel, batch: int, heads: int, rows: int) -> tuple[int]:
     grid = kernel.manifest.grid
     assert grid is not None
-    return grid(*_sizes(kernel, problem, query), kernel.sm_count)
+    return grid(batch, heads, rows, kernel.sm_count)
 
 
 def _sizes(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int, int, int]:
@@ -228,8 +249,11 @@ def launch_arguments(
         if columns is not None:
             tensors["value_columns"] = arguments["value_columns_ptr"] = columns
             views["value_columns"] = View.of(columns)
-        for name, descriptor in _described(kernel, problem, views).items():
-            arguments[name] = replace(descriptor, address=tensors[described(name)].data_ptr())
+        boxes = _boxes(kernel, problem, views)
+        for name in kernel.manifest.descriptors:
+            tensor = described(name)
+            shape, strides = boxes[tensor]
+            arguments[name] = Descriptor(address=tensors[tensor].data_ptr(), shape=shape, strides=strides)
     return arguments
 
 
@@ -240,16 +264,14 @@ def sized_arguments(problem: Problem, query: View, key: View, value: View, outpu
     return (*sizes, *query.strides, *key.strides, *value.strides, *output.strides)
 
 
-def _described(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Descriptor]:
-    """The descriptors of a launch, but for addresses."""
-    if not kernel.manifest.descriptors:
-        return {}
+def _boxes(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Axes]:
+    """Shape and strides of the descriptors of a launch, by the names of their tensors."""
     if kernel.manifest.packed_heads:  # a tile has some of the heads that share keys, and none of the next ones
         for name in ("query", "output"):
             (batch, _, *rest), (sequence, head, *steps) = views[name]
             group = problem.group_size
             views[name] = View((batch, problem.heads_kv, group, *rest), (sequence, group * head, head, *steps))
-    return {name: Descriptor.of(views[described(name)]) for name in kernel.manifest.descriptors}
+    return {name: box_axes(views[name]) for name in kernel.manifest.described}
 
 
 def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:

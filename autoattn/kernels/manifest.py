@@ -29,6 +29,7 @@ class Manifest:
     # Arguments
     signature: Mapping[str, str] = field(default_factory=dict)  # argument -> Triton's type, of all kernels together
     descriptors: Mapping[str, str] = field(default_factory=dict)  # those of them that are TMA descriptors
+    described: tuple[str, ...] = ()  # the tensors that these are of, each once
     # Kernels
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kernels that share the work -> their options
     programs_an_sm: Mapping[str, int] = field(default_factory=dict)  # kernel -> programs of an SM that walk all tiles
@@ -51,6 +52,13 @@ class Manifest:
     copies: Callable[..., dict[str, tuple[int, ...]]] | None = None  # tensor -> shape of its turned copy
 
 
+def described(name: str) -> str:
+    """The tensor that a descriptor's argument is of: one that is read in several boxes has one for each, as key_low."""
+    for suffix in ("_low", "_high", "_rest", "_tile", "_step"):
+        name = name.removesuffix(suffix)
+    return name
+
+
 _FUNCTIONS = (
     *("grid", "grids", "grid_before", "turned"),
     *("scratch", "arrivals", "tiles", "partials", "sums", "turns", "copies"),
@@ -61,12 +69,14 @@ def of(module: object) -> Manifest:
     """The manifest of a loaded module; a name that the module lacks leaves its field empty."""
     held = vars(module) if module is not None else {}
     signature = held.get("SIGNATURE", {})
+    descriptors = {name: kind for name, kind in signature.items() if kind.startswith(TMA)}
     bias_tile = [held.get(name) for name in ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N")]
     return Manifest(
         # Layouts of boxes are Gluon's to say, so only its files have this table; Triton's name boxes by their type.
         language=Language.GLUON if "DESCRIPTORS" in held else Language.TRITON,
         signature=signature,
-        descriptors={name: kind for name, kind in signature.items() if kind.startswith(TMA)},
+        descriptors=descriptors,
+        described=tuple(dict.fromkeys(map(described, descriptors))),
         parts=held.get("PARTS", {}),
         programs_an_sm=held.get("PERSISTENT", {}),
         packs_all_heads="PACK_GQA" in held,
