@@ -106,15 +106,15 @@ def bind(
 
 
 def resize(
-    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View]
+    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View], shapes: ScratchShapes
 ) -> tuple[Bound, ...]:
     """Launches that `bind` made, for a problem of other sizes.
 
     Args:
         views: of VIEWS.
+        shapes: the problem's `scratch_shapes`.
     """
     query = views["query"]
-    shapes = scratch_shapes(kernel, problem, query)
     numbers = sized_arguments(problem, views, shapes)
     read = _read(views, shapes)
     boxes = {name: box_axes(read[name]) for name in kernel.manifest.described}

@@ -63,13 +63,18 @@ def traits_of_views(views: Iterable[View], addresses: int, element: int, *, lse:
         element: bytes of one.
         bias: Triton's name of the element type of a bias.
     """
+    alignment, wide = memory_of_views(views, addresses, element)
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
+
+
+def memory_of_views(views: Iterable[View], addresses: int, element: int) -> tuple[int, bool]:
+    """The alignment and the width of these traits."""
     steps, anything, wide = 16 // element | addresses // element, False, False
     for (_, _, seq, head_dim), (stride_b, stride_h, stride_s, stride_d) in views:
         steps |= stride_b | stride_h | stride_s
         anything = anything or stride_d != 1
-        wide = wide or (seq - 1 + TILE_ROWS) * stride_s + max(head_dim - 1, 1) * stride_d >= 2**31
-    alignment = 1 if anything else steps & -steps  # the lowest bit: what divides all of them
-    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
+        wide = wide or (seq - 1 + TILE_ROWS) * stride_s + (head_dim - 1 or 1) * stride_d >= 2**31
+    return 1 if anything else steps & -steps, wide  # the lowest bit: what divides all of them
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -43,6 +43,7 @@ class TrainingCall:
     forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
     output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
     gradients: tuple[Steps, Steps, Steps]  # of query, key and value
+    scratch: backward.ScratchShapes  # of what the kernels leave for one another, of which the next say where it lies
     rows: int  # bytes of each query's LSE, and of its delta
     sums: int  # bytes behind these, in which queries' gradients are added up
     numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
@@ -127,7 +128,8 @@ class TrainingCall:
             layout = self.both.problem.layout
             views = [View.of_given(tensor.shape, tensor.stride(), layout) for tensor in given]
             views += [View.of_given(*gradient, layout) for gradient in self.gradients]
-            launches = backward.resize(self.models[0], kernel, problem, dict(zip(backward.VIEWS, views, strict=True)))
+            named = dict(zip(backward.VIEWS, views, strict=True))
+            launches = backward.resize(self.models[0], kernel, problem, named, self.scratch)
             return self._keep(kind, launches)
         operands = self._operands(query, key, value, *offsets)
         sums = lse[None] if self.both.problem.packed else lse
@@ -203,6 +205,7 @@ def _memory(both: gradient_problem.Pass, views: Views) -> dict[str, Any]:
     return {
         "output": views[0].without_gaps(problem.head_dim_v).given(layout)[1],
         "gradients": tuple(view.without_gaps(view.shape[3]).given(layout) for view in views),
+        "scratch": scratch,
         "rows": 4 * (rows // 2),
         "sums": 4 * sums,
         "numbers": end,
