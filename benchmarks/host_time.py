@@ -4,9 +4,9 @@ python benchmarks/host_time.py [--row TEXT] [--lengths 32] [--warm]
 
 The programs are those of dynamic.py. Calls are planned, bound and launched as on an H200, on tensors of the CPU whose
 content nobody reads; in place of the driver stand C functions that do nothing. So times of both launchers count, that
-of precompiled kernels and Triton's own, but not the driver's. Each call finds the CPU's caches emptied, as one does that
-waited for the GPU; with --warm it does not. Phases are measured in calls of their own: a phase holds those indented
-under it, and each costs about a microsecond more than it would unseen.
+of precompiled kernels and Triton's own, but not the driver's. Each call finds the CPU's caches emptied, as one does
+that waited for the GPU; with --warm it does not. Phases are measured in calls of their own: a phase holds those
+indented under it, and each costs about a microsecond more than it would unseen.
 """
 
 from __future__ import annotations

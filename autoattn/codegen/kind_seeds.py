@@ -50,7 +50,4 @@ class KindSeeds:
         names = names_of.get(place)
         if names is None:
             names = names_of[place] = self.rules.names(judgement)
-        for name in names:
-            if not facts[name]:
-                return False
-        return True
+        return all(map(facts.__getitem__, names))

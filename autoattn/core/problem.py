@@ -362,6 +362,7 @@ def _packed_pairs(problem: Problem) -> int:
 
 SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call
 _UNSIZED = tuple(field.name for field in fields(Problem) if field.name not in SIZES)
+sizes_of: Callable[[Problem], tuple[int, int, int, int, int]] = attrgetter(*SIZES)
 _unsized_of = attrgetter(*_UNSIZED)
 # What writes each fact into a problem's slots, past the frozen dataclass
 _WRITE: tuple[Callable[[Problem, object], None], ...] = tuple(

@@ -130,7 +130,8 @@ def bind(
         given = arguments.get(name)
         if isinstance(given, Descriptor):
             tensors.append(described(name))
-            encode = direct.encoder(len(maps), kernel.device) if direct else _left_to_triton
+            # Triton's own launcher takes a descriptor as it is.
+            encode = direct.encoder(len(maps), kernel.device) if direct else Descriptor.at
             axes = given.shape, given.strides
             maps.append((len(flat), addresses[f"{described(name)}_ptr"], _Maps(axes, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
@@ -161,9 +162,7 @@ def bind(
     return Bound(form=form, given=flat, maps=tuple(maps), zeros=taken)
 
 
-def resize(
-    bound: Bound, grid: tuple[int], numbers: tuple[int, ...], boxes: Mapping[str, Axes], zeros: int
-) -> Bound:
+def resize(bound: Bound, grid: tuple[int], numbers: tuple[int, ...], boxes: Mapping[str, Axes], zeros: int) -> Bound:
     """The same launch with other sizes.
 
     Args:
@@ -259,7 +258,7 @@ class _Direct:
 
         def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
             make_current(device)
-            return encode(Descriptor(address=address, shape=shape, strides=strides), facts, *ignored)[0]
+            return encode(Descriptor.at(address, shape, strides), facts, *ignored)[0]
 
         return encoded
 
@@ -297,11 +296,6 @@ class _Maps(dict[int, Any]):
             filled_maps.append(self)
             self[address] = made
         return made
-
-
-def _left_to_triton(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Descriptor:
-    """What Triton's own launcher takes, which encodes it at each launch."""
-    return Descriptor(address=address, shape=shape, strides=strides)
 
 
 filled_maps: list[_Maps] = []  # one for each encoded descriptor: where it is

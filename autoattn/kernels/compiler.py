@@ -10,7 +10,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -166,7 +166,10 @@ def make_current(device: torch.device) -> None:
     PyTorch leaves that to the first call that needs one. In a thread where there was none yet, as in autograd's when
     attention is the last of a model, the driver refuses to encode a descriptor ("invalid device context").
     """
-    known = current_contexts.__dict__.setdefault("known", set())
+    try:
+        known = current_contexts.known
+    except AttributeError:
+        known = current_contexts.known = set()
     if device.index in known:
         return
     import torch
@@ -282,6 +285,14 @@ class Descriptor:
         shape, strides = box_axes(view)
         return cls(address=address, shape=shape, strides=strides)
 
+    @classmethod
+    def at(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Descriptor:
+        """One that reads zeros beyond the end; a third of what the dataclass's own way takes, for each new address."""
+        descriptor = object.__new__(cls)
+        for write, value in zip(_WRITE, (address, shape, strides, "zero", False), strict=True):
+            write(descriptor, value)
+        return descriptor
+
     @property
     def base(self) -> Descriptor:
         """Where Triton looks for the address."""
@@ -292,13 +303,17 @@ class Descriptor:
         return self.address
 
 
+_WRITE = tuple(getattr(Descriptor, field.name).__set__ for field in fields(Descriptor))
+
+
 def box_axes(view: View) -> Axes:
     """Shape and strides of the descriptor of a view."""
-    shape, (*strides, _) = view
+    shape, (*steps, _) = view
     if 1 in shape:  # such an axis may step by anything, which the TMA unit would refuse
-        whole = -(-shape[-1] // 8) * 8
-        strides = [step if size > 1 else whole for size, step in zip(shape, strides, strict=False)]
-    return tuple(shape), (*strides, 1)
+        for axis in range(len(steps)):
+            if shape[axis] == 1:
+                steps[axis] = -(-shape[-1] // 8) * 8
+    return tuple(shape), (*steps, 1)
 
 
 def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.call_arguments import PACKED_ARGUMENTS, KeyRole, names
-from autoattn.core.problem import MAX_SIZE, SIZES, Layout, Problem
+from autoattn.core.problem import MAX_SIZE, Layout, Problem, sizes_of
 from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.runtime import call_cache, prepared_call
@@ -40,7 +39,6 @@ _LAYOUTS = {layout.value: layout for layout in Layout}
 PACKED = Layout.PACKED.value
 _AXES = {"bhsd": (4, 1, 2), "bshd": (4, 2, 1), PACKED: (3, 1, 0)}  # layout -> axes, place of heads, of the sequence
 _PACKED_USUAL = len(names(PACKED_ARGUMENTS, KeyRole.USUAL))  # words of a packed key in front of the longest lengths
-_sizes_of = attrgetter(*SIZES)
 
 
 class SizedKey(NamedTuple):
@@ -159,8 +157,14 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
     if forward.may_reach_far(problem) or _memory_of(views, sized, problem) != family.memory:
         return None
     of_class = _class_of(sized.sizes)
-    choice = family.choices.get(of_class) or family.choose(of_class, problem, sized.sizes)
-    if choice is None or planner.settled(choice.plan, problem) is not choice.plan or not _may_run(choice, problem):
+    choice = family.choices.get(of_class)
+    if choice is None:
+        choice = family.choose(of_class, problem, sized.sizes)  # which asks the kernels' rules too
+    elif not _may_run(choice, problem):
+        return None
+    if choice is None or planner.settled(choice.plan, problem) is not choice.plan:
+        return None
+    if planner.why_too_many_programs(problem) is not None:
         return None
     prepared = prepared_call.resize(choice.prepared, sized.call_key, problem, views)
     if prepared is not None:
@@ -171,7 +175,7 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
 def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
     """Keeps who answered a call for others of its family and its class of sizes, where that is possible."""
     prepared = None if sized is None else call_cache.find(sized.call_key)
-    if sized is None or prepared is None or plan.repeats or _sizes_of(call.problem) != sized.sizes:
+    if sized is None or prepared is None or plan.repeats or sizes_of(call.problem) != sized.sizes:
         return
     of_class = _class_of(sized.sizes)
     if not _speaks_for(plan, of_class) or forward.may_reach_far(call.problem):
@@ -188,7 +192,7 @@ def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
 def _speaks_for(plan: Plan, of_class: Sizes) -> bool:
     """Whether a plan is that of all calls of a class."""
     spoken_for = plan.explanation.chosen_for
-    return spoken_for is not None and _sizes_of(spoken_for) == of_class and plan.captured is None and plan.lasting
+    return spoken_for is not None and sizes_of(spoken_for) == of_class and plan.captured is None and plan.lasting
 
 
 def _views_of(sized: SizedKey) -> tuple[View, View, View]:
@@ -213,8 +217,6 @@ def _class_of(sizes: Sizes) -> Sizes:
 
 def _may_run(choice: _Choice, problem: Problem) -> bool:
     """Whether the kernels of a class are feasible at these sizes."""
-    if planner.why_too_many_programs(problem) is not None:
-        return False
     sizes = size_facts(problem)
     return all(judgement.why_not(sizes) is None for judgement in choice.judgements)
 
@@ -231,7 +233,7 @@ def _new_family(sized: SizedKey, call: Call, plan: Plan) -> _Family:
         backward_problem=plan.backward_problem,
         known=KnownCalls.of(plan, call.problem, index),
         memory=_memory_of(_views_of(sized), sized, call.problem),
-        tuned=frozenset(_sizes_of(places[0].entry.problem) for places in tuned),
+        tuned=frozenset(sizes_of(places[0].entry.problem) for places in tuned),
     )
 
 

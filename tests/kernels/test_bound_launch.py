@@ -149,9 +149,7 @@ def test_a_resized_launch_is_the_one_that_is_bound_at_other_sizes(card: Card) ->
     assert resized.zeros == second.zeros
     assert [maps.axes for _, _, maps in resized.maps] == [(one.shape, one.strides) for one in grown.values()]
     kept = [new is old for (_, _, new), (_, _, old) in zip(resized.maps, first.maps, strict=True)]
-    assert kept == [name != "key" for name in resized.form.described], (
-        "what did not change is not encoded again"
-    )
+    assert kept == [name != "key" for name in resized.form.described], "what did not change is not encoded again"
 
 
 def test_a_descriptor_is_encoded_once_for_an_address(card: Card) -> None:

@@ -139,9 +139,7 @@ def of_gradients(
     return replace(explanation, route=KERNEL, reasons=reasons)
 
 
-def _looked_up(
-    problem: Problem, card: Device | None, folder: Path | None, tuned: TunedEntries | None
-) -> Explanation:
+def _looked_up(problem: Problem, card: Device | None, folder: Path | None, tuned: TunedEntries | None) -> Explanation:
     if tuned is not None:
         return cache_lookup.explain_among(problem, tuned)
     return cache_lookup.explain(problem, card, folder)

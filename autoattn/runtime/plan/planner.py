@@ -296,9 +296,7 @@ def _warn_where_unavailable(explanation: Explanation) -> None:
         availability.warn_once(explanation.unavailable)
 
 
-def _kernel_of(
-    problem: Problem, variant: Variant, traits: Traits, index: int, card: Device | None
-) -> compiler.Kernel:
+def _kernel_of(problem: Problem, variant: Variant, traits: Traits, index: int, card: Device | None) -> compiler.Kernel:
     """A variant's kernel on a card: precompiled where its machine code is there, else compiled."""
     if card is not None and (stored := machine_code.find(problem, variant, traits, card.arch)) is not None:
         kernel = machine_code.load(stored, variant, traits, index)
