@@ -152,6 +152,11 @@ def test_a_resized_launch_is_the_one_that_is_bound_at_other_sizes(card: Card) ->
     assert kept == [name != "key" for name in resized.form.described], "what did not change is not encoded again"
 
 
+def test_a_descriptor_that_is_made_past_its_dataclass_is_the_same() -> None:
+    shape, strides = (2, 3, 100, 64), (19200, 6400, 64, 1)
+    assert Descriptor.at(4096, shape, strides) == Descriptor(address=4096, shape=shape, strides=strides)
+
+
 def test_a_descriptor_is_encoded_once_for_an_address(card: Card) -> None:
     launch = bind(card)
     for addresses in (ADDRESSES, ADDRESSES, (160, *ADDRESSES[1:]), ADDRESSES):
