@@ -25,7 +25,7 @@ from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.kernels import assembler, cuda_driver, manifest
-from autoattn.kernels.manifest import Language, Manifest
+from autoattn.kernels.manifest import DealtSizes, Language, Manifest
 from autoattn.kernels.sass import disassembler, loops
 
 if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their start
@@ -133,6 +133,8 @@ class Kernel:
     parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
     precompiled: str = ""  # which compiler made the machine code, where a file held it
     manifest: Manifest = field(init=False)  # what the module says of launches
+    # (batch, heads, rows) -> what the manifest says of them
+    dealt: dict[tuple[int, int, int], DealtSizes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "manifest", manifest.of(self.module))

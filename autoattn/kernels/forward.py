@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from autoattn.errors import TensorError
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Axes, Descriptor, Kernel, box_axes
-from autoattn.kernels.manifest import described
+from autoattn.kernels.manifest import DealtSizes, described
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
@@ -39,7 +38,7 @@ _VIEWS = "query", "key", "value", "output"
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
-MAX_DEALT = 4096  # sizes, of all kernels, for which it is kept how they are dealt out
+MAX_DEALT = 256  # sizes for which a kernel keeps how they are dealt out
 ALIGNED = 15  # of an address: what kernels may be made for is that 16 or less divides it, see traits_of
 
 
@@ -178,45 +177,37 @@ def zeros(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[str, 
 
     scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
     """
-    return _buffers(kernel, *_sizes(kernel, problem, query))[0]
+    return _dealt(kernel, _sizes(kernel, problem, query)).zeros
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
-    return _buffers(kernel, *_sizes(kernel, problem, query))[1]
+    return _dealt(kernel, _sizes(kernel, problem, query)).tiles
 
 
 def partials(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
-    return _buffers(kernel, *_sizes(kernel, problem, query))[2]
+    return _dealt(kernel, _sizes(kernel, problem, query)).partials
 
 
 def launch_grid(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int]:
     """How many programs a kernel is launched with."""
-    return _grid(kernel, *_sizes(kernel, problem, query))
-
-
-# While a key cache grows, a launch is dealt out as before. Functions of a kernel's text take 2 us each, since each
-# `triton.cdiv` in them looks for a constant of Triton's in what it is given.
-@lru_cache(maxsize=MAX_DEALT)
-def _buffers(kernel: Kernel, batch: int, heads: int, rows: int) -> tuple[tuple[str, int] | None, int, int]:
-    """What `zeros`, `tiles` and `partials` say."""
-    manifest, sizes = kernel.manifest, (batch, heads, rows)
-    zeros = None
-    for name, numbers in (("scratch_ptr", manifest.scratch), ("arrivals_ptr", manifest.arrivals)):
-        if numbers is not None and zeros is None:
-            zeros = name, int(numbers(*sizes))
-    tiles, partials = (
-        0 if numbers is None else int(numbers(*sizes)) for numbers in (manifest.tiles, manifest.partials)
-    )
-    return zeros, tiles, partials
-
-
-@lru_cache(maxsize=MAX_DEALT)
-def _grid(kernel: Kernel, batch: int, heads: int, rows: int) -> tuple[int]:
-    grid = kernel.manifest.grid
+    grid = _dealt(kernel, _sizes(kernel, problem, query)).grid
     assert grid is not None
-    return grid(batch, heads, rows, kernel.sm_count)
+    return grid
+
+
+def _dealt(kernel: Kernel, sizes: tuple[int, int, int]) -> DealtSizes:
+    """What the text of a kernel says of a launch, found out once for batch, heads and rows of each.
+
+    While a key cache grows, these stay. The kernel keeps it, so that it goes when the kernel does.
+    """
+    dealt = kernel.dealt.get(sizes)
+    if dealt is None:
+        if len(kernel.dealt) >= MAX_DEALT:
+            kernel.dealt.clear()
+        dealt = kernel.dealt[sizes] = kernel.manifest.dealt(*sizes, kernel.sm_count)
+    return dealt
 
 
 def _sizes(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int, int, int]:

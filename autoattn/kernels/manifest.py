@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 Sizes = Callable[..., int]  # numbers of a buffer, from batch, heads and lengths
 TMA = "tensordesc"  # how the type of an argument begins that is a TMA descriptor
@@ -20,6 +20,15 @@ class Language(str, Enum):
 
     TRITON = "triton"  # Triton's interpreter runs it
     GLUON = "gluon"
+
+
+class DealtSizes(NamedTuple):
+    """How a forward kernel deals out a batch, its heads and their rows."""
+
+    grid: tuple[int] | None
+    zeros: tuple[str, int] | None  # the argument for int32 zeros, and how many
+    tiles: int
+    partials: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +60,19 @@ class Manifest:
     sums: Sizes | None = None  # float32 in which the gradients of queries are added up
     turns: Sizes | None = None  # int32: programs that have added
     copies: Callable[..., dict[str, tuple[int, ...]]] | None = None  # tensor -> shape of its turned copy
+
+    def dealt(self, batch: int, heads: int, rows: int, sm_count: int) -> DealtSizes:
+        """What a forward kernel's functions say of a launch; 0 and None where it has no such function."""
+        sizes, zeros = (batch, heads, rows), None
+        for name, numbers in (("arrivals_ptr", self.arrivals), ("scratch_ptr", self.scratch)):
+            if numbers is not None:  # no kernel has both
+                zeros = name, int(numbers(*sizes))
+        return DealtSizes(
+            grid=None if self.grid is None else self.grid(*sizes, sm_count),
+            zeros=zeros,
+            tiles=0 if self.tiles is None else int(self.tiles(*sizes)),
+            partials=0 if self.partials is None else int(self.partials(*sizes)),
+        )
 
 
 def described(name: str) -> str:

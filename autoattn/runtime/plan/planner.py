@@ -112,17 +112,22 @@ class KnownCalls:
 
     card: Device
     index: int
-    traits: Traits
+    kernel: compiler.Kernel  # of one of them
     output: WatchedEntries
-    gradient_traits: Traits | None = None  # None where nobody differentiates them, as the next
+    gradient_kernel: compiler.Kernel | None = None  # None where nobody differentiates them, as the next
     gradients: WatchedEntries | None = None
-    kernels: dict[tuple[Op, Variant], compiler.Kernel] = field(default_factory=dict)  # that answer some of them
+    kernels: list[tuple[Op, compiler.Kernel]] = field(default_factory=list)  # that answer some of them
 
     def note(self, plan: Plan) -> None:
         """Keeps the kernels of a plan at hand."""
         for op, kernel in ((Op.FORWARD, plan.kernel), (Op.BACKWARD, plan.gradients)):
-            if kernel is not None:
-                self.kernels[op, kernel.source.variant] = kernel
+            if kernel is not None and (op, kernel) not in self.kernels:
+                self.kernels.append((op, kernel))
+
+    def kernel_of(self, op: Op, variant: Variant) -> compiler.Kernel | None:
+        """The kernel of a variant; None where none of them has answered."""
+        kernels = (kernel for of, kernel in self.kernels if of is op and kernel.source.variant == variant)
+        return next(kernels, None)
 
     @classmethod
     def of(cls, plan: Plan, problem: Problem, index: int) -> KnownCalls | None:
@@ -135,16 +140,17 @@ class KnownCalls:
         card = nvidia.present(index)
         if plan.kernel is None or card is None:
             return None
-        output, traits = WatchedEntries(problem, card), plan.kernel.source.traits
+        output = WatchedEntries(problem, card)
         if plan.gradients is None or plan.backward_problem is None:
-            return cls(card=card, index=index, traits=traits, output=output)
+            return cls(card=card, index=index, kernel=plan.kernel, output=output)
+        gradients = WatchedEntries(plan.backward_problem, card)
         return cls(
             card=card,
             index=index,
-            traits=traits,
+            kernel=plan.kernel,
             output=output,
-            gradient_traits=plan.gradients.source.traits,
-            gradients=WatchedEntries(plan.backward_problem, card),
+            gradient_kernel=plan.gradients,
+            gradients=gradients,
         )
 
 
@@ -154,12 +160,12 @@ def replan(known: KnownCalls, problem: Problem, backward_problem: Problem | None
     Args:
         backward_problem: of the gradients, where somebody differentiates the call.
     """
+    traits = known.kernel.source.traits
     try:
-        if backward_problem is None:
-            return _plan_output(problem, known.traits, known.index, known.card, known)
-        assert known.gradient_traits is not None
-        traits = known.traits, known.gradient_traits
-        return _plan_both(problem, backward_problem, *traits, known.index, NONE_LEARNED, known)
+        if backward_problem is None or known.gradient_kernel is None:
+            return _plan_output(problem, traits, known.index, known.card, known)
+        gradient_traits = known.gradient_kernel.source.traits
+        return _plan_both(problem, backward_problem, traits, gradient_traits, known.index, NONE_LEARNED, known)
     except _NotLoadedError:
         return None
 
@@ -269,7 +275,7 @@ def _first_compiled(
     """The first kernel of an explanation that the compiler takes, as what runs; else why it refused the last one."""
     refused = ""
     for variant in cache_lookup.variants(explanation, card):
-        kernel = None if known is None else known.kernels.get((problem.op, variant))
+        kernel = None if known is None else known.kernel_of(problem.op, variant)
         try:
             kernel = kernel or _kernel_of(problem, variant, traits, index, card)
         except CompileError as error:
