@@ -145,7 +145,7 @@ def step(attend: Call, inputs: list[torch.Tensor], learns: bool) -> Call:
     """A forward pass, and the backward pass where inputs learn."""
     if not learns:
         return attend
-    push = torch.randn_like(inputs[0])  # the output is as large as the query
+    push = tensor(*inputs[0].shape, dtype=inputs[0].dtype)  # the output is as large as the query
     return lambda: torch.autograd.grad(attend(), inputs, push)  # type: ignore[arg-type]
 
 

@@ -13,11 +13,12 @@ from autoattn.core.variant import Variant
 class KindSeeds:
     """The seeds of a space that some sizes of a kind make feasible."""
 
-    why_unavailable: Callable[[], str | None]  # why the installed Triton cannot compile the template
+    why_unavailable: Callable[[Variant], str | None]  # why the installed Triton cannot compile a variant's template
     # Number, which equal variants share; variant; whether it speaks of a problem; whether it can run
     judged: tuple[tuple[int, Variant, Judgement, Judgement], ...]
     rules: SharedRules  # of these judgements
-    # Place of a seed -> names of the rules that say whether it speaks of a problem, and of all its rules, once asked
+    # Place of a seed -> names of the rules that say whether it speaks of a problem, and of those that say whether it
+    # can run, once asked
     spoken: dict[int, tuple[str, ...]] = field(default_factory=dict)
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -31,31 +32,22 @@ class KindSeeds:
         Args:
             facts: the sizes of the problem, made by `rules`.
         """
-        if self.why_unavailable():
-            return
-        asked = self.asked
         given: set[int] = set()
-        for place, (number, variant, _, _) in enumerate(self.judged):
-            if number in given:
-                continue
-            names = asked.get(place)
-            if names is None and (names := self._ask(place, facts)) is None:
-                continue
-            for name in names:
-                if not facts[name]:
-                    break
-            else:
+        last, speak = None, False
+        for place, (number, variant, speaks, judgement) in enumerate(self.judged):
+            if speaks is not last:  # a rule of a portfolio speaks for several variants
+                last, speak = speaks, self._hold(self.spoken, place, speaks, facts)
+            if speak and number not in given and self._hold(self.asked, place, judgement, facts):
+                if self.why_unavailable(variant):
+                    continue
                 given.add(number)
                 yield variant
 
-    def _ask(self, place: int, facts: DerivedFacts) -> tuple[str, ...] | None:
-        """The names of all rules of a seed, looked into when it first speaks of a problem; None where it does not."""
-        _, _, speaks, judgement = self.judged[place]
-        names = self.spoken.get(place)
+    def _hold(
+        self, names_of: dict[int, tuple[str, ...]], place: int, judgement: Judgement, facts: DerivedFacts
+    ) -> bool:
+        """Whether all rules of a judgement hold; their names are found out once."""
+        names = names_of.get(place)
         if names is None:
-            names = self.spoken[place] = self.rules.names(speaks)
-        for name in names:
-            if not facts[name]:
-                return None
-        names = self.asked[place] = names + self.rules.names(judgement)
-        return names
+            names = names_of[place] = self.rules.names(judgement)
+        return all(map(facts.__getitem__, names))

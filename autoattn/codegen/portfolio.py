@@ -6,7 +6,6 @@ says nothing of a problem, or nothing that can run, the seeds of the templates a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,9 +13,8 @@ from functools import lru_cache
 import msgspec
 
 from autoattn.codegen import feasibility, resources, search_space
-from autoattn.codegen.feasibility import Requirement, SharedRules
+from autoattn.codegen.feasibility import Judgement, Requirement, SharedRules
 from autoattn.codegen.kind_seeds import KindSeeds
-from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import FACTS, kind_facts, size_facts
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection, kernel_kind
@@ -95,7 +93,7 @@ def _checked(file: _PortfolioFile) -> Portfolio:
     return Portfolio(let=let, rules=tuple(rules))
 
 
-def of_kind(problem: Problem, device: Device) -> tuple[tuple[SearchSpace, KindSeeds], ...]:
+def of_kind(problem: Problem, device: Device) -> KindSeeds:
     """What the portfolio holds for problems that differ from `problem` in sizes alone, best first, judged once."""
     kind = kernel_kind.of(problem)
     return _judged(load(problem.op), kind, problem, device)
@@ -104,7 +102,8 @@ def of_kind(problem: Problem, device: Device) -> tuple[tuple[SearchSpace, KindSe
 def variants_for(problem: Problem, device: Device) -> list[Variant]:
     """The variants of a problem that can run, best first."""
     facts = size_facts(problem)
-    return [variant for _, seeds in of_kind(problem, device) for variant in seeds.feasible(seeds.rules.facts(facts))]
+    seeds = of_kind(problem, device)
+    return list(seeds.feasible(seeds.rules.facts(facts)))
 
 
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
@@ -131,38 +130,34 @@ def default(problem: Problem, device: Device) -> Variant:
     raise SpaceError("; ".join(refusals))
 
 
-_JUDGED: dict[tuple[object, ...], tuple[tuple[SearchSpace, KindSeeds], ...]] = {}
+_JUDGED: dict[tuple[object, ...], KindSeeds] = {}
 
 
-def _judged(
-    portfolio: Portfolio, kind: kernel_kind.KernelKind, problem: Problem, device: Device
-) -> tuple[tuple[SearchSpace, KindSeeds], ...]:
+def _judged(portfolio: Portfolio, kind: kernel_kind.KernelKind, problem: Problem, device: Device) -> KindSeeds:
     key = portfolio, kind, problem.numerics, problem.deterministic, device
     known = _JUDGED.get(key)
     if known is None:
         if len(_JUDGED) >= MAX_KINDS:
             _JUDGED.clear()
-        known = _JUDGED[key] = tuple(_judge(portfolio, problem, device))
+        known = _JUDGED[key] = _judge(portfolio, problem, device)
     return known
 
 
-def _judge(portfolio: Portfolio, problem: Problem, device: Device) -> list[tuple[SearchSpace, KindSeeds]]:
+def _judge(portfolio: Portfolio, problem: Problem, device: Device) -> KindSeeds:
     facts = kind_facts(kernel_kind.of(problem), problem.numerics, problem.deterministic, device)
     of_sizes = feasibility.names_of_sizes(portfolio.let)
-    pairs = []
+    judged: list[tuple[int, Variant, Judgement, Judgement]] = []
     for when, variants in portfolio.rules:
         other = Requirement(rule=when, because="it speaks of other problems")
         speaks = feasibility.judge(facts, portfolio.let, of_sizes, [other])
         if speaks.hopeless:
             continue
         for variant in variants:
-            space = search_space.load(variant.template)
-            judgement = space.judgement_of(variant, problem, device)
+            judgement = search_space.load(variant.template).judgement_of(variant, problem, device)
             if not judgement.hopeless:
-                pairs.append((space, variant, speaks, judgement))
-    rules = SharedRules()
-    judged = []
-    for space, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        numbered = tuple((place, *pair[1:]) for place, pair in enumerate(group))
-        judged.append((space, KindSeeds(why_unavailable=space.why_unavailable, judged=numbered, rules=rules)))
-    return judged
+                judged.append((len(judged), variant, speaks, judgement))
+    return KindSeeds(why_unavailable=_why_unavailable, judged=tuple(judged), rules=SharedRules())
+
+
+def _why_unavailable(variant: Variant) -> str | None:
+    return search_space.load(variant.template).why_unavailable()

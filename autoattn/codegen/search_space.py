@@ -297,7 +297,7 @@ def _judged_seeds(
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
             if not judgement.hopeless:
                 judged.append((numbers.setdefault(variant, len(numbers)), variant, speaks, judgement))
-    return KindSeeds(why_unavailable=space.why_unavailable, judged=tuple(judged), rules=SharedRules())
+    return KindSeeds(why_unavailable=lambda variant: space.why_unavailable(), judged=tuple(judged), rules=SharedRules())
 
 
 def of(op: Op) -> tuple[SearchSpace, ...]:

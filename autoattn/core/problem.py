@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import lru_cache
+from operator import attrgetter
 
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.errors import ProblemError
@@ -225,14 +227,9 @@ class Problem:
 
         They must be such that the mask keeps its name: see `simplified`, and top-left masks of equal lengths.
         """
-        resized, write = object.__new__(Problem), object.__setattr__
-        for name in _UNSIZED:
-            write(resized, name, getattr(self, name))
-        write(resized, "batch", batch)
-        write(resized, "seq_q", seq_q)
-        write(resized, "seq_kv", seq_kv)
-        write(resized, "tokens_q", tokens_q)
-        write(resized, "tokens_kv", tokens_kv)
+        resized = object.__new__(Problem)
+        for write, value in zip(_WRITE, (*_unsized_of(self), batch, seq_q, seq_kv, tokens_q, tokens_kv), strict=True):
+            write(resized, value)
         return resized
 
     @property
@@ -365,6 +362,12 @@ def _packed_pairs(problem: Problem) -> int:
 
 SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call
 _UNSIZED = tuple(field.name for field in fields(Problem) if field.name not in SIZES)
+sizes_of: Callable[[Problem], tuple[int, int, int, int, int]] = attrgetter(*SIZES)
+_unsized_of = attrgetter(*_UNSIZED)
+# What writes each fact into a problem's slots, past the frozen dataclass
+_WRITE: tuple[Callable[[Problem, object], None], ...] = tuple(
+    getattr(Problem, name).__set__ for name in (*_UNSIZED, *SIZES)
+)
 
 
 def padded(head_dim: int) -> int:

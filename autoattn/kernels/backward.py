@@ -16,8 +16,8 @@ from autoattn.codegen.argument_names import strides
 from autoattn.core.problem import Bias, DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, described
-from autoattn.kernels.manifest import Language
+from autoattn.kernels.compiler import Descriptor, Kernel, box_axes
+from autoattn.kernels.manifest import Language, described
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
 
@@ -106,18 +106,18 @@ def bind(
 
 
 def resize(
-    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View]
+    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View], shapes: ScratchShapes
 ) -> tuple[Bound, ...]:
     """Launches that `bind` made, for a problem of other sizes.
 
     Args:
         views: of VIEWS.
+        shapes: the problem's `scratch_shapes`.
     """
     query = views["query"]
-    shapes = scratch_shapes(kernel, problem, query)
     numbers = sized_arguments(problem, views, shapes)
     read = _read(views, shapes)
-    boxes = {name: Descriptor.of(read[described(name)]) for name in kernel.manifest.descriptors}
+    boxes = {name: box_axes(read[name]) for name in kernel.manifest.described}
     grids = grids_of(kernel, problem, query.shape[2], views["key"].shape[2])
     return tuple(
         bound_launch.resize(bound, grids[part.name], numbers, boxes, 0)

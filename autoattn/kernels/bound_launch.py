@@ -10,79 +10,87 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
 
 from autoattn import torch_private
 from autoattn.core import triton_release
-from autoattn.kernels.compiler import Descriptor, Kernel, described, make_current
+from autoattn.kernels.compiler import Axes, Descriptor, Kernel, make_current
+from autoattn.kernels.manifest import described
 from autoattn.kernels.precompiled_kernel import LoadedFunction
 from autoattn.kernels.zeroed_scratch import POOLS, ScratchPool
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there
+# (address, shape, strides) of a descriptor -> what a launch takes for it
+Encode: TypeAlias = Callable[[int, tuple[int, ...], tuple[int, ...]], Any]
 MOST_MAPS = 1 << 14  # encoded descriptors, of all launches together; 256 bytes each
 _STREAM = 3  # its place among what a launch takes, behind the grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LaunchForm:
+    """What launches of a kernel share, whatever the sizes of their calls."""
+
+    compiled: Any  # Triton's CompiledKernel
+    launch: Callable[..., object]
+    hooks: int  # the place of the launch's metadata in `given`, behind which its two hooks stand
+    begin: int  # the place of the first argument
+    listed: bool  # whether `launch` takes the arguments as one list
+    stepped: bool  # whether the shape and the strides of a descriptor follow it, as arguments of their own
+    index: int  # of the device
+    pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
+    described: tuple[str, ...]  # the tensors that descriptors are of
+    sized: tuple[tuple[int, int], ...]  # (place in `given`, place among the numbers that sizes decide)
+    device_of: Callable[[], int]  # -> current device
+    stream_of: Callable[[int], int]  # device -> handle of its current stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bound:
     """A launch of a kernel that takes the addresses of its call's tensors."""
 
-    compiled: Any  # Triton's CompiledKernel
-    launch: Callable[..., object]
+    form: LaunchForm
     given: list[object]  # what `launch` takes: grid, stream, settings, hooks, arguments; None where one moves
-    hooks: int  # the place of the launch's metadata, behind which its two hooks stand
-    begin: int  # the place of the first argument
-    listed: bool  # whether `launch` takes the arguments as one list
-    index: int  # of the device
-    pointers: tuple[tuple[int, int], ...]  # (place in `given`, place among the addresses)
-    maps: tuple[tuple[int, int, _Maps], ...]  # the same for descriptors
-    described: tuple[str, ...]  # the arguments that these are
-    sized: tuple[tuple[int, int], ...]  # (place in `given`, place among the numbers that sizes decide)
+    maps: tuple[tuple[int, int, _Maps], ...]  # (place in `given`, place among the addresses), and descriptors
     zeros: tuple[int, int, int, ScratchPool] | None  # (place in `given`, place among the addresses, numbers, whose)
-    device_of: Callable[[], int]  # -> current device
-    stream_of: Callable[[int], int]  # device -> handle of its current stream
 
     def __call__(self, addresses: Addresses) -> None:
         """Launches on the current stream of the kernel's device.
 
         Where the kernel needs zeros and their address is 0, the launch takes those of its stream.
         """
-        if self.device_of() != self.index:
-            with torch.cuda.device(self.index):
+        if self.form.device_of() != self.form.index:
+            with torch.cuda.device(self.form.index):
                 self._launch(addresses)
             return
         self._launch(addresses)
 
     def _launch(self, addresses: Addresses) -> None:
         """Addresses are passed as numbers, since Triton asks a tensor for its own, and then the driver whose it is."""
-        given = self.given.copy()
-        for place, number in self.pointers:
+        form, given = self.form, self.given.copy()
+        for place, number in form.pointers:
             given[place] = addresses[number]
         for place, number, maps in self.maps:
             given[place] = maps[addresses[number]]
-        given[_STREAM] = stream = self.stream_of(self.index)
+        given[_STREAM] = stream = form.stream_of(form.index)
         if self.zeros is not None:
             place, number, size, pool = self.zeros
             if not addresses[number]:
-                buffer = pool.buffer(self.index, stream, size)  # held until the launch is in the stream
+                buffer = pool.buffer(form.index, stream, size)  # held until the launch is in the stream
                 given[place] = buffer.address
-        begin, hooks = self.begin, triton.knobs.runtime
+        begin, hooks = form.begin, triton.knobs.runtime
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # as _set, without calling it
-            facts = self.compiled.launch_metadata(tuple(given[:_STREAM]), stream, *given[begin:])
-            given[self.hooks : self.hooks + 3] = facts, _set(enter), _set(leave)
-        if self.listed:
-            self.launch(*given[:begin], given[begin:])
+            facts = form.compiled.launch_metadata(tuple(given[:_STREAM]), stream, *given[begin:])
+            given[form.hooks : form.hooks + 3] = facts, _set(enter), _set(leave)
+        if form.listed:
+            form.launch(*given[:begin], given[begin:])
         else:
-            self.launch(*given)
-
-
-_LASTING = tuple(field.name for field in fields(Bound) if field.name not in ("given", "maps", "zeros"))
+            form.launch(*given)
 
 
 def _set(hook: Any) -> Any:
@@ -116,14 +124,16 @@ def bind(
     pointers: list[tuple[int, int]] = []
     maps: list[tuple[int, int, _Maps]] = []
     of_sizes: list[tuple[int, int]] = []
-    names: list[str] = []
+    tensors: list[str] = []
     taken = None
     for name in kernel.parameters:
         given = arguments.get(name)
         if isinstance(given, Descriptor):
-            names.append(name)
-            encode = direct.encoder(len(maps), kernel.device) if direct else None
-            maps.append((len(flat), addresses[f"{described(name)}_ptr"], _Maps(given, encode)))
+            tensors.append(described(name))
+            # Triton's own launcher takes a descriptor as it is.
+            encode = direct.encoder(len(maps), kernel.device) if direct else Descriptor.at
+            axes = given.shape, given.strides
+            maps.append((len(flat), addresses[f"{described(name)}_ptr"], _Maps(axes, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
             continue
         if (address := addresses.get(name)) is not None:
@@ -135,56 +145,49 @@ def bind(
         if (number := numbers.get(name)) is not None:
             of_sizes.append((len(flat), number))
         flat.append(0 if given is None else given)  # a pointer to nothing
-    return Bound(
+    form = LaunchForm(
         compiled=compiled,
         launch=direct.launch if direct else compiled.run,
-        given=flat,
         hooks=hooks,
         begin=begin,
         listed=direct is not None and direct.listed is not None,
+        stepped=direct is not None,
         index=kernel.device.index,
         pointers=tuple(pointers),
-        maps=tuple(maps),
-        described=tuple(names),
+        described=tuple(tensors),
         sized=tuple(of_sizes),
-        zeros=taken,
         device_of=torch_private.current_device,
         stream_of=torch_private.current_stream,
     )
+    return Bound(form=form, given=flat, maps=tuple(maps), zeros=taken)
 
 
-def resize(
-    bound: Bound, grid: tuple[int], numbers: tuple[int, ...], descriptors: Mapping[str, Descriptor], zeros: int
-) -> Bound:
+def resize(bound: Bound, grid: tuple[int], numbers: tuple[int, ...], boxes: Mapping[str, Axes], zeros: int) -> Bound:
     """The same launch with other sizes.
 
     Args:
         numbers: what sizes decide, in the order that `bind` was told.
-        descriptors: by the names of their arguments.
+        boxes: shape and strides of descriptors, by the names of their tensors.
         zeros: how many the launch takes, where it takes any.
     """
-    given = bound.given.copy()
+    form, given, maps, taken = bound.form, bound.given.copy(), bound.maps, bound.zeros
     given[0] = grid[0]
-    for place, number in bound.sized:
+    for place, number in form.sized:
         given[place] = numbers[number]
-    maps = []
-    for name, (place, address, old) in zip(bound.described, bound.maps, strict=True):
-        descriptor = descriptors[name]
-        if (descriptor.shape, descriptor.strides) == (old.descriptor.shape, old.descriptor.strides):
-            maps.append((place, address, old))
-            continue
-        if old.encode is not None:  # then shape and strides are arguments of their own
-            steps = (*descriptor.shape, *descriptor.strides)
-            given[place + 1 : place + 1 + len(steps)] = steps
-        maps.append((place, address, _Maps(descriptor, old.encode)))
-    taken = None if bound.zeros is None else (*bound.zeros[:2], zeros, bound.zeros[3])
-    resized, write = object.__new__(Bound), object.__setattr__  # a third of what `dataclasses.replace` takes
-    for name in _LASTING:
-        write(resized, name, getattr(bound, name))
-    write(resized, "given", given)
-    write(resized, "maps", tuple(maps))
-    write(resized, "zeros", taken)
-    return resized
+    if maps:
+        changed = []
+        for name, (place, address, old) in zip(form.described, maps, strict=True):
+            axes = boxes[name]
+            if axes != old.axes:
+                if form.stepped:
+                    shape, strides = axes
+                    given[place + 1 : place + 1 + 2 * len(shape)] = shape + strides
+                old = _Maps(axes, old.encode)
+            changed.append((place, address, old))
+        maps = tuple(changed)
+    if taken is not None:
+        taken = (*taken[:2], zeros, taken[3])
+    return Bound(form=form, given=given, maps=maps, zeros=taken)
 
 
 # --- Triton's launcher ------------------------------------------------------------------------------------------------
@@ -246,16 +249,16 @@ class _Direct:
             return (*kernel, None, None, compiled.packed_metadata), ()
         return (*kernel, compiled.packed_metadata), (None, None, *self.listed)
 
-    def encoder(self, place: int, device: torch.device) -> Callable[[Descriptor], Any]:
+    def encoder(self, place: int, device: torch.device) -> Encode:
         """What encodes the descriptor at a place among them."""
         encode, facts = self.encode, self.facts[place]
         assert encode is not None
         # Since 3.8 an encoder is also told what the launch takes before its arguments, and does not ask for it.
         ignored = (None,) * (len(inspect.signature(encode).parameters) - 2)
 
-        def encoded(descriptor: Descriptor) -> Any:
+        def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
             make_current(device)
-            return encode(descriptor, facts, *ignored)[0]
+            return encode(Descriptor.at(address, shape, strides), facts, *ignored)[0]
 
         return encoded
 
@@ -278,15 +281,13 @@ def _direct(kernel: Kernel) -> _Direct | LoadedFunction | None:
 class _Maps(dict[int, Any]):
     """Address -> what a launch takes for the descriptor of a tensor there, made when it is first asked for."""
 
-    __slots__ = ("__weakref__", "descriptor", "encode")
+    __slots__ = ("__weakref__", "axes", "encode")
 
-    def __init__(self, descriptor: Descriptor, encode: Callable[[Descriptor], Any] | None) -> None:
-        super().__init__()
-        self.descriptor, self.encode = descriptor, encode
+    def __init__(self, axes: Axes, encode: Encode) -> None:
+        self.axes, self.encode = axes, encode
 
     def __missing__(self, address: int) -> Any:
-        here = replace(self.descriptor, address=address)
-        made = here if self.encode is None else self.encode(here)
+        made = self.encode(address, *self.axes)
         with _writing:
             if len(filled_maps) >= MOST_MAPS:  # calls on ever new addresses, or ever new shapes
                 for maps in {id(maps): maps for maps in filled_maps}.values():

@@ -10,10 +10,10 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,7 +25,7 @@ from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.kernels import assembler, cuda_driver, manifest
-from autoattn.kernels.manifest import Language, Manifest
+from autoattn.kernels.manifest import DealtSizes, Language, Manifest
 from autoattn.kernels.sass import disassembler, loops
 
 if TYPE_CHECKING:  # compilers start sooner without it: it takes most of their start
@@ -133,6 +133,8 @@ class Kernel:
     parts: tuple[Kernel, ...] = ()  # kernels that do the work together, in the order in which they are launched
     precompiled: str = ""  # which compiler made the machine code, where a file held it
     manifest: Manifest = field(init=False)  # what the module says of launches
+    # (batch, heads, rows) -> what the manifest says of them
+    dealt: dict[tuple[int, int, int], DealtSizes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "manifest", manifest.of(self.module))
@@ -173,11 +175,16 @@ def make_current(device: torch.device) -> None:
     PyTorch leaves that to the first call that needs one. In a thread where there was none yet, as in autograd's when
     attention is the last of a model, the driver refuses to encode a descriptor ("invalid device context").
     """
+    try:
+        known = current_contexts.known
+    except AttributeError:
+        known = current_contexts.known = set()
+    if device.index in known:
+        return
     import torch
 
-    known = current_contexts.__dict__.setdefault("known", set())
     # The question is itself a call that makes a context current, and the only one that no capture forbids.
-    if device.index not in known and not torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_current_stream_capturing():
         torch.cuda.mem_get_info(device)  # cudaMemGetInfo: among the cheapest
         known.add(device.index)
 
@@ -281,6 +288,9 @@ def translated(ptx: str, device: torch.device) -> bytes:
     return cuda_driver.link(ptx)
 
 
+Axes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a descriptor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptor:
     """What Triton's launcher asks of a tensor to make a TMA descriptor of it."""
@@ -294,10 +304,16 @@ class Descriptor:
     @classmethod
     def of(cls, view: View, address: int = 0) -> Descriptor:
         """Of such a view at an address."""
-        shape, strides = view
-        # An axis of one element may step by anything, which the TMA unit would refuse.
-        steps = [step if size > 1 else -(-shape[-1] // 8) * 8 for size, step in zip(shape, strides, strict=True)]
-        return cls(address=address, shape=tuple(shape), strides=(*steps[:-1], 1))
+        shape, strides = box_axes(view)
+        return cls(address=address, shape=shape, strides=strides)
+
+    @classmethod
+    def at(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Descriptor:
+        """One that reads zeros beyond the end; a third of what the dataclass's own way takes, for each new address."""
+        descriptor = object.__new__(cls)
+        for write, value in zip(_WRITE, (address, shape, strides, "zero", False), strict=True):
+            write(descriptor, value)
+        return descriptor
 
     @property
     def base(self) -> Descriptor:
@@ -309,11 +325,17 @@ class Descriptor:
         return self.address
 
 
-def described(name: str) -> str:
-    """The tensor that a descriptor's argument is of: one that is read in several boxes has one for each, as key_low."""
-    for suffix in ("_low", "_high", "_rest", "_tile", "_step"):
-        name = name.removesuffix(suffix)
-    return name
+_WRITE = tuple(getattr(Descriptor, field.name).__set__ for field in fields(Descriptor))
+
+
+def box_axes(view: View) -> Axes:
+    """Shape and strides of the descriptor of a view."""
+    shape, (*steps, _) = view
+    if 1 in shape:  # such an axis may step by anything, which the TMA unit would refuse
+        for axis in range(len(steps)):
+            if shape[axis] == 1:
+                steps[axis] = -(-shape[-1] // 8) * 8
+    return tuple(shape), (*steps, 1)
 
 
 def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from autoattn.codegen.precompiled import TensorMap
@@ -119,36 +120,55 @@ def link(ptx: str) -> bytes:
             driver.cuLinkDestroy(linker)
 
 
-def encode_map(tensor_map: TensorMap, address: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
-    """The CUtensorMap of a tensor; reads beyond its end give zeros.
+class MapEncoder:
+    """Encodes TMA descriptors of one kind of box.
 
-    Args:
-        address: of the first element, a multiple of 16.
-        shape: elements of each axis, the last axis last.
-        strides: elements between neighbours of each axis; that of the last is 1.
+    What the driver reads and writes lies in memory of the encoder's own, under a lock, and is described to ctypes once:
+    each encoding fills in numbers alone.
     """
-    rank, sizes, steps, box, ones = _axes(tensor_map, tuple(shape), tuple(strides))
-    room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-    begin = -ctypes.addressof(room) % MAP_ALIGNMENT
-    error = library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(room) + begin), tensor_map.element_type, rank, ctypes.c_void_p(address),
-        sizes, steps, box, ones, 0, tensor_map.swizzle, _L2_PROMOTION_128B, 0,
-    )  # fmt: skip
-    if error:
-        raise RuntimeError(
-            f"a TMA descriptor of a tensor of shape {tuple(shape)} and strides {tuple(strides)} at {address:#x} "
-            f"cannot be encoded: {error_name(error)}"
-        )
-    return room.raw[begin : begin + MAP_BYTES]
 
+    def __init__(self, tensor_map: TensorMap) -> None:
+        rank = len(tensor_map.box)
+        self._element_bytes = tensor_map.element_bytes
+        self._lock = threading.Lock()
+        numbers = bytearray(8 * 2 * rank)
+        self._fill = partial(struct.Struct(f"<{2 * rank - 1}Q").pack_into, numbers, 0)
+        large, small = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        sizes, steps = large.from_buffer(numbers), large.from_buffer(numbers, 8 * rank)
+        room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        begin = ctypes.addressof(room) + -ctypes.addressof(room) % MAP_ALIGNMENT
+        self._map, self._address = (ctypes.c_char * MAP_BYTES).from_address(begin), ctypes.c_void_p()
+        self._room = room  # lives as long as the map in it
+        self._encode = partial(
+            library().cuTensorMapEncodeTiled, ctypes.c_void_p(begin), tensor_map.element_type, rank, self._address,
+            sizes, steps, small(*reversed(tensor_map.box)), small(*[1] * rank), 0, tensor_map.swizzle,
+            _L2_PROMOTION_128B, 0,
+        )  # fmt: skip
 
-@lru_cache(maxsize=4096)
-def _axes(tensor_map: TensorMap, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, Any, Any, Any, Any]:
-    """Rank, sizes, steps in bytes, box, and steps within it, as the driver takes them: the innermost axis first."""
-    rank = len(shape)
-    numbers, small = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-    steps = numbers(*(step * tensor_map.element_bytes for step in reversed(strides[:-1])))
-    return rank, numbers(*reversed(shape)), steps, small(*reversed(tensor_map.box)), small(*[1] * rank)
+    def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+        """The CUtensorMap of a tensor; reads beyond its end give zeros.
+
+        Args:
+            address: of the first element, a multiple of 16.
+            shape: elements of each axis, the last axis last.
+            strides: elements between neighbours of each axis; that of the last is 1.
+
+        Raises:
+            RuntimeError: there is no map of such a tensor.
+        """
+        size = self._element_bytes
+        with self._lock:
+            # The driver takes the innermost axis first, and steps in bytes without that of this axis.
+            self._fill(*shape[::-1], *[size * step for step in strides[-2::-1]])
+            self._address.value = address
+            error = self._encode()
+            encoded = self._map.raw
+        if error:
+            raise RuntimeError(
+                f"a TMA descriptor of a tensor of shape {tuple(shape)} and strides {tuple(strides)} at {address:#x} "
+                f"cannot be encoded: {error_name(error)}"
+            )
+        return encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, described
+from autoattn.kernels.compiler import Axes, Descriptor, Kernel, box_axes
+from autoattn.kernels.manifest import DealtSizes, described
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
@@ -38,6 +38,7 @@ _VIEWS = "query", "key", "value", "output"
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
+MAX_DEALT = 256  # sizes for which a kernel keeps how they are dealt out
 ALIGNED = 15  # of an address: what kernels may be made for is that 16 or less divides it, see traits_of
 
 
@@ -61,13 +62,18 @@ def traits_of_views(views: Iterable[View], addresses: int, element: int, *, lse:
         element: bytes of one.
         bias: Triton's name of the element type of a bias.
     """
+    alignment, wide = memory_of_views(views, addresses, element)
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
+
+
+def memory_of_views(views: Iterable[View], addresses: int, element: int) -> tuple[int, bool]:
+    """The alignment and the width of these traits."""
     steps, anything, wide = 16 // element | addresses // element, False, False
     for (_, _, seq, head_dim), (stride_b, stride_h, stride_s, stride_d) in views:
         steps |= stride_b | stride_h | stride_s
         anything = anything or stride_d != 1
-        wide = wide or (seq - 1 + TILE_ROWS) * stride_s + max(head_dim - 1, 1) * stride_d >= 2**31
-    alignment = 1 if anything else steps & -steps  # the lowest bit: what divides all of them
-    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
+        wide = wide or (seq - 1 + TILE_ROWS) * stride_s + (head_dim - 1 or 1) * stride_d >= 2**31
+    return 1 if anything else steps & -steps, wide  # the lowest bit: what divides all of them
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -153,12 +159,15 @@ def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, Vi
     Args:
         views: of query, key, value and output.
     """
+    boxes = {}
+    if kernel.manifest.described:
+        boxes = _boxes(kernel, problem, dict(zip(_VIEWS, views, strict=True)))
     needed = zeros(kernel, problem, views[0])
     return bound_launch.resize(
         bound,
         launch_grid(kernel, problem, views[0]),
         sized_arguments(problem, *views),
-        _described(kernel, problem, dict(zip(_VIEWS, views, strict=True))),
+        boxes,
         0 if needed is None else needed[1],
     )
 
@@ -168,29 +177,37 @@ def zeros(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[str, 
 
     scratch_ptr is a launch's own memory, arrivals_ptr the counters of tiles that programs share; no kernel has both.
     """
-    for name, numbers in (("scratch_ptr", kernel.manifest.scratch), ("arrivals_ptr", kernel.manifest.arrivals)):
-        if numbers is not None:
-            return name, int(numbers(*_sizes(kernel, problem, query)))
-    return None
+    return _dealt(kernel, _sizes(kernel, problem, query)).zeros
 
 
 def tiles(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """Tiles of which a launch's scratch says, from FLAGS on, whether they were computed again; 0 where it does not."""
-    tiles = kernel.manifest.tiles
-    return int(tiles(*_sizes(kernel, problem, query))) if tiles is not None else 0
+    return _dealt(kernel, _sizes(kernel, problem, query)).tiles
 
 
 def partials(kernel: Kernel, problem: Problem, query: Tensor | View) -> int:
     """float32 numbers that programs which share a tile leave for one another; 0 where they share none."""
-    partials = kernel.manifest.partials
-    return int(partials(*_sizes(kernel, problem, query))) if partials is not None else 0
+    return _dealt(kernel, _sizes(kernel, problem, query)).partials
 
 
 def launch_grid(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int]:
     """How many programs a kernel is launched with."""
-    grid = kernel.manifest.grid
+    grid = _dealt(kernel, _sizes(kernel, problem, query)).grid
     assert grid is not None
-    return grid(*_sizes(kernel, problem, query), kernel.sm_count)
+    return grid
+
+
+def _dealt(kernel: Kernel, sizes: tuple[int, int, int]) -> DealtSizes:
+    """What the text of a kernel says of a launch, found out once for batch, heads and rows of each.
+
+    While a key cache grows, these stay. The kernel keeps it, so that it goes when the kernel does.
+    """
+    dealt = kernel.dealt.get(sizes)
+    if dealt is None:
+        if len(kernel.dealt) >= MAX_DEALT:
+            kernel.dealt.clear()
+        dealt = kernel.dealt[sizes] = kernel.manifest.dealt(*sizes, kernel.sm_count)
+    return dealt
 
 
 def _sizes(kernel: Kernel, problem: Problem, query: Tensor | View) -> tuple[int, int, int]:
@@ -228,8 +245,11 @@ def launch_arguments(
         if columns is not None:
             tensors["value_columns"] = arguments["value_columns_ptr"] = columns
             views["value_columns"] = View.of(columns)
-        for name, descriptor in _described(kernel, problem, views).items():
-            arguments[name] = replace(descriptor, address=tensors[described(name)].data_ptr())
+        boxes = _boxes(kernel, problem, views)
+        for name in kernel.manifest.descriptors:
+            tensor = described(name)
+            shape, strides = boxes[tensor]
+            arguments[name] = Descriptor(address=tensors[tensor].data_ptr(), shape=shape, strides=strides)
     return arguments
 
 
@@ -240,16 +260,14 @@ def sized_arguments(problem: Problem, query: View, key: View, value: View, outpu
     return (*sizes, *query.strides, *key.strides, *value.strides, *output.strides)
 
 
-def _described(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Descriptor]:
-    """The descriptors of a launch, but for addresses."""
-    if not kernel.manifest.descriptors:
-        return {}
+def _boxes(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Axes]:
+    """Shape and strides of the descriptors of a launch, by the names of their tensors."""
     if kernel.manifest.packed_heads:  # a tile has some of the heads that share keys, and none of the next ones
         for name in ("query", "output"):
             (batch, _, *rest), (sequence, head, *steps) = views[name]
             group = problem.group_size
             views[name] = View((batch, problem.heads_kv, group, *rest), (sequence, group * head, head, *steps))
-    return {name: Descriptor.of(views[described(name)]) for name in kernel.manifest.descriptors}
+    return {name: box_axes(views[name]) for name in kernel.manifest.described}
 
 
 def _numbers(problem: Problem, operands: Operands) -> dict[str, Tensor | int | float | None]:

@@ -68,7 +68,11 @@ class LoadedFunction:
         self.facts, self.device = function, device
         self.parameters = tuple(name for name, _ in function.arguments)
         self._pack = packing.pack_into
-        self._maps = [function.tensor_maps[name] for name, kind in function.arguments if kind.startswith(TMA)]
+        self._encoders = [
+            cuda_driver.MapEncoder(function.tensor_maps[name])
+            for name, kind in function.arguments
+            if kind.startswith(TMA)
+        ]
         self._launch = cuda_driver.Launcher.of(
             function.name,
             handle,
@@ -97,14 +101,9 @@ class LoadedFunction:
         """What stands between the stream and the launch's metadata, and behind its hooks: nothing."""
         return (), ()
 
-    def encoder(self, place: int, device: torch.device) -> Callable[[Descriptor], bytes]:
+    def encoder(self, place: int, device: torch.device) -> cuda_driver.MapEncoder:
         """What encodes the descriptor at a place among them."""
-        tensor_map = self._maps[place]
-
-        def encoded(descriptor: Descriptor) -> bytes:
-            return cuda_driver.encode_map(tensor_map, descriptor.address, descriptor.shape, descriptor.strides)
-
-        return encoded
+        return self._encoders[place]
 
     def launch_metadata(self, grid: tuple[object, ...], stream: int, *values: object) -> Any:
         """What Triton's launch hooks get."""
@@ -115,10 +114,10 @@ class LoadedFunction:
 
         def launched(*arguments: object) -> None:
             values: list[object] = []
-            places = iter(range(len(self._maps)))
+            encoders = iter(self._encoders)
             for argument in arguments:
                 if isinstance(argument, Descriptor):
-                    encoded = self.encoder(next(places), self.device)(argument)
+                    encoded = next(encoders)(argument.address, argument.shape, argument.strides)
                     values += [encoded, *argument.shape, *argument.strides]
                 else:
                     values.append(_number(argument))

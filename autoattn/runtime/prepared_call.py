@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
-from autoattn.core.problem import SIZES, Layout, Problem
+from autoattn.core.problem import Layout, Problem, sizes_of
 from autoattn.kernels import forward
 from autoattn.kernels.bound_launch import Addresses, Bound
 from autoattn.kernels.compiler import Kernel
@@ -75,8 +75,13 @@ def resize(
     if isinstance(prepared, KernelCall):
         return _resized(prepared, problem, views)
     if isinstance(prepared, TrainingCall) and isinstance(prepared.forward, KernelCall):
-        backward_problem = prepared.both.backward_problem.resized(*(getattr(problem, name) for name in SIZES))
-        both = replace(prepared.both, problem=problem, backward_problem=backward_problem)
+        passes = prepared.both
+        both = gradient_problem.Pass(
+            problem=problem,
+            forward=passes.forward,
+            backward=passes.backward,
+            backward_problem=passes.backward_problem.resized(*sizes_of(problem)),
+        )
         return training_call.resize(prepared, both, _resized(prepared.forward, problem, views), views)
     return None
 

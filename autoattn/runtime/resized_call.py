@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -22,8 +21,7 @@ from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.call_arguments import PACKED_ARGUMENTS, KeyRole, names
-from autoattn.core.problem import MAX_SIZE, SIZES, Layout, Problem
-from autoattn.core.variant import Traits
+from autoattn.core.problem import MAX_SIZE, Layout, Problem, sizes_of
 from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.runtime import call_cache, prepared_call
@@ -31,7 +29,7 @@ from autoattn.runtime.call_cache import Key, PreparedCall
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner, tuned_entries
-from autoattn.runtime.plan.planner import Plan
+from autoattn.runtime.plan.planner import KnownCalls, Plan
 from autoattn.tensors import cu_seqlens
 from autoattn.tensors.operands import View
 
@@ -41,7 +39,6 @@ _LAYOUTS = {layout.value: layout for layout in Layout}
 PACKED = Layout.PACKED.value
 _AXES = {"bhsd": (4, 1, 2), "bshd": (4, 2, 1), PACKED: (3, 1, 0)}  # layout -> axes, place of heads, of the sequence
 _PACKED_USUAL = len(names(PACKED_ARGUMENTS, KeyRole.USUAL))  # words of a packed key in front of the longest lengths
-_sizes_of = attrgetter(*SIZES)
 
 
 class SizedKey(NamedTuple):
@@ -69,16 +66,18 @@ class _Family:
     """What calls share that differ in batch and lengths alone."""
 
     problem: Problem  # of one of them
-    plan: Plan
-    index: int  # of the device
-    deterministic: bool
-    traits: Traits  # of query, key and value; nothing reaches far
+    backward_problem: Problem | None  # of its gradients, where somebody may differentiate
+    known: KnownCalls | None  # None where no kernels answer
+    memory: tuple[int, bool]  # `forward.memory_of_views` of query, key and value; nothing reaches far
     tuned: frozenset[Sizes]  # of problems that were tuned themselves, and are planned by themselves
     choices: dict[Sizes, _Choice] = field(default_factory=dict)  # of classes, by their smallest sizes
 
-    def choose(self, of_class: Sizes, problem: Problem) -> _Choice | None:
+    def choose(self, of_class: Sizes, problem: Problem, sizes: Sizes) -> _Choice | None:
         """Who answers a class that is new, by kernels that answer another; None where these are others."""
-        plan = planner.replan(self.plan, problem, self.index, deterministic=self.deterministic)
+        if self.known is None:
+            return None
+        backward_problem = None if self.backward_problem is None else self.backward_problem.resized(*sizes)
+        plan = planner.replan(self.known, problem, backward_problem)
         if plan is None or not _speaks_for(plan, of_class):
             return None
         for choice in tuple(self.choices.values()):
@@ -155,11 +154,17 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
         arguments.longest(query, key, starts, ends, *sized.longest)
         cu_seqlens.check_pair(starts, ends)
     problem, views = family.problem.resized(*sized.sizes), _views_of(sized)
-    if forward.may_reach_far(problem) or _traits_of(views, sized, problem) != family.traits:
+    if forward.may_reach_far(problem) or _memory_of(views, sized, problem) != family.memory:
         return None
     of_class = _class_of(sized.sizes)
-    choice = family.choices.get(of_class) or family.choose(of_class, problem)
-    if choice is None or planner.settled(choice.plan, problem) is not choice.plan or not _may_run(choice, problem):
+    choice = family.choices.get(of_class)
+    if choice is None:
+        choice = family.choose(of_class, problem, sized.sizes)  # which asks the kernels' rules too
+    elif not _may_run(choice, problem):
+        return None
+    if choice is None or planner.settled(choice.plan, problem) is not choice.plan:
+        return None
+    if planner.why_too_many_programs(problem) is not None:
         return None
     prepared = prepared_call.resize(choice.prepared, sized.call_key, problem, views)
     if prepared is not None:
@@ -170,7 +175,7 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
 def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
     """Keeps who answered a call for others of its family and its class of sizes, where that is possible."""
     prepared = None if sized is None else call_cache.find(sized.call_key)
-    if sized is None or prepared is None or plan.repeats or _sizes_of(call.problem) != sized.sizes:
+    if sized is None or prepared is None or plan.repeats or sizes_of(call.problem) != sized.sizes:
         return
     of_class = _class_of(sized.sizes)
     if not _speaks_for(plan, of_class) or forward.may_reach_far(call.problem):
@@ -179,13 +184,15 @@ def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
     if family is None:
         family = _new_family(sized, call, plan)
         call_cache.keep_family(sized.family, family)
+    if family.known is not None:
+        family.known.note(plan)
     family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=_judgements_of(call, plan)))
 
 
 def _speaks_for(plan: Plan, of_class: Sizes) -> bool:
     """Whether a plan is that of all calls of a class."""
     spoken_for = plan.explanation.chosen_for
-    return spoken_for is not None and _sizes_of(spoken_for) == of_class and plan.captured is None and plan.lasting
+    return spoken_for is not None and sizes_of(spoken_for) == of_class and plan.captured is None and plan.lasting
 
 
 def _views_of(sized: SizedKey) -> tuple[View, View, View]:
@@ -199,8 +206,8 @@ def _views_of(sized: SizedKey) -> tuple[View, View, View]:
     )
 
 
-def _traits_of(views: tuple[View, View, View], sized: SizedKey, problem: Problem) -> Traits:
-    return forward.traits_of_views(views, sized.addresses, problem.dtype.bytes, lse=False)
+def _memory_of(views: tuple[View, View, View], sized: SizedKey, problem: Problem) -> tuple[int, bool]:
+    return forward.memory_of_views(views, sized.addresses, problem.dtype.bytes)
 
 
 def _class_of(sizes: Sizes) -> Sizes:
@@ -210,8 +217,6 @@ def _class_of(sizes: Sizes) -> Sizes:
 
 def _may_run(choice: _Choice, problem: Problem) -> bool:
     """Whether the kernels of a class are feasible at these sizes."""
-    if planner.why_too_many_programs(problem) is not None:
-        return False
     sizes = size_facts(problem)
     return all(judgement.why_not(sizes) is None for judgement in choice.judgements)
 
@@ -222,13 +227,13 @@ def _new_family(sized: SizedKey, call: Call, plan: Plan) -> _Family:
     assert device is not None, "a class of sizes is of a card"
     of_kind = [tuned_entries.of(problem, device, inventory.folders(None)) for problem in problems]
     tuned = (places for each in of_kind for group in (each.measured, each.predicted) for places in group.values())
+    index = call.operands.query.device.index
     return _Family(
         problem=call.problem,
-        plan=plan,
-        index=call.operands.query.device.index,
-        deterministic=call.deterministic,
-        traits=_traits_of(_views_of(sized), sized, call.problem),
-        tuned=frozenset(_sizes_of(places[0].entry.problem) for places in tuned),
+        backward_problem=plan.backward_problem,
+        known=KnownCalls.of(plan, call.problem, index),
+        memory=_memory_of(_views_of(sized), sized, call.problem),
+        tuned=frozenset(sizes_of(places[0].entry.problem) for places in tuned),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
@@ -34,6 +34,47 @@ _transforms = torch_private.are_transforms_active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """How much memory a call needs, and how its output and its gradients lie in it."""
+
+    output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
+    gradients: tuple[Steps, Steps, Steps]  # of query, key and value
+    scratch: backward.ScratchShapes  # of what the kernels leave for one another, of which the next say where it lies
+    rows: int  # bytes of each query's LSE, and of its delta
+    sums: int  # bytes behind these, in which queries' gradients are added up
+    numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
+    copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
+
+    @classmethod
+    def of(cls, both: gradient_problem.Pass, views: Views) -> Memory:
+        """Of calls whose query, key and value lie like these."""
+        problem, layout = both.backward_problem, both.problem.layout
+        scratch = backward.scratch_shapes(both.backward, problem, views[0])
+        assert scratch.rows[0] == 2, "learned slopes are more tensors"
+        rows, sums = math.prod(scratch.rows), scratch.sums
+        end = room = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        copies: tuple[int, ...] = ()
+        if scratch.copies:
+            sizes = [math.prod(scratch.copies[name]) for name in backward.COPIES if name in scratch.copies]
+            *begins, end = accumulate(sizes, initial=room)
+            copies = tuple(4 * begin for begin in begins)
+        query, key, value = views
+        return cls(
+            output=query.without_gaps(problem.head_dim_v).given(layout)[1],
+            gradients=(
+                query.without_gaps(problem.head_dim).given(layout),
+                key.without_gaps(problem.head_dim).given(layout),
+                value.without_gaps(problem.head_dim_v).given(layout),
+            ),
+            scratch=scratch,
+            rows=4 * (rows // 2),
+            sums=4 * sums,
+            numbers=end,
+            copies=copies,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingCall:
     """Launches of two passes. Tensors are the caller's; behind them stand the offsets of packed sequences."""
 
@@ -41,12 +82,7 @@ class TrainingCall:
     scale: float
     arguments: dict[str, Any]  # those that are numbers
     forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
-    output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
-    gradients: tuple[Steps, Steps, Steps]  # of query, key and value
-    rows: int  # bytes of each query's LSE, and of its delta
-    sums: int  # bytes behind these, in which queries' gradients are added up
-    numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
-    copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
+    memory: Memory
     models: list[tuple[Bound, ...]] = field(default_factory=list)  # one, of any size, which others are made of; or none
     # (strides of an output gradient, address modulo 16) -> launches
     launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
@@ -81,11 +117,12 @@ class TrainingCall:
             launches = self._bind(kind, output_grad, query, key, value, output, lse, *offsets)
         if self.both.backward.source.traits.lse:
             lse_grad = autograd.lse_grad_as_read(lse_grad, lse)
-        of_query, of_key, of_value = self.gradients
+        memory = self.memory
+        of_query, of_key, of_value = memory.gradients
         query_grad = query.new_empty_strided(*of_query)
         key_grad = key.new_empty_strided(*of_key)
         value_grad = value.new_empty_strided(*of_value)
-        scratch = query.new_empty_strided((self.numbers,), (1,), dtype=_FLOAT32)
+        scratch = query.new_empty_strided((memory.numbers,), (1,), dtype=_FLOAT32)
         room = scratch.data_ptr()
         starts, ends = (tensor.data_ptr() for tensor in offsets) if offsets else (0, 0)
         addresses: tuple[int, ...] = (  # in the order of backward.POINTERS
@@ -97,17 +134,17 @@ class TrainingCall:
             push,
             0 if lse_grad is None else lse_grad.data_ptr(),
             room,
-            room + self.rows,
-            room + 2 * self.rows,
+            room + memory.rows,
+            room + 2 * memory.rows,
             query_grad.data_ptr(),
             key_grad.data_ptr(),
             value_grad.data_ptr(),
             starts,
             ends,
-            room + 2 * self.rows + self.sums,
+            room + 2 * memory.rows + memory.sums,
         )
-        if self.copies:
-            addresses += tuple(room + begin for begin in self.copies)
+        if memory.copies:
+            addresses += tuple(room + begin for begin in memory.copies)
         for launch in launches:
             launch(addresses)
         return query_grad, key_grad, value_grad
@@ -126,8 +163,9 @@ class TrainingCall:
             given = (query, key, value, output, output_grad)
             layout = self.both.problem.layout
             views = [View.of_given(tensor.shape, tensor.stride(), layout) for tensor in given]
-            views += [View.of_given(*gradient, layout) for gradient in self.gradients]
-            launches = backward.resize(self.models[0], kernel, problem, dict(zip(backward.VIEWS, views, strict=True)))
+            views += [View.of_given(*gradient, layout) for gradient in self.memory.gradients]
+            named = dict(zip(backward.VIEWS, views, strict=True))
+            launches = backward.resize(self.models[0], kernel, problem, named, self.memory.scratch)
             return self._keep(kind, launches)
         operands = self._operands(query, key, value, *offsets)
         sums = lse[None] if self.both.problem.packed else lse
@@ -176,7 +214,7 @@ def prepare(
         scale=operands.scale,
         arguments={number.name: getattr(operands, number.name) for number in NUMBERS},
         forward=forward,
-        **_memory(both, views),
+        memory=Memory.of(both, views),
     )
 
 
@@ -188,26 +226,14 @@ def resize(
     Args:
         views: of query, key and value.
     """
-    return replace(prepared, both=both, forward=forward, launches={}, **_memory(both, views))
-
-
-def _memory(both: gradient_problem.Pass, views: Views) -> dict[str, Any]:
-    """How much memory a call needs, and how its output and its gradients lie in it."""
-    problem, layout = both.backward_problem, both.problem.layout
-    scratch = backward.scratch_shapes(both.backward, problem, views[0])
-    assert scratch.rows[0] == 2, "learned slopes are more tensors"
-    rows, sums = math.prod(scratch.rows), scratch.sums
-    sizes = [math.prod(scratch.copies[name]) for name in backward.COPIES if name in scratch.copies]
-    room = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
-    *begins, end = accumulate(sizes, initial=room)
-    return {
-        "output": views[0].without_gaps(problem.head_dim_v).given(layout)[1],
-        "gradients": tuple(view.without_gaps(view.shape[3]).given(layout) for view in views),
-        "rows": 4 * (rows // 2),
-        "sums": 4 * sums,
-        "numbers": end,
-        "copies": tuple(4 * begin for begin in begins),
-    }
+    return TrainingCall(
+        both=both,
+        scale=prepared.scale,
+        arguments=prepared.arguments,
+        forward=forward,
+        memory=Memory.of(both, views),
+        models=prepared.models,
+    )
 
 
 class _Attention(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Compiles ahead what calls will need, so that none of them waits for a compiler.
 
-Kernels go to Triton's cache, where every process of this user finds them. Nothing is launched, so that a machine
-without the card can fill the cache of an image that runs on it.
+Kernels go to Triton's cache, where every process of this user finds them; those whose machine code a cache folder has
+are ready as they are. Nothing is launched, so that a machine without the card can fill the cache of an image that runs
+on it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from autoattn.cache import inventory, store
 from autoattn.codegen import precompiled, render, search_space
+from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core import kernel_kind
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
@@ -20,7 +22,7 @@ from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source, Variant
 from autoattn.errors import CacheError, DeviceError, HostError
 from autoattn.hardware import nvidia
-from autoattn.runtime.plan import needed_kernels
+from autoattn.runtime.plan import machine_code, needed_kernels
 from autoattn.runtime.plan.needed_kernels import Answer, Need
 from autoattn.shapes import shapes_file
 from autoattn.workers.compile_job import Inspect, Precompile
@@ -38,13 +40,15 @@ class WarmKernel:
     variant: Variant | None  # of the kernel that is ready; None where there is none
     reason: str  # why there is none, or why it is not the first choice; empty where it is
     refused: bool = False  # whether the compiler refused all kernels of the answer
+    precompiled: str = ""  # which compiler made the machine code that a cache folder has, so that none was asked
 
     def __str__(self) -> str:
         if self.variant is None:
             return f"{self.problem}, {self.answer.value}: no kernel, {self.reason}"
         instead = f" ({self.reason})" if self.reason else ""
+        ready = f", {self.precompiled}" if self.precompiled else ""
         tile = search_space.load(self.variant.template).tile_of(self.variant)
-        return f"{self.problem}, {self.answer.value}: {self.variant.template} {tile}{instead}"
+        return f"{self.problem}, {self.answer.value}: {self.variant.template} {tile}{ready}{instead}"
 
 
 def warm(
@@ -97,7 +101,7 @@ def kernels_of(
         for need in needed_kernels.of_call(problem, card, cache)
     ]
     with Pool(size=max(1, min(len(choices), jobs or cores()))) as pool:
-        yield from _Compilation(pool, card.arch, keep, inventory.folders(cache)).run(choices)
+        yield from _Compilation(pool, card.arch, keep, cache).run(choices)
 
 
 _Kernel = tuple[Source, KernelKind]
@@ -111,29 +115,30 @@ class _Choice:
     sources: Iterator[Source]
     refusals: list[str] = field(default_factory=list)
 
-    def ready(self, source: Source) -> WarmKernel:
-        """A kernel is compiled."""
-        return self._told(source.variant, self.refusals[0] if self.refusals else "")
+    def ready(self, source: Source, precompiled: str = "") -> WarmKernel:
+        """A kernel is compiled, now or before."""
+        return self._told(source.variant, self.refusals[0] if self.refusals else "", precompiled)
 
     def nothing_left(self) -> WarmKernel:
         """No kernel is left: the compiler refused them all, or PyTorch's attention answers."""
         return self._told(None, self.refusals[0] if self.refusals else self.need.explanation.reason)
 
-    def _told(self, variant: Variant | None, reason: str) -> WarmKernel:
+    def _told(self, variant: Variant | None, reason: str, precompiled: str = "") -> WarmKernel:
         return WarmKernel(
             problem=self.need.problem,
             answer=self.need.answer,
             variant=variant,
             reason=reason,
             refused=variant is None and bool(self.refusals),
+            precompiled=precompiled,
         )
 
 
 class _Compilation:
     """Compiles each distinct kernel once; where one is refused, its needs go on to their next."""
 
-    def __init__(self, pool: Pool, arch: int, keep: Path | None, folders: tuple[Path, ...]) -> None:
-        self.pool, self.arch, self.keep, self.folders = pool, arch, keep, folders
+    def __init__(self, pool: Pool, arch: int, keep: Path | None, cache: Path | None) -> None:
+        self.pool, self.arch, self.keep, self.cache = pool, arch, keep, cache
         self.refusals: dict[_Kernel, str | None] = {}  # None: it is compiled
         self.waiting: dict[_Kernel, list[_Choice]] = {}
         self.tickets: dict[int, _Kernel] = {}
@@ -158,6 +163,9 @@ class _Compilation:
         """Goes down the kernels of a choice, to one that is compiled or has to be."""
         for source in choice.sources:
             kernel = source, kernel_kind.of(choice.need.problem)
+            if self.keep is None and (stored := self._stored(choice.need.problem, source)) is not None:
+                yield choice.ready(source, str(stored))
+                return
             if kernel not in self.refusals and self.keep is not None and self._kept(*kernel, self.keep):
                 self.refusals[kernel] = None
             if kernel not in self.refusals:
@@ -176,13 +184,17 @@ class _Compilation:
             return Inspect(source=source, arch=self.arch)
         return Precompile(source=source, kind=kind, arch=self.arch)
 
+    def _stored(self, problem: Problem, source: Source) -> PrecompiledKernel | None:
+        """The machine code that calls take without a compiler; None where no cache folder has any."""
+        return machine_code.find(problem, source.variant, source.traits, self.arch, self.cache)
+
     def _kept(self, source: Source, kind: KernelKind, keep: Path) -> bool:
         """Whether the folder has the kernel, of the text that the templates give now, from whichever compiler.
 
         One that another cache folder has is copied.
         """
         key = precompiled.key_of(kind, source.variant, source.traits)
-        for folder in dict.fromkeys((keep, *self.folders)):
+        for folder in dict.fromkeys((keep, *inventory.folders(self.cache))):
             try:
                 kernel = precompiled.read(precompiled.path_of(folder, self.arch, key))
             except CacheError:

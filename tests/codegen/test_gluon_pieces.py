@@ -14,7 +14,7 @@ from autoattn.codegen import render, search_space
 from autoattn.core import triton_release
 from autoattn.core.problem import DType, Layout
 from autoattn.core.variant import Source, Traits, Value
-from autoattn.kernels import compiler
+from autoattn.kernels import manifest
 from autoattn.kernels.compiler import inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
@@ -61,7 +61,7 @@ BASE: dict[str, Value] = {
 def boxes(source: Source, tensor: str) -> list[list[int]]:
     """[rows, width] of each box in which a tensor is read or written, as the kernel's file says."""
     described = load_module(source).DESCRIPTORS.items()
-    return [block[2:] for name, (block, _) in described if compiler.described(name) == tensor]
+    return [block[2:] for name, (block, _) in described if manifest.described(name) == tensor]
 
 
 @PIECED
@@ -165,8 +165,8 @@ def test_whole_values_let_float8_and_packed_sequences_in(kind: dict[str, Any]) -
 def test_descriptors_go_by_the_tensor_whose_boxes_they_are() -> None:
     """float8's value_columns is a tensor of its own."""
     stems = {"query_low": "query", "key_rest": "key", "value_rest_high": "value", "output": "output"}
-    assert {name: compiler.described(name) for name in stems} == stems
-    assert compiler.described("value_columns") == "value_columns"
+    assert {name: manifest.described(name) for name in stems} == stems
+    assert manifest.described("value_columns") == "value_columns"
 
 
 def test_kernels_from_before_pieces_keep_their_variants_and_texts() -> None:

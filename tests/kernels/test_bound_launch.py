@@ -25,6 +25,7 @@ from autoattn.kernels import bound_launch, compiler, forward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Descriptor, Kernel
 from autoattn.kernels.forward import POINTERS
+from autoattn.kernels.manifest import described
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference import inputs
 
@@ -140,21 +141,20 @@ def test_a_resized_launch_is_the_one_that_is_bound_at_other_sizes(card: Card) ->
     numbers = tuple(range(1000, 1000 + len(forward.SIZED)))
     changed = {**arguments, **grown, **dict(zip(forward.SIZED, numbers, strict=True))}
     second = bound_launch.bind(made, (9,), changed, POINTERS, ("scratch_ptr", 400), forward.SIZED)
-    resized = bound_launch.resize(first, (9,), numbers, grown, 400)
+    boxes = {described(name): (one.shape, one.strides) for name, one in grown.items()}
+    resized = bound_launch.resize(first, (9,), numbers, boxes, 400)
     for launch in (second, resized):
         launch(ADDRESSES)
     assert card.launched[0] == card.launched[1]
     assert resized.zeros == second.zeros
-    assert [given.shape for given in map(descriptor_of, resized.maps)] == [one.shape for one in grown.values()]
+    assert [maps.axes for _, _, maps in resized.maps] == [(one.shape, one.strides) for one in grown.values()]
     kept = [new is old for (_, _, new), (_, _, old) in zip(resized.maps, first.maps, strict=True)]
-    assert kept == [not name.startswith("key") for name in resized.described], (
-        "what did not change is not encoded again"
-    )
+    assert kept == [name != "key" for name in resized.form.described], "what did not change is not encoded again"
 
 
-def descriptor_of(place: tuple[int, int, Any]) -> Descriptor:
-    descriptor: Descriptor = place[2].descriptor
-    return descriptor
+def test_a_descriptor_that_is_made_past_its_dataclass_is_the_same() -> None:
+    shape, strides = (2, 3, 100, 64), (19200, 6400, 64, 1)
+    assert Descriptor.at(4096, shape, strides) == Descriptor(address=4096, shape=shape, strides=strides)
 
 
 def test_a_descriptor_is_encoded_once_for_an_address(card: Card) -> None:
@@ -206,7 +206,7 @@ def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card
 def test_another_triton_is_not_called_past_its_launcher(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.12.0")
     made, arguments = kernel(card)
-    assert bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).launch is made.compiled.run
+    assert bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).form.launch is made.compiled.run
 
 
 def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def taken(card: Card, launch: Bound) -> int:
     """The address of the zeros that a launch takes by itself."""
     launch((*ADDRESSES[:5], 0, 0, 0))
     assert launch.zeros is not None
-    return arguments_of(card.launched[-1])[launch.zeros[0] - launch.begin]
+    return arguments_of(card.launched[-1])[launch.zeros[0] - launch.form.begin]
 
 
 def test_launches_take_the_zeros_of_their_stream(card: Card) -> None:
@@ -241,5 +241,5 @@ def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:
     launch = bind(card)
     launch(ADDRESSES)
     assert launch.zeros is not None
-    assert arguments_of(card.launched[0])[launch.zeros[0] - launch.begin] == 96
+    assert arguments_of(card.launched[0])[launch.zeros[0] - launch.form.begin] == 96
     assert POOLS["scratch_ptr"].buffers == {}

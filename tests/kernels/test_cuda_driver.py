@@ -14,7 +14,7 @@ from fake_cuda import FakeCuda
 from autoattn.codegen.precompiled import TensorMap
 from autoattn.errors import CompileError
 from autoattn.kernels import cuda_driver
-from autoattn.kernels.cuda_driver import Launcher
+from autoattn.kernels.cuda_driver import Launcher, MapEncoder
 
 MAP = TensorMap(element_type=9, element_bytes=2, swizzle=3, box=(1, 1, 64, 32))
 
@@ -70,7 +70,7 @@ def test_a_missing_driver_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_tensor_map_has_the_innermost_axis_first_and_steps_in_bytes(driver: FakeCuda) -> None:
-    encoded = cuda_driver.encode_map(MAP, 4096, (2, 3, 100, 64), (19200, 6400, 64, 1))
+    encoded = MapEncoder(MAP)(4096, (2, 3, 100, 64), (19200, 6400, 64, 1))
     assert encoded == b"\1" * 128
     assert driver.maps == [
         {
@@ -80,10 +80,19 @@ def test_a_tensor_map_has_the_innermost_axis_first_and_steps_in_bytes(driver: Fa
     ]  # fmt: skip
 
 
+def test_an_encoder_gives_each_tensor_a_map_of_its_own(driver: FakeCuda) -> None:
+    encoder = MapEncoder(MAP)
+    first = encoder(4096, (2, 3, 100, 64), (19200, 6400, 64, 1))
+    second = encoder(8192, (1, 2**31, 7, 32), (2**40, 224, 32, 1))
+    assert (first, second) == (b"\1" * 128, b"\2" * 128), "the first is not written over"
+    assert driver.maps[1]["address"] == 8192
+    assert (driver.maps[1]["sizes"], driver.maps[1]["steps"]) == ([32, 7, 2**31, 1], [64, 448, 2**41])
+
+
 def test_a_tensor_that_no_map_can_hold_is_said(driver: FakeCuda) -> None:
     driver.errors["cuTensorMapEncodeTiled"] = 1
     with pytest.raises(RuntimeError, match=r"of shape \(2, 4\) and strides \(4, 1\) at 0x10 cannot be encoded: CUDA_"):
-        cuda_driver.encode_map(replace(MAP, box=(2, 4)), 16, (2, 4), (4, 1))
+        MapEncoder(replace(MAP, box=(2, 4)))(16, (2, 4), (4, 1))
 
 
 def test_a_launch_gives_each_parameter_by_its_address(driver: FakeCuda) -> None:

@@ -161,7 +161,7 @@ def launched_with(one: Problem, operands: Operands, output: Tensor, lse: Tensor 
         seen.update(arguments, grid=grid)
 
     module = SimpleNamespace(grid=lambda *sizes: ("grid", *sizes))
-    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, manifest=manifest.of(module), before=None)
+    kernel: Any = SimpleNamespace(launch=launch, sm_count=7, manifest=manifest.of(module), before=None, dealt={})
     forward.launch(kernel, one, operands, output, lse)
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,23 @@ def test_sizes_are_the_texts() -> None:
     assert (team.packed_heads, team.packs_all_heads) == (4, False)
     assert manifest.of(load_module(SOURCES["triton, packed heads"]())).packs_all_heads
     assert manifest.of(load_module(SOURCES["triton, gradients of a bias"]())).bias_tile == (16, 16)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_functions_on_the_host_give_what_those_of_the_text_do_as_plain_numbers(name: str) -> None:
+    module: Any = load_module(SOURCES[name]())
+    told, held = manifest.of(module), [function for function in FUNCTIONS if hasattr(module, function)]
+    assert held
+    for function in held:
+        required = [
+            parameter
+            for parameter in inspect.signature(getattr(module, function)).parameters.values()
+            if parameter.default is parameter.empty
+        ]
+        sizes = (2, 8, 4, 301, 503, 2, 8)[: len(required)]
+        ours, own = getattr(told, function)(*sizes), getattr(module, function)(*sizes)
+        assert ours == own
+        assert "constexpr" not in repr(ours)
 
 
 @pytest.mark.parametrize("module", [SimpleNamespace(), None], ids=["empty", "none"])

@@ -81,8 +81,7 @@ def test_a_bound_launch_gives_the_same(driver: FakeCuda) -> None:
     bound((4096, 512))
     bound((4096, 1024))
     assert driver.values == [expected(512, 1), expected(1024, 1)]  # the map of one address is encoded once
-    grown = Descriptor(address=0, shape=(300, 64), strides=(64, 1))
-    bound_launch.resize(bound, (9,), (7,), {"query": grown}, 0)((4096, 512))
+    bound_launch.resize(bound, (9,), (7,), {"query": ((300, 64), (64, 1))}, 0)((4096, 512))
     assert driver.values[2] == expected(512, 2, seq_q=300)
     assert driver.launches[2].grid == (9, 1, 1)
 

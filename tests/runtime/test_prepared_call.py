@@ -85,9 +85,9 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Launch
     assert [one.shape for one in made] == [one.shape for one in found]
     launch = known_launch()
     tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5]), strict=True))
-    for place, number in launch.pointers:
+    for place, number in launch.form.pointers:
         assert sum(card.prepared[0], ())[place] == tensors[POINTERS[number]].data_ptr()
-    assert len(launch.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
+    assert len(launch.form.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
 
 
 def test_every_door_goes_through_what_was_prepared(card: Launches) -> None:

@@ -23,9 +23,10 @@ from autoattn.cache import store
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op
 from autoattn.errors import TensorError
+from autoattn.hardware import nvidia
 from autoattn.runtime import call_cache, resized_call
 from autoattn.runtime.parse import arguments
-from autoattn.runtime.plan import cache_lookup, planner
+from autoattn.runtime.plan import cache_lookup, machine_code, planner
 from autoattn.runtime.plan.explanations import Level
 
 computed = computed_launches.card
@@ -175,6 +176,22 @@ def test_a_new_class_that_known_kernels_serve_is_not_parsed(card: Launches, monk
         monkeypatch.setattr(arguments, name, lambda *given, **words: pytest.fail("it was parsed"))
     for length in (1100, 1200, 1300, 1500):
         attend((8, 500, length), {})
+    assert (len(card.ordinary), len(card.prepared)) == (1, 4)
+
+
+def test_a_new_class_that_known_kernels_serve_asks_arithmetic_alone(
+    card: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for length in (1000, 1100):
+        attend((8, 500, length), {})
+    modules = {nvidia: ["present"], machine_code: ["find"], planner: ["prepare", "load_once"]}
+    modules[store] = ["stamps", "are_unchanged"]
+    with monkeypatch.context() as patch:
+        for module, names in modules.items():
+            for name in names:
+                patch.setattr(module, name, lambda *given, name=name, **words: pytest.fail(f"{name} was asked"))
+        for length in (1200, 1300, 1500):
+            attend((8, 500, length), {})
     assert (len(card.ordinary), len(card.prepared)) == (1, 4)
 
 

@@ -80,7 +80,7 @@ def test_each_room_lies_behind_the_one_before(
     assert at["output_grad_ptr"] == push.data_ptr()
     places = [at[name] - at["row_lse_ptr"] for name in ("delta_ptr", "query_sums_ptr", "turns_ptr")]
     assert places == [2 * ROWS, 4 * ROWS, 4 * (ROWS + SUMS)]
-    assert one.numbers == ROWS + SUMS + -(-turns // 4) * 4
+    assert one.memory.numbers == ROWS + SUMS + -(-turns // 4) * 4
     assert "query_copy_ptr" not in at
     assert (at["cu_seqlens_q_ptr"], at["lse_grad_ptr"]) == (0, 0)
 
@@ -94,7 +94,7 @@ def test_turned_copies_lie_behind_the_other_rooms(launched: list[tuple[int, ...]
     begin, (query, key, push) = ROWS + 4, (2 * 4 * 16 * 128, 2 * 4 * 16 * 256, 2 * 4 * 32 * 128)
     places = [at[f"{name}_copy_ptr"] - at["row_lse_ptr"] for name in backward.COPIES]
     assert places == [4 * begin, 4 * (begin + query), 4 * (begin + query + key)]
-    assert one.numbers == begin + query + key + push
+    assert one.memory.numbers == begin + query + key + push
 
 
 def test_an_output_gradient_that_stands_for_negatives_is_copied(launched: list[tuple[int, ...]]) -> None:

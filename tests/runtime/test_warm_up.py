@@ -22,7 +22,7 @@ from autoattn.core.variant import Source
 from autoattn.errors import DeviceError, HostError, ShapesError
 from autoattn.hardware import nvidia
 from autoattn.runtime import warm_up
-from autoattn.runtime.plan import cache_lookup, needed_kernels
+from autoattn.runtime.plan import cache_lookup, machine_code, needed_kernels
 from autoattn.runtime.plan.needed_kernels import Answer
 from autoattn.runtime.warm_up import WarmKernel
 from autoattn.workers.compile_job import Inspect
@@ -179,14 +179,33 @@ def test_a_second_process_finds_the_kernels(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     masked = replace(SMALL, mask=Mask.parse("causal"))
     assert all(kernel.variant is not None for kernel in autoattn.warm([masked], "a30"))
-    compiled = {path: path.stat().st_mtime_ns for path in machine_code(tmp_path)}
+    compiled = {path: path.stat().st_mtime_ns for path in triton_files(tmp_path)}
     assert len(compiled) == 2, "the output, and the output with the LSE"
     assert all(kernel.variant is not None for kernel in autoattn.warm([replace(masked, batch=3)], "a30"))
-    assert {path: path.stat().st_mtime_ns for path in machine_code(tmp_path)} == compiled
+    assert {path: path.stat().st_mtime_ns for path in triton_files(tmp_path)} == compiled
 
 
-def machine_code(folder: Path) -> Iterator[Path]:
+def triton_files(folder: Path) -> Iterator[Path]:
     return (folder / "triton").rglob("*.cubin")
+
+
+def test_what_was_precompiled_is_said_to_be_ready_and_not_compiled(
+    compilers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def find(problem: Problem, variant: Any, traits: Any, arch: int, folder: Path | None) -> Any:
+        asked.append((problem, arch, folder))
+        return None if traits.lse else "precompiled with Triton 3.6.0 for sm_80"
+
+    monkeypatch.setattr(machine_code, "find", find)
+    pool = compilers()
+    plain, with_lse = warmed(SMALL, cache=tmp_path)
+    assert [source.traits.lse for source in pool.sources] == [True], "the other has machine code"
+    assert (plain.answer, with_lse.answer) == (Answer.OUTPUT, Answer.OUTPUT_AND_LSE)
+    assert (plain.precompiled, with_lse.precompiled) == ("precompiled with Triton 3.6.0 for sm_80", "")
+    assert str(plain).endswith(", precompiled with Triton 3.6.0 for sm_80")
+    assert asked[0] == (SMALL, A30.arch, tmp_path)
 
 
 def test_a_report_counts_as_compiled(compilers: Any) -> None:

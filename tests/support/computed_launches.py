@@ -151,8 +151,9 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         return (launch,)
 
     def resize_both(
-        launches: tuple[Callable[..., None]], kernel: Kernel, one: Problem, views: dict[str, View]
-    ) -> tuple[Callable[..., None]]:
+        launches: tuple[Callable[..., None]], kernel: Kernel, one: Problem, views: dict[str, View],
+        shapes: backward.ScratchShapes,
+    ) -> tuple[Callable[..., None]]:  # fmt: skip
         seen["resized_gradients"] += 1
         operands, saved, gradients = bound_both[launches[0]]
         room = {name: torch.empty_strided(*view, dtype=operands.query.dtype) for name, view in views.items()}

@@ -43,7 +43,44 @@ def explain(problem: Problem, device: Device | None, folder: Path | None = None)
     folders = inventory.folders(folder)
     if device is None:
         return explanations.of_sdpa("the tensors are on the CPU, where PyTorch's own attention runs", problem)
-    return device_supported(device, problem) or _answer(problem, tuned_entries.of(problem, device, folders))
+    return device_supported(device, problem) or explain_among(problem, tuned_entries.of(problem, device, folders))
+
+
+def explain_among(problem: Problem, tuned: TunedEntries) -> Explanation:
+    """The same among entries that share kernels with the problem, on a card that has kernels.
+
+    What was tuned for the problem itself, or else the answer of its class of sizes, which is worked out once.
+
+    A kernel that cannot run at these sizes gives way to what their own walk finds.
+    """
+    keys = _keys_of(problem) if tuned_entries.lengths_of(problem) in tuned.lengths else ()
+    if any(key in tuned.measured or key in tuned.predicted or key in tuned.of_sisters for key in keys):
+        return _Lookup(problem, tuned, keys).run()
+    smallest = size_class.representative(problem)
+    shared = tuned.answers.get(smallest)
+    if shared is None:
+        # What was tuned for the smallest problem itself says nothing of others in its class.
+        shared = _Lookup(smallest, tuned, ()).run()
+        if len(tuned.answers) >= MAX_CLASSES:
+            tuned.answers.clear()
+        tuned.answers[smallest] = shared
+    if shared.variant is not None:
+        rules = tuned.rules_for(problem)
+        if not rules.is_feasible(shared.variant, rules.facts(size_facts(problem))):
+            return _Lookup(problem, tuned, keys).run()
+    level = shared.level
+    if shared.entry is not None and level is not Level.SISTER:
+        level = _level(tuned.buckets[id(shared.entry)], tuned_entries.bucket(problem))
+    return Explanation(
+        problem=problem,
+        route=shared.route,
+        level=level,
+        reasons=shared.reasons,
+        entry=shared.entry,
+        variant=shared.variant,
+        unavailable=shared.unavailable,
+        chosen_for=smallest,
+    )
 
 
 def device_supported(device: Device, problem: Problem | None = None) -> Explanation | None:
@@ -105,41 +142,6 @@ def by(explanation: Explanation, variant: Variant) -> Explanation:
     )
 
 
-def _answer(problem: Problem, tuned: TunedEntries) -> Explanation:
-    """What was tuned for the problem itself, or else the answer of its class of sizes, which is worked out once.
-
-    A kernel that cannot run at these sizes gives way to what their own walk finds.
-    """
-    keys = _keys_of(problem) if tuned_entries.lengths_of(problem) in tuned.lengths else ()
-    if any(key in tuned.measured or key in tuned.predicted or key in tuned.of_sisters for key in keys):
-        return _Lookup(problem, tuned, keys).run()
-    smallest = size_class.representative(problem)
-    shared = tuned.answers.get(smallest)
-    if shared is None:
-        # What was tuned for the smallest problem itself says nothing of others in its class.
-        shared = _Lookup(smallest, tuned, ()).run()
-        if len(tuned.answers) >= MAX_CLASSES:
-            tuned.answers.clear()
-        tuned.answers[smallest] = shared
-    if shared.variant is not None:
-        rules = tuned.rules_for(problem)
-        if not rules.is_feasible(shared.variant, rules.facts(size_facts(problem))):
-            return _Lookup(problem, tuned, keys).run()
-    level = shared.level
-    if shared.entry is not None and level is not Level.SISTER:
-        level = _level(tuned.buckets[id(shared.entry)], tuned_entries.bucket(problem))
-    return Explanation(
-        problem=problem,
-        route=shared.route,
-        level=level,
-        reasons=shared.reasons,
-        entry=shared.entry,
-        variant=shared.variant,
-        unavailable=shared.unavailable,
-        chosen_for=smallest,
-    )
-
-
 class _Lookup:
     """One walk down the rules; what fails on the way is kept as steps, which are put in words when they are read."""
 
@@ -155,7 +157,9 @@ class _Lookup:
         self.verdicts: dict[int, str | None] = {}  # id of what entries ask of sizes -> why these are not such
         self.steps: list[Text] = list(tuned.foreign)
         self.unavailable = ""
-        self.bucket = tuned_entries.bucket(problem)
+        sizes = tuned_entries.sizes_of(problem)
+        self.octaves = tuned_entries.octaves_of(sizes)
+        self.bucket = tuned_entries.bucket(problem, sizes)
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
@@ -190,13 +194,13 @@ class _Lookup:
 
     def _nearest(self, neighbours: Iterable[Neighbour]) -> Explanation | None:
         """The closest of these problems that can serve."""
-        sizes = tuned_entries.sizes_of(self.problem)
+        here, distance = self.octaves, tuned_entries.distance
         deterministic = self.problem.deterministic
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
         related = [
             (neighbour.deterministic is not deterministic, octaves, neighbour.key, place, neighbour)
             for place, neighbour in enumerate(neighbours)
-            if (octaves := tuned_entries.distance(neighbour.sizes, sizes)) <= FARTHEST
+            if (octaves := distance(neighbour.octaves, here)) <= FARTHEST
         ]
         related.sort()
         excluded: Explanation | None = None
@@ -324,8 +328,7 @@ class _Lookup:
 
     def _of_portfolio(self) -> Variant | None:
         """The portfolio's first variant that can run."""
-        variants = (variant for seeds in self.rules.portfolio for variant in seeds.feasible(self.facts))
-        return next(variants, None)
+        return next(self.rules.portfolio.feasible(self.facts), None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

@@ -38,6 +38,7 @@ from autoattn.runtime.plan import (
 from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.runtime.plan.reasons import Text
+from autoattn.runtime.plan.tuned_entries import TunedEntries
 
 
 def explain(
@@ -98,27 +99,35 @@ def _explain(problem: Problem, card: Device | None, folder: Path | None, *, lse:
     return repeated(without) if backward.deterministic else without
 
 
-def of_output(problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool) -> Explanation:
+def of_output(
+    problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool, tuned: TunedEntries | None = None
+) -> Explanation:
     """Who computes an output, and the LSE where it is wanted.
+
+    Args:
+        tuned: the entries of the problem's kind on the card, where they are known; no folder is read then.
 
     Raises:
         CacheError: a cache file is damaged or newer.
     """
-    explanation = cache_lookup.explain(problem, card, folder)
+    explanation = _looked_up(problem, card, folder, tuned)
     return _float8_supported(problem, card, lse=lse) or _pytorch_can_say_it(problem, explanation, lse=lse)
 
 
-def of_gradients(problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool) -> Explanation:
+def of_gradients(
+    problem: Problem, card: Device | None, folder: Path | None = None, *, lse: bool, tuned: TunedEntries | None = None
+) -> Explanation:
     """Who computes the gradients of a call.
 
     Args:
         problem: backward.
         lse: whether the call returns the LSE, which then has a gradient too.
+        tuned: as of `of_output`.
 
     Raises:
         CacheError: a cache file is damaged or newer.
     """
-    explanation = cache_lookup.explain(problem, card, folder)
+    explanation = _looked_up(problem, card, folder, tuned)
     if explanation.route == KERNEL or explanation.variant is None:
         return explanation
     why_not = _why_not_differentiated(problem, lse=lse, learns_bias=problem.modifiers.bias is Bias.LEARNED)
@@ -128,6 +137,12 @@ def of_gradients(problem: Problem, card: Device | None, folder: Path | None = No
         return explanation
     reasons = explanation.reasons.because(lambda: f"{explanation.reason}; but {why_not}, so the kernel runs")
     return replace(explanation, route=KERNEL, reasons=reasons)
+
+
+def _looked_up(problem: Problem, card: Device | None, folder: Path | None, tuned: TunedEntries | None) -> Explanation:
+    if tuned is not None:
+        return cache_lookup.explain_among(problem, tuned)
+    return cache_lookup.explain(problem, card, folder)
 
 
 def _why_not_differentiated(problem: Problem, *, lse: bool, learns_bias: bool) -> str | None:

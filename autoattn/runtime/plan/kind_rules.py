@@ -47,14 +47,13 @@ class KindRules:
         self._runners_up: dict[int, tuple[Contender, ...]] = {}  # likewise
         self._of_variants: dict[Variant, AskedRules] = {}
         self._seeds: tuple[tuple[SearchSpace, KindSeeds], ...] | None = None  # once asked
-        self._portfolio: tuple[KindSeeds, ...] | None = None  # likewise
+        self._portfolio: KindSeeds | None = None  # likewise
 
     @property
-    def portfolio(self) -> tuple[KindSeeds, ...]:
+    def portfolio(self) -> KindSeeds:
         """What the operation's portfolio holds, best first."""
         if self._portfolio is None:
-            of_kind = portfolio.of_kind(self._problem, self._device)
-            self._portfolio = tuple(seeds.sharing(self._shared) for _, seeds in of_kind)
+            self._portfolio = portfolio.of_kind(self._problem, self._device).sharing(self._shared)
         return self._portfolio
 
     @property

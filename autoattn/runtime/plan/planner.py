@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 import torch
@@ -15,7 +15,8 @@ from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import availability
 from autoattn.codegen import render
-from autoattn.core.problem import Problem
+from autoattn.core.device import Device
+from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Source, Traits, Variant
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
@@ -31,6 +32,7 @@ from autoattn.runtime.plan import (
 )
 from autoattn.runtime.plan.explanations import Explanation
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
+from autoattn.runtime.plan.tuned_entries import WatchedEntries
 from autoattn.tensors.operands import Operands
 
 _logger = logging.getLogger("autoattn")
@@ -104,22 +106,66 @@ def plan_without_kernel(call: Call, reason: str, *, lse: bool) -> Plan:
     return _of_call(call, Plan(decision.without_kernel(reason, call.problem, lse=lse, learned=learned)))
 
 
-def replan(plan: Plan, problem: Problem, index: int, *, deterministic: bool) -> Plan | None:
-    """The plan of a call that differs in sizes alone from one that kernels answer; None where it takes the call.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KnownCalls:
+    """What calls share that kernels answer and that differ in sizes alone."""
+
+    card: Device
+    index: int
+    kernel: compiler.Kernel  # of one of them
+    output: WatchedEntries
+    gradient_kernel: compiler.Kernel | None = None  # None where nobody differentiates them, as the next
+    gradients: WatchedEntries | None = None
+    kernels: list[tuple[Op, compiler.Kernel]] = field(default_factory=list)  # that answer some of them
+
+    def note(self, plan: Plan) -> None:
+        """Keeps the kernels of a plan at hand."""
+        for op, kernel in ((Op.FORWARD, plan.kernel), (Op.BACKWARD, plan.gradients)):
+            if kernel is not None and (op, kernel) not in self.kernels:
+                self.kernels.append((op, kernel))
+
+    def kernel_of(self, op: Op, variant: Variant) -> compiler.Kernel | None:
+        """The kernel of a variant; None where none of them has answered."""
+        kernels = (kernel for of, kernel in self.kernels if of is op and kernel.source.variant == variant)
+        return next(kernels, None)
+
+    @classmethod
+    def of(cls, plan: Plan, problem: Problem, index: int) -> KnownCalls | None:
+        """Those like a call; None where no kernels answer it.
+
+        Args:
+            plan, problem: of the call.
+            index: of the device.
+        """
+        card = nvidia.present(index)
+        if plan.kernel is None or card is None:
+            return None
+        output = WatchedEntries(problem, card)
+        if plan.gradients is None or plan.backward_problem is None:
+            return cls(card=card, index=index, kernel=plan.kernel, output=output)
+        gradients = WatchedEntries(plan.backward_problem, card)
+        return cls(
+            card=card,
+            index=index,
+            kernel=plan.kernel,
+            output=output,
+            gradient_kernel=plan.gradients,
+            gradients=gradients,
+        )
+
+
+def replan(known: KnownCalls, problem: Problem, backward_problem: Problem | None) -> Plan | None:
+    """The plan of a call of other sizes than known ones; None where it takes the call.
 
     Args:
-        plan: of the other call, whose tensors lie as this one's do.
-        problem: of this one.
-        index: of the device.
+        backward_problem: of the gradients, where somebody differentiates the call.
     """
-    if plan.kernel is None:
-        return None
+    traits = known.kernel.source.traits
     try:
-        traits = plan.kernel.source.traits
-        if plan.gradients is None:
-            return prepare(problem, traits, index)
-        gradient_traits = plan.gradients.source.traits
-        return _prepare_both(problem, traits, gradient_traits, index, deterministic, NONE_LEARNED)
+        if backward_problem is None or known.gradient_kernel is None:
+            return _plan_output(problem, traits, known.index, known.card, known)
+        gradient_traits = known.gradient_kernel.source.traits
+        return _plan_both(problem, backward_problem, traits, gradient_traits, known.index, NONE_LEARNED, known)
     except _NotLoadedError:
         return None
 
@@ -156,16 +202,7 @@ def forget() -> None:
 @lru_cache(maxsize=MAX_PLANS)
 def prepare(problem: Problem, traits: Traits, index: int) -> Plan:
     """Decides and, when the answer is a kernel, compiles it: once per problem, traits and card."""
-    if torch.cuda.is_current_stream_capturing():
-        # An exception is not kept, so that the next call asks again.
-        raise _NotLoadedError(CAPTURED)
-    card = nvidia.present(index)
-    explanation = decision.of_output(problem, card, lse=traits.lse)
-    _warn_where_unavailable(explanation)
-    explanation, kernel, refused = _first_compiled(explanation, problem, traits, index)
-    if kernel is None and refused:
-        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.reasons.texts))
-    return Plan(explanation, kernel)
+    return _plan_output(problem, traits, index, nvidia.present(index))
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -173,20 +210,55 @@ def _prepare_both(
     problem: Problem, traits: Traits, gradient_traits: Traits, index: int, deterministic: bool, learned: Learned
 ) -> Plan:
     """The same for a call that somebody may differentiate: both passes by kernels, or both by PyTorch."""
+    backward_problem = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
+    return _plan_both(problem, backward_problem, traits, gradient_traits, index, learned)
+
+
+def _plan_output(
+    problem: Problem, traits: Traits, index: int, card: Device | None, known: KnownCalls | None = None
+) -> Plan:
+    """Who answers a problem.
+
+    Args:
+        known: calls of other sizes, whose kernels and entries are at hand.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        # An exception is not kept, so that the next call asks again.
+        raise _NotLoadedError(CAPTURED)
+    tuned = None if known is None else known.output.now()
+    explanation = decision.of_output(problem, card, lse=traits.lse, tuned=tuned)
+    _warn_where_unavailable(explanation)
+    explanation, kernel, refused = _first_compiled(explanation, problem, traits, index, card, known)
+    if kernel is None and refused:
+        return Plan(decision.without_kernel(refused, problem, lse=traits.lse, steps=explanation.reasons.texts))
+    return Plan(explanation, kernel)
+
+
+def _plan_both(
+    problem: Problem, backward_problem: Problem, traits: Traits, gradient_traits: Traits, index: int, learned: Learned,
+    known: KnownCalls | None = None,
+) -> Plan:  # fmt: skip
+    """The same of both passes."""
     if torch.cuda.is_current_stream_capturing():
         raise _NotLoadedError(CAPTURED)
-    card, lse = nvidia.present(index), gradient_traits.lse
-    backward_problem = gradient_problem.backward_of(problem, deterministic=deterministic, learned=learned)
-    gradient_answer = decision.of_gradients(backward_problem, card, lse=lse)
+    card, lse = nvidia.present(index) if known is None else known.card, gradient_traits.lse
+    deterministic = backward_problem.deterministic
+    tuned = None if known is None or known.gradients is None else known.gradients.now()
+    gradient_answer = decision.of_gradients(backward_problem, card, lse=lse, tuned=tuned)
     _warn_where_unavailable(gradient_answer)
     if (believed := decision.pytorch_believed_faster(problem, gradient_answer, card, lse=lse)) is not None:
         return Plan(believed)
     refused = gradient_problem.why_not_by(gradient_answer)
     if refused is None:
-        forward_plan = prepare(problem, traits, index)
+        if known is None:
+            forward_plan = prepare(problem, traits, index)
+        else:
+            forward_plan = _plan_output(problem, traits, index, card, known)
         refused = decision.why_not_both(forward_plan.explanation, gradient_answer)
     if refused is None:
-        gradient_answer, kernel, refused = _first_compiled(gradient_answer, backward_problem, gradient_traits, index)
+        gradient_answer, kernel, refused = _first_compiled(
+            gradient_answer, backward_problem, gradient_traits, index, card, known
+        )
         if kernel is not None:
             explanation = decision.with_gradients(forward_plan.explanation, gradient_answer)
             both = Plan(explanation, forward_plan.kernel, kernel, backward_problem)
@@ -197,20 +269,25 @@ def _prepare_both(
 
 
 def _first_compiled(
-    explanation: Explanation, problem: Problem, traits: Traits, index: int
-) -> tuple[Explanation, compiler.Kernel | None, str]:
+    explanation: Explanation, problem: Problem, traits: Traits, index: int, card: Device | None,
+    known: KnownCalls | None,
+) -> tuple[Explanation, compiler.Kernel | None, str]:  # fmt: skip
     """The first kernel of an explanation that the compiler takes, as what runs; else why it refused the last one."""
     refused = ""
-    for variant in cache_lookup.variants(explanation, nvidia.present(index)):
+    for variant in cache_lookup.variants(explanation, card):
+        kernel = None if known is None else known.kernel_of(problem.op, variant)
         try:
-            kernel = _kernel_of(problem, variant, traits, index)
+            kernel = kernel or _kernel_of(problem, variant, traits, index, card)
         except CompileError as error:
             refused = str(error)
             if explanation.entry is not None and render.why_not(variant, problem, traits) is None:
                 availability.warn_once(f"the kernel tuned for {explanation.entry.problem} is refused, {refused}")
             explanation = cache_lookup.without(explanation, variant, refused)
         else:
-            return replace(cache_lookup.by(explanation, variant), precompiled=kernel.precompiled), kernel, ""
+            explanation = cache_lookup.by(explanation, variant)
+            if kernel.precompiled:
+                explanation = replace(explanation, precompiled=kernel.precompiled)
+            return explanation, kernel, ""
     return explanation, None, refused
 
 
@@ -225,9 +302,8 @@ def _warn_where_unavailable(explanation: Explanation) -> None:
         availability.warn_once(explanation.unavailable)
 
 
-def _kernel_of(problem: Problem, variant: Variant, traits: Traits, index: int) -> compiler.Kernel:
+def _kernel_of(problem: Problem, variant: Variant, traits: Traits, index: int, card: Device | None) -> compiler.Kernel:
     """A variant's kernel on a card: precompiled where its machine code is there, else compiled."""
-    card = nvidia.present(index)
     if card is not None and (stored := machine_code.find(problem, variant, traits, card.arch)) is not None:
         kernel = machine_code.load(stored, variant, traits, index)
         if kernel is not None:

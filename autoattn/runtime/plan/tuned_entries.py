@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from autoattn.cache import file_format, precedence, sister_cards, store
+from autoattn.cache import file_format, inventory, precedence, sister_cards, store
 from autoattn.cache.file_format import CacheFile
 from autoattn.cache.precedence import Placed
 from autoattn.cache.sister_cards import SisterCard
@@ -26,7 +27,9 @@ from autoattn.core.problem import SIZES, Numerics, Op, Problem
 from autoattn.runtime.plan.kind_rules import KindRules
 
 MAX_KINDS = 512  # whose entries are kept
+CHECK_SECONDS = 0.5  # for which a program that meets ever new classes of sizes takes cache files as unchanged
 Sizes: TypeAlias = tuple[float, float, float, float]  # `sizes_of` a problem
+Octaves: TypeAlias = tuple[float, float, float, float]  # `octaves_of` these
 Lengths: TypeAlias = tuple[int, int, int, int, int]  # SIZES of a problem
 Bucket: TypeAlias = tuple[int, ...]
 lengths_of: Callable[[Problem], Lengths] = attrgetter(*SIZES)
@@ -37,7 +40,7 @@ class Neighbour:
     """A problem that was measured on this card, or on a sister card."""
 
     key: str
-    sizes: Sizes  # where a sister card measured it, with the heads that give this card's SMs as much work each
+    octaves: Octaves  # where a sister card measured it, of the heads that give this card's SMs as much work each
     bucket: Bucket
     deterministic: bool
     places: tuple[Placed, ...]
@@ -118,6 +121,31 @@ def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntr
     return entries
 
 
+class WatchedEntries:
+    """The entries that share kernels with a problem, for who asks time and again, with each new class of sizes.
+
+    Whether a cache file changed is looked at once in CHECK_SECONDS: it takes as long as all else of a look-up.
+    """
+
+    def __init__(self, problem: Problem, device: Device) -> None:
+        """Of the folders that calls read, which are looked at when the entries are first asked for."""
+        self._problem, self._device = problem, device
+        self._entries: TunedEntries | None = None
+        self._until = 0.0  # of the clock, in seconds
+
+    def now(self) -> TunedEntries:
+        """The entries.
+
+        Raises:
+            CacheError: a cache file is damaged or newer.
+        """
+        now = time.monotonic()
+        if self._entries is None or now >= self._until:
+            self._entries = of(self._problem, self._device, inventory.folders(None))
+            self._until = now + CHECK_SECONDS
+        return self._entries
+
+
 def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | None = None) -> TunedEntries:
     """The entries of a device and an operation; of one kind of kernel where one is given.
 
@@ -181,24 +209,29 @@ def _sisters(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind
 
 def _of_sister(neighbour: Neighbour, card: SisterCard, device: Device) -> Neighbour:
     """A sister card's problem, as far from problems of this card as the work of one SM is."""
-    queries, keys, heads, group = neighbour.sizes
-    return replace(neighbour, sizes=(queries, keys, heads * device.sm_count / card.sm_count, group), card=card)
+    queries, keys, heads, group = sizes_of(neighbour.places[0].entry.problem)
+    octaves = octaves_of((queries, keys, heads * device.sm_count / card.sm_count, group))
+    return replace(neighbour, octaves=octaves, card=card)
 
 
 def _neighbour(key: str, places: tuple[Placed, ...]) -> Neighbour:
     problem = places[0].entry.problem
     return Neighbour(
         key=key,
-        sizes=sizes_of(problem),
+        octaves=octaves_of(sizes_of(problem)),
         bucket=bucket(problem),
         deterministic=problem.deterministic,
         places=places,
     )
 
 
-def bucket(problem: Problem) -> Bucket:
-    """Lengths, keys that a query sees, and heads, rounded up to powers of two."""
-    queries, keys, heads, group = map(int, sizes_of(problem))  # written out, since a new length asks for it
+def bucket(problem: Problem, sizes: Sizes | None = None) -> Bucket:
+    """Lengths, keys that a query sees, and heads, rounded up to powers of two.
+
+    Args:
+        sizes: `sizes_of` the problem, where they are known.
+    """
+    queries, keys, heads, group = map(int, sizes or sizes_of(problem))  # written out: a new length asks for it
     return (
         max(0, queries - 1).bit_length(),
         max(0, keys - 1).bit_length(),
@@ -222,19 +255,23 @@ def sizes_of(problem: Problem) -> Sizes:
     return queries, keys, problem.batch * problem.heads_q, problem.group_size
 
 
+def octaves_of(sizes: Sizes) -> Octaves:
+    """Logarithms of `sizes_of`, of which neighbours keep theirs."""
+    queries, keys, heads, group = sizes
+    log2 = math.log2
+    return log2(queries), log2(keys), log2(heads), log2(group)
+
+
 def distance_between(problem: Problem, other: Problem) -> float:
     """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
-    return distance(sizes_of(problem), sizes_of(other))
+    return distance(octaves_of(sizes_of(problem)), octaves_of(sizes_of(other)))
 
 
-def distance(sizes: Sizes, others: Sizes) -> float:
-    """Octaves between two problems, summed over what `sizes_of` tells of them."""
-    queries, keys, heads, group = sizes  # written out, since a new length asks of each entry
-    log2 = math.log2
-    return (
-        abs(log2(others[0] / queries)) + abs(log2(others[1] / keys))
-        + abs(log2(others[2] / heads)) + abs(log2(others[3] / group))
-    )  # fmt: skip
+def distance(octaves: Octaves, others: Octaves) -> float:
+    """The same of their `octaves_of`."""
+    queries, keys, heads, group = octaves  # written out, since a new class of sizes asks of each entry
+    other_queries, other_keys, other_heads, other_group = others
+    return abs(queries - other_queries) + abs(keys - other_keys) + abs(heads - other_heads) + abs(group - other_group)
 
 
 _kept: dict[tuple[KernelKind, Device, tuple[Path, ...]], tuple[store.Stamps, tuple[str, ...], TunedEntries]] = {}

@@ -100,7 +100,7 @@ def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]
     if not isinstance(known, TrainingCall):
         return None
     *pulls, output, lse, query, key, value = tensors[: _BEFORE + 3]
-    if output.stride() != known.output or not lse.is_contiguous():
+    if output.stride() != known.memory.output or not lse.is_contiguous():
         return None
     made = known.differentiate(*pulls, query, key, value, output, lse, *attention_op.offsets_of(tensors[_BEFORE:]))
     return [grad for grad, learnt in zip(made, learns, strict=False) if learnt]

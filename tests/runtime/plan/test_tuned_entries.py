@@ -130,6 +130,22 @@ def test_a_file_that_was_written_since_is_read_again(tmp_path: Path) -> None:
     assert cache_lookup.explain(ASKED, H200, folder).level is Level.DEFAULT
 
 
+def test_who_asks_time_and_again_sees_a_written_file_a_while_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path, measured(samples.problem(seq_kv=8192)))
+    monkeypatch.setattr(tuned_entries.inventory, "folders", lambda named: (folder,))
+    clock = [100.0]
+    monkeypatch.setattr(tuned_entries.time, "monotonic", lambda: clock[0])
+    watched = tuned_entries.WatchedEntries(ASKED, H200)
+    before = watched.now()
+    written(folder, measured(ASKED))
+    clock[0] += tuned_entries.CHECK_SECONDS / 2
+    assert watched.now() is before, "no file was looked at"
+    clock[0] += tuned_entries.CHECK_SECONDS
+    assert ASKED.key in watched.now().measured
+
+
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned_entries, "MAX_KINDS", 2)
     read: list[Any] = []
