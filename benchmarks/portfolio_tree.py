@@ -28,16 +28,17 @@ LET = {
     "sides": "bounded_left + bounded_right",
     "sequence_tiles": "heads_q * queries / 128 / sm_count",
     "key_heads": "heads_kv * batch / sm_count",
+    "shared_rows": "queries / batch * group_size",
 }
 FEATURES = (
     "element_bytes", "ieee", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
-    "key_heads",
+    "key_heads", "shared_rows",
 )  # fmt: skip
-LEAST_PROBLEMS = 3  # of a leaf
-MOST_DEPTH = 8
-LEAST_GAIN = 0.05  # of a split: the sum over its problems of the logarithm of the time that it saves
+LEAST_PROBLEMS = 6  # of a leaf
+MOST_DEPTH = 12
+LEAST_GAIN = 0.00015  # of a split: what it saves of the time, in the mean of all problems
 MOST_VARIANTS = 4  # of a leaf; those behind the first that covers all are for searches
-UNKNOWN = math.log(1.5)  # of a variant that can run and was not measured
+MOST_THRESHOLDS = 24  # of a question at a node, which divide its problems evenly
 SEEDS = math.log(1.3)  # of a problem on which no variant of the list can run: seeds are left to it
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -48,7 +49,7 @@ class Example:
 
     problem: Problem
     device: Device
-    times_us: Mapping[Variant, float]  # of those that are right
+    times_us: Mapping[Variant, float]  # measured, or of all that can run where they are predicted
     rivals_us: Mapping[str, float]
 
     @cached_property
@@ -82,8 +83,6 @@ class _Table:
             for column, variant in enumerate(self.variants):
                 if variant in example.times_us:
                     self.regrets[row, column] = math.log(example.times_us[variant] / example.best_us)
-                elif is_feasible(variant, example):
-                    self.regrets[row, column] = UNKNOWN
         self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
 
     def list_of(self, rows: npt.NDArray[np.intp]) -> tuple[float, list[int]]:
@@ -159,15 +158,24 @@ def _best_split(table: _Table, rows: npt.NDArray[np.intp], cost: float) -> _Spli
     best: tuple[float, _Split] | None = None
     for place, feature in enumerate(FEATURES):
         values = table.features[rows, place]
-        for threshold in thresholds(sorted(set(values.tolist()))):
+        for threshold in thresholds(_spread(values)):
             low = values < threshold
             if min(low.sum(), (~low).sum()) < LEAST_PROBLEMS:
                 continue
             below, above = table.list_of(rows[low]), table.list_of(rows[~low])
             gain = cost - below[0] - above[0]
-            if gain > LEAST_GAIN and (best is None or gain > best[0] + 1e-9):
+            if gain > LEAST_GAIN * len(table.examples) and (best is None or gain > best[0] + 1e-9):
                 best = gain, (feature, threshold, below, above)
     return None if best is None else best[1]
+
+
+def _spread(values: Array) -> list[float]:
+    """Distinct values in order; where there are many, those that divide them evenly."""
+    ordered = np.unique(values)
+    if len(ordered) > MOST_THRESHOLDS:
+        quantiles = np.quantile(values, np.linspace(0.0, 1.0, MOST_THRESHOLDS + 1), method="nearest")
+        ordered = np.unique(quantiles)
+    return [float(value) for value in ordered]
 
 
 def thresholds(values: Sequence[float]) -> list[float]:

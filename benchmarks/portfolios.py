@@ -10,23 +10,27 @@ look. These times are rough: compilers are at work, and what is slow is looked a
 measure: of the screened variants, few cover all problems (`variant_pool.cover`). On each drawn problem these pass the
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
 
-derive: a decision tree over the sizes and the kind of a problem. A leaf has the variants whose first feasible one is
-the fastest in the geometric mean of the leaf's problems. The same data give the same bytes.
+derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
+decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
+is the fastest in the geometric mean of the leaf's problems. The same data give the same bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import drawn_calls
 import msgspec
+import portfolio_model
 import portfolio_tree
 import typer
 import variant_pool
@@ -35,7 +39,7 @@ from portfolio_tree import Example, PortfolioRule
 from autoattn.codegen import portfolio, resources
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
-from autoattn.core.problem import Op, Problem
+from autoattn.core.problem import DType, Op, Precision, Problem
 from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
@@ -53,7 +57,12 @@ TARGET = resources.portfolio_path(Op.FORWARD)
 SCREENED = DATA / "screened"
 AT_ONCE = 8  # problems whose variants are measured together, so that compilers and the GPU both have work
 FINAL_SECONDS = 0.35
+FINALISTS = 16  # variants of a problem that meet in rounds, at most
+BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
+WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
+PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
+PREDICTED = {DType.FLOAT16: 3600, Precision.TF32: 1200, Precision.IEEE: 1200}  # problems; the first, of 16 bits
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -142,8 +151,8 @@ def screen(
     out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = SCREENED,
 ) -> None:  # fmt: skip
     """Look at a wide pool of variants on drawn problems."""
-    card = _card()
     problems = _drawn(seed, count, sizes)
+    card = _card()
     _write(
         out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
         lambda problem: Subject(problem, card, variant_pool.pool(problem, card)[:variants], variants),
@@ -153,13 +162,13 @@ def screen(
 @app.command()
 def measure(
     seed: Seed = RESERVED, seconds: Seconds = 300.0, count: Count = 40, sizes: Sizes = 5,
-    finalists: Annotated[int, typer.Option(help="Variants that meet in rounds, at most.")] = 16,
+    finalists: Annotated[int, typer.Option(help="Variants that meet in rounds, at most.")] = FINALISTS,
     out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
 ) -> None:  # fmt: skip
     """Measure few variants that cover what was screened, on drawn problems."""
-    card = _card()
-    cover = variant_pool.cover([example for path in sorted(SCREENED.glob("*.jsonl")) for example in read(path)])
     problems = _drawn(seed, count, sizes)
+    card = _card()
+    cover = variant_pool.cover(_all_of(SCREENED))
     _write(
         out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
         lambda problem: Subject(problem, card, variant_pool.feasible(cover, problem, card), finalists),
@@ -209,23 +218,115 @@ def read(path: Path) -> list[Example]:
     return examples
 
 
+def _all_of(folder: Path) -> list[Example]:
+    """The problems of all files of a folder."""
+    return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]
+
+
 def text_of(examples: Sequence[Example], rules: Sequence[PortfolioRule]) -> str:
     """The file of a portfolio that these examples gave."""
     sources = ", ".join(sorted({example.device.full_name for example in examples}))
     head = (
         "# What calls run that nobody tuned: variants of the rule that holds, best first, then the templates' seeds.\n"
-        f"# Written by `python benchmarks/portfolios.py derive` from {len(examples)} problems measured on {sources}.\n"
+        f"# Written by `python benchmarks/portfolios.py derive` from {len(examples)} problems measured on {sources}\n"
+        "# and a model of their times.\n"
         "# Not to be edited; docs/decisions/portfolios.md says how it is made.\n"
     )
     lines = [f"version: {portfolio.VERSION}", f"operation: {Op.FORWARD.value}", "let:"]
     lines += [f"  {name}: {json.dumps(text)}" for name, text in portfolio_tree.LET.items()]
+    names = _names({variant: None for rule in rules for variant in rule.variants})
+    lines.append("variants:")
+    for variant, name in names.items():
+        params = ", ".join(f"{parameter}: {value}" for parameter, value in variant.as_dict().items())
+        lines.append(f"  {name}: {{template: {variant.template}, params: {{{params}}}}}")
     lines.append("rules:")
     for rule in rules:
-        lines += [f"  - when: {json.dumps(rule.when)}", "    variants:"]
-        for variant in rule.variants:
-            params = ", ".join(f"{name}: {value}" for name, value in variant.as_dict().items())
-            lines.append(f"      - {{template: {variant.template}, params: {{{params}}}}}")
+        listed = ", ".join(names[variant] for variant in rule.variants)
+        lines += [f"  - when: {json.dumps(rule.when)}", f"    variants: [{listed}]"]
     return head + "\n".join(lines) + "\n"
+
+
+def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
+    """A name for each: its family, its tile, and a number."""
+    names: dict[Variant, str] = {}
+    count: Counter[str] = Counter()
+    for variant in sorted(variants, key=lambda variant: (variant.template, str(variant))):
+        params = variant.as_dict()
+        stem = f"{variant.template.partition('/')[0]}_{params['BLOCK_M']}x{params['BLOCK_N']}"
+        count[stem] += 1
+        names[variant] = f"{stem}_{count[stem]}"
+    return names
+
+
+def predicted(measured: Sequence[Example], screened: Sequence[Example]) -> list[Example]:
+    """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
+    cover, card = variant_pool.cover(screened), measured[0].device
+    failing = _failing(measured, cover)
+    model = portfolio_model.fit([*_samples(measured, cover, failing), *_rough_samples(screened)])
+    examples = []
+    known = {example.problem: example.times_us for example in measured}
+    for problem in [*list(known) * WEIGHT, *_problems_to_predict()]:
+        variants = [variant for variant in variant_pool.feasible(cover, problem, card)
+                    if variant not in failing[numbers_of(problem)]]  # fmt: skip
+        if variants:
+            times = {**model.times_us(problem, variants, card), **known.get(problem, {})}
+            examples.append(Example(problem=problem, device=card, times_us=times, rivals_us={}))
+    return examples
+
+
+def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
+    """What decides whether a kernel fits the registers and the shared memory of an SM."""
+    return problem.dtype.bytes, problem.precision, problem.head_dim_padded, problem.head_dim_v_padded
+
+
+def _failing(measured: Sequence[Example], cover: Sequence[Variant]) -> dict[tuple[Any, ...], set[Variant]]:
+    """Variants that rules allow and that did not work, where fewer worked than may meet in rounds."""
+    failing: defaultdict[tuple[Any, ...], set[Variant]] = defaultdict(set)
+    for example in measured:
+        if len(example.times_us) < FINALISTS:
+            allowed = variant_pool.feasible(cover, example.problem, example.device)
+            failing[numbers_of(example.problem)] |= set(allowed) - set(example.times_us)
+    return failing
+
+
+def _samples(
+    measured: Sequence[Example], cover: Sequence[Variant], failing: Mapping[tuple[Any, ...], set[Variant]]
+) -> Iterator[portfolio_model.Sample]:
+    """Measured times; a variant that did not come to the rounds counts as somewhat slower than the last that did."""
+    for example in measured:
+        facts: dict[str, Any] = {"problem": example.problem, "device": example.device}
+        for variant, time_us in example.times_us.items():
+            yield portfolio_model.Sample(**facts, variant=variant, time_us=time_us, rough=False)
+        behind = BEHIND * max(example.times_us.values())
+        left_out = failing[numbers_of(example.problem)].union(example.times_us)
+        for variant in variant_pool.feasible(cover, example.problem, example.device):
+            if variant not in left_out:
+                yield portfolio_model.Sample(**facts, variant=variant, time_us=behind, rough=True)
+
+
+def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Sample]:
+    """Screened times, as far as more than one look was taken."""
+    for example in screened:
+        for variant, time_us in example.times_us.items():
+            if time_us <= variant_pool.FAR * example.best_us:
+                yield portfolio_model.Sample(
+                    problem=example.problem, device=example.device, variant=variant, time_us=time_us, rough=True
+                )
+
+
+def _problems_to_predict() -> list[Problem]:
+    """Drawn problems, so many of each way to form products; float32 is seldom drawn, and its rules need as many."""
+    left = dict(PREDICTED)
+    problems: dict[Problem, None] = {}
+    for seed in itertools.count(PREDICTED_FROM):
+        for problem in drawn_calls.draw(seed, 50):
+            numbers = problem.precision if problem.dtype is DType.FLOAT32 else DType.FLOAT16
+            if left[numbers] and problem not in problems:
+                left[numbers] -= 1
+                problems[problem] = None
+        if not any(left.values()):
+            return list(problems)
+    raise AssertionError("seeds never end")
 
 
 @app.command()
@@ -235,8 +336,10 @@ def derive(
     ] = False,
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
-    examples = [example for path in sorted(DATA.glob("*.jsonl")) for example in read(path)]
-    rules = portfolio_tree.grow(examples)
+    examples, screened = (
+        [e for path in sorted(folder.glob("*.jsonl")) for e in read(path)] for folder in (DATA, SCREENED)
+    )
+    rules = portfolio_tree.grow(predicted(examples, screened))
     text = text_of(examples, rules)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:

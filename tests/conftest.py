@@ -95,6 +95,18 @@ def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: p
     monkeypatch.setenv("TRITON_CACHE_DIR", str(whole_run / "triton"))
 
 
+@pytest.fixture
+def no_portfolio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Calls that nobody tuned run the templates' seeds: no measurement says otherwise."""
+    from autoattn.codegen import portfolio, resources
+
+    path = tmp_path_factory.mktemp("no_portfolio") / "forward.portfolio.yaml"
+    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
+    portfolio.load.cache_clear()
+    yield
+    portfolio.load.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests neither see nor touch the cache of whoever runs them."""

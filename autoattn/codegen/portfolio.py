@@ -34,13 +34,14 @@ class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
 
 class _RuleText(msgspec.Struct, forbid_unknown_fields=True):
     when: str
-    variants: list[_VariantText]
+    variants: list[str]  # their names, best first
 
 
 class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     operation: Op
     let: dict[str, str]
+    variants: dict[str, _VariantText]
     rules: list[_RuleText]
 
 
@@ -84,11 +85,15 @@ def _checked(file: _PortfolioFile) -> Portfolio:
     for name, text in file.let.items():
         let[name] = search_space.rule_of(text, known)
         known.add(name)
+    named = {name: Variant.of(text.template, text.params) for name, text in file.variants.items()}
+    for variant in named.values():
+        search_space.load(variant.template).check(variant.as_dict())
     rules = []
     for rule in file.rules:
-        variants = tuple(Variant.of(text.template, text.params) for text in rule.variants)
-        for variant in variants:
-            search_space.load(variant.template).check(variant.as_dict())
+        for name in rule.variants:
+            if name not in named:
+                raise SpaceError(f"rules name variants of the file, got {name!r}; see docs/search-spaces.md")
+        variants = tuple(named[name] for name in rule.variants)
         rules.append((search_space.rule_of(rule.when, known), variants))
     return Portfolio(let=let, rules=tuple(rules))
 
@@ -147,13 +152,17 @@ def _judge(portfolio: Portfolio, problem: Problem, device: Device) -> KindSeeds:
     facts = kind_facts(kernel_kind.of(problem), problem.numerics, problem.deterministic, device)
     of_sizes = feasibility.names_of_sizes(portfolio.let)
     judged: list[tuple[int, Variant, Judgement, Judgement]] = []
+    judgements: dict[Variant, Judgement] = {}  # rules have variants in common
     for when, variants in portfolio.rules:
         other = Requirement(rule=when, because="it speaks of other problems")
         speaks = feasibility.judge(facts, portfolio.let, of_sizes, [other])
         if speaks.hopeless:
             continue
         for variant in variants:
-            judgement = search_space.load(variant.template).judgement_of(variant, problem, device)
+            if variant not in judgements:
+                space = search_space.load(variant.template)
+                judgements[variant] = space.judgement_of(variant, problem, device)
+            judgement = judgements[variant]
             if not judgement.hopeless:
                 judged.append((len(judged), variant, speaks, judgement))
     return KindSeeds(why_unavailable=_why_unavailable, judged=tuple(judged), rules=SharedRules())

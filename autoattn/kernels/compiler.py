@@ -149,19 +149,23 @@ class Kernel:
             names = getattr(self.module, self.name).arg_names
         return names
 
+    def _interpret(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
+        """Runs the kernel in Triton's interpreter, or in Gluon's."""
+        name = self.name or self.source.name
+        if self.manifest.language is not Language.GLUON:
+            getattr(self.module, name)[grid](*(arguments[parameter] for parameter in self.parameters))
+            return
+        from autoattn.kernels.gluon_interpreter import module_loader
+
+        assert isinstance(self.module, module_loader.InterpretedModule)
+        module_loader.launch(self.module, name, grid, arguments)
+
     def launch(self, grid: tuple[int], arguments: Mapping[str, object]) -> None:
         """Launches on the current stream of the kernel's device; takes the arguments by their SIGNATURE names."""
-        name = self.name or self.source.name
-        if self.compiled is None and self.manifest.language is Language.GLUON:
-            from autoattn.kernels.gluon_interpreter import module_loader
-
-            assert isinstance(self.module, module_loader.InterpretedModule)
-            module_loader.launch(self.module, name, grid, arguments)
+        if self.compiled is None:
+            self._interpret(grid, arguments)
             return
         ordered = [arguments[name] for name in self.parameters]
-        if self.compiled is None:
-            getattr(self.module, name)[grid](*ordered)
-            return
         import torch
 
         with torch.cuda.device(self.device):

@@ -191,8 +191,9 @@ def test_variants_are_what_the_seeds_name_without_the_one_that_ran(monkeypatch: 
     fake_device.set_device(monkeypatch, samples.H200)
     row = benched(problem=kernels.problem(head_dim=64), ours=Ours.VARIANTS)
     others = [one for one in row.contestants if one.name.startswith("variant ")]
-    assert others
-    assert {one.state for one in others} == {State.FAILED}, "no kernel runs here"
+    plain = [one for one in others if one.variant is not None and one.variant.template == "triton/forward"]
+    assert plain
+    assert {one.state for one in plain} == {State.FAILED}, "outside of its interpreter, Triton runs nothing here"
     assert len({one.variant for one in row.contestants}) == len(row.contestants)
 
 

@@ -26,6 +26,7 @@ from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import CompileError
 from autoattn.kernels import compiler, forward
 from autoattn.kernels.compiler import Kernel, build, inspect, load_module
+from autoattn.kernels.gluon_interpreter import module_loader
 from autoattn.reference import inputs
 from autoattn.runtime.plan import cache_lookup
 
@@ -212,9 +213,10 @@ def test_what_ptxas_refuses_is_quoted_and_nothing_is_printed(capsys: pytest.Capt
     assert capsys.readouterr().out == ""
 
 
-def test_the_interpreter_does_not_run_it() -> None:
-    with pytest.raises(CompileError, match="interpreter"):
-        compiler.load(source(problem(head_dim=64)), torch.device("cpu"))
+def test_on_the_cpu_it_is_loaded_for_the_interpreter_of_gluon() -> None:
+    kernel = compiler.load(source(problem(head_dim=64)), torch.device("cpu"))
+    assert isinstance(kernel.module, module_loader.InterpretedModule)
+    assert kernel.compiled is None
 
 
 # --- the file and its launch ------------------------------------------------------------------------------------------
@@ -299,6 +301,7 @@ def test_files_stand_alone_and_have_short_lines() -> None:
 @pytest.mark.parametrize(
     ("installed", "serves"), [("3.6.0", True), ("3.9.1", True), ("3.60.0", False), ("3.12.0", False)]
 )
+@pytest.mark.usefixtures("no_portfolio")
 def test_the_template_is_for_the_releases_of_triton_that_its_space_names(
     installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

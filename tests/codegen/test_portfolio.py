@@ -25,18 +25,23 @@ def seed(template: str, place: int) -> Variant:
     return search_space.load(template).seeds_for(PREFILL, H200)[place]
 
 
-def rule(when: str, *variants: Variant) -> str:
-    lines = [f"  - when: {when}", "    variants:"]
-    for variant in variants:
+def document(*rules: tuple[str, tuple[Variant, ...]]) -> str:
+    """A portfolio of these rules and their variants."""
+    names = {variant: f"variant_{variant.digest}" for _, variants in rules for variant in variants}
+    lines = ["version: 1", "operation: forward", "let:", "  rows: queries / batch", "variants:"]
+    for variant, name in names.items():
         params = ", ".join(f"{name}: {value}" for name, value in variant.as_dict().items())
-        lines.append(f"      - {{template: {variant.template}, params: {{{params}}}}}")
-    return "\n".join(lines)
+        lines.append(f"  {name}: {{template: {variant.template}, params: {{{params}}}}}")
+    lines.append("rules:")
+    for when, variants in rules:
+        lines += [f"  - when: {when}", f"    variants: [{', '.join(names[variant] for variant in variants)}]"]
+    return "\n".join(lines) + "\n"
 
 
 GLUON, OTHER = seed("gluon/forward", 0), seed("triton/forward", 2)
 TRITON = search_space.load("triton/forward").seeds_for(DECODE, H200)[0]
 HEAD = "version: 1\noperation: forward\nlet:\n  rows: queries / batch\n"
-TWO = f"{HEAD}rules:\n{rule('rows < 16', TRITON, GLUON)}\n{rule('rows >= 16', GLUON, OTHER)}\n"
+TWO = document(("rows < 16", (TRITON, GLUON)), ("rows >= 16", (GLUON, OTHER)))
 
 
 @pytest.fixture
@@ -76,7 +81,7 @@ def test_what_cannot_run_gives_way_to_the_next_and_then_to_seeds(write: Write) -
 
 def test_a_portfolio_that_is_read_again_is_judged_again(write: Write) -> None:
     for variant in [GLUON, OTHER] * 20:  # a judgement that outlives its portfolio may meet the next one at its address
-        write(f"{HEAD}rules:\n{rule('rows >= 16', variant)}\n")
+        write(document(("rows >= 16", (variant,))))
         assert portfolio.variants_for(PREFILL, H200) == [variant]
 
 
@@ -90,12 +95,16 @@ def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("version: 2\noperation: forward\nlet: {}\nrules: []\n", "of version 1, got forward of version 2"),
-        ("version: 1\noperation: backward\nlet: {}\nrules: []\n", "a portfolio of forward"),
-        (f"{HEAD}rules:\n{rule('row < 16', TRITON)}\n", "got row; did you mean rows"),
-        (f"{HEAD}rules: 3\n", "must be a portfolio, but Expected `array`"),
         (
-            f"{HEAD}rules: [{{when: rows < 16, variants: [{{template: triton/forward, params: {{BLOCK_M: 3}}}}]}}]\n",
+            "version: 2\noperation: forward\nlet: {}\nvariants: {}\nrules: []\n",
+            "of version 1, got forward of version 2",
+        ),
+        ("version: 1\noperation: backward\nlet: {}\nvariants: {}\nrules: []\n", "a portfolio of forward"),
+        (document(("row < 16", (TRITON,))), "got row; did you mean rows"),
+        (f"{HEAD}variants: {{}}\nrules: 3\n", "must be a portfolio, but Expected `array`"),
+        (f"{HEAD}variants: {{}}\nrules: [{{when: rows < 16, variants: [fast]}}]\n", "variants of the file, got 'fast'"),
+        (
+            f"{HEAD}variants: {{odd: {{template: triton/forward, params: {{BLOCK_M: 3}}}}}}\nrules: []\n",
             "a variant of triton/forward sets",
         ),
     ],
@@ -108,6 +117,6 @@ def test_a_file_that_is_no_portfolio_is_refused_in_a_sentence(write: Write, text
 
 def test_rules_know_the_card(write: Write) -> None:
     first = seed("triton/forward", 0)
-    write(f"{HEAD}rules:\n{rule('sm_count > 100', first)}\n{rule('sm_count <= 100', OTHER)}\n")
+    write(document(("sm_count > 100", (first,)), ("sm_count <= 100", (OTHER,))))
     assert portfolio.default(PREFILL, H200) == first
     assert portfolio.default(PREFILL, A30) == OTHER

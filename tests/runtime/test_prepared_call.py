@@ -70,6 +70,7 @@ def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: La
 
 
 @pytest.mark.parametrize("name", ["plain", "lse", "causal", "bshd"])
+@pytest.mark.usefixtures("no_portfolio")
 def test_so_does_one_that_takes_descriptors(name: str, card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_device.set_device(monkeypatch, samples.H200)
     test_a_prepared_call_launches_what_the_ordinary_one_does(name, card)

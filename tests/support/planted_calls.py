@@ -17,7 +17,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.core.variant import Traits
-from autoattn.kernels.manifest import Manifest
+from autoattn.kernels.manifest import DealtSizes, Manifest
 from autoattn.reference import attention_formula
 from autoattn.tensors.operands import Operands
 from autoattn.validation.output_check import Gate
@@ -75,6 +75,7 @@ class Planted:
     sm_count: int = 1
     launches: int = 0
     before: None = None  # it has no pass before
+    dealt: dict[tuple[int, int, int], DealtSizes] = field(default_factory=dict)
 
     @property
     def source(self) -> Any:

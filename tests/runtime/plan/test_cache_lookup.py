@@ -109,6 +109,7 @@ def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
     assert explained(written(tmp_path, predicted(IN_BUCKET))).level is Level.DEFAULT
 
 
+@pytest.mark.usefixtures("no_portfolio")
 def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
     found = explained(tmp_path)
     assert (found.level, found.route, found.entry) == (Level.DEFAULT, "kernel", None)
@@ -350,11 +351,14 @@ def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[V
     seeds_of = search_space.load("triton/forward").seeds_for
     few = next(seed for seed in seeds_of(samples.problem(seq_q=1), H200) if seed in seeds_of(FIFTEEN, H200))
     many = seeds_of(ASKED, H200)[3]
-    rules = [
-        {"when": when, "variants": [{"template": variant.template, "params": variant.as_dict()}]}
-        for when, variant in (("rows < 16", few), ("rows >= 16", many))
-    ]
-    document = {"version": 1, "operation": "forward", "let": {"rows": "queries / batch"}, "rules": rules}
+    named = {"few": few, "many": many}
+    document = {
+        "version": 1,
+        "operation": "forward",
+        "let": {"rows": "queries / batch"},
+        "variants": {name: {"template": each.template, "params": each.as_dict()} for name, each in named.items()},
+        "rules": [{"when": "rows < 16", "variants": ["few"]}, {"when": "rows >= 16", "variants": ["many"]}],
+    }
     path = tmp_path / "forward.portfolio.yaml"
     path.write_text(json.dumps(document), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
@@ -464,6 +468,7 @@ def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
     assert explained(written(tmp_path, measured(ASKED)), device=A30).level is Level.DEFAULT
 
 
+@pytest.mark.usefixtures("no_portfolio")
 def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(tmp_path: Path) -> None:
     default = explained(tmp_path)
     seeds = [seed for one in search_space.of(ASKED.op) for seed in one.seeds_for(ASKED, H200)]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoattn.cache import inventory, precedence, store
-from autoattn.codegen import search_space
+from autoattn.codegen import portfolio, search_space
 from autoattn.core import kernel_kind, size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.problem import Op, Problem
@@ -49,8 +49,7 @@ def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant
         repeats = entry.choice == KERNEL or not (otherwise and problem.deterministic)
         if why_not(entry, problem) is None and repeats:
             return entry.choice, entry, entry.variant
-    seeds = (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, H200))
-    return KERNEL, None, next(seeds)
+    return KERNEL, None, portfolio.starters_for(problem, H200)[0]
 
 
 @settings(max_examples=200)

@@ -97,6 +97,7 @@ def test_what_a_compiler_refuses_goes_to_pytorch_and_is_said(
     assert str(autoattn.explain(*tensors)) == "sdpa (sdpa): this variant does not fit"
 
 
+@pytest.mark.usefixtures("no_portfolio")
 def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

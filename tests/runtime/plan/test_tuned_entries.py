@@ -60,6 +60,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("tuned", [True, False], ids=["tuned", "default"])
+@pytest.mark.usefixtures("no_portfolio")
 def test_a_new_length_renders_nothing_hashes_nothing_says_nothing_and_reads_no_file(
     tuned: bool, tmp_path: Path, forbidden: Any
 ) -> None:

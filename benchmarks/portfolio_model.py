@@ -1,0 +1,201 @@
+"""Predicts the times of variants on problems that nobody measured, from those that were: a Gaussian process.
+
+It knows a variant by its parameters, and a problem with it by what a card has to do: tiles, waves, passes over keys,
+products, and bytes. A tree of rules that is grown on measured problems alone chooses badly on kinds that it has not
+seen; grown on many drawn problems whose times are predicted, it comes near the model (docs/decisions/portfolios.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from autoattn.core import roofline
+from autoattn.core.device import Device
+from autoattn.core.problem import Precision, Problem, padded, pieces
+from autoattn.core.variant import Value, Variant
+from autoattn.cost_model import tile_schedule
+
+Array: TypeAlias = npt.NDArray[np.float64]
+LAUNCH_US = 4.0
+L2_BYTES_PER_US = 5.5e6
+SHARED_MEMORY = 227_000  # bytes of an SM that programs may have
+# Of a choice among names, and whether the variant has it.
+CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
+    ("schedule", ("persistent", "dynamic")),
+    ("softmax", ("vote", "first_max", "lazy")),
+    ("ping_pong", ("named", "mbarrier")),
+    ("output_buffer", ("own",)),
+    ("overlap", (1,)),
+    ("query_stages", (2,)),
+    ("mask_loop", ("split", "branch", "split_own")),
+    ("row_order", ("descending",)),
+    ("PERSISTENT", (1,)),
+    ("HEAD_SPLIT", (1, 2)),
+    ("products", ("bf16x3", "bf16x6")),
+)
+LENGTH_SCALE = 7.0  # of the kernel, in standard deviations of the features
+NOISE = 0.002  # variance of the logarithm of a time measured in rounds
+DIGITS = 2  # of the logarithm of a predicted time
+ROUGH = 3  # times as much of a screened one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a variant makes a card do for a problem."""
+
+    tiles: int
+    programs: int
+    slots: int  # programs that run at once
+    passes: float  # over blocks of keys, of all tiles
+    longest: float  # passes of the longest program
+    masked: float  # share of the passes
+    bytes_read: float  # keys and values, by all passes
+    products: float  # of a pass, in flops
+    rows_used: float  # share of the tiles' rows
+
+
+def work_of(problem: Problem, variant: Variant, device: Device) -> Work:
+    """Tiles and passes as the template counts them; what fits an SM is estimated."""
+    params = variant.as_dict()
+    rows, keys = int(params["BLOCK_M"]), int(params["BLOCK_N"])
+    gluon = variant.template.startswith("gluon")
+    pack = int(params.get("PACK_GQA", 0))
+    together = max(1, pack) if gluon else padded_count(problem.group_size) if pack else 1
+    splits = int(params.get("SPLITS", 1))
+    plain, masked = tile_schedule.key_blocks(problem, rows, keys, "split", together)
+    heads = tile_schedule.heads_of(problem, together)
+    blocks = plain + masked
+    width = sum(pieces(problem.head_dim)) if params.get("HEAD_SPLIT") else padded(problem.head_dim)
+    passes = float(blocks.sum()) * heads
+    tiles = len(blocks) * heads
+    return Work(
+        tiles=tiles,
+        programs=tiles * splits,
+        slots=device.sm_count * _programs_an_sm(problem, params, width, gluon=gluon),
+        passes=passes,
+        longest=max(1.0, float(blocks.max()) / splits),
+        masked=float(masked.sum()) / max(1.0, float(blocks.sum())),
+        bytes_read=passes * keys * 2 * width * problem.dtype.bytes,
+        products=4.0 * rows * keys * width,
+        rows_used=problem.seq_q * problem.heads_q * problem.batch / (tiles * rows),
+    )
+
+
+def padded_count(count: int) -> int:
+    """The power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
+
+
+def _programs_an_sm(problem: Problem, params: dict[str, Value], width: int, *, gluon: bool) -> int:
+    if gluon:
+        return int(params.get("CTAS", 1))
+    rows, keys, threads = int(params["BLOCK_M"]), int(params["BLOCK_N"]), 32 * int(params["num_warps"])
+    shared = (int(params["num_stages"]) * 2 * keys + rows) * width * problem.dtype.bytes
+    registers = min(255, rows * (width + keys) // threads + 50)
+    return max(1, min(SHARED_MEMORY // shared, 2048 // threads, 65536 // (threads * registers)))
+
+
+def roofline_us(problem: Problem, device: Device) -> float:
+    """The least time that products and bytes of a problem take."""
+    seconds = roofline.seconds(problem, device)
+    assert seconds is not None, f"no data sheet of {device.name}"
+    return 1e6 * seconds
+
+
+def features(problem: Problem, variant: Variant, device: Device) -> list[float]:
+    """What the model knows of a variant on a problem; sizes and ratios as powers of two."""
+    params, work = variant.as_dict(), work_of(problem, variant, device)
+    least_us, waves = roofline_us(problem, device), work.programs / work.slots
+    peak = roofline.peak_flops(problem, device)
+    assert peak is not None, f"no data sheet of {device.name}"
+    span = max(work.longest * min(1.0, math.ceil(waves)), work.passes / work.slots)
+    at_once = work.slots / device.sm_count
+    rows, keys = int(params["BLOCK_M"]), int(params["BLOCK_N"])
+    width = work.products / (4.0 * rows * keys)
+    sizes = [
+        waves, work.longest, span, rows, keys, width, work.products, span * work.products * at_once,
+        1e6 * span * work.products * work.slots / peak, work.programs, math.ceil(waves) / waves,
+        work.programs / work.tiles, int(params.get("num_warps", rows // 16 + 4)), int(params["num_stages"]), at_once,
+        max(1, int(params.get("PACK_GQA", 1))), work.passes * work.products / max(1, problem.flops()),
+        problem.group_size, problem.head_dim / width, problem.bytes(), problem.flops(), least_us, problem.seq_q,
+        problem.seq_kv, problem.heads_kv * problem.batch / device.sm_count, 0.01 + work.masked,
+        work.bytes_read / problem.bytes(), work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
+        2.0 + work.bytes_read / L2_BYTES_PER_US, work.rows_used, max(1.0, waves), problem.dtype.bytes,
+    ]  # fmt: skip
+    flags: list[float] = [
+        min(waves, 1.0), problem.precision is Precision.IEEE, problem.mask.bounded_left, problem.mask.bounded_right,
+        variant.template.startswith("gluon"), int(params.get("HEAD_GROUP", 1)) > 1,
+    ]  # fmt: skip
+    flags += [params.get(name) == value for name, values in CHOICES for value in values]
+    return [math.log2(max(size, 1e-6)) for size in sizes] + [float(flag) for flag in flags]
+
+
+class TimeModel:
+    """A Gaussian process over the logarithm of time over the roofline's."""
+
+    def __init__(self, inputs: Array, targets: Array, noise: Array) -> None:
+        """Fits.
+
+        Args:
+            inputs: [samples, features].
+            targets: [samples], logarithms.
+            noise: [samples], variances of the targets.
+        """
+        self._mean, self._deviation = inputs.mean(axis=0), inputs.std(axis=0) + 1e-9
+        self._offset = float(targets.mean())
+        self._inputs = self._scaled(inputs)
+        covariance = self._covariance(self._inputs, self._inputs)
+        covariance[np.diag_indices(len(targets))] += noise
+        self._weights = np.linalg.solve(covariance, targets - self._offset)
+
+    def predict(self, inputs: Array) -> Array:
+        """The targets of other inputs."""
+        return self._offset + self._covariance(self._scaled(inputs), self._inputs) @ self._weights
+
+    def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
+        """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
+        logs = self.predict(np.array([features(problem, variant, device) for variant in variants]))
+        least_us = LAUNCH_US + roofline_us(problem, device)
+        return {
+            variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
+        }
+
+    def _scaled(self, inputs: Array) -> Array:
+        scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)
+        return scaled
+
+    @staticmethod
+    def _covariance(left: Array, right: Array) -> Array:
+        squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None] - 2.0 * left @ right.T
+        covariance: Array = np.exp(-np.sqrt(np.maximum(squares, 0.0)))
+        return covariance
+
+
+def target(problem: Problem, device: Device, time_us: float) -> float:
+    """What the model predicts in place of a time."""
+    return math.log(time_us / (LAUNCH_US + roofline_us(problem, device)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One time of a variant."""
+
+    problem: Problem
+    variant: Variant
+    device: Device
+    time_us: float
+    rough: bool  # a first look
+
+
+def fit(samples: Sequence[Sample]) -> TimeModel:
+    """A model of measured times."""
+    inputs = np.array([features(sample.problem, sample.variant, sample.device) for sample in samples])
+    targets = np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples])
+    noise = np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples])
+    return TimeModel(inputs, targets, noise)
