@@ -19,6 +19,8 @@ from autoattn.core.trial import Evidence
 from autoattn.core.variant import Variant
 from autoattn.search import finals, search_options, tuner
 
+pytestmark = pytest.mark.usefixtures("no_portfolio")  # what is tried first are the templates' seeds
+
 
 @pytest.mark.slow
 def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from autoattn.search import finals, multi_template, peer_calls, search_options
 from autoattn.search.gpu_jobs import Finished
 from autoattn.workers.worker_pool import Failure
 
+pytestmark = pytest.mark.usefixtures("no_portfolio")  # what is tried first are the templates' seeds
+
 
 def first_default() -> Variant:
     """What a call takes for which nothing was tuned."""

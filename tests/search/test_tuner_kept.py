@@ -22,6 +22,8 @@ from autoattn.hardware import nvidia
 from autoattn.search import problem_run, search_options, storage, tuner
 from autoattn.search.shared_trials import Ledger, studies
 
+pytestmark = pytest.mark.usefixtures("no_portfolio")  # what is tried first are the templates' seeds
+
 
 @pytest.mark.parametrize(
     ("before", "after", "kept"),
