@@ -234,6 +234,8 @@ def text_of(examples: Sequence[Example], rules: Sequence[PortfolioRule]) -> str:
     )
     lines = [f"version: {portfolio.VERSION}", f"operation: {Op.FORWARD.value}", "let:"]
     lines += [f"  {name}: {json.dumps(text)}" for name, text in portfolio_tree.LET.items()]
+    units = {example.device.capabilities.matrix_unit.value for example in examples}
+    (unit,) = units  # what suits cards with other products, nobody measured
     names = _names({variant: None for rule in rules for variant in rule.variants})
     lines.append("variants:")
     for variant, name in names.items():
@@ -242,7 +244,7 @@ def text_of(examples: Sequence[Example], rules: Sequence[PortfolioRule]) -> str:
     lines.append("rules:")
     for rule in rules:
         listed = ", ".join(names[variant] for variant in rule.variants)
-        lines += [f"  - when: {json.dumps(rule.when)}", f"    variants: [{listed}]"]
+        lines += [f"  - when: {json.dumps(f'{unit} == 1 and {rule.when}')}", f"    variants: [{listed}]"]
     return head + "\n".join(lines) + "\n"
 
 
