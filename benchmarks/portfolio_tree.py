@@ -118,10 +118,9 @@ def _order(variant: Variant) -> tuple[str, str]:
     return variant.template, str(variant)
 
 
-def is_feasible(variant: Variant, example: Example) -> bool:
-    """Whether a variant can run an example's problem."""
-    space = search_space.load(variant.template)
-    return space.why_infeasible(variant, example.problem, example.device) is None
+def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
+    """Whether a variant can run a problem."""
+    return search_space.load(variant.template).why_infeasible(variant, problem, device) is None
 
 
 def grow(examples: Sequence[Example]) -> list[PortfolioRule]:
@@ -210,7 +209,7 @@ def choice(example: Example, rules: Sequence[PortfolioRule]) -> Variant | None:
     """The variant that a call of an example's problem runs; None where seeds are left."""
     for rule in rules:
         if Rule(rule.when)(example.facts):
-            return next((variant for variant in rule.variants if is_feasible(variant, example)), None)
+            return next((each for each in rule.variants if is_feasible(each, example.problem, example.device)), None)
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
-from portfolio_tree import Example
+from portfolio_tree import Example, is_feasible
 
 from autoattn.cache import store
 from autoattn.codegen import resources, search_space
@@ -129,11 +129,7 @@ def _covering(examples: Sequence[Example]) -> Iterator[Variant]:
 
 def feasible(variants: Sequence[Variant], problem: Problem, device: Device) -> list[Variant]:
     """Those that can run a problem."""
-    return [
-        variant
-        for variant in variants
-        if search_space.load(variant.template).why_infeasible(variant, problem, device) is None
-    ]
+    return [variant for variant in variants if is_feasible(variant, problem, device)]
 
 
 def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
