@@ -1,12 +1,13 @@
-"""Measures what the host does for calls of new lengths, phase by phase, without a GPU.
+"""Measures what the host does for calls of new lengths, phase by phase, with a GPU or without one.
 
 python benchmarks/host_time.py [--row TEXT] [--lengths 32] [--warm]
 
-The programs are those of dynamic.py. Calls are planned, bound and launched as on an H200, on tensors of the CPU whose
-content nobody reads; in place of the driver stand C functions that do nothing. So times of both launchers count, that
-of precompiled kernels and Triton's own, but not the driver's. Each call finds the CPU's caches emptied, as one does
-that waited for the GPU; with --warm it does not. Phases are measured in calls of their own: a phase holds those
-indented under it, and each costs about a microsecond more than it would unseen.
+The programs are those of dynamic.py. Where there is a GPU, calls run on it, each once the one before it is done. Where
+there is none, calls are planned, bound and launched as on an H200, on tensors of the CPU whose content nobody reads; in
+place of the driver stand C functions that do nothing. So times of both launchers count, that of precompiled kernels and
+Triton's own, but not the driver's. Each call then finds the CPU's caches emptied, as one does that waited for the GPU;
+with --warm it does not. Phases are measured in calls of their own: a phase holds those indented under it, and each costs
+about a microsecond more than it would unseen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,7 @@ PHASES = (
     (training_call.TrainingCall, "differentiate", "backward pass"),
     (training_call.TrainingCall, "_bind", "  resize backward launches"),
     (bound_launch.Bound, "__call__", "launch"),
+    (bound_launch.Maps, "__missing__", "  encode a descriptor"),
 )
 
 
@@ -116,7 +118,7 @@ def load(source: Source, device: torch.device) -> Kernel:
 
 
 @contextmanager
-def card() -> Iterator[None]:
+def fake_card() -> Iterator[None]:
     """As if an H200 were here, with the cache and the machine code that are shipped."""
     patch, library, may_bind, loaded = pytest.MonkeyPatch(), Driver(), backward.may_bind, precompiled_kernel.load
     patch.setattr(cuda_driver, "library", lambda: library)
@@ -190,6 +192,8 @@ class Program:
         return new, again
 
     def timed(self, run: Callable[[], object]) -> float:
+        if torch.cuda.is_initialized():
+            return dynamic.timed(run)[0]
         if not self.warm:
             self.room.add_(1)
         begin = time.perf_counter_ns()
@@ -221,13 +225,13 @@ def table(count: int, only: str, *, warm: bool) -> Iterator[str]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description="Times the host's part of calls of new lengths, without a GPU.")
+    parser = argparse.ArgumentParser(description="Times the host's part of calls of new lengths, with a GPU or without one.")
     parser.add_argument("--row", default="", help="only programs whose name holds this")
     parser.add_argument("--lengths", type=int, default=32, help="new lengths of each program")
-    parser.add_argument("--warm", action="store_true", help="leave the CPU's caches as the last call left them")
+    parser.add_argument("--warm", action="store_true", help="without a GPU, leave the CPU's caches as the last call did")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    with card():
+    with nullcontext() if torch.cuda.is_available() else fake_card():
         for line in table(asked.lengths, asked.row, warm=asked.warm):
             print(line, flush=True)
 

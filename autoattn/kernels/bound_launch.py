@@ -55,7 +55,7 @@ class Bound:
 
     form: LaunchForm
     given: list[object]  # what `launch` takes: grid, stream, settings, hooks, arguments; None where one moves
-    maps: tuple[tuple[int, int, _Maps], ...]  # (place in `given`, place among the addresses), and descriptors
+    maps: tuple[tuple[int, int, Maps], ...]  # (place in `given`, place among the addresses), and descriptors
     zeros: tuple[int, int, int, ScratchPool] | None  # (place in `given`, place among the addresses, numbers, whose)
 
     def __call__(self, addresses: Addresses) -> None:
@@ -122,7 +122,7 @@ def bind(
     flat += [None, None, None, *behind]
     begin = len(flat)
     pointers: list[tuple[int, int]] = []
-    maps: list[tuple[int, int, _Maps]] = []
+    maps: list[tuple[int, int, Maps]] = []
     of_sizes: list[tuple[int, int]] = []
     tensors: list[str] = []
     taken = None
@@ -133,7 +133,7 @@ def bind(
             # Triton's own launcher takes a descriptor as it is.
             encode = direct.encoder(len(maps), kernel.device) if direct else Descriptor.at
             axes = given.shape, given.strides
-            maps.append((len(flat), addresses[f"{described(name)}_ptr"], _Maps(axes, encode)))
+            maps.append((len(flat), addresses[f"{described(name)}_ptr"], Maps(axes, encode)))
             flat += [None, *given.shape, *given.strides] if direct else [None]
             continue
         if (address := addresses.get(name)) is not None:
@@ -182,7 +182,7 @@ def resize(bound: Bound, grid: tuple[int], numbers: tuple[int, ...], boxes: Mapp
                 if form.stepped:
                     shape, strides = axes
                     given[place + 1 : place + 1 + 2 * len(shape)] = shape + strides
-                old = _Maps(axes, old.encode)
+                old = Maps(axes, old.encode)
             changed.append((place, address, old))
         maps = tuple(changed)
     if taken is not None:
@@ -278,7 +278,7 @@ def _direct(kernel: Kernel) -> _Direct | LoadedFunction | None:
     return _Direct.of(kernel, boxes=boxes)
 
 
-class _Maps(dict[int, Any]):
+class Maps(dict[int, Any]):
     """Address -> what a launch takes for the descriptor of a tensor there, made when it is first asked for."""
 
     __slots__ = ("__weakref__", "axes", "encode")
@@ -298,5 +298,5 @@ class _Maps(dict[int, Any]):
         return made
 
 
-filled_maps: list[_Maps] = []  # one for each encoded descriptor: where it is
+filled_maps: list[Maps] = []  # one for each encoded descriptor: where it is
 _writing = threading.Lock()
