@@ -6,8 +6,8 @@ The programs are those of dynamic.py. Where there is a GPU, calls run on it, eac
 there is none, calls are planned, bound and launched as on an H200, on tensors of the CPU whose content nobody reads; in
 place of the driver stand C functions that do nothing. So times of both launchers count, that of precompiled kernels and
 Triton's own, but not the driver's. Each call then finds the CPU's caches emptied, as one does that waited for the GPU;
-with --warm it does not. Phases are measured in calls of their own: a phase holds those indented under it, and each costs
-about a microsecond more than it would unseen.
+with --warm it does not. Phases are measured in calls of their own: a phase holds those indented under it, and each
+costs about a microsecond more than it would unseen.
 """
 
 from __future__ import annotations
@@ -225,10 +225,10 @@ def table(count: int, only: str, *, warm: bool) -> Iterator[str]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description="Times the host's part of calls of new lengths, with a GPU or without one.")
+    parser = argparse.ArgumentParser(description="Times the host's part of calls of new lengths.")
     parser.add_argument("--row", default="", help="only programs whose name holds this")
     parser.add_argument("--lengths", type=int, default=32, help="new lengths of each program")
-    parser.add_argument("--warm", action="store_true", help="without a GPU, leave the CPU's caches as the last call did")
+    parser.add_argument("--warm", action="store_true", help="without a GPU, do not empty the CPU's caches")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with nullcontext() if torch.cuda.is_available() else fake_card():

@@ -86,8 +86,18 @@ class Judgement:
                 asked += let[name].names
         return replace(self, facts=DerivedFacts(facts, let), sized=tuple(sized), refusal=refusal)
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The SIZES that its rules, and what these rest on, ask for."""
+        names = [rule.names for rule in (*(rule for rule, _ in self.sized), *self.facts.let.values())]
+        return SIZES & frozenset().union(*names)
+
     def why_not(self, sizes: FactValues) -> str | None:
-        """The first rule that breaks with these sizes, in words; None when none does."""
+        """The first rule that breaks with these sizes, in words; None when none does.
+
+        Args:
+            sizes: those that are `asked` for; others do not matter.
+        """
         if self.sized:
             facts = self.facts.with_sizes(sizes)
             for rule, refusal in self.sized:

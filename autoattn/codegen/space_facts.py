@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
+from operator import attrgetter
 
 from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
@@ -37,20 +38,21 @@ def facts_of(problem: Problem, device: Device) -> dict[str, Value | float]:
     return {**kind_facts(kind, problem.numerics, problem.deterministic, device), **size_facts(problem)}
 
 
-def size_facts(problem: Problem) -> dict[str, Value | float]:
-    """SIZES of a problem."""
-    queries = problem.tokens_q if problem.packed else problem.batch * problem.seq_q
-    return {
-        "batch": problem.batch,
-        "heads_q": problem.heads_q,
-        "heads_kv": problem.heads_kv,
-        "group_size": problem.group_size,
-        "seq_q": problem.seq_q,
-        "seq_kv": problem.seq_kv,
-        "queries": queries,
-        "keys_per_row": max(1.0, problem.kept_pairs() / queries),
-        "window_left": problem.mask.left or 0,
-    }
+def size_facts(problem: Problem, names: Iterable[str] = SIZES) -> dict[str, Value | float]:
+    """SIZES of a problem, or those of them that are named."""
+    return {name: _SIZE_FACTS[name](problem) for name in names}
+
+
+def _queries(problem: Problem) -> int:
+    return problem.tokens_q if problem.packed else problem.batch * problem.seq_q
+
+
+_SIZE_FACTS: Mapping[str, Callable[[Problem], Value | float]] = {
+    **{name: attrgetter(name) for name in _COUNTS},
+    "queries": _queries,
+    "keys_per_row": lambda problem: max(1.0, problem.kept_pairs() / _queries(problem)),
+    "window_left": lambda problem: problem.mask.left or 0,
+}
 
 
 @lru_cache(maxsize=MAX_KINDS)

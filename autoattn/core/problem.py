@@ -299,9 +299,7 @@ class Problem:
         return _packed_pairs(self)
 
     def _kept_pairs(self, seq_q: int, seq_kv: int) -> int:
-        first, last = self.band(seq_q, seq_kv)
-        seen = seq_q * seq_kv if last is None else ramp_sum(last + 1, seq_q, seq_kv)
-        return seen - (0 if first is None else ramp_sum(first, seq_q, seq_kv))
+        return _pairs_in_band(*self.band(seq_q, seq_kv), seq_q, seq_kv)
 
     def band(self, seq_q: int, seq_kv: int) -> tuple[int | None, int | None]:
         """(first, last): query i of a sequence sees the keys i + first..i + last; None is no bound."""
@@ -357,7 +355,16 @@ _window = lru_cache(maxsize=256)(Mask.window)
 @lru_cache(maxsize=64)
 def _packed_pairs(problem: Problem) -> int:
     """The pairs of all sequences of a packed problem; asked several times while it is planned."""
+    if (problem.seq_q, problem.tokens_q) == (problem.seq_kv, problem.tokens_kv):  # one band for all sequences
+        band = problem.band(problem.seq_q, problem.seq_kv)
+        return sum(_pairs_in_band(*band, seq, seq) for seq in ramp(problem.batch, problem.seq_q, problem.tokens_q))
     return sum(problem._kept_pairs(*lengths) for lengths in problem.lengths())
+
+
+def _pairs_in_band(first: int | None, last: int | None, seq_q: int, seq_kv: int) -> int:
+    """(query, key) pairs of a sequence whose query i sees the keys i + first..i + last."""
+    seen = seq_q * seq_kv if last is None else ramp_sum(last + 1, seq_q, seq_kv)
+    return seen if first is None else seen - ramp_sum(first, seq_q, seq_kv)
 
 
 SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call
@@ -395,6 +402,8 @@ def ramp(count: int, longest: int, total: int) -> tuple[int, ...]:
     lengths = [min(longest, 2 * rest * place // (others * (others + 1))) for place in range(1, others + 1)]
     missing = rest - sum(lengths)
     for place in reversed(range(others)):
+        if not missing:
+            break
         more = min(longest - lengths[place], missing)
         lengths[place] += more
         missing -= more

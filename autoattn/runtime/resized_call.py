@@ -59,6 +59,7 @@ class _Choice:
     plan: Plan
     prepared: PreparedCall  # of one of its calls
     judgements: tuple[Judgement, ...]  # of its kernels
+    asked: frozenset[str]  # the sizes that these ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,7 +187,9 @@ def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
         call_cache.keep_family(sized.family, family)
     if family.known is not None:
         family.known.note(plan)
-    family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=_judgements_of(call, plan)))
+    judgements = _judgements_of(call, plan)
+    asked = frozenset().union(*(judgement.asked for judgement in judgements))
+    family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=judgements, asked=asked))
 
 
 def _speaks_for(plan: Plan, of_class: Sizes) -> bool:
@@ -217,7 +220,7 @@ def _class_of(sizes: Sizes) -> Sizes:
 
 def _may_run(choice: _Choice, problem: Problem) -> bool:
     """Whether the kernels of a class are feasible at these sizes."""
-    sizes = size_facts(problem)
+    sizes = size_facts(problem, choice.asked)
     return all(judgement.why_not(sizes) is None for judgement in choice.judgements)
 
 

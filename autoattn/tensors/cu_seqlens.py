@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoattn.errors import TensorError
 
@@ -16,6 +17,7 @@ from autoattn.errors import TensorError
 class _Contents:
     """What was found in one state of a tensor."""
 
+    tensor: weakref.ref[Tensor]
     version: int  # PyTorch's count of writes to the tensor; an inference tensor has none, and is taken as never written
     address: int
     first: int
@@ -24,7 +26,8 @@ class _Contents:
     longest: int
 
 
-known_contents: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> _Contents
+# id of a tensor -> what it holds. PyTorch's WeakIdKeyDictionary compares keys in Python, which takes ten times as long.
+known_contents: dict[int, _Contents] = {}
 
 
 def check_pair(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
@@ -83,12 +86,18 @@ def _check_contents(name: str, contents: _Contents, tokens: int, longest: int) -
 
 def _contents(cu_seqlens: Tensor) -> _Contents:
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    known = known_contents.get(cu_seqlens)
-    if known is not None and (known.version, known.address) == (version, cu_seqlens.data_ptr()):
-        return known  # type: ignore[no-any-return]
+    place = id(cu_seqlens)
+    known = known_contents.get(place)
+    if (
+        known is not None
+        and known.tensor() is cu_seqlens
+        and (known.version, known.address) == (version, cu_seqlens.data_ptr())
+    ):
+        return known
     offsets = cu_seqlens.tolist()
     steps = [after - before for before, after in itertools.pairwise(offsets)]
-    contents = _Contents(
+    contents = known_contents[place] = _Contents(
+        tensor=weakref.ref(cu_seqlens, partial(_drop, place)),
         version=version,
         address=cu_seqlens.data_ptr(),
         first=offsets[0],
@@ -96,5 +105,11 @@ def _contents(cu_seqlens: Tensor) -> _Contents:
         shortest=min(steps, default=0),
         longest=max(steps, default=0),
     )
-    known_contents[cu_seqlens] = contents
     return contents
+
+
+def _drop(place: int, tensor: weakref.ref[Tensor]) -> None:
+    """Forgets a tensor that is gone, unless another one has its id by now."""
+    known = known_contents.get(place)
+    if known is not None and known.tensor is tensor:
+        del known_contents[place]
