@@ -90,8 +90,8 @@ def _contents(cu_seqlens: Tensor) -> _Contents:
     known = known_contents.get(place)
     if (
         known is not None
-        and known.tensor() is cu_seqlens
         and (known.version, known.address) == (version, cu_seqlens.data_ptr())
+        and known.tensor() is cu_seqlens
     ):
         return known
     offsets = cu_seqlens.tolist()
