@@ -232,14 +232,41 @@ def _judged(
     space: SearchSpace, variant: Variant, kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
 ) -> Judgement:
     """What the rules of a space say of a variant for a kind of problem."""
-    space.check(variant.as_dict())
-    facts = {**kind_facts(kind, numerics, deterministic, device), **space.params_of(variant)}
-    return feasibility.judge(facts, space.let, _names_of_sizes(space), space.requirements(deterministic=deterministic))
+    facts = {**kind_facts(kind, numerics, deterministic, device), **_params_of(space, variant)}
+    return feasibility.judge(facts, space.let, _names_of_sizes(space), _requirements(space, deterministic))
+
+
+@lru_cache(maxsize=32)
+def _requirements(space: SearchSpace, deterministic: bool) -> tuple[Requirement, ...]:
+    return space.requirements(deterministic=deterministic)
 
 
 @lru_cache(maxsize=16)
 def _names_of_sizes(space: SearchSpace) -> frozenset[str]:
     return feasibility.names_of_sizes(space.let)
+
+
+@lru_cache(maxsize=16)
+def _seeds_of(space: SearchSpace) -> list[tuple[int, Variant, dict[str, Value], Requirement]]:
+    """The seeds of a space: number, which equal variants share; variant; all parameters; when it speaks of a problem."""
+    numbers: dict[Variant, int] = {}
+    seeds = []
+    for when, params in space.seeds:
+        variant = space.variant(params)
+        speaks = Requirement(rule=when, because="it speaks of other problems")
+        seeds.append((numbers.setdefault(variant, len(numbers)), variant, {**space.implied, **params}, speaks))
+    return seeds
+
+
+@lru_cache(maxsize=1024)
+def _params_of(space: SearchSpace, variant: Variant) -> Mapping[str, Value]:
+    """All parameters of a variant that is a point of the space; to be read alone, since they are kept.
+
+    Raises:
+        SpaceError: it is none.
+    """
+    space.check(variant.as_dict())
+    return space.params_of(variant)
 
 
 @lru_cache(maxsize=MAX_KINDS)
@@ -248,16 +275,13 @@ def _judged_seeds(
 ) -> KindSeeds:
     """The seeds of a kind, judged."""
     judged: list[tuple[int, Variant, Judgement, Judgement]] = []
-    numbers: dict[Variant, int] = {}
-    for when, params in space.seeds:
-        variant = space.variant(params)
-        facts = {**kind_facts(kind, numerics, deterministic, device), **space.implied, **params}
-        other = Requirement(rule=when, because="it speaks of other problems")
-        speaks = feasibility.judge(facts, space.let, _names_of_sizes(space), [other])
+    of_kind = kind_facts(kind, numerics, deterministic, device)
+    for number, variant, params, other in _seeds_of(space):
+        speaks = feasibility.judge({**of_kind, **params}, space.let, _names_of_sizes(space), [other])
         if not speaks.hopeless:
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
             if not judgement.hopeless:
-                judged.append((numbers.setdefault(variant, len(numbers)), variant, speaks, judgement))
+                judged.append((number, variant, speaks, judgement))
     return KindSeeds(why_unavailable=lambda variant: space.why_unavailable(), judged=tuple(judged), rules=SharedRules())
 
 
