@@ -248,7 +248,7 @@ def _names_of_sizes(space: SearchSpace) -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def _seeds_of(space: SearchSpace) -> list[tuple[int, Variant, dict[str, Value], Requirement]]:
-    """The seeds of a space: number, which equal variants share; variant; all parameters; when it speaks of a problem."""
+    """The seeds: number, which equal variants share; variant; all parameters; when it speaks of a problem."""
     numbers: dict[Variant, int] = {}
     seeds = []
     for when, params in space.seeds:
