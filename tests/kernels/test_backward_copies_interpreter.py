@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gradient_kernels import judged, problem, source
-from rarely import rarely
+from rarely import diagonal
 
 from autoattn.core.problem import DType, Layout, Modifiers, Precision
 from autoattn.workers.worker_pool import Pool
@@ -29,10 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "loads"),
-    rarely(
-        [(kind, loads) for kind in KINDS for loads in ("pointer", "descriptor")],
-        lambda case: (case[1] == "pointer") is ([*KINDS].index(case[0]) % 2 == 0),
-    ),
+    diagonal(KINDS, ("pointer", "descriptor")),
 )
 def test_kernels_that_read_turned_copies_are_right(child: Pool, kind: str, loads: str) -> None:
     one = problem(**FLOAT32 | KINDS[kind])

@@ -13,7 +13,7 @@ import samples
 import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rarely import rarely
+from rarely import diagonal, rarely
 
 from autoattn.codegen import render
 from autoattn.core import device_profiles
@@ -169,8 +169,10 @@ def source_of(problem: Problem, card: Device, folder: Path) -> Source:
     return next(needs[Answer.GRADIENTS].sources(card))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("full", "causal", "grouped heads", "bshd")])
-@pytest.mark.parametrize("name", ["h200", "a30"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    diagonal([kind for kind in KINDS if kind not in ("full", "causal", "grouped heads", "bshd")], ("h200", "a30")),
+)
 def test_the_first_choice_renders_for_tensors_however_they_lie(name: str, kind: str, tmp_path: Path) -> None:
     for number, dims in ((NUMBERS[2], (57, 57)), (NUMBERS[0], (192, 512))):
         problem = backward(kind, number, dims)
