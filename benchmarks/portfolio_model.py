@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from autoattn.core import roofline
 from autoattn.core.device import Device
-from autoattn.core.problem import Precision, Problem, padded, pieces
+from autoattn.core.problem import Precision, Problem
+from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import tile_schedule
 

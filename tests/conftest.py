@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from autoattn.codegen.portfolio import Portfolio
+    from autoattn.core.problem import Op
 
 # Small tensors gain nothing from threads, and threads of several test processes wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -96,18 +103,32 @@ def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: p
 
 
 @pytest.fixture
-def no_portfolio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_portfolio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that nobody tuned run the templates' seeds: no measurement says otherwise."""
-    from autoattn.codegen import portfolio, resources
+    from autoattn.codegen import portfolio
 
-    path = tmp_path_factory.mktemp("no_portfolio") / "forward.portfolio.yaml"
-    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
-    portfolio.load.cache_clear()
-    yield
-    portfolio.load.cache_clear()
+    monkeypatch.setattr(portfolio, "load", empty_portfolio)  # the shipped one stays read and judged
+
+
+@lru_cache(maxsize=8)
+def empty_portfolio(op: Op) -> Portfolio:
+    """What `portfolio.load` gives where there is no file."""
+    from autoattn.codegen import portfolio
+
+    return portfolio.Portfolio(let={}, rules=())
+
+
+@pytest.fixture(scope="session")
+def new_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names of folders that no test has used, and that nobody makes before something is written there.
+
+    `tmp_path_factory.mktemp` reads the names of all folders that it made, which takes milliseconds after thousands.
+    """
+    here = tmp_path_factory.mktemp("new_folders")
+    return (here / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch, new_folders: Iterator[Path]) -> None:
     """Tests neither see nor touch the cache of whoever runs them."""
-    monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path_factory.mktemp("user_cache")))
+    monkeypatch.setenv("AUTOATTN_CACHE", str(next(new_folders)))

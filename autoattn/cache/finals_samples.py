@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from autoattn.cache import store
+from autoattn.cache import whole_files
 from autoattn.core.paired_stats import Round
 from autoattn.core.problem import Problem
 from autoattn.errors import CacheError
@@ -93,7 +93,7 @@ def write(path: Path, samples: Samples) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.write(path, encode(samples))
+        whole_files.write(path, encode(samples))
     except OSError as error:
         words = error.strerror or error
         raise CacheError(f"the samples {path} must be writable, but {words}; use another --cache DIR") from None

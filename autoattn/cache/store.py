@@ -6,8 +6,6 @@ writer takes, so that two tuners that write at once lose nothing and a crash lea
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import filelock
 
-from autoattn.cache import file_format, precedence
+from autoattn.cache import file_format, precedence, whole_files
 from autoattn.cache.file_format import CacheFile
 from autoattn.codegen import render, resources, search_space
 from autoattn.core import garbage_collection, triton_release
@@ -27,8 +25,6 @@ from autoattn.core.trial import Evidence
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, CacheError
 
-Stamp = tuple[int, int, int]  # when a file was written, its bytes and its inode
-Stamps = tuple[Stamp | None, ...]
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; longer means a dead file system
 
 
@@ -80,7 +76,7 @@ def read_folder(folder: Path) -> list[CacheFile]:
         devices = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.exists() else []
         paths = [path for device in devices for path in sorted(device.iterdir()) if file_format.is_name(path.name)]
     except OSError as error:
-        raise CacheError(f"the cache {folder} must be readable, but {_words(error)}; correct that") from None
+        raise CacheError(f"the cache {folder} must be readable, but {whole_files.words(error)}; correct that") from None
     return [read(path) for path in paths]
 
 
@@ -105,37 +101,6 @@ def files_at(paths: Iterable[Path]) -> list[CacheFile]:
 def paths_of(folder: Path, device: Device, op: Op) -> list[Path]:
     """Where `files_of` looks."""
     return [path_of(folder, device, op, release) for release in triton_release.nearest_first()]
-
-
-def stamps(paths: Iterable[str]) -> Stamps:
-    """What changes when one of these files is written, made or removed."""
-    stamps: list[Stamp | None] = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except (OSError, ValueError):  # ValueError: a NUL character in the path; reading says what is wrong
-            stamps.append(None)
-        else:
-            stamps.append((status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(stamps)
-
-
-def are_unchanged(paths: Iterable[str], stamps: Stamps) -> bool:
-    """Whether `stamps` of these files are the same as before; for a file that is not there it takes a third."""
-    for path, stamp in zip(paths, stamps, strict=True):
-        try:
-            if stamp is None:
-                if os.access(path, os.F_OK):
-                    return False
-                continue
-            status = os.stat(path)
-        except (OSError, ValueError):
-            if stamp is not None:
-                return False
-        else:
-            if stamp != (status.st_mtime_ns, status.st_size, status.st_ino):
-                return False
-    return True
 
 
 def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
@@ -163,7 +128,7 @@ def merge(folder: Path, device: Device, op: Op, entries: Iterable[CacheEntry]) -
     with _locked(path):
         for entry in entries:
             file_format.check(entry.problem.key, entry, release)
-        write(path, file_format.encode(_merged(path, _now(path), file, entries)))
+        whole_files.write(path, file_format.encode(_merged(path, _now(path), file, entries)))
     return path
 
 
@@ -217,7 +182,7 @@ def _combined(path: Path, file: CacheFile, any_time: bool) -> Merged:
                     continue
             taken[key] = entry
         if taken:
-            write(path, file_format.encode(_merged(path, old, file, taken.values())))
+            whole_files.write(path, file_format.encode(_merged(path, old, file, taken.values())))
     return Merged(
         path=path,
         taken=tuple(entry.problem for entry in taken.values()),
@@ -241,7 +206,7 @@ def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
         for entry in gone:
             del known[entry.problem.key]
         if old is not None and gone:
-            write(path, file_format.encode(replace(old, entries=known)))
+            whole_files.write(path, file_format.encode(replace(old, entries=known)))
     return gone
 
 
@@ -274,7 +239,7 @@ def _marked(folder: Path, file: CacheFile, pairs: Iterable[tuple[CacheEntry, Mar
             if (there and here != wanted) or (here is None and its is not None):
                 changed.append(wanted)
         if changed:
-            write(path, file_format.encode(_merged(path, old, file, changed)))
+            whole_files.write(path, file_format.encode(_merged(path, old, file, changed)))
     return changed
 
 
@@ -292,7 +257,9 @@ def _locked(path: Path) -> Iterator[None]:
             "wait for it or remove the .lock file"
         ) from None
     except OSError as error:
-        raise CacheError(f"the cache {folder} must be writable, but {_words(error)}; use another --cache DIR") from None
+        raise CacheError(
+            f"the cache {folder} must be writable, but {whole_files.words(error)}; use another --cache DIR"
+        ) from None
     except NotImplementedError:
         raise CacheError(
             f"the cache {folder} must be on a file system with locks, but has none; use another --cache DIR"
@@ -366,52 +333,6 @@ def _measured(entry: CacheEntry) -> bool:
     return entry.evidence is Evidence.MEASURED
 
 
-def write(path: Path, data: bytes) -> None:
-    """Puts a file there whole, by renaming a finished copy over it.
-
-    Raises:
-        OSError: it cannot be written; what stood there stays.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Puts a file of a cache folder there whole, and makes its folders.
-
-    Raises:
-        CacheError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, data)
-    except OSError as error:
-        raise CacheError(
-            f"the cache folder {path.parent!s:.500} must be writable, but {_words(error)}; use another folder"
-        ) from None
-
-
-def remove(path: Path) -> None:
-    """Removes a file of a cache folder.
-
-    Raises:
-        CacheError: it cannot be removed.
-    """
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise CacheError(f"the cache file {path!s:.500} must be removable, but {_words(error)}; correct that") from None
-
-
 def _found(path: Path) -> CacheFile | None:
     """The file, from memory when it has not changed; None when there is none."""
     try:
@@ -420,7 +341,7 @@ def _found(path: Path) -> CacheFile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
-        words = _words(error) if isinstance(error, OSError) else error
+        words = whole_files.words(error) if isinstance(error, OSError) else error
         raise CacheError(f"the cache file {path!s:.500} must be readable, but {words}; correct that") from None
 
 
@@ -444,7 +365,3 @@ def _parse(path: Path) -> CacheFile:
     shipped = resources.is_installed() and resources.shipped_cache() in path.parents
     with garbage_collection.paused():
         return file_format.decode(data, path, checked=shipped)
-
-
-def _words(error: OSError) -> str:
-    return f"{error.filename or 'writing'}: {error.strerror or error}"

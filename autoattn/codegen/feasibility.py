@@ -190,7 +190,7 @@ def judge(
     derived = DerivedFacts(facts, let)
     sized: list[tuple[Rule, str]] = []
     for requirement in requirements:
-        if requirement.rule.names & of_sizes:
+        if not requirement.rule.names.isdisjoint(of_sizes):
             sized.append((requirement.rule, requirement.refusal))
         elif not requirement.rule(derived):
             return Judgement(facts=derived, of_sizes=of_sizes, sized=tuple(sized), refusal=requirement.refusal)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
-from autoattn.codegen import feasibility, resources, search_space
+from autoattn.codegen import feasibility, resources, search_space, space_file
 from autoattn.codegen.feasibility import Judgement, Requirement, SharedRules
 from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.space_facts import FACTS, kind_facts, size_facts
@@ -83,7 +83,7 @@ def _checked(file: _PortfolioFile) -> Portfolio:
     known = set(FACTS)
     let: dict[str, Rule] = {}
     for name, text in file.let.items():
-        let[name] = search_space.rule_of(text, known)
+        let[name] = space_file.rule_of(text, known)
         known.add(name)
     named = {name: Variant.of(text.template, text.params) for name, text in file.variants.items()}
     for variant in named.values():
@@ -94,7 +94,7 @@ def _checked(file: _PortfolioFile) -> Portfolio:
             if name not in named:
                 raise SpaceError(f"rules name variants of the file, got {name!r}; see docs/search-spaces.md")
         variants = tuple(named[name] for name in rule.variants)
-        rules.append((search_space.rule_of(rule.when, known), variants))
+        rules.append((space_file.rule_of(rule.when, known), variants))
     return Portfolio(let=let, rules=tuple(rules))
 
 

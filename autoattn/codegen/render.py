@@ -11,7 +11,8 @@ from autoattn.codegen import argument_names, precompiled, resources, search_spac
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem, padded, pieces
+from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
+from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
 from autoattn.errors import CompileError, ProblemError
 from autoattn.expressions import derivative, language

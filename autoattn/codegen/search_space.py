@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated
 
-import msgspec
-
-from autoattn.codegen import feasibility, resources
+from autoattn.codegen import feasibility, resources, space_file
 from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement, SharedRules
 from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.space_facts import FACTS, HEADS, facts_of, heads_of, kind_facts, size_facts
@@ -25,45 +21,10 @@ from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Value, Variant, digest_of
 from autoattn.errors import SpaceError
 
-VERSION = 1
 MAX_JUDGEMENTS = 4096  # of variants and kinds of problems that are kept
 MAX_KINDS = 512  # whose seeds are kept
 _BLOCKS = ("block_q", "block_kv")  # of a block table
 _PLACES = re.compile(r"\{(\w+)\}")
-
-
-class _Parameter(msgspec.Struct, forbid_unknown_fields=True):
-    choices: Annotated[list[int | str], msgspec.Meta(min_length=1)]
-    about: Annotated[str, msgspec.Meta(min_length=1)]
-    implied: int | str | None = None
-
-
-class _Requirement(msgspec.Struct, forbid_unknown_fields=True):
-    rule: str
-    because: Annotated[str, msgspec.Meta(min_length=1)]
-
-
-class SpaceFile(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys of a search space's file; docs/search-spaces.md explains each."""
-
-    version: int
-    template: str
-    interpreted: bool
-    parameters: Annotated[dict[str, _Parameter], msgspec.Meta(min_length=1)]
-    let: dict[str, str]
-    require: list[_Requirement]
-    seeds: Annotated[list[dict[str, int | str]], msgspec.Meta(min_length=1)]
-    base: dict[str, int | str]
-    fixed: dict[str, int | str] = {}
-    triton: list[str] = []
-    step_bytes: int = 1
-    deterministic: str = "1"
-    specialised: bool = False
-    heads_together: str = "1"
-    tile: str = ""
-    rehearsal: dict[str, int | str] = {}
-    ablation: list[str] = []
-    barriers: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -271,14 +232,41 @@ def _judged(
     space: SearchSpace, variant: Variant, kind: KernelKind, numerics: Numerics, deterministic: bool, device: Device
 ) -> Judgement:
     """What the rules of a space say of a variant for a kind of problem."""
-    space.check(variant.as_dict())
-    facts = {**kind_facts(kind, numerics, deterministic, device), **space.params_of(variant)}
-    return feasibility.judge(facts, space.let, _names_of_sizes(space), space.requirements(deterministic=deterministic))
+    facts = {**kind_facts(kind, numerics, deterministic, device), **_params_of(space, variant)}
+    return feasibility.judge(facts, space.let, _names_of_sizes(space), _requirements(space, deterministic))
+
+
+@lru_cache(maxsize=32)
+def _requirements(space: SearchSpace, deterministic: bool) -> tuple[Requirement, ...]:
+    return space.requirements(deterministic=deterministic)
 
 
 @lru_cache(maxsize=16)
 def _names_of_sizes(space: SearchSpace) -> frozenset[str]:
     return feasibility.names_of_sizes(space.let)
+
+
+@lru_cache(maxsize=16)
+def _seeds_of(space: SearchSpace) -> list[tuple[int, Variant, dict[str, Value], Requirement]]:
+    """The seeds: number, which equal variants share; variant; all parameters; when it speaks of a problem."""
+    numbers: dict[Variant, int] = {}
+    seeds = []
+    for when, params in space.seeds:
+        variant = space.variant(params)
+        speaks = Requirement(rule=when, because="it speaks of other problems")
+        seeds.append((numbers.setdefault(variant, len(numbers)), variant, {**space.implied, **params}, speaks))
+    return seeds
+
+
+@lru_cache(maxsize=1024)
+def _params_of(space: SearchSpace, variant: Variant) -> Mapping[str, Value]:
+    """All parameters of a variant that is a point of the space; to be read alone, since they are kept.
+
+    Raises:
+        SpaceError: it is none.
+    """
+    space.check(variant.as_dict())
+    return space.params_of(variant)
 
 
 @lru_cache(maxsize=MAX_KINDS)
@@ -287,16 +275,13 @@ def _judged_seeds(
 ) -> KindSeeds:
     """The seeds of a kind, judged."""
     judged: list[tuple[int, Variant, Judgement, Judgement]] = []
-    numbers: dict[Variant, int] = {}
-    for when, params in space.seeds:
-        variant = space.variant(params)
-        facts = {**kind_facts(kind, numerics, deterministic, device), **space.implied, **params}
-        other = Requirement(rule=when, because="it speaks of other problems")
-        speaks = feasibility.judge(facts, space.let, _names_of_sizes(space), [other])
+    of_kind = kind_facts(kind, numerics, deterministic, device)
+    for number, variant, params, other in _seeds_of(space):
+        speaks = feasibility.judge({**of_kind, **params}, space.let, _names_of_sizes(space), [other])
         if not speaks.hopeless:
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
             if not judgement.hopeless:
-                judged.append((numbers.setdefault(variant, len(numbers)), variant, speaks, judgement))
+                judged.append((number, variant, speaks, judgement))
     return KindSeeds(why_unavailable=lambda variant: space.why_unavailable(), judged=tuple(judged), rules=SharedRules())
 
 
@@ -318,33 +303,25 @@ def load(template: str) -> SearchSpace:
 
 
 def _read(template: str) -> SearchSpace:
-    path = resources.space_path(template)
-    try:
-        file = resources.read_parsed(path, SpaceFile, SpaceError)
-    except msgspec.DecodeError as error:
-        raise SpaceError(f"{path} must be a search space, but {error}; see docs/search-spaces.md") from None
-    if file.version != VERSION:
-        raise SpaceError(f"{path} must have version {VERSION}, got {file.version}; use a matching autoattn")
-    if file.template != template:
-        raise SpaceError(f"{path} must speak of the template {template}, got {file.template!r}; correct it")
+    path, file = space_file.read(template)
     try:
         return _checked(file, digest_of(path.read_text(encoding="utf-8")))
     except SpaceError as error:
         raise SpaceError(f"in {path}, {error}") from None
 
 
-def _checked(file: SpaceFile, digest: str) -> SearchSpace:
+def _checked(file: space_file.SpaceFile, digest: str) -> SearchSpace:
     """The search space of a file whose every name is known before the search asks for it."""
     known = set(FACTS)
     for name, parameter in file.parameters.items():
-        _define(name, known)
+        space_file.define(name, known)
         if len(set(parameter.choices)) != len(parameter.choices):
             raise SpaceError(f"the choices of {name} must differ, got {parameter.choices}; remove the double")
     implied = {name: parameter.implied for name, parameter in file.parameters.items() if parameter.implied is not None}
     let: dict[str, Rule] = {}
     for name, text in file.let.items():
-        let[name] = rule_of(text, known)  # a let builds on those before it
-        _define(name, known)
+        let[name] = space_file.rule_of(text, known)  # a let builds on those before it
+        space_file.define(name, known)
     space = SearchSpace(
         template=file.template,
         interpreted=file.interpreted,
@@ -352,19 +329,25 @@ def _checked(file: SpaceFile, digest: str) -> SearchSpace:
         choices={name: tuple(parameter.choices) for name, parameter in file.parameters.items()},
         about={name: parameter.about for name, parameter in file.parameters.items()},
         let=let,
-        require=tuple(Requirement(rule=rule_of(entry.rule, known), because=entry.because) for entry in file.require),
+        require=tuple(
+            Requirement(rule=space_file.rule_of(entry.rule, known), because=entry.because) for entry in file.require
+        ),
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
-        deterministic=rule_of(file.deterministic, file.parameters),
+        deterministic=space_file.rule_of(file.deterministic, file.parameters),
         specialised=file.specialised,
-        heads_together=rule_of(file.heads_together, {*file.parameters, *HEADS}),
+        heads_together=space_file.rule_of(file.heads_together, {*file.parameters, *HEADS}),
         tile=_tile(file),
-        rehearsal={name: rule_of(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()},
+        rehearsal={
+            name: space_file.rule_of(str(text), {*file.parameters, *_BLOCKS}) for name, text in file.rehearsal.items()
+        },
         ablation=tuple(file.ablation),
         barriers=tuple(file.barriers),
         fixed=dict(file.fixed),
         implied=implied,
-        seeds=tuple((rule_of(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds),
+        seeds=tuple(
+            (space_file.rule_of(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds
+        ),
     )
     _check_rehearsal(space)
     if unknown := sorted({*space.ablation, *space.barriers} - set(space.choices)):
@@ -375,7 +358,7 @@ def _checked(file: SpaceFile, digest: str) -> SearchSpace:
     return space
 
 
-def _tile(file: SpaceFile) -> str:
+def _tile(file: space_file.SpaceFile) -> str:
     if unknown := sorted(set(_PLACES.findall(file.tile)) - set(file.parameters)):
         raise SpaceError(f"a tile must name parameters in braces, got {unknown[0]!r}; correct it")
     return file.tile
@@ -388,26 +371,3 @@ def _check_rehearsal(space: SearchSpace) -> None:
         if name in space.choices and not rule.names and rule({}) not in space.choices[name]:
             options = ", ".join(str(choice) for choice in space.choices[name])
             raise SpaceError(f"the rehearsal of {name} must be one of {options}, got {rule({})!r}; correct it")
-
-
-def _define(name: str, known: set[str]) -> None:
-    if not name.isidentifier() or Rule(name).names != {name}:
-        raise SpaceError(f"a parameter or let must be named by a word that rules can hold, got {name!r}; rename it")
-    if name in known:
-        raise SpaceError(f"each name must mean one thing, got {name!r} a second time; rename it")
-    known.add(name)
-
-
-def rule_of(text: str, known: Collection[str]) -> Rule:
-    """A rule that speaks of known names alone.
-
-    Raises:
-        SpaceError: it is no rule, or speaks of something else.
-    """
-    rule = Rule(text)
-    unknown = sorted(rule.names - set(known))
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise SpaceError(f"the rule {text!r} must speak of what is known to it, got {unknown[0]}; {hint}correct it")
-    return rule

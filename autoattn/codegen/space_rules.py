@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from autoattn.errors import SpaceError
@@ -92,14 +93,7 @@ class Rule:
             facts: hold every other name in `names`.
             unknown: names of numbers.
         """
-        names: set[str] = set()
-        rule = object.__new__(Rule)
-        rule.text = self.text
-        rule._tree = _folded(self._tree, facts, unknown)
-        operators = _OPERATORS if _has_words(rule._tree) else _OF_NUMBERS
-        rule._value = _closure(rule._tree, self.text.strip(), names, MAX_DEPTH, operators)
-        rule.names = frozenset(names)
-        return rule
+        return self._of(_folded(self._tree, facts, unknown))
 
     def renamed(self, names: Mapping[str, str], facts: Facts) -> Rule:
         """The same rule that asks for its facts by other names, or not at all.
@@ -108,14 +102,21 @@ class Rule:
             names: name in `names` -> its other name.
             facts: what is put in for names that have none, as far as it is known.
         """
-        asked: set[str] = set()
+        return self._of(_renamed(self._tree, names, facts))
+
+    def _of(self, tree: ast.expr) -> Rule:
+        """A rule of the same text that works a checked expression out."""
+        names: set[str] = set()
+        _note_names(tree, names)
         rule = object.__new__(Rule)
-        rule.text = self.text
-        rule._tree = _renamed(self._tree, names, facts)
-        operators = _OPERATORS if _has_words(rule._tree) else _OF_NUMBERS
-        rule._value = _closure(rule._tree, self.text.strip(), asked, MAX_DEPTH, operators)
-        rule.names = frozenset(asked)
+        rule.text, rule._tree, rule.names = self.text, tree, frozenset(names)
         return rule
+
+    @cached_property
+    def _value(self) -> Callable[[Facts], Any]:
+        """The expression as a function of the facts: of most rules that `given` makes, only the identity is asked."""
+        operators = _OPERATORS if _has_words(self._tree) else _OF_NUMBERS
+        return _closure(self._tree, self.text.strip(), set(), MAX_DEPTH, operators)
 
     def identity(self, names: Mapping[str, str], facts: Facts) -> Hashable:
         """Equal for rules whose `renamed` always have the same value, and fail with the same words."""
@@ -159,21 +160,53 @@ def _renamed(node: ast.expr, names: Mapping[str, str], facts: Facts) -> ast.expr
     return node
 
 
-def _identity(node: ast.AST, names: Mapping[str, str], facts: Facts) -> Hashable:
+def _identity(node: ast.expr, names: Mapping[str, str], facts: Facts) -> Hashable:
     """A value that says all of what `_renamed` gives."""
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    if isinstance(node, ast.Name) and node.id in facts:
-        return type(facts[node.id]), facts[node.id]
-    if isinstance(node, ast.Constant):
-        return type(node.value), node.value  # 1, 1.0 and True are equal
+    match node:
+        case ast.Constant(value=value):
+            return type(value), value  # 1, 1.0 and True are equal
+        case ast.Name(id=name):
+            if name in names:
+                return names[name]
+            return (type(facts[name]), facts[name]) if name in facts else name
+        case ast.Call(func=ast.Name(id=function)):
+            return ast.Call, function, *(_identity(part, names, facts) for part in node.args)
+        case ast.Compare(ops=[comparison]):
+            return type(comparison), *(_identity(part, names, facts) for part in _parts(node))
+        case ast.UnaryOp() | ast.BinOp() | ast.BoolOp():
+            return type(node.op), *(_identity(part, names, facts) for part in _parts(node))
+    raise AssertionError(f"a checked expression holds no {type(node).__name__}")
+
+
+def _parts(node: ast.expr) -> Sequence[ast.expr]:
+    """The expressions that a checked one is made of, in order."""
+    match node:
+        case ast.BinOp(left=left, right=right):
+            return left, right
+        case ast.Compare(left=left, comparators=[right]):
+            return left, right
+        case ast.BoolOp(values=values):
+            return values
+        case ast.Call(args=arguments):
+            return arguments
+        case ast.UnaryOp(operand=operand):
+            return (operand,)
+    return ()
+
+
+def _note_names(node: ast.expr, names: set[str]) -> None:
+    """Adds the names that a checked expression asks for."""
     if isinstance(node, ast.Name):
-        return node.id
-    return type(node), *(_identity(part, names, facts) for part in ast.iter_child_nodes(node))
+        names.add(node.id)
+    else:
+        for part in _parts(node):
+            _note_names(part, names)
 
 
 def _has_words(tree: ast.expr) -> bool:
-    return any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in ast.walk(tree))
+    if isinstance(tree, ast.Constant):
+        return isinstance(tree.value, str)
+    return any(map(_has_words, _parts(tree)))
 
 
 def _closure(
@@ -212,31 +245,36 @@ def _closure(
 def _folded(node: ast.expr, facts: Facts, unknown: frozenset[str]) -> ast.expr:
     """A checked expression, whose parts without unknown names are numbers and words; what has no result stays."""
     match node:
+        case ast.Constant():
+            return node
         case ast.Name(id=name):
-            return node if name in unknown else _constant(node, facts)
-        case ast.UnaryOp():
-            parts = [_folded(node.operand, facts, unknown)]
-            folded: ast.expr = ast.UnaryOp(node.op, *parts)
-        case ast.BinOp():
-            parts = [_folded(part, facts, unknown) for part in (node.left, node.right)]
-            folded = ast.BinOp(parts[0], node.op, parts[1])
-        case ast.Compare():
-            parts = [_folded(part, facts, unknown) for part in (node.left, *node.comparators)]
-            folded = ast.Compare(parts[0], node.ops, parts[1:])
-        case ast.Call():
-            parts = [_folded(part, facts, unknown) for part in node.args]
-            folded = ast.Call(node.func, parts, [])
+            return node if name in unknown else _constant(node, lambda: facts[name])
         case ast.BoolOp():
             return _decided([_folded(part, facts, unknown) for part in node.values], node)
+    parts = [_folded(part, facts, unknown) for part in _parts(node)]
+    match node:
+        case ast.BinOp(op=operation):
+            folded: ast.expr = ast.BinOp(parts[0], operation, parts[1])
+            act = _OPERATORS[type(operation)]
+        case ast.Compare(ops=[comparison]):
+            folded = ast.Compare(parts[0], node.ops, parts[1:])
+            act = _OPERATORS[type(comparison)]
+        case ast.UnaryOp(op=sign):
+            folded = ast.UnaryOp(sign, *parts)
+            act = _OPERATORS[type(sign)]
+        case ast.Call(func=ast.Name(id=function)):
+            folded = ast.Call(node.func, parts, [])
+            act = _FUNCTIONS[function]
         case _:
-            return node
-    return _constant(folded, facts) if all(isinstance(part, ast.Constant) for part in parts) else folded
+            raise AssertionError(f"a checked expression holds no {type(node).__name__}")
+    values = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return _constant(folded, lambda: act(*values)) if len(values) == len(parts) else folded
 
 
-def _constant(node: ast.expr, facts: Facts) -> ast.expr:
+def _constant(node: ast.expr, work_out: Callable[[], Any]) -> ast.expr:
     """The value of a node; the node itself where it has none, or one that is no number and no word."""
     try:
-        value = _closure(node, "", set(), MAX_DEPTH)(facts)
+        value = work_out()
     except (ArithmeticError, TypeError, SpaceError):  # said when somebody asks for it
         return node
     return ast.Constant(value) if isinstance(value, int | float | str) else node

@@ -11,6 +11,7 @@ from functools import lru_cache
 from operator import attrgetter
 
 from autoattn.core.mask import Alignment, Mask, MaskKind
+from autoattn.core.tile_widths import padded
 from autoattn.errors import ProblemError
 
 MAX_HEAD_DIM = 256  # of query and key
@@ -375,21 +376,6 @@ _unsized_of = attrgetter(*_UNSIZED)
 _WRITE: tuple[Callable[[Problem, object], None], ...] = tuple(
     getattr(Problem, name).__set__ for name in (*_UNSIZED, *SIZES)
 )
-
-
-def padded(head_dim: int) -> int:
-    """The power of two, at least 16, that a tile's axis of `head_dim` elements is padded to."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def pieces(head_dim: int) -> tuple[int, ...]:
-    """The one or two powers of two that hold `head_dim` elements in the least room: 80 -> (64, 16), 56 -> (64,)."""
-    whole = padded(head_dim)
-    low = whole // 2
-    if head_dim <= low or low < 16:
-        return (whole,)
-    high = padded(head_dim - low)
-    return (low, high) if low + high < whole else (whole,)
 
 
 def ramp(count: int, longest: int, total: int) -> tuple[int, ...]:

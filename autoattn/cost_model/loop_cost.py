@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoattn.core.device import Device, MatrixUnit
-from autoattn.core.problem import DType, Precision, Problem, pieces
+from autoattn.core.problem import DType, Precision, Problem
+from autoattn.core.tile_widths import pieces
 from autoattn.core.variant import Value
 from autoattn.cost_model.constants import Constants
 from autoattn.cost_model.kernel_kind import SYNCHRONOUS, WARPGROUP, Program

@@ -16,8 +16,9 @@ from autoattn.codegen.argument_names import strides
 from autoattn.core.problem import Bias, DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, box_axes
+from autoattn.kernels.compiler import Kernel
 from autoattn.kernels.manifest import Language, described
+from autoattn.kernels.tma_descriptor import Descriptor, box_axes
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
 

@@ -19,9 +19,10 @@ import triton
 
 from autoattn import torch_private
 from autoattn.core import triton_release
-from autoattn.kernels.compiler import Axes, Descriptor, Kernel, make_current
+from autoattn.kernels.compiler import Kernel, make_current
 from autoattn.kernels.manifest import described
 from autoattn.kernels.precompiled_kernel import LoadedFunction
+from autoattn.kernels.tma_descriptor import Axes, Descriptor
 from autoattn.kernels.zeroed_scratch import POOLS, ScratchPool
 
 Addresses = tuple[int, ...]  # of a call's tensors, in bytes; 0 for one that is not there

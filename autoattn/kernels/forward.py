@@ -15,8 +15,9 @@ from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Axes, Descriptor, Kernel, box_axes
+from autoattn.kernels.compiler import Kernel
 from autoattn.kernels.manifest import DealtSizes, described
+from autoattn.kernels.tma_descriptor import Axes, Descriptor, box_axes
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, View, empty_as

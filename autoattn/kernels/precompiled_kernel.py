@@ -15,8 +15,9 @@ from autoattn.codegen.precompiled import BEFORE, PART, Function, PrecompiledKern
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError
 from autoattn.kernels import cuda_driver
-from autoattn.kernels.compiler import Descriptor, Kernel, launch_facts, launch_hooks, make_current, of_parts
+from autoattn.kernels.compiler import Kernel, launch_facts, launch_hooks, make_current, of_parts
 from autoattn.kernels.manifest import TMA
+from autoattn.kernels.tma_descriptor import Descriptor
 
 # Triton's type of an argument -> bytes of the parameter, and how `struct` writes it
 PARAMETERS = {

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autoattn.cache import inventory, store
+from autoattn.cache import inventory, whole_files
 from autoattn.codegen import precompiled, render, search_space
 from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core import kernel_kind
@@ -204,7 +204,7 @@ class _Compilation:
             ):
                 continue
             if folder != keep:
-                store.write_new(precompiled.path_of(keep, self.arch, key), precompiled.encode(kernel))
+                whole_files.write_new(precompiled.path_of(keep, self.arch, key), precompiled.encode(kernel))
             return True
         return False
 
@@ -217,5 +217,5 @@ class _Compilation:
         if isinstance(result, bytes) and self.keep is not None:
             source, kind = kernel
             key = precompiled.key_of(kind, source.variant, source.traits)
-            store.write_new(precompiled.path_of(self.keep, self.arch, key), result)
+            whole_files.write_new(precompiled.path_of(self.keep, self.arch, key), result)
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoattn.codegen import render, search_space
-from autoattn.core.problem import DType, Op, Precision, Problem, padded, pieces
+from autoattn.core.problem import DType, Op, Precision, Problem
+from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.trial import Outcome, Verdict
 from autoattn.core.variant import Source, Variant
 from autoattn.search.gpu_jobs import kind_of

@@ -14,11 +14,9 @@ from autoattn.core.cache_entry import WorstCase
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import PATIENCE
 from autoattn.core.problem import Problem
-from autoattn.core.trial import Measurement, Outcome, StaticReport, Trial, Verdict
+from autoattn.core.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.core.variant import Source, Variant
-from autoattn.cost_model import occupancy, predictor
-from autoattn.errors import HostError
-from autoattn.search import rehearsal
+from autoattn.search import job_results, rehearsal
 from autoattn.search.gpu_jobs import Admit, Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.search.kind_search import Proposer
 from autoattn.workers.compile_job import ALLOCATOR, Inspect
@@ -145,7 +143,7 @@ class Workshop:
             HostError: the machine lacks what every variant needs.
         """
         for pool, ticket, result in next_results(self.compilers, self.bench):
-            _stop_if_hopeless(result)
+            job_results.stop_if_hopeless(result)
             if pool is self.compilers:
                 self._reports[self._tickets.pop(ticket)] = result
             elif ticket in self._looks:
@@ -266,7 +264,7 @@ class Workshop:
             return self.rehearse(problem, variant)[0]
         job = Screen(problem=problem, source=render.render(problem, variant), verdict=None, best_us=None)
         result: Screened | Failure = self.bench.result(job, GPU_SECONDS)
-        _stop_if_hopeless(result)
+        job_results.stop_if_hopeless(result)
         return result
 
     def final(
@@ -301,7 +299,7 @@ class Workshop:
         limit = FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds
         result: Finished | Failure = yield from self._ended(job, limit + PEER_SECONDS * len(admitted))
         if isinstance(result, Failure) and admitted:  # perhaps a peer's fault
-            absent |= dict.fromkeys(admitted, f"finals with it {_words(result)}")
+            absent |= dict.fromkeys(admitted, f"finals with it {job_results.words(result)}")
             result = yield from self._ended(replace(job, peers=()), limit)
         if isinstance(result, Failure):
             return result
@@ -318,7 +316,7 @@ class Workshop:
             if isinstance(reason, Failure):
                 self._lost_peers[name] += 1
             if reason is not None:
-                absent[name] = _words(reason)
+                absent[name] = job_results.words(reason)
         return absent
 
     def _ended(self, job: Job, seconds: float) -> Steps[Any]:
@@ -358,68 +356,33 @@ class Workshop:
                 return
             if slot.trial is not None or slot.inspected is not None:
                 continue
-            trial = self._inspected(slot.problem, slot.variant, slot.source.digest, report)
+            trial = job_results.inspected(slot.problem, self.device, slot.variant, slot.source.digest, report)
             if not self.measured or isinstance(report, Failure) or trial.outcome is not Outcome.OK:
                 slot.trial = trial
                 continue
             slot.inspected = trial
-            same = self._looked_at.get((slot.problem, _code(slot, report)))  # another text with the same machine code
+            code = job_results.code_of(report, slot.source)
+            same = self._looked_at.get((slot.problem, code))  # another text with the same machine code
             if same is not None:
                 slot.trial = self._looked(slot, same)
                 continue
-            verdict = self._passed.get((kind_of(slot.problem), _code(slot, report)))
+            verdict = self._passed.get((kind_of(slot.problem), code))
             job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
             self._looks[self.bench.submit(job, GPU_SECONDS)] = slot
 
     def carried(self, problem: Problem, trial: Trial) -> Trial:
         """What a trial without the card says of another problem of the same kind."""
-        return self._inspected(problem, trial.variant, trial.digest, trial.report) if trial.report else trial
-
-    def _inspected(self, problem: Problem, variant: Variant, digest: str, report: StaticReport | Failure) -> Trial:
-        """What the machine code says of a variant."""
-        trial = Trial(variant=variant, outcome=Outcome.OK, digest=digest)
-        if isinstance(report, Failure):
-            return replace(trial, outcome=report.outcome, detail=report.detail)
-        trial = replace(trial, report=report)
-        reason = occupancy.why_unlaunchable(self.device, report)
-        if reason is not None:
-            return replace(trial, outcome=Outcome.INFEASIBLE, detail=reason)
-        if predictor.why_unknown(problem, self.device) is None:
-            prediction = predictor.predict(problem, self.device, variant, report)
-            trial = replace(trial, prediction=prediction)
-        return trial
+        if trial.report is None:
+            return trial
+        return job_results.inspected(problem, self.device, trial.variant, trial.digest, trial.report)
 
     def _looked(self, slot: _Slot, result: Screened | Failure) -> Trial:
-        """What a first look on a GPU says of a variant."""
+        """What a first look on a GPU says of a variant; one that passed speaks for all with its machine code."""
         assert slot.inspected is not None
-        if isinstance(result, Failure):
-            return replace(slot.inspected, outcome=result.outcome, detail=result.detail)
-        report = self._reports[slot.source.digest]
-        assert isinstance(report, StaticReport)
-        code = _code(slot, report)
-        self._passed[kind_of(slot.problem), code] = result.verdict
-        self._looked_at[slot.problem, code] = result
-        looked = Measurement(
-            median_us=result.median_us,
-            p20_us=result.median_us,
-            p80_us=result.median_us,
-            samples=result.samples,
-            tflops=slot.problem.flops() / result.median_us / 1e6,
-        )
-        return replace(slot.inspected, verdict=result.verdict, measurement=looked)
-
-
-def _words(reason: str | Failure) -> str:
-    """Why a peer takes no part, in one clause."""
-    return reason if isinstance(reason, str) else f"ended with a {reason.outcome.value}: {reason.detail}"
-
-
-def _stop_if_hopeless(result: object) -> None:
-    """Raises where a job failed of what would fail every other one, too."""
-    if isinstance(result, Failure) and result.outcome.ends_run:
-        raise HostError(f"{result.outcome.value}: {result.detail}")
-
-
-def _code(slot: _Slot, report: StaticReport) -> str:
-    """Names the kernel that a variant's text became."""
-    return report.code or slot.source.digest
+        if isinstance(result, Screened):
+            report = self._reports[slot.source.digest]
+            assert isinstance(report, StaticReport)
+            code = job_results.code_of(report, slot.source)
+            self._passed[kind_of(slot.problem), code] = result.verdict
+            self._looked_at[slot.problem, code] = result
+        return job_results.looked(slot.problem, slot.inspected, result)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from autoattn.cache import store
+from autoattn.cache import whole_files
 from autoattn.cache.file_format import CacheFile
 from autoattn.codegen import precompiled, render
 from autoattn.codegen.precompiled import PrecompiledKernel
@@ -57,7 +57,7 @@ def add(cache: Path, kernels: Iterable[PrecompiledKernel]) -> int:
         except CacheError:  # a damaged one makes way
             known = None
         if known is None or known.facts.digest != kernel.facts.digest:
-            store.write_new(path, precompiled.encode(kernel))
+            whole_files.write_new(path, precompiled.encode(kernel))
             taken += 1
     return taken
 
@@ -72,7 +72,7 @@ def prune(cache: Path, arch: int) -> int:
     for path in precompiled.paths_in(cache, arch):
         finding = _read(path)[1]
         if finding is not None and finding.finding in (CodeFinding.STALE, CodeFinding.DAMAGED):
-            store.remove(path)
+            whole_files.remove(path)
             removed += 1
     return removed
 

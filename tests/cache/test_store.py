@@ -245,19 +245,3 @@ def test_writers_that_merge_at_once_lose_nothing(folder: Path) -> None:
     batches = sorted(entry.problem.batch for entry in store.lookup(folder, H200, FORWARD).values())
     assert batches == list(range(1, 81))
     assert left_behind(folder) == []
-
-
-def test_a_file_that_is_made_changed_or_removed_is_seen(tmp_path: Path) -> None:
-    there, missing = tmp_path / "there", tmp_path / "missing"
-    there.write_text("one")
-    paths = (str(there), str(missing), "no\0path")
-    stamps = store.stamps(paths)
-    assert store.are_unchanged(paths, stamps)
-    missing.write_text("made")
-    assert not store.are_unchanged(paths, stamps)
-    missing.unlink()
-    assert store.are_unchanged(paths, stamps)
-    there.write_text("longer")
-    assert not store.are_unchanged(paths, stamps)
-    there.unlink()
-    assert not store.are_unchanged(paths, stamps)

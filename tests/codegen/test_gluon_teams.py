@@ -14,7 +14,8 @@ from autoattn.codegen import render, search_space
 from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Source, Value, Variant
 from autoattn.kernels import forward
-from autoattn.kernels.compiler import Descriptor, Kernel, build, inspect, load_module
+from autoattn.kernels.compiler import Kernel, build, inspect, load_module
+from autoattn.kernels.tma_descriptor import Descriptor
 from autoattn.reference import inputs
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from precompiled_kernels import PROBLEM, TRAITS, VARIANT, cubin, function, precompiled_kernel, with_facts
 
-from autoattn.cache import store
+from autoattn.cache import store, whole_files
 from autoattn.codegen import precompiled, render, resources
 from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core import kernel_kind
@@ -28,7 +28,7 @@ KEY = precompiled.key_of(kernel_kind.of(PROBLEM), VARIANT, TRAITS)
 
 def written(folder: Path, kernel: PrecompiledKernel) -> Path:
     path = precompiled.path_of(folder, kernel.facts.arch, kernel.facts.key)
-    store.write_new(path, precompiled.encode(kernel))
+    whole_files.write_new(path, precompiled.encode(kernel))
     return path
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_what_it_says_is_refused(tmp_path: Path, kernel: Prec
 @pytest.mark.parametrize(("folder", "name"), [("sm_80", KEY), ("sm_90", "0123456789abcdef")])
 def test_a_file_under_another_name_is_refused(tmp_path: Path, folder: str, name: str) -> None:
     path = tmp_path / folder / f"{name}.zip"
-    store.write_new(path, precompiled.encode(precompiled_kernel()))
+    whole_files.write_new(path, precompiled.encode(precompiled_kernel()))
     with pytest.raises(CacheError, match="for sm_90, which its name does not say"):
         precompiled.read(path)
 
@@ -102,7 +102,7 @@ def test_each_byte_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"PK", b"no zip at all", precompiled.encode(precompiled_kernel())[:500]])
 def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
     path = precompiled.path_of(tmp_path, 90, KEY)
-    store.write_new(path, data)
+    whole_files.write_new(path, data)
     with pytest.raises(CacheError, match="is damaged"):
         precompiled.read(path)
 

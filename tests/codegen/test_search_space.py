@@ -16,7 +16,7 @@ from checkout_paths import CHECKOUT
 from kernels import every_point
 from samples import A30, H200, problem
 
-from autoattn.codegen import resources, search_space
+from autoattn.codegen import resources, search_space, space_file
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.core.device import Device
@@ -461,4 +461,4 @@ def test_every_key_of_a_file_is_documented() -> None:
     keys = set(
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", page.partition("| of the problem")[0], re.M)))
     )
-    assert keys == set(search_space.SpaceFile.__struct_fields__)
+    assert keys == set(space_file.SpaceFile.__struct_fields__)

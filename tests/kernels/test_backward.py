@@ -16,7 +16,8 @@ from fake_device import CUDA, Launches
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.kernels import backward, manifest
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, load_module
+from autoattn.kernels.compiler import Kernel, load_module
+from autoattn.kernels.tma_descriptor import Descriptor
 from autoattn.tensors.operands import View
 from autoattn.validation import gradient_check
 

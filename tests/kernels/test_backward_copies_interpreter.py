@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gradient_kernels import judged, problem, source
+from rarely import diagonal
 
 from autoattn.core.problem import DType, Layout, Modifiers, Precision
 from autoattn.workers.worker_pool import Pool
@@ -26,8 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "loads"),
+    diagonal(KINDS, ("pointer", "descriptor")),
+)
 def test_kernels_that_read_turned_copies_are_right(child: Pool, kind: str, loads: str) -> None:
     one = problem(**FLOAT32 | KINDS[kind])
     verdict = judged(child, one, copies="turned", queries_loads=loads, keys_loads=loads)

@@ -10,7 +10,7 @@ import interpreted
 import kernels
 import pytest
 from gradient_kernels import Differentiated, judged
-from rarely import rarely
+from rarely import diagonal, rarely
 
 from autoattn.codegen import render
 from autoattn.core.mask import Mask
@@ -60,17 +60,19 @@ def test_gradients_agree_with_autograd_through_the_reference(child: Pool, point:
     assert verdict.ok, verdict.reason
 
 
-@pytest.mark.parametrize("scores", [Scores.LOUD, Scores.STEEP])
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
+@pytest.mark.parametrize(("scores", "dtype"), diagonal((Scores.LOUD, Scores.STEEP), (DType.FLOAT16, DType.FLOAT32)))
 def test_scores_that_rise_far_keep_their_gradients(child: Pool, scores: Scores, dtype: DType) -> None:
     verdict = judged(child, problem(dtype=dtype, mask="causal", seq_q=37, seq_kv=50), scores=scores)
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize(
-    "modifiers", [Modifiers(softcap=True), Modifiers(alibi=True), Modifiers(softcap=True, alibi=True)]
+    ("modifiers", "loads"),
+    diagonal(
+        (Modifiers(softcap=True), Modifiers(alibi=True), Modifiers(softcap=True, alibi=True)),
+        ("pointer", "descriptor"),
+    ),
 )
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
 def test_changed_scores_have_gradients(child: Pool, modifiers: Modifiers, loads: str) -> None:
     one = problem(mask="window:9,4", modifiers=modifiers, dtype=DType.FLOAT32)
     assert judged(child, one, queries_loads=loads, keys_loads=loads).ok
@@ -170,8 +172,10 @@ def test_a_slope_has_the_gradient_of_an_lse_too(child: Pool) -> None:
     assert verdict.ok, verdict.reason
 
 
-@pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
-@pytest.mark.parametrize("modifiers", [Modifiers(sinks=True), Modifiers(dropout=True)])
+@pytest.mark.parametrize(
+    ("modifiers", "layout"),
+    diagonal((Modifiers(sinks=True), Modifiers(dropout=True)), (Layout.BSHD, Layout.PACKED)),
+)
 def test_sinks_and_dropout_have_gradients(child: Pool, modifiers: Modifiers, layout: Layout) -> None:
     tokens = {"tokens_q": 60, "tokens_kv": 70} if layout is Layout.PACKED else {}
     one = problem(mask="causal", modifiers=modifiers, dtype=DType.FLOAT32, layout=layout, **tokens)
@@ -193,9 +197,9 @@ TABLES = {  # name -> what partial blocks keep
 }
 
 
-@pytest.mark.parametrize("mod", TABLES.values(), ids=TABLES.keys())
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
-def test_block_tables_have_gradients(child: Pool, loads: str, mod: str) -> None:
+@pytest.mark.parametrize(("name", "loads"), diagonal(TABLES, ("pointer", "descriptor")))
+def test_block_tables_have_gradients(child: Pool, name: str, loads: str) -> None:
+    mod = TABLES[name]
     one = problem(mask=Mask.blocks(16, 32, 0.5, mod), seq_q=45, seq_kv=70, layout=Layout.BSHD)
     verdict = judged(child, one, queries_loads=loads, keys_loads=loads)
     assert verdict.ok, verdict.reason

@@ -23,9 +23,10 @@ from autoattn.core import device_profiles
 from autoattn.core.variant import Variant
 from autoattn.kernels import bound_launch, compiler, forward
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel
+from autoattn.kernels.compiler import Kernel
 from autoattn.kernels.forward import POINTERS
 from autoattn.kernels.manifest import described
+from autoattn.kernels.tma_descriptor import Descriptor
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference import inputs
 

@@ -9,6 +9,7 @@ import interpreted
 import kernels
 import pytest
 from interpreted import Run, run
+from rarely import diagonal
 
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
@@ -250,15 +251,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("softmax", SOFTMAXES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "softmax"), diagonal(KINDS, SOFTMAXES))
 def test_nan_in_hidden_keys_and_values_never_leaks(child: Pool, kind: str, softmax: str) -> None:
     result = run(child, small(**KINDS[kind]), interpreted.nan_in_hidden_keys, softmax=softmax)
     assert result.ok, result
 
 
-@pytest.mark.parametrize("softmax", SOFTMAXES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "softmax"), diagonal(KINDS, SOFTMAXES))
 def test_values_that_are_nan_or_inf_reach_just_the_rows_that_see_them(child: Pool, kind: str, softmax: str) -> None:
     """And inf keeps its sign."""
     result = run(child, small(**{**KINDS[kind], "seq_q": 37, "seq_kv": 53}), interpreted.wild_values, softmax=softmax)

@@ -10,7 +10,7 @@ import kernels
 import pytest
 import torch
 from interpreted import Run, run
-from rarely import rarely
+from rarely import diagonal, rarely
 
 from autoattn.core.problem import DType, Layout, Modifiers, Precision, Problem
 from autoattn.core.variant import Source
@@ -58,22 +58,20 @@ def test_programs_that_share_a_tile_match_the_reference(child: Pool, point: dict
     assert result.ok, result
 
 
-@pytest.mark.parametrize("splits", [2, 4])
-@pytest.mark.parametrize("changes", [
+@pytest.mark.parametrize(("changes", "splits"), diagonal([
     {"mask": "blocks:16x32,0.5"}, {"dtype": DType.FLOAT32}, {"dtype": DType.FLOAT32, "precision": Precision.TF32},
     {"modifiers": Modifiers(dropout=True)}, {"modifiers": kernels.MODIFIERS[2]}, {"modifiers": kernels.MODIFIERS[5]},
     {"layout": Layout.BSHD, "batch": 3},
-], ids=str)  # fmt: skip
+], (2, 4)), ids=str)  # fmt: skip
 def test_every_other_kind_of_problem_may_be_shared(child: Pool, changes: dict[str, Any], splits: int) -> None:
     result = run(child, small(**changes), SPLITS=splits)
     assert result.ok, result
 
 
-@pytest.mark.parametrize("softmax", ["first_max", "online"])
-@pytest.mark.parametrize("make", [
+@pytest.mark.parametrize(("make", "softmax"), diagonal([
     interpreted.wild_values, interpreted.nan_in_hidden_keys, interpreted.overflowing, interpreted.rising,
     interpreted.falling, interpreted.sunken, interpreted.steep,
-])  # fmt: skip
+], ("first_max", "online")))  # fmt: skip
 def test_numbers_that_spoil_one_programs_part_spoil_nothing_else(child: Pool, make: Any, softmax: str) -> None:
     result = run(child, small(mask="causal"), make, SPLITS=4, softmax=softmax)
     assert result.ok, result

@@ -17,7 +17,8 @@ from autoattn.codegen.precompiled import BEFORE, PART
 from autoattn.errors import CompileError
 from autoattn.kernels import bound_launch
 from autoattn.kernels import precompiled_kernel as loading
-from autoattn.kernels.compiler import Descriptor, Kernel
+from autoattn.kernels.compiler import Kernel
+from autoattn.kernels.tma_descriptor import Descriptor
 
 # A kernel's host side: what a launch takes, and its grid.
 LAUNCH_TEXT = """

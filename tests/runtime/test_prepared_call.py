@@ -27,8 +27,9 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.core.mask import Mask
 from autoattn.errors import AutoattnError, TensorError
 from autoattn.kernels import bound_launch
-from autoattn.kernels.compiler import Descriptor, Kernel
+from autoattn.kernels.compiler import Kernel
 from autoattn.kernels.forward import POINTERS
+from autoattn.kernels.tma_descriptor import Descriptor
 from autoattn.runtime import call_cache, prepared_call, resized_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, explanations, planner

@@ -15,9 +15,9 @@ from autoattn.core.problem import DType, Problem
 from autoattn.core.variant import Source, Traits, Value
 from autoattn.errors import AutoattnError
 from autoattn.kernels import compiler
-from autoattn.kernels.compiler import Descriptor
 from autoattn.kernels.gluon_interpreter import module_loader
 from autoattn.kernels.gluon_interpreter.module_loader import InterpretedModule
+from autoattn.kernels.tma_descriptor import Descriptor
 from autoattn.reference.inputs import Scores
 from autoattn.validation import output_check
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from autoattn import functional
 from autoattn.core.variant import Source
-from autoattn.kernels.compiler import Descriptor, Kernel, load_module
+from autoattn.kernels.compiler import Kernel, load_module
+from autoattn.kernels.tma_descriptor import Descriptor
 
 HALF = torch.float16
 

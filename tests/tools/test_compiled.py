@@ -12,7 +12,7 @@ import pytest
 import samples
 from precompiled_kernels import cubin, precompiled_kernel, with_facts
 
-from autoattn.cache import store
+from autoattn.cache import store, whole_files
 from autoattn.codegen import precompiled, render
 from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core import kernel_kind
@@ -34,7 +34,7 @@ def kernel() -> PrecompiledKernel:
 
 def write(folder: Path, kernel: PrecompiledKernel) -> Path:
     path = precompiled.path_of(folder, kernel.facts.arch, kernel.facts.key)
-    store.write_new(path, precompiled.encode(kernel))
+    whole_files.write_new(path, precompiled.encode(kernel))
     return path
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from autoattn.cache import file_format, inventory, precedence, sister_cards, store
+from autoattn.cache import file_format, file_stamps, inventory, precedence, sister_cards, store
 from autoattn.cache.file_format import CacheFile
 from autoattn.cache.precedence import Placed
 from autoattn.cache.sister_cards import SisterCard
@@ -102,7 +102,7 @@ def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntr
     kind = kernel_kind.of(problem)
     key = kind, device, folders
     known = _kept.get(key)
-    if known is not None and store.are_unchanged(known[1], known[0]):
+    if known is not None and file_stamps.are_unchanged(known[1], known[0]):
         return known[2]
     paths = tuple(
         str(path)
@@ -112,7 +112,7 @@ def of(problem: Problem, device: Device, folders: tuple[Path, ...]) -> TunedEntr
             *sister_cards.watched_paths(folder, device, problem.op),
         )
     )
-    stamps = store.stamps(paths)  # before the files are read: one that changes meanwhile is read again
+    stamps = file_stamps.of(paths)  # before the files are read: one that changes meanwhile is read again
     entries = read(problem.op, device, folders, kind)
     with _writing:
         while len(_kept) >= MAX_KINDS:
@@ -274,5 +274,5 @@ def distance(octaves: Octaves, others: Octaves) -> float:
     return abs(queries - other_queries) + abs(keys - other_keys) + abs(heads - other_heads) + abs(group - other_group)
 
 
-_kept: dict[tuple[KernelKind, Device, tuple[Path, ...]], tuple[store.Stamps, tuple[str, ...], TunedEntries]] = {}
+_kept: dict[tuple[KernelKind, Device, tuple[Path, ...]], tuple[file_stamps.Stamps, tuple[str, ...], TunedEntries]] = {}
 _writing = threading.Lock()

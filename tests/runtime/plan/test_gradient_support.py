@@ -13,7 +13,7 @@ import samples
 import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rarely import rarely
+from rarely import diagonal, rarely
 
 from autoattn.codegen import render
 from autoattn.core import device_profiles
@@ -94,12 +94,20 @@ def asked(problem: Problem) -> Problem:
     return replace(problem, precision=Precision.IEEE) if precise else problem
 
 
-def matrix() -> Iterator[Problem]:
+Case = tuple[str, tuple[DType, Precision], tuple[int, int]]
+
+
+def matrix() -> Iterator[Case]:
     for kind in KINDS:
         for number in NUMBERS:
             for dims in (*((head_dim, head_dim) for head_dim in HEAD_DIMS), *VALUE_DIMS):
                 if dims in USUAL or kind in ("full", "window", "all at once"):
-                    yield backward(kind, number, dims)
+                    yield kind, number, dims
+
+
+def part_of_matrix() -> Iterator[Case]:
+    """Every seventh case: each kind, type of numbers and pair of head dims is there several times."""
+    return islice(matrix(), 0, None, 7)
 
 
 def check(problem: Problem, card: Device, folder: Path, *, lse: bool) -> Explanation:
@@ -121,24 +129,38 @@ def check(problem: Problem, card: Device, folder: Path, *, lse: bool) -> Explana
     return told
 
 
-@pytest.mark.parametrize(
-    ("name", "lse"),
-    rarely([(name, lse) for name in CARDS for lse in (False, True)], lambda case: case == ("h200", True)),
-)
-def test_a_call_with_a_forward_kernel_has_a_backward_one_with_nothing_tuned(
-    name: str, lse: bool, tmp_path: Path
-) -> None:
-    by_pytorch = [problem for problem in matrix() if check(problem, CARDS[name], tmp_path, lse=lse).route != KERNEL]
+def test_a_call_with_a_forward_kernel_has_a_backward_one_with_nothing_tuned(tmp_path: Path) -> None:
+    for kind, number, dims in part_of_matrix():
+        assert check(backward(kind, number, dims), CARDS["h200"], tmp_path, lse=True).route == KERNEL
+
+
+def test_the_part_of_the_matrix_has_all_that_the_matrix_has() -> None:
+    whole, part = (list(zip(*cases, strict=True)) for cases in (matrix(), part_of_matrix()))
+    assert [set(values) for values in part] == [set(values) for values in whole]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("name", CARDS)
+def test_each_call_with_a_forward_kernel_has_a_backward_one_on_each_card(name: str, lse: bool, tmp_path: Path) -> None:
+    problems = [backward(*case) for case in matrix()]
+    by_pytorch = [problem for problem in problems if check(problem, CARDS[name], tmp_path, lse=lse).route != KERNEL]
     assert bool(by_pytorch) is (name in ("a100", "a30") and not lse), "Hopper has defaults that are no slower"
+
+
+@pytest.fixture(scope="module")
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache without entries; one for all examples."""
+    return tmp_path_factory.mktemp("empty")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(CARDS)), strategies.problems(tiny=False), st.booleans())
 def test_whatever_a_kernel_computes_it_differentiates(
-    tmp_path_factory: pytest.TempPathFactory, name: str, problem: Problem, lse: bool
+    empty_folder: Path, name: str, problem: Problem, lse: bool
 ) -> None:
     if problem.dtype is not DType.FLOAT8:  # of which there are no gradients
-        check(asked(replace(problem, op=Op.BACKWARD)), CARDS[name], tmp_path_factory.getbasetemp(), lse=lse)
+        check(asked(replace(problem, op=Op.BACKWARD)), CARDS[name], empty_folder, lse=lse)
 
 
 def source_of(problem: Problem, card: Device, folder: Path) -> Source:
@@ -147,8 +169,10 @@ def source_of(problem: Problem, card: Device, folder: Path) -> Source:
     return next(needs[Answer.GRADIENTS].sources(card))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("full", "causal", "grouped heads", "bshd")])
-@pytest.mark.parametrize("name", ["h200", "a30"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    diagonal([kind for kind in KINDS if kind not in ("full", "causal", "grouped heads", "bshd")], ("h200", "a30")),
+)
 def test_the_first_choice_renders_for_tensors_however_they_lie(name: str, kind: str, tmp_path: Path) -> None:
     for number, dims in ((NUMBERS[2], (57, 57)), (NUMBERS[0], (192, 512))):
         problem = backward(kind, number, dims)

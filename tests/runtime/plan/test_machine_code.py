@@ -14,7 +14,7 @@ import samples
 import torch
 from precompiled_kernels import cubin, precompiled_kernel, with_facts
 
-from autoattn.cache import store
+from autoattn.cache import whole_files
 from autoattn.codegen import precompiled, render, resources
 from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core.problem import DType
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def write(folder: Path, kernel: PrecompiledKernel) -> Path:
     path = precompiled.path_of(folder, kernel.facts.arch, kernel.facts.key)
-    store.write_new(path, precompiled.encode(kernel))
+    whole_files.write_new(path, precompiled.encode(kernel))
     machine_code.forget()
     return path
 
@@ -62,7 +62,7 @@ def test_a_kernel_of_the_users_cache_serves_its_kind_variant_and_traits(folder: 
 
 def test_one_that_was_not_there_is_seen_after_forget(folder: Path) -> None:
     assert find() is None
-    store.write_new(
+    whole_files.write_new(
         precompiled.path_of(folder, 90, precompiled_kernel(PROBLEM, VARIANT).facts.key),
         precompiled.encode(precompiled_kernel(PROBLEM, VARIANT)),
     )
