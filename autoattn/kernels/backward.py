@@ -286,7 +286,7 @@ def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, obje
     arguments: dict[str, object] = {
         "bias_grad_ptr": grad,
         "bias_sums_ptr": sums,
-        **dict(zip(strides("g"), grad.stride(), strict=True)),
+        **dict(zip(strides("g"), grad.stride()[:3], strict=True)),
         **{f"bias_{axis}": size for axis, size in zip(("batch", "heads", "queries", "keys"), grad.shape, strict=True)},
     }
     if operands.table is not None:

@@ -50,20 +50,27 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
         if address % element:
             raise TensorError(f"tensors must start at a multiple of their element size, {element} bytes; clone them")
         addresses |= address
-    element_type = BIAS_ELEMENT[bias.dtype] if bias is not None else ""
-    return traits_of_views(map(View.of, tensors), addresses, element, lse=lse, bias=element_type)
+    alignment, wide = memory_of_views(map(View.of, tensors), addresses, element)
+    if bias is None:
+        return Traits(alignment=alignment, wide=wide, lse=lse)
+    aligned = bias_alignment(View.of(bias), bias.data_ptr(), bias.dtype)
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype], bias_alignment=aligned)
 
 
-def traits_of_views(views: Iterable[View], addresses: int, element: int, *, lse: bool, bias: str = "") -> Traits:
-    """The same of tensors that lie like these.
+def bias_alignment(bias: View, address: int, dtype: torch.dtype) -> int:
+    """What a bias asks of the code that loads it (Traits.bias_alignment): 0, 1 or the elements of 16 bytes.
+
+    No step between them is told apart, since each takes a kernel of its own.
 
     Args:
-        addresses: of all of them, combined by bitwise or.
-        element: bytes of one.
-        bias: Triton's name of the element type of a bias.
+        bias: [batch, heads, queries, keys], expanded; booleans of 1 query are those of keys alone.
+        address: in bytes; of the 16 that it may be a multiple of.
     """
-    alignment, wide = memory_of_views(views, addresses, element)
-    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
+    *steps, step = bias.strides
+    if step != 1 or (dtype is torch.bool and bias.shape[2] == 1):
+        return 0
+    widest = 16 // dtype.itemsize
+    return 1 if address & ALIGNED or any(size % widest for size in (*steps, bias.shape[3])) else widest
 
 
 def memory_of_views(views: Iterable[View], addresses: int, element: int) -> tuple[int, bool]:
