@@ -138,10 +138,12 @@ def attention(
     if prepared is not None and (output := prepared(query, key, value)) is not None:
         return output
     call_key = call_cache.key(query, key, value, (), words, seldom)
-    if (prepared := call_cache.find(call_key)) is not None and (output := prepared(query, key, value)) is not None:
-        if seldom is None:
-            call_cache.guard(query, key, value, words, prepared)
-        return output
+    if (prepared := call_cache.find(call_key)) is not None:
+        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        if (output := prepared(query, key, value, *extras)) is not None:
+            if seldom is None:
+                call_cache.guard(query, key, value, words, prepared)
+            return output
     given: dict[str, Any] = {
         "mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "sinks": sinks, "score_mod": score_mod, "dropout": dropout, "seed": seed,
@@ -238,7 +240,8 @@ def packed_attention(
     if (prepared := call_cache.find(call_key)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        if (output := prepared(*tensors)) is not None:
+        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        if (output := prepared(*tensors, *extras)) is not None:
             return output
     given: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,

@@ -20,6 +20,7 @@ from autoattn.kernels.manifest import DealtSizes, described
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
@@ -28,11 +29,12 @@ BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16",
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
     *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+    *("bias_ptr", "slopes_ptr", "sinks_ptr"),
 )
 # The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
 SIZED = (
     *("batch", "tokens_q", "tokens_kv", "batch_heads", "seq_q", "seq_kv"),
-    *(stride for name in "qkvo" for stride in strides(name)),
+    *(stride for name in "qkvobs" for stride in strides(name)),
 )
 _VIEWS = "query", "key", "value", "output"
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
@@ -153,18 +155,21 @@ def launch(
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:
     """The same launch, for calls that differ from this one in addresses alone, which it takes in the order of POINTERS.
 
-    The call must have no other tensors, and its kernel none that runs before it.
+    The call must have no other tensors, booleans of a bias go as bytes, and its kernel has none that runs before it.
     """
     arguments = launch_arguments(kernel, problem, operands, output, lse)
     grid, needed = launch_grid(kernel, problem, operands.query), zeros(kernel, problem, operands.query)
     return bound_launch.bind(kernel, grid, arguments, POINTERS, needed, SIZED)
 
 
-def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, View, View, View]) -> Bound:
+def resize(
+    bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, View, View, View], scores: ScoreViews = UNCHANGED
+) -> Bound:
     """A launch that `bind` made, for a problem of other sizes.
 
     Args:
         views: of query, key, value and output.
+        scores: of bias and slopes.
     """
     boxes = {}
     if kernel.manifest.described:
@@ -173,7 +178,7 @@ def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, Vi
     return bound_launch.resize(
         bound,
         launch_grid(kernel, problem, views[0]),
-        sized_arguments(problem, *views),
+        sized_arguments(problem, *views, scores=scores),
         boxes,
         0 if needed is None else needed[1],
     )
@@ -240,7 +245,7 @@ def launch_arguments(
     views = {name: View.of(tensor) for name, tensor in tensors.items()}
     arguments: dict[str, object] = {
         **_numbers(problem, operands),
-        **dict(zip(SIZED, sized_arguments(problem, *views.values()), strict=True)),
+        **dict(zip(SIZED, sized_arguments(problem, *views.values(), scores=ScoreViews.of(operands)), strict=True)),
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": lse,
     }
@@ -260,11 +265,14 @@ def launch_arguments(
     return arguments
 
 
-def sized_arguments(problem: Problem, query: View, key: View, value: View, output: View) -> tuple[int, ...]:
+def sized_arguments(
+    problem: Problem, query: View, key: View, value: View, output: View, *, scores: ScoreViews = UNCHANGED
+) -> tuple[int, ...]:
     """What SIZED names."""
     seq_q, seq_kv, batch = query.shape[2], key.shape[2], problem.batch
     sizes = batch, seq_q, seq_kv, batch * problem.heads_q, seq_q, seq_kv
-    return (*sizes, *query.strides, *key.strides, *value.strides, *output.strides)
+    of_tensors = *query.strides, *key.strides, *value.strides, *output.strides
+    return (*sizes, *of_tensors, *scores.bias_strides, *scores.slope_strides)
 
 
 def _boxes(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Axes]:
@@ -304,11 +312,8 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
         "drop_below": drop_below(operands.dropout),
         "keep_scale": 1.0 / (1.0 - operands.dropout),
     }
-    if operands.slopes is not None:
-        arguments.update(zip(strides("s"), operands.slopes.stride(), strict=True))
     if operands.bias is not None:
         arguments["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
-        arguments.update(zip(strides("b"), operands.bias.stride(), strict=True))
     for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
         for place, tensor in enumerate(captures):
             arguments[f"{owner}_captured{place}_ptr"] = tensor

@@ -29,7 +29,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     given = {**DEFAULTS, **given}
     call_key = call_cache.key(query, key, value, (), *_words(given, USUAL, SELDOM))
     answer = call_cache.find(call_key)
-    if answer is not None and (output := answer(query, key, value)) is not None:
+    if answer is not None and (output := answer(query, key, value, *_extras(given, SELDOM))) is not None:
         return output
     return new_attention(call_key, query, key, value, **given)
 
@@ -46,7 +46,7 @@ def packed_attention(
     answer = call_cache.find(call_key)
     if answer is not None:
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        if (output := answer(*tensors)) is not None:
+        if (output := answer(*tensors, *_extras(given, PACKED_SELDOM))) is not None:
             return output
     return new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
 
@@ -57,11 +57,16 @@ def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...
     return tuple(given[name] for name in usual), None if all(argument is None for argument in rare) else rare
 
 
+def _extras(given: dict[str, Any], seldom: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The tensors among the arguments that stand seldom in a key, in its order."""
+    return call_cache.tensors_among(given[name] for name in seldom)
+
+
 def new_attention(
     call_key: Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
 ) -> Answer:
     """`attention` where no prepared call answers: by PyTorch for nested tensors, by the operator for who traces."""
-    tensors = query, key, value
+    tensors: tuple[Tensor, ...] = (query, key, value)
     if call_key is None and sdpa_arguments.are_nested(*tensors):
         return sdpa_arguments.nested(*tensors, {**given, "return_lse": return_lse})()
     by_jit = sdpa_arguments.is_traced_by_jit()
@@ -70,11 +75,13 @@ def new_attention(
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
             return compile_frontend.attention(*tensors, eagerly=attention, return_lse=return_lse, **given)
+    if call_key is not None:
+        tensors += _extras(given, SELDOM)
     sized = resized_call.take_apart(call_key, given["layout"], given)
     prepared = resized_call.prepare(sized, tensors)
     if prepared is not None and (output := prepared(*tensors)) is not None:
         return output
-    call = arguments.read(*tensors, **given)
+    call = arguments.read(query, key, value, **given)
     plan = planner.plan(call, lse=return_lse)
     output = answer(call_key, tensors, call, plan, lse=return_lse)
     resized_call.remember(sized, call, plan)
@@ -86,7 +93,7 @@ def new_packed_attention(
     max_seqlen_q: int, max_seqlen_kv: int, *, return_lse: bool, **given: Any,
 ) -> Answer:  # fmt: skip
     """`packed_attention` where no prepared call answers: by the operator for who traces."""
-    tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
+    tensors: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
     by_jit = sdpa_arguments.is_traced_by_jit()
     if by_jit or (call_key is None and tracing.is_watched(*tensors)):
         from autoattn.runtime.torch_op import compile_frontend  # for those who trace
@@ -95,11 +102,15 @@ def new_packed_attention(
             return compile_frontend.packed_attention(
                 *tensors, max_seqlen_q, max_seqlen_kv, eagerly=packed_attention, return_lse=return_lse, **given
             )
+    if call_key is not None:
+        tensors += _extras(given, PACKED_SELDOM)
     sized = resized_call.take_apart(call_key, resized_call.PACKED, given, (max_seqlen_q, max_seqlen_kv))
     prepared = resized_call.prepare(sized, tensors)
     if prepared is not None and (output := prepared(*tensors)) is not None:
         return output
-    call = arguments.read_packed(*tensors, max_seqlen_q, max_seqlen_kv, **given)
+    call = arguments.read_packed(
+        query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, **given
+    )
     plan = planner.plan(call, lse=return_lse)
     output = answer(call_key, tensors, call, plan, lse=return_lse)
     resized_call.remember(sized, call, plan)

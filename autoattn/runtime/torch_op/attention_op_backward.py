@@ -102,8 +102,12 @@ def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]
     *pulls, output, lse, query, key, value = tensors[: _BEFORE + 3]
     if output.stride() != known.memory.output or not lse.is_contiguous():
         return None
-    made = known.differentiate(*pulls, query, key, value, output, lse, *attention_op.offsets_of(tensors[_BEFORE:]))
-    return [grad for grad, learnt in zip(made, learns, strict=False) if learnt]
+    others = attention_op.others_of(tensors[_BEFORE:])
+    made = known.differentiate(*pulls, query, key, value, output, lse, *others)
+    gradients = dict(zip((*_THREE, *known.others), made, strict=False))
+    gradients["alibi_slopes"] = gradients.get("slopes")
+    found = [gradients.get(name) for name in _learners(learns)]
+    return None if any(gradient is None for gradient in found) else [grad for grad in found if grad is not None]
 
 
 def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
