@@ -188,7 +188,7 @@ def grids_of(
 
 
 def sink_gradient(sinks: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of sinks [heads_q]. A sink is a score without a value: minus its weight times delta, over all queries.
+    """The gradient of sinks [heads_q], each a score without a value: minus its weight times delta, over all queries.
 
     Args:
         rows: [2, batch, heads_q, seq_q], each query's LSE in powers of two, and its delta.

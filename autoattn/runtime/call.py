@@ -66,7 +66,7 @@ def new_attention(
     call_key: Key | None, query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **given: Any
 ) -> Answer:
     """`attention` where no prepared call answers: by PyTorch for nested tensors, by the operator for who traces."""
-    tensors: tuple[Tensor, ...] = (query, key, value)
+    tensors = query, key, value
     if call_key is None and sdpa_arguments.are_nested(*tensors):
         return sdpa_arguments.nested(*tensors, {**given, "return_lse": return_lse})()
     by_jit = sdpa_arguments.is_traced_by_jit()
@@ -75,15 +75,14 @@ def new_attention(
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
             return compile_frontend.attention(*tensors, eagerly=attention, return_lse=return_lse, **given)
-    if call_key is not None:
-        tensors += _extras(given, SELDOM)
+    own = *tensors, *_extras(given, SELDOM)
     sized = resized_call.take_apart(call_key, given["layout"], given)
-    prepared = resized_call.prepare(sized, tensors)
-    if prepared is not None and (output := prepared(*tensors)) is not None:
+    prepared = resized_call.prepare(sized, own)
+    if prepared is not None and (output := prepared(*own)) is not None:
         return output
-    call = arguments.read(query, key, value, **given)
+    call = arguments.read(*tensors, **given)
     plan = planner.plan(call, lse=return_lse)
-    output = answer(call_key, tensors, call, plan, lse=return_lse)
+    output = answer(call_key, own, call, plan, lse=return_lse)
     resized_call.remember(sized, call, plan)
     return output
 
@@ -93,7 +92,7 @@ def new_packed_attention(
     max_seqlen_q: int, max_seqlen_kv: int, *, return_lse: bool, **given: Any,
 ) -> Answer:  # fmt: skip
     """`packed_attention` where no prepared call answers: by the operator for who traces."""
-    tensors: tuple[Any, ...] = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
     by_jit = sdpa_arguments.is_traced_by_jit()
     if by_jit or (call_key is None and tracing.is_watched(*tensors)):
         from autoattn.runtime.torch_op import compile_frontend  # for those who trace
@@ -102,17 +101,14 @@ def new_packed_attention(
             return compile_frontend.packed_attention(
                 *tensors, max_seqlen_q, max_seqlen_kv, eagerly=packed_attention, return_lse=return_lse, **given
             )
-    if call_key is not None:
-        tensors += _extras(given, PACKED_SELDOM)
+    own = *tensors, *_extras(given, PACKED_SELDOM)
     sized = resized_call.take_apart(call_key, resized_call.PACKED, given, (max_seqlen_q, max_seqlen_kv))
-    prepared = resized_call.prepare(sized, tensors)
-    if prepared is not None and (output := prepared(*tensors)) is not None:
+    prepared = resized_call.prepare(sized, own)
+    if prepared is not None and (output := prepared(*own)) is not None:
         return output
-    call = arguments.read_packed(
-        query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, **given
-    )
+    call = arguments.read_packed(*tensors, max_seqlen_q, max_seqlen_kv, **given)
     plan = planner.plan(call, lse=return_lse)
-    output = answer(call_key, tensors, call, plan, lse=return_lse)
+    output = answer(call_key, own, call, plan, lse=return_lse)
     resized_call.remember(sized, call, plan)
     return output
 

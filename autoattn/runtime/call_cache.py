@@ -5,9 +5,10 @@ devices, sizes, strides, wanted gradients and views that stand for negatives, an
 switches. A model calls attention once a layer, each time alike, so that a few guarded kinds of calls answer most. Where
 guards find nothing, or PyTorch has none, a key formed in Python says all that decides how a call is answered.
 
-Of tensors among the other arguments (bias, slopes, sinks) a key holds how they lie in memory, as of query, key and value,
-so that a call with other ones is answered alike. What a key cannot hold is never kept: block tables, functions, a seed,
-subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept either.
+Of tensors among the other arguments (bias, slopes, sinks) a key holds how they lie in memory, as of query, key and
+value, so that a call with other ones is answered alike. What a key cannot hold is never kept: block tables, functions,
+a seed, subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept
+either.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def key(
             address & ALIGNED,
             (
                 query.requires_grad or key.requires_grad or value.requires_grad
-                or (extras != () and any([extra.learns for extra in extras]))
+                or (extras != () and any(extra.learns for extra in extras))
             ) and torch.is_grad_enabled() and (True, _repeats()),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             dtype is _FLOAT32 and torch.get_float32_matmul_precision(),

@@ -92,9 +92,7 @@ def resize(
     return None
 
 
-def _resized(
-    prepared: KernelCall, problem: Problem, views: tuple[View, View, View], scores: ScoreViews
-) -> KernelCall:
+def _resized(prepared: KernelCall, problem: Problem, views: tuple[View, View, View], scores: ScoreViews) -> KernelCall:
     query, key, value = views
     output, kernel = query.without_gaps(problem.head_dim_v), prepared.kernel
     lse = None

@@ -168,8 +168,7 @@ def _scores_of(
                 return None
             if facts.dtype is torch.bool and (view.strides[2] == 0 or whole[2] == 1):  # of keys alone
                 view = View((*whole[:2], 1, whole[3]), view.strides)
-            narrow = (1,) * (4 - len(facts.shape)) + tuple(facts.shape)
-            scores = replace(scores, bias_strides=view.strides, bias_sizes=narrow)
+            scores = replace(scores, bias_strides=view.strides, bias_sizes=score_tensors.four(facts.shape))
             kind += view.shape[2] == whole[2], forward.bias_alignment(view, facts.address, facts.dtype)
         elif name == "alibi_slopes":
             view = score_tensors.expanded(facts.shape, facts.strides, whole[:2])

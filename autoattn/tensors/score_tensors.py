@@ -20,7 +20,7 @@ class ScoreViews:
     """How bias and slopes lie in memory; zeros where a call has none."""
 
     bias_strides: tuple[int, ...] = NOT_THERE  # of [batch, heads_q, seq_q or 1 for keys alone, seq_kv], expanded
-    bias_sizes: tuple[int, ...] = NOT_THERE  # of one that is added, before it was expanded
+    bias_sizes: tuple[int, int, int, int] = NOT_THERE  # of one that is added, before it was expanded
     slope_strides: tuple[int, ...] = (0, 0)  # of [batch, heads_q], expanded
 
     @classmethod
@@ -31,12 +31,18 @@ class ScoreViews:
             return UNCHANGED
         return cls(
             bias_strides=NOT_THERE if bias is None else bias.stride(),
-            bias_sizes=NOT_THERE if narrow is None else tuple(narrow.shape),
+            bias_sizes=NOT_THERE if narrow is None else four(narrow.shape),
             slope_strides=(0, 0) if slopes is None else slopes.stride(),
         )
 
 
 UNCHANGED = ScoreViews()
+
+
+def four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """The sizes of a bias with four axes, of which those that are missing are 1 long."""
+    batch, heads, queries, keys = (1,) * (4 - len(shape)) + tuple(shape)
+    return batch, heads, queries, keys
 
 
 def expanded(shape: tuple[int, ...], strides: tuple[int, ...], whole: tuple[int, ...]) -> View | None:

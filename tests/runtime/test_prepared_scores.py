@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import computed_launches
 import noted_launches
 import pytest
 import torch
@@ -54,13 +53,15 @@ SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "sinks": lambda batch, seq, keys: {"sinks": torch.linspace(-1, 2, HEADS)},
     "sinks to be cast": lambda batch, seq, keys: {"sinks": torch.linspace(-1, 2, HEADS).bfloat16()},
     "all": lambda batch, seq, keys: {
-        "bias": numbers(seq, keys), "alibi_slopes": torch.rand(HEADS), "sinks": torch.linspace(-1, 2, HEADS), "causal": True,
+        "bias": numbers(seq, keys), "alibi_slopes": torch.rand(HEADS), "causal": True,
+        "sinks": torch.linspace(-1, 2, HEADS),
     },
 }  # fmt: skip
 
 
-def expected(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Tensor:
+def expected(tensors: list[Tensor], given: dict[str, Any]) -> Tensor:
     """The output in float32."""
+    query, key, value = tensors
     queries, keys = query.shape[2], key.shape[2]
     key, value = (tensor.float().repeat_interleave(2, 1) for tensor in (key, value))
     scores = query.float() @ key.mT / 4
@@ -82,7 +83,7 @@ def check(tensors: list[Tensor], given: dict[str, Any]) -> None:
     """That a call is right, and its gradients where some tensor learns."""
     tensor_like = [*tensors, *(word for word in given.values() if isinstance(word, Tensor))]
     learners = [tensor for tensor in tensor_like if tensor.requires_grad and torch.is_grad_enabled()]
-    output, right = autoattn.attention(*tensors, **given), expected(*tensors, given)
+    output, right = autoattn.attention(*tensors, **given), expected(tensors, given)
     torch.testing.assert_close(output.float(), right, rtol=1e-2, atol=1e-2)
     if learners:
         push = numbers(*output.shape)
@@ -211,7 +212,7 @@ def test_second_derivatives_beside_a_learned_bias_are_those_of_the_formula(card:
 
     given = [tensor.detach().requires_grad_() for tensor in three()]
     bias = numbers(HEADS, 32, KEYS).requires_grad_()
-    right = second(lambda *all_: expected(*all_[:3], {"bias": all_[3]}), given, bias)
+    right = second(lambda *all_: expected([*all_[:3]], {"bias": all_[3]}), given, bias)
     for _ in range(2):
         found = second(lambda *all_: autoattn.attention(*all_[:3], bias=all_[3]), given, bias)
         for ours, theirs in zip(found, right, strict=True):
@@ -249,4 +250,6 @@ def test_nothing_that_is_kept_of_a_call_holds_its_bias(card: dict[str, Any]) -> 
     for _ in range(2):
         autoattn.attention(*tensors, bias=numbers(32, KEYS)).float().sum().backward()
     for prepared in call_cache.prepared_calls():
-        assert not any(isinstance(getattr(prepared, name), Tensor) for name in type(prepared).__slots__)
+        held = [getattr(prepared, name) for name in getattr(type(prepared), "__slots__", ())]
+        assert held
+        assert not any(isinstance(each, Tensor) for each in held)
