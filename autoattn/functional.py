@@ -322,6 +322,12 @@ def scaled_dot_product_attention(
             output = prepared(query, key, value)
             if output is not None:
                 return output
+    elif causal is False and (enable_gqa is True or enable_gqa is False):
+        prepared = _prepared_with_mask(query, key, value, attn_mask, dropout_p, scale)
+        if prepared is not None and (enable_gqa or query.shape[1] == key.shape[1]):
+            output = prepared(query, key, value, attn_mask)
+            if output is not None:
+                return output
     given: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
         return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
@@ -337,6 +343,17 @@ def scaled_dot_product_attention(
             return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
         except Exception as by_pytorch:
             raise sdpa_arguments.refused(mistake, by_pytorch) from by_pytorch
+
+
+def _prepared_with_mask(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, scale: float | None
+) -> call_cache.PreparedCall | None:
+    """What answers a call with a mask of two to four axes, where one like it was answered by `attention`."""
+    if not isinstance(attn_mask, Tensor) or attn_mask.dim() < 2:
+        return None
+    words = False, 0.0, dropout_p, scale, "bhsd", False, False
+    seldom = tuple(attn_mask if name == "mask" else None for name in call.SELDOM)
+    return call_cache.find(call_cache.key(query, key, value, (), words, seldom))
 
 
 def explain_sdpa(

@@ -194,6 +194,27 @@ def test_a_bias_that_learns_in_one_call_and_not_in_the_next_has_its_gradient_whe
         bias.grad = None
 
 
+@pytest.mark.parametrize("heads", [2, 4], ids=["shared heads", "equal heads"])
+def test_the_door_of_pytorchs_function_finds_what_was_prepared(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    def attend() -> None:
+        query, key, value = three()
+        key, value = (tensor.repeat_interleave(heads // 2, 1) for tensor in (key, value))
+        mask = numbers(32, KEYS)
+        output = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=heads == 2)
+        right = expected([query, *(tensor[:, :: heads // 2] for tensor in (key, value))], {"bias": mask})
+        torch.testing.assert_close(output.float(), right, rtol=1e-2, atol=1e-2)
+
+    attend()
+    with monkeypatch.context() as patch:
+        forbid(patch)
+        attend()
+    query, key, value = three()
+    with pytest.raises(RuntimeError):  # PyTorch refuses fewer key heads where nobody says so
+        functional.scaled_dot_product_attention(query, key, value, numbers(32, KEYS))
+
+
 def test_a_bias_of_a_wrong_shape_is_refused_though_calls_like_it_are_prepared(card: dict[str, Any]) -> None:
     for _ in range(2):
         check(three(), {"bias": numbers(32, KEYS)})

@@ -17,8 +17,8 @@ estimate: its products are those that it takes without a bias. Both passes of ke
 PyTorch's answer passes over it five times, since it finds the queries that see no key and copies the bias without them.
 A pass over 16 bits takes an H200 0.4 ps a number, and cuDNN's products take 2 or 4 ps a pair (head dim 64 or 128, both
 passes, 450 TFLOPS). So cuDNN's lead of 1.23 is worth more than two passes from head dim 128 on, and wherever two
-sequences or heads share the bias; else kernels may be ahead by a tenth. FlashAttention-2 takes no bias. Nobody has times
-of what does on older cards, or where query heads share key heads: there the default runs.
+sequences or heads share the bias; else kernels may be ahead by a tenth. FlashAttention-2 takes no bias. Nobody has
+times of what does on older cards, or where query heads share key heads: there the default runs.
 """
 
 from __future__ import annotations
