@@ -191,9 +191,9 @@ ROWS = (
         lengths=(768, 1024),
         contestants=partial(trained, torch.float16, 2, causal=True, softcap=30.0),
     ),
-    Row(name="bias of heads, bf16 B2 H16 D64", lengths=(512, 1024), step=8, contestants=partial(biased, learns=False)),
+    Row(name="bias of heads, bf16 B2 H16 D64", lengths=(512, 2048), step=8, contestants=partial(biased, learns=False)),
     Row(
-        name="training beside it", lengths=(512, 1024), step=8, contestants=partial(biased, learns=True),
+        name="training beside it", lengths=(512, 2048), step=8, contestants=partial(biased, learns=True),
     ),
     Row(
         name="training bf16 B1 H9 D128 window 1023",
