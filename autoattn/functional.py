@@ -138,10 +138,12 @@ def attention(
     if prepared is not None and (output := prepared(query, key, value)) is not None:
         return output
     call_key = call_cache.key(query, key, value, (), words, seldom)
-    if (prepared := call_cache.find(call_key)) is not None and (output := prepared(query, key, value)) is not None:
-        if seldom is None:
-            call_cache.guard(query, key, value, words, prepared)
-        return output
+    if (prepared := call_cache.find(call_key)) is not None:
+        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        if (output := prepared(query, key, value, *extras)) is not None:
+            if seldom is None:
+                call_cache.guard(query, key, value, words, prepared)
+            return output
     given: dict[str, Any] = {
         "mask": mask, "causal": causal, "window": window, "bias": bias, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "sinks": sinks, "score_mod": score_mod, "dropout": dropout, "seed": seed,
@@ -238,7 +240,8 @@ def packed_attention(
     if (prepared := call_cache.find(call_key)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        if (output := prepared(*tensors)) is not None:
+        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        if (output := prepared(*tensors, *extras)) is not None:
             return output
     given: dict[str, Any] = {
         "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
@@ -319,6 +322,12 @@ def scaled_dot_product_attention(
             output = prepared(query, key, value)
             if output is not None:
                 return output
+    elif causal is False and (enable_gqa is True or enable_gqa is False):
+        prepared = _prepared_with_mask(query, key, value, attn_mask, dropout_p, scale)
+        if prepared is not None and (enable_gqa or query.shape[1] == key.shape[1]):
+            output = prepared(query, key, value, attn_mask)
+            if output is not None:
+                return output
     given: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
         return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
@@ -334,6 +343,17 @@ def scaled_dot_product_attention(
             return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
         except Exception as by_pytorch:
             raise sdpa_arguments.refused(mistake, by_pytorch) from by_pytorch
+
+
+def _prepared_with_mask(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, scale: float | None
+) -> call_cache.PreparedCall | None:
+    """What answers a call with a mask of two to four axes, where one like it was answered by `attention`."""
+    if not isinstance(attn_mask, Tensor) or attn_mask.dim() < 2:
+        return None
+    words = False, 0.0, dropout_p, scale, "bhsd", False, False
+    seldom = tuple(attn_mask if name == "mask" else None for name in call.SELDOM)
+    return call_cache.find(call_cache.key(query, key, value, (), words, seldom))
 
 
 def explain_sdpa(

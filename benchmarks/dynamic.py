@@ -141,6 +141,20 @@ def trained(dtype: torch.dtype, batch: int, **changes: object) -> dict[str, Call
     return {"autoattn": prepare}
 
 
+def biased(*, learns: bool) -> dict[str, Callable[[int], Call]]:
+    """16 heads of 64 beside a bias of each head, which learns nothing; with gradients of the others or without."""
+
+    def on(attend: Attend, name: str) -> Callable[[int], Call]:
+        def prepare(length: int) -> Call:
+            inputs = [tensor(2, 16, length, 64, learns=learns) for _ in range(3)]
+            return step(partial(attend, *inputs, **{name: tensor(1, 16, length, length)}), inputs, learns)
+
+        return prepare
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return {"autoattn": on(autoattn.attention, "bias"), "torch SDPA": on(sdpa, "attn_mask")}
+
+
 def step(attend: Call, inputs: list[torch.Tensor], learns: bool) -> Call:
     """A forward pass, and the backward pass where inputs learn."""
     if not learns:
@@ -176,6 +190,10 @@ ROWS = (
         name="training fp16 B2 H9 D128 softcap",
         lengths=(768, 1024),
         contestants=partial(trained, torch.float16, 2, causal=True, softcap=30.0),
+    ),
+    Row(name="bias of heads, bf16 B2 H16 D64", lengths=(512, 2048), step=8, contestants=partial(biased, learns=False)),
+    Row(
+        name="training beside it", lengths=(512, 2048), step=8, contestants=partial(biased, learns=True),
     ),
     Row(
         name="training bf16 B1 H9 D128 window 1023",

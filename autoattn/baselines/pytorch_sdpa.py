@@ -152,16 +152,18 @@ def differentiated(
     return grads
 
 
-def bind(
-    problem: Problem, scale: float, backend: str = SDPA, *, learns: bool = True
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def bind(problem: Problem, scale: float, backend: str = SDPA, *, learns: bool = True) -> Callable[..., Tensor] | None:
     """`sdpa` of a problem and scale for any query, key and value; None where these do not go to PyTorch as they are.
+
+    Where the problem has a bias, the call takes it behind them, as the caller gave it.
 
     Args:
         learns: whether somebody may differentiate the output.
     """
-    if problem.modifiers.bias is not Bias.NONE or is_mask_written_out(problem) or not scale >= _TINY:
+    if is_mask_written_out(problem) or not scale >= _TINY:
         return None
+    if problem.modifiers.bias is not Bias.NONE:
+        return partial(_biased, _attend(problem.heads_q, problem.heads_kv), scale, backend)
     if is_one_operator(problem, backend):
         return partial(OPERATORS[backend], causal=problem.mask.causal, learns=learns, scale=scale)
     mask, attend = problem.mask, _attend(problem.heads_q, problem.heads_kv)
@@ -175,6 +177,30 @@ def bind(
             return _plain(mask, attend, query, key, value, scale)
 
     return call
+
+
+def _biased(
+    attend: Callable[..., Tensor], scale: float, backend: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor
+) -> Tensor:
+    """PyTorch's attention with a bias as the caller gave it: a query that sees no key gives 0."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    if backend == SDPA:
+        return _with_bias(attend, query, key, value, bias, _blind(bias), scale)
+    with only_backend(backend):
+        return _with_bias(attend, query, key, value, bias, _blind(bias), scale)
+
+
+def _with_bias(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, bias: Tensor, blind: Tensor | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    bias = bias.to(query.dtype) if bias.is_floating_point() else bias
+    if blind is not None and torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
+        # A backward pass subtracts the LSE of such a query, which is -inf, from scores of -inf: the gradients of all
+        # keys would be NaN. What it sees in place of that counts for nothing, since its output is 0.
+        bias = bias.masked_fill(blind, bias.dtype is torch.bool)
+    output = attend(query, key, value, attn_mask=bias, scale=scale)
+    return output if blind is None else output.masked_fill(blind, 0.0)
 
 
 def is_one_operator(problem: Problem, backend: str) -> bool:
@@ -257,8 +283,9 @@ def _blind(mask: Tensor | None) -> Tensor | None:
     """Which rows of a mask see no key; its last axis is 1."""
     if mask is None:
         return None
-    seen = mask if mask.dtype is torch.bool else mask != -torch.inf
-    return ~seen.any(-1, keepdim=True)
+    if mask.dtype is torch.bool:
+        return ~mask.any(-1, keepdim=True)
+    return mask.detach().amax(-1, keepdim=True) == -torch.inf  # reads it once, and writes a number a row
 
 
 def _attend(heads_q: int, heads_kv: int) -> Callable[..., Tensor]:
@@ -275,8 +302,11 @@ def is_mask_written_out(problem: Problem) -> bool:
 
 
 def _dense_mask(problem: Problem, operands: Operands) -> Tensor | None:
-    """What PyTorch takes as attn_mask: None, booleans or numbers to add, that broadcast to all pairs."""
-    bias = operands.bias
+    """What PyTorch takes as attn_mask: None, booleans or numbers to add, that broadcast to all pairs.
+
+    A bias that is added is not expanded, so that nobody reads it more often than it is there.
+    """
+    bias = operands.bias if operands.narrow_bias is None else operands.narrow_bias
     if not is_mask_written_out(problem):
         return bias
     rows = torch.arange(problem.seq_q, device=operands.query.device)
@@ -299,9 +329,7 @@ def _sdpa(problem: Problem, operands: Operands, mask: Tensor | None, blind: Tens
     if scale < _TINY:
         query, scale = query * 0.0, 1.0
     if mask is not None:
-        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
-        output = attend(query, key, value, attn_mask=mask, scale=scale)
-        return output if blind is None else output.masked_fill(blind, 0.0)
+        return _with_bias(attend, query, key, value, mask, blind, scale)
     return _plain(problem.mask, attend, query, key, value, scale)
 
 

@@ -14,7 +14,7 @@ AXES = {
     "dv": "bhsd",  # gradient of the value
     "s": "bh",  # slopes
     "b": "bhsn",  # bias
-    "g": "bhsn",  # gradient of the bias
+    "g": "bhs",  # gradient of the bias, whose keys lie side by side
     "t": "bh",  # counts of a block table
 }
 

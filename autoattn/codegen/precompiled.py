@@ -104,7 +104,10 @@ class PrecompiledKernel:
 
 def key_of(kind: KernelKind, variant: Variant, traits: Traits) -> str:
     """Names what a kernel was asked for."""
-    return digest_of(msgspec.json.encode([kind, variant, traits]).decode())
+    facts = msgspec.to_builtins(traits)
+    if not traits.bias_alignment:  # as files are named that are older than this trait
+        del facts["bias_alignment"]
+    return digest_of(msgspec.json.encode([kind, variant, facts]).decode())
 
 
 def folder_of(cache: Path, arch: int) -> Path:

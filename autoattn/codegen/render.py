@@ -135,7 +135,17 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     reach = max(problem.seq_q, problem.seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
     added = ELEMENT[problem.dtype.output]
     bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
-    return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias)
+    return Traits(
+        alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias, bias_alignment=_natural_bias_alignment(problem)
+    )
+
+
+def _natural_bias_alignment(problem: Problem) -> int:
+    """Of a contiguous bias; of none that may be learned, which keys may share."""
+    if problem.modifiers.bias not in (Bias.ADDITIVE, Bias.BOOLEAN):
+        return 0
+    widest = 16 // (1 if problem.modifiers.bias is Bias.BOOLEAN else problem.dtype.output.bytes)
+    return 1 if problem.seq_kv % widest else widest
 
 
 def template_digest(template: str) -> str:
@@ -181,6 +191,7 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
         "block_kv": mask.block_kv,
         "bias": modifiers.bias.value,
         "bias_element": traits.bias,
+        "bias_alignment": traits.bias_alignment,
         "dropout": modifiers.dropout,
         "lse": traits.lse,
         "score_lines": score.triton() if score else [],

@@ -55,6 +55,9 @@ class Traits:
     wide: bool = False  # offsets inside one head of one sequence can pass 2**31 elements
     lse: bool = False  # the log-sum-exp of each row is wanted as a second output; of gradients: it has one too
     bias: str = ""  # Triton's name of the bias's element type: u8 for booleans; "" without a bias
+    # Elements that divide the number of keys, and every stride of a bias of pairs but the keys', which is 1; 0 means
+    # anything goes, as for a bias that keys share. A bias is loaded as wide as this says.
+    bias_alignment: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

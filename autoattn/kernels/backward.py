@@ -21,6 +21,7 @@ from autoattn.kernels.manifest import Language, described
 from autoattn.kernels.tma_descriptor import Descriptor, box_axes
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 COPIES = ("query", "key", "output_grad")  # of which kernels make turned copies, where they do
 # The order in which bound launches take the addresses of a call's tensors: 0 for one that is not there, and none of
@@ -28,13 +29,15 @@ COPIES = ("query", "key", "output_grad")  # of which kernels make turned copies,
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
     *("row_lse_ptr", "delta_ptr", "query_sums_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
-    *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr"),
+    *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr", "bias_ptr", "slopes_ptr"),
+    *("bias_grad_ptr", "bias_sums_ptr", "slope_rows_ptr", "slope_grad_ptr"),
     *(f"{name}_copy_ptr" for name in COPIES),
 )
 # The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
 SIZED = (
     *("batch", "tokens_q", "tokens_kv", "seq_q", "seq_kv", "stride_r", "stride_c"),
-    *(stride for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for stride in strides(name)),
+    *(stride for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv", "b", "s", "g") for stride in strides(name)),
+    *("bias_batch", "bias_heads", "bias_queries", "bias_keys"),
 )
 VIEWS = "query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad"  # as SIZED has them
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
@@ -90,9 +93,9 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, g
         part.launch(grids[part.name], arguments)
     if gradients.bias is not None and (sums := arguments["bias_sums_ptr"]) is not gradients.bias:
         assert isinstance(sums, Tensor)
-        gradients.bias.copy_(sums.sum([axis for axis in (2, 3) if gradients.bias.shape[axis] == 1], keepdim=True))
+        add_bias_sums(gradients.bias, sums)
     if operands.sinks is not None and gradients.sinks is not None:
-        gradients.sinks.copy_(_of_sinks(operands.sinks, scratch.rows[:2, ..., : operands.query.shape[2]]))
+        gradients.sinks.copy_(sink_gradient(operands.sinks, scratch.rows[:2, ..., : operands.query.shape[2]]))
 
 
 def bind(
@@ -102,24 +105,28 @@ def bind(
     POINTERS; there must be no other tensors.
     """
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
-    grids = grids_of(kernel, problem, operands.query.shape[2], operands.key.shape[2])
+    bias = () if gradients.bias is None else tuple(gradients.bias.shape[:2])
+    grids = grids_of(kernel, problem, operands.query.shape[2], operands.key.shape[2], bias)
     return tuple(bound_launch.bind(part, grids[part.name], arguments, POINTERS, None, SIZED) for part in kernel.parts)
 
 
 def resize(
-    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View], shapes: ScratchShapes
-) -> tuple[Bound, ...]:
+    launches: tuple[Bound, ...], kernel: Kernel, problem: Problem, views: Mapping[str, View], shapes: ScratchShapes,
+    scores: ScoreViews = UNCHANGED,
+) -> tuple[Bound, ...]:  # fmt: skip
     """Launches that `bind` made, for a problem of other sizes.
 
     Args:
         views: of VIEWS.
         shapes: the problem's `scratch_shapes`.
+        scores: of bias and slopes.
     """
     query = views["query"]
-    numbers = sized_arguments(problem, views, shapes)
+    numbers = sized_arguments(problem, views, shapes, scores)
     read = _read(views, shapes)
     boxes = {name: box_axes(read[name]) for name in kernel.manifest.described}
-    grids = grids_of(kernel, problem, query.shape[2], views["key"].shape[2])
+    learned = problem.modifiers.bias is Bias.LEARNED
+    grids = grids_of(kernel, problem, query.shape[2], views["key"].shape[2], scores.bias_sizes[:2] if learned else ())
     return tuple(
         bound_launch.resize(bound, grids[part.name], numbers, boxes, 0)
         for part, bound in zip(kernel.parts, launches, strict=True)
@@ -128,9 +135,8 @@ def resize(
 
 def may_bind(problem: Problem, query: Tensor) -> bool:
     """Whether a call has no tensors but those of POINTERS, and runs on a card rather than in Triton's interpreter."""
-    modifiers = problem.modifiers
-    more = modifiers.alibi or modifiers.sinks or modifiers.dropout or modifiers.score_mod or problem.mask.sparse
-    return query.is_cuda and not more and modifiers.bias is Bias.NONE and problem.dtype is not DType.FLOAT8
+    more = problem.modifiers.dropout or problem.modifiers.score_mod or problem.mask.sparse
+    return query.is_cuda and not more and problem.dtype is not DType.FLOAT8
 
 
 def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) -> Callable[[Gradients], None]:
@@ -138,7 +144,8 @@ def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) ->
 
     Where it may, it costs the host what a prepared call does: less than is hidden from who times it.
     """
-    if not may_bind(problem, operands.query):
+    modifiers = problem.modifiers
+    if not may_bind(problem, operands.query) or modifiers.sinks or modifiers.bias is Bias.LEARNED:
         return partial(launch, kernel, problem, operands, saved)
     like = empty_gradients(problem, operands), empty_scratch(kernel, problem, operands.query)
     launches = bind(kernel, problem, operands, saved, *like)
@@ -153,11 +160,13 @@ def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) ->
 
 
 def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch) -> tuple[int, ...]:
-    """What bound launches take: addresses in the order of POINTERS."""
+    """What bound launches take where no bias learns: addresses in the order of POINTERS."""
     tensors = (
         operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
         scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
-        operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns, *map(scratch.copies.get, COPIES),
+        operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns, operands.bias, operands.slopes,
+        None, None, scratch.rows[2] if gradients.slopes is not None else None, gradients.slopes,
+        *map(scratch.copies.get, COPIES),
     )  # fmt: skip
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
@@ -179,8 +188,12 @@ def grids_of(
     return grids
 
 
-def _of_sinks(sinks: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of a sink, which is a score without a value: minus its weight times delta, over all queries."""
+def sink_gradient(sinks: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of sinks [heads_q], each a score without a value: minus its weight times delta, over all queries.
+
+    Args:
+        rows: [2, batch, heads_q, seq_q], each query's LSE in powers of two, and its delta.
+    """
     row_lse, delta = rows
     weights = torch.exp2(sinks[:, None] * math.log2(math.e) - row_lse)
     return -(weights * delta).sum((0, 2))
@@ -221,7 +234,7 @@ def _arguments(
     views = {name: View.of(tensor) for name, tensor in tensors.items()}
     shapes = scratch_shapes(kernel, problem, views["query"])
     arguments: dict[str, object] = {
-        **dict(zip(SIZED, sized_arguments(problem, views, shapes), strict=True)),
+        **dict(zip(SIZED, sized_arguments(problem, views, shapes, ScoreViews.of(operands)), strict=True)),
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": saved.lse,
         "lse_grad_ptr": saved.lse_grad,
@@ -247,7 +260,7 @@ def _arguments(
     if gradients.slopes is not None:
         arguments |= {"slope_rows_ptr": scratch.rows[2], "slope_grad_ptr": gradients.slopes}
     if gradients.bias is not None:
-        arguments |= _of_bias(kernel, operands, gradients.bias)
+        arguments |= _of_bias(kernel, problem, operands, gradients.bias)
     tensors |= {"row_lse": scratch.rows[0], "delta": scratch.rows[1]}
     if scratch.sums is not None:
         tensors["query_sums"] = scratch.sums
@@ -258,12 +271,17 @@ def _arguments(
     return arguments
 
 
-def sized_arguments(problem: Problem, views: Mapping[str, View], scratch: ScratchShapes) -> tuple[int, ...]:
+def sized_arguments(
+    problem: Problem, views: Mapping[str, View], scratch: ScratchShapes, scores: ScoreViews
+) -> tuple[int, ...]:
     """What SIZED names."""
     seq_q, seq_kv = views["query"].shape[2], views["key"].shape[2]
     rows, copies = scratch.rows[3], scratch.copies["key"][3] if scratch.copies else 0
     steps = [step for name in VIEWS for step in views[name].strides]
-    return (problem.batch, seq_q, seq_kv, seq_q, seq_kv, rows, copies, *steps)
+    _, heads, queries, keys = scores.bias_sizes
+    of_grad = heads * queries * keys, queries * keys, keys  # it has no gaps
+    of_scores = *scores.bias_strides, *scores.slope_strides, *of_grad, *scores.bias_sizes
+    return (problem.batch, seq_q, seq_kv, seq_q, seq_kv, rows, copies, *steps, *of_scores)
 
 
 def _read(views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
@@ -273,25 +291,41 @@ def _read(views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
     return {**views, "row_lse": rows, "delta": rows, "query_sums": sums}
 
 
-def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, object]:
+def bias_sums_shape(
+    kernel: Kernel, problem: Problem, sizes: tuple[int, int, int, int]
+) -> tuple[int, int, int, int] | None:
+    """Of the float32 sums that a launch leaves of the gradient of a bias; None where it leaves the gradient itself.
+
+    Args:
+        sizes: of the bias as the caller gave it: an axis that shares it is 1 long.
+    """
+    batch, heads, queries, keys = sizes
+    if (queries, keys) == (problem.seq_q, problem.seq_kv):
+        return None
+    tile = kernel.manifest.bias_tile
+    assert tile is not None
+    rows = queries if queries == problem.seq_q else -(-problem.seq_q // tile[0])
+    columns = keys if keys == problem.seq_kv else -(-problem.seq_kv // tile[1])
+    return batch, heads, rows, columns
+
+
+def add_bias_sums(gradient: Tensor, sums: Tensor) -> None:
+    """Writes the gradient [batch, heads, queries, keys] of a bias that queries or keys share, of what a launch left."""
+    gradient.copy_(sums.sum([axis for axis in (2, 3) if gradient.shape[axis] == 1], keepdim=True))
+
+
+def _of_bias(kernel: Kernel, problem: Problem, operands: Operands, grad: Tensor) -> dict[str, object]:
     """What the gradient of a bias takes beside: where to write it, or float32 sums of the tiles that share it."""
-    seq_q, seq_kv = operands.query.shape[2], operands.key.shape[2]
     batch, heads, queries, keys = grad.shape
-    sums = grad
-    if (queries, keys) != (seq_q, seq_kv):
-        tile = kernel.manifest.bias_tile
-        assert tile is not None
-        rows = seq_q if queries == seq_q else -(-seq_q // tile[0])
-        columns = seq_kv if keys == seq_kv else -(-seq_kv // tile[1])
-        sums = grad.new_empty((batch, heads, rows, columns), dtype=torch.float32)
+    shape = bias_sums_shape(kernel, problem, (batch, heads, queries, keys))
+    sums = grad if shape is None else grad.new_empty(shape, dtype=torch.float32)
     arguments: dict[str, object] = {
         "bias_grad_ptr": grad,
         "bias_sums_ptr": sums,
-        **dict(zip(strides("g"), grad.stride(), strict=True)),
-        **{f"bias_{axis}": size for axis, size in zip(("batch", "heads", "queries", "keys"), grad.shape, strict=True)},
+        **dict(zip(strides("g"), grad.stride()[:3], strict=True)),
     }
     if operands.table is not None:
-        states = block_table.states_of(operands.table, seq_kv)
+        states = block_table.states_of(operands.table, operands.key.shape[2])
         arguments["states_ptr"] = states
         for place, axis in enumerate("bh"):
             arguments[f"states_step_{axis}"] = states.stride(place) if states.shape[place] > 1 else 0

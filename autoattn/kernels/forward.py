@@ -21,6 +21,7 @@ from autoattn.kernels.tma_descriptor import Axes, Descriptor, box_axes
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
 from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
@@ -29,11 +30,12 @@ BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16",
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
     *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
+    *("bias_ptr", "slopes_ptr", "sinks_ptr"),
 )
 # The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
 SIZED = (
     *("batch", "tokens_q", "tokens_kv", "batch_heads", "seq_q", "seq_kv"),
-    *(stride for name in "qkvo" for stride in strides(name)),
+    *(stride for name in "qkvobs" for stride in strides(name)),
 )
 _VIEWS = "query", "key", "value", "output"
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
@@ -51,20 +53,27 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
         if address % element:
             raise TensorError(f"tensors must start at a multiple of their element size, {element} bytes; clone them")
         addresses |= address
-    element_type = BIAS_ELEMENT[bias.dtype] if bias is not None else ""
-    return traits_of_views(map(View.of, tensors), addresses, element, lse=lse, bias=element_type)
+    alignment, wide = memory_of_views(map(View.of, tensors), addresses, element)
+    if bias is None:
+        return Traits(alignment=alignment, wide=wide, lse=lse)
+    aligned = bias_alignment(View.of(bias), bias.data_ptr(), bias.dtype)
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype], bias_alignment=aligned)
 
 
-def traits_of_views(views: Iterable[View], addresses: int, element: int, *, lse: bool, bias: str = "") -> Traits:
-    """The same of tensors that lie like these.
+def bias_alignment(bias: View, address: int, dtype: torch.dtype) -> int:
+    """What a bias asks of the code that loads it (Traits.bias_alignment): 0, 1 or the elements of 16 bytes.
+
+    No step between them is told apart, since each takes a kernel of its own.
 
     Args:
-        addresses: of all of them, combined by bitwise or.
-        element: bytes of one.
-        bias: Triton's name of the element type of a bias.
+        bias: [batch, heads, queries, keys], expanded; booleans of 1 query are those of keys alone.
+        address: in bytes; of the 16 that it may be a multiple of.
     """
-    alignment, wide = memory_of_views(views, addresses, element)
-    return Traits(alignment=alignment, wide=wide, lse=lse, bias=bias)
+    *steps, step = bias.strides
+    if step != 1 or (dtype is torch.bool and bias.shape[2] == 1):
+        return 0
+    widest = 16 // dtype.itemsize
+    return 1 if address & ALIGNED or any(size % widest for size in (*steps, bias.shape[3])) else widest
 
 
 def memory_of_views(views: Iterable[View], addresses: int, element: int) -> tuple[int, bool]:
@@ -147,18 +156,21 @@ def launch(
 def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Bound:
     """The same launch, for calls that differ from this one in addresses alone, which it takes in the order of POINTERS.
 
-    The call must have no other tensors, and its kernel none that runs before it.
+    The call must have no other tensors, booleans of a bias go as bytes, and its kernel has none that runs before it.
     """
     arguments = launch_arguments(kernel, problem, operands, output, lse)
     grid, needed = launch_grid(kernel, problem, operands.query), zeros(kernel, problem, operands.query)
     return bound_launch.bind(kernel, grid, arguments, POINTERS, needed, SIZED)
 
 
-def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, View, View, View]) -> Bound:
+def resize(
+    bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, View, View, View], scores: ScoreViews = UNCHANGED
+) -> Bound:
     """A launch that `bind` made, for a problem of other sizes.
 
     Args:
         views: of query, key, value and output.
+        scores: of bias and slopes.
     """
     boxes = {}
     if kernel.manifest.described:
@@ -167,7 +179,7 @@ def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, Vi
     return bound_launch.resize(
         bound,
         launch_grid(kernel, problem, views[0]),
-        sized_arguments(problem, *views),
+        sized_arguments(problem, *views, scores=scores),
         boxes,
         0 if needed is None else needed[1],
     )
@@ -234,7 +246,7 @@ def launch_arguments(
     views = {name: View.of(tensor) for name, tensor in tensors.items()}
     arguments: dict[str, object] = {
         **_numbers(problem, operands),
-        **dict(zip(SIZED, sized_arguments(problem, *views.values()), strict=True)),
+        **dict(zip(SIZED, sized_arguments(problem, *views.values(), scores=ScoreViews.of(operands)), strict=True)),
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": lse,
     }
@@ -254,11 +266,14 @@ def launch_arguments(
     return arguments
 
 
-def sized_arguments(problem: Problem, query: View, key: View, value: View, output: View) -> tuple[int, ...]:
+def sized_arguments(
+    problem: Problem, query: View, key: View, value: View, output: View, *, scores: ScoreViews = UNCHANGED
+) -> tuple[int, ...]:
     """What SIZED names."""
     seq_q, seq_kv, batch = query.shape[2], key.shape[2], problem.batch
     sizes = batch, seq_q, seq_kv, batch * problem.heads_q, seq_q, seq_kv
-    return (*sizes, *query.strides, *key.strides, *value.strides, *output.strides)
+    of_tensors = *query.strides, *key.strides, *value.strides, *output.strides
+    return (*sizes, *of_tensors, *scores.bias_strides, *scores.slope_strides)
 
 
 def _boxes(kernel: Kernel, problem: Problem, views: dict[str, View]) -> dict[str, Axes]:
@@ -298,11 +313,8 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
         "drop_below": drop_below(operands.dropout),
         "keep_scale": 1.0 / (1.0 - operands.dropout),
     }
-    if operands.slopes is not None:
-        arguments.update(zip(strides("s"), operands.slopes.stride(), strict=True))
     if operands.bias is not None:
         arguments["bias_ptr"] = operands.bias.view(torch.uint8) if operands.bias.dtype is torch.bool else operands.bias
-        arguments.update(zip(strides("b"), operands.bias.stride(), strict=True))
     for owner, captures in (("score", operands.score_captures), ("mask", operands.mask_captures)):
         for place, tensor in enumerate(captures):
             arguments[f"{owner}_captured{place}_ptr"] = tensor

@@ -29,7 +29,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer
     given = {**DEFAULTS, **given}
     call_key = call_cache.key(query, key, value, (), *_words(given, USUAL, SELDOM))
     answer = call_cache.find(call_key)
-    if answer is not None and (output := answer(query, key, value)) is not None:
+    if answer is not None and (output := answer(query, key, value, *_extras(given, SELDOM))) is not None:
         return output
     return new_attention(call_key, query, key, value, **given)
 
@@ -46,7 +46,7 @@ def packed_attention(
     answer = call_cache.find(call_key)
     if answer is not None:
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        if (output := answer(*tensors)) is not None:
+        if (output := answer(*tensors, *_extras(given, PACKED_SELDOM))) is not None:
             return output
     return new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
 
@@ -55,6 +55,11 @@ def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...
     """The arguments as the key of a prepared call has them."""
     rare = tuple(given[name] for name in seldom)
     return tuple(given[name] for name in usual), None if all(argument is None for argument in rare) else rare
+
+
+def _extras(given: dict[str, Any], seldom: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """The tensors among the arguments that stand seldom in a key, in its order."""
+    return call_cache.tensors_among(given[name] for name in seldom)
 
 
 def new_attention(
@@ -70,13 +75,14 @@ def new_attention(
 
         with sdpa_arguments.recorded_by_jit() if by_jit else nullcontext():
             return compile_frontend.attention(*tensors, eagerly=attention, return_lse=return_lse, **given)
+    own = *tensors, *_extras(given, SELDOM)
     sized = resized_call.take_apart(call_key, given["layout"], given)
-    prepared = resized_call.prepare(sized, tensors)
-    if prepared is not None and (output := prepared(*tensors)) is not None:
+    prepared = resized_call.prepare(sized, own)
+    if prepared is not None and (output := prepared(*own)) is not None:
         return output
     call = arguments.read(*tensors, **given)
     plan = planner.plan(call, lse=return_lse)
-    output = answer(call_key, tensors, call, plan, lse=return_lse)
+    output = answer(call_key, own, call, plan, lse=return_lse)
     resized_call.remember(sized, call, plan)
     return output
 
@@ -95,13 +101,14 @@ def new_packed_attention(
             return compile_frontend.packed_attention(
                 *tensors, max_seqlen_q, max_seqlen_kv, eagerly=packed_attention, return_lse=return_lse, **given
             )
+    own = *tensors, *_extras(given, PACKED_SELDOM)
     sized = resized_call.take_apart(call_key, resized_call.PACKED, given, (max_seqlen_q, max_seqlen_kv))
-    prepared = resized_call.prepare(sized, tensors)
-    if prepared is not None and (output := prepared(*tensors)) is not None:
+    prepared = resized_call.prepare(sized, own)
+    if prepared is not None and (output := prepared(*own)) is not None:
         return output
     call = arguments.read_packed(*tensors, max_seqlen_q, max_seqlen_kv, **given)
     plan = planner.plan(call, lse=return_lse)
-    output = answer(call_key, tensors, call, plan, lse=return_lse)
+    output = answer(call_key, own, call, plan, lse=return_lse)
     resized_call.remember(sized, call, plan)
     return output
 

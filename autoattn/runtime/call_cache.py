@@ -5,17 +5,19 @@ devices, sizes, strides, wanted gradients and views that stand for negatives, an
 switches. A model calls attention once a layer, each time alike, so that a few guarded kinds of calls answer most. Where
 guards find nothing, or PyTorch has none, a key formed in Python says all that decides how a call is answered.
 
-What a key cannot hold is never kept: tensors beside query, key, value and the offsets of packed sequences, functions, a
-seed, subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept either.
+Of tensors among the other arguments (bias, slopes, sinks) a key holds how they lie in memory, as of query, key and
+value, so that a call with other ones is answered alike. What a key cannot hold is never kept: block tables, functions,
+a seed, subclasses of tensors with rules of their own, and calls that torch.compile traces. An error is never kept
+either.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ _repeats = torch_private.are_gradients_deterministic
 
 
 class PreparedCall(Protocol):
-    """What answers calls like an earlier one."""
+    """What answers calls like an earlier one; it takes the tensors of the call's key in its order."""
 
     @property
     def guarded(self) -> Callable[..., Any]:
@@ -54,8 +56,12 @@ class PreparedCall(Protocol):
     def sees_switches(self) -> bool:
         """Whether it sees by itself what is switched on, as F.scaled_dot_product_attention does."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, *offsets: Tensor) -> Any:
-        """The answer to the caller; None where it does not take the call after all."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, *others: Tensor) -> Any:
+        """The answer to the caller; None where it does not take the call after all.
+
+        Args:
+            others: the offsets of packed sequences, then those that `tensors_among` the seldom words.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +88,27 @@ def key(
     Args:
         offsets: cu_seqlens_q and cu_seqlens_kv of a packed call.
         words: arguments that are mostly given, or have a default other than None.
-        seldom: the window and the others, but for the seed of a dropout, which is never prepared; None where all of
-            them are None.
+        seldom: the window and the others, some of which are tensors, but for the seed of a dropout, which is never
+            prepared; None where all of them are None.
     """
     if torch.compiler.is_compiling() or _watchers() or _has_dual_level():  # a launch would lose a tangent
         return None
+    usual = len(words)
     if seldom is not None:
         window = seldom[0]
         if window is not None and type(window) is not tuple:
             return None
         words += (*seldom[1:], *(window or ()), window is None)
     kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
-    if not (_WORDS.issuperset(kinds) and type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS):
+    if not (type(query) in _TENSORS and type(key) in _TENSORS and type(value) in _TENSORS):
         return None
     layouts: tuple[Hashable, ...] = ()
+    extras: tuple[ExtraFacts, ...] = ()
     try:
+        if not _WORDS.issuperset(kinds):
+            if not _WORDS.issuperset(kinds[:usual]) or (apart := _apart(words[usual:])) is None:
+                return None
+            words, extras = words[:usual] + apart[0], apart[1]
         address = query.data_ptr() | key.data_ptr() | value.data_ptr()
         for tensor in offsets:
             if type(tensor) not in _TENSORS:
@@ -111,9 +123,12 @@ def key(
         kind = "cuda" if query.is_cuda else "cpu"
         return (
             dtype, device, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), layouts,
+            extras,
             address & ALIGNED,
-            (query.requires_grad or key.requires_grad or value.requires_grad) and torch.is_grad_enabled()
-            and (True, _repeats()),
+            (
+                query.requires_grad or key.requires_grad or value.requires_grad
+                or (extras != () and any(extra.learns for extra in extras))
+            ) and torch.is_grad_enabled() and (True, _repeats()),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             dtype is _FLOAT32 and torch.get_float32_matmul_precision(),
             arguments.asked_numerics(),
@@ -122,6 +137,46 @@ def key(
         )  # fmt: skip
     except RuntimeError:  # a sparse or nested tensor has no strides, one under torch.func.vmap no address
         return None
+
+
+class ExtraFacts(NamedTuple):
+    """How a tensor beside query, key, value and offsets lies in memory, as a key holds it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    learns: bool  # whether somebody may differentiate by it
+    address: int  # modulo 16
+
+
+def _apart(words: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[ExtraFacts, ...]] | None:
+    """Words with None for tensors, and the facts of these; None where a key cannot hold one.
+
+    Raises:
+        RuntimeError: a tensor has no strides or no address.
+    """
+    left, extras, differentiates = [], [], torch.is_grad_enabled()
+    for word in words:
+        kind = type(word)
+        if kind in _WORDS:
+            left.append(word)
+        elif kind not in _TENSORS or word.is_neg():
+            return None
+        else:
+            left.append(None)
+            extras.append(
+                ExtraFacts(
+                    word.shape, word.stride(), word.dtype, word.device, word.requires_grad and differentiates,
+                    word.data_ptr() & ALIGNED,
+                )
+            )  # fmt: skip
+    return tuple(left), tuple(extras)
+
+
+def tensors_among(words: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors among a key's words, in their order."""
+    return tuple([word for word in words if isinstance(word, Tensor)])
 
 
 def find(call_key: Key | None) -> PreparedCall | None:

@@ -20,7 +20,9 @@ from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import recompute_counter
 from autoattn.runtime.training_call import TrainingCall
+from autoattn.tensors import score_tensors
 from autoattn.tensors.operands import View, as_given
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +33,7 @@ Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel se
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
+_BEHIND = "cu_seqlens_q", "cu_seqlens_kv", *score_tensors.NAMES  # as forward.POINTERS ends
 _SCRATCH_PLACE = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 
 
@@ -61,19 +64,21 @@ def prepare(
 
 
 def resize(
-    prepared: PreparedCall, call_key: Key, problem: Problem, views: tuple[View, View, View]
-) -> PreparedCall | None:
+    prepared: PreparedCall, call_key: Key, problem: Problem, views: tuple[View, View, View],
+    scores: ScoreViews = UNCHANGED,
+) -> PreparedCall | None:  # fmt: skip
     """What answers calls of other sizes by the same kernels, or by the same operator of PyTorch's; None where nothing
     is resized.
 
     Args:
         call_key: of such calls.
         views: of query, key and value.
+        scores: of bias and slopes.
     """
     if isinstance(prepared, SdpaCall):
         return replace(prepared, call_key=call_key)
     if isinstance(prepared, KernelCall):
-        return _resized(prepared, problem, views)
+        return _resized(prepared, problem, views, scores)
     if isinstance(prepared, TrainingCall) and isinstance(prepared.forward, KernelCall):
         passes = prepared.both
         both = gradient_problem.Pass(
@@ -82,11 +87,12 @@ def resize(
             backward=passes.backward,
             backward_problem=passes.backward_problem.resized(*sizes_of(problem)),
         )
-        return training_call.resize(prepared, both, _resized(prepared.forward, problem, views), views)
+        forward_call = _resized(prepared.forward, problem, views, scores)
+        return training_call.resize(prepared, both, forward_call, views, scores)
     return None
 
 
-def _resized(prepared: KernelCall, problem: Problem, views: tuple[View, View, View]) -> KernelCall:
+def _resized(prepared: KernelCall, problem: Problem, views: tuple[View, View, View], scores: ScoreViews) -> KernelCall:
     query, key, value = views
     output, kernel = query.without_gaps(problem.head_dim_v), prepared.kernel
     lse = None
@@ -101,7 +107,8 @@ def _resized(prepared: KernelCall, problem: Problem, views: tuple[View, View, Vi
         zeros=0 if needed is None else needed[1],
         tiles=forward.tiles(kernel, problem, query),
         partials=forward.partials(kernel, problem, query),
-        launch=forward.resize(prepared.launch, kernel, problem, (query, key, value, output)),
+        launch=forward.resize(prepared.launch, kernel, problem, (query, key, value, output), scores),
+        others=prepared.others,
     )
 
 
@@ -110,10 +117,17 @@ def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
     problem, operands = call.problem, call.operands
     three = operands.query, operands.key, operands.value
     cast = any(given.dtype is not read.dtype for given, read in zip(tensors, three, strict=False))
-    extras = operands.bias, operands.slopes, operands.sinks, operands.table, operands.query_scale  # the last: float8
+    others = operands.table, operands.query_scale  # the last: float8, whose missing scales are new ones each time
     captured = operands.mask_captures or operands.score_captures
     drawn = problem.modifiers.dropout  # its seed is another one each time
-    return all(tensor is None for tensor in extras) and not (call.empty or cast or captured or drawn)
+    return all(tensor is None for tensor in others) and not (call.empty or cast or captured or drawn)
+
+
+def _others(call: Call) -> tuple[str, ...]:
+    """The fields of Operands that the tensors of a call's key behind query, key and value are."""
+    operands = call.operands
+    offsets = ("cu_seqlens_q", "cu_seqlens_kv") if call.problem.packed else ()
+    return (*offsets, *(name for name in score_tensors.NAMES if getattr(operands, name) is not None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,6 +142,7 @@ class KernelCall:
     tiles: int  # of which they say afterwards whether they were computed again
     partials: int  # numbers
     launch: Bound
+    others: tuple[str, ...] = ()  # fields of Operands: what the tensors behind query, key and value are
     sees_switches: ClassVar[bool] = False
 
     @property
@@ -135,7 +150,7 @@ class KernelCall:
         """The same for calls that guards know."""
         return self
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Answer:
         output = query.new_empty_strided(*self.output)  # in the dtype of the query: other calls are not prepared
         lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=_FLOAT32)
         addresses: Addresses = (  # in the order of forward.POINTERS
@@ -148,8 +163,10 @@ class KernelCall:
             0,
             0,
         )
-        if offsets:
-            addresses += tuple(tensor.data_ptr() for tensor in offsets)
+        if others:
+            others = score_tensors.as_read(self.others, others)
+            given = dict(zip(self.others, others, strict=True))
+            addresses += tuple([given[name].data_ptr() if name in given else 0 for name in _BEHIND])
         if self.partials or recompute_counter.counting:
             self._launch_with_scratch(query, addresses)
         else:
@@ -181,6 +198,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> Kernel
         tiles=forward.tiles(kernel, call.problem, query),
         partials=forward.partials(kernel, call.problem, query),
         launch=forward.bind(kernel, call.problem, call.operands, *made),
+        others=_others(call),
     )
 
 
@@ -191,7 +209,7 @@ def _by_both(
     lse = output.new_empty(output.shape[:3], dtype=_FLOAT32)
     given = answer if isinstance(answer, Tensor) else answer[0]
     forward = _by_kernel(both.forward, call, (output, lse), (given, lse[0] if call.problem.packed else lse))
-    return None if forward is None else training_call.prepare(both, call.operands, forward)
+    return None if forward is None else training_call.prepare(both, call.operands, forward, forward.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,7 +217,7 @@ class SdpaCall:
     """An answer by PyTorch's own attention."""
 
     call_key: Key
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend: Callable[..., Tensor]  # of query, key, value and the bias, if there is one
     swapped: bool  # the caller's tensors are [batch, seq, heads, head_dim]
     sees_switches: bool  # as F.scaled_dot_product_attention does and its operators do not
     yields: bool  # to kernels, while a CUDA graph is captured
@@ -209,14 +227,14 @@ class SdpaCall:
         """The same for calls that guards know."""
         return self
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Tensor | None:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor | None:
         if self.yields and torch.cuda.is_current_stream_capturing():
             return None
         try:
             if self.swapped:
                 swapped = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-                return self.attend(*swapped).transpose(1, 2)
-            return self.attend(query, key, value)
+                return self.attend(*swapped, *others).transpose(1, 2)
+            return self.attend(query, key, value, *others)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -257,10 +275,10 @@ class CaptureCall:
         """As the call outside of a capture."""
         return self.outside.sees_switches
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Answer | None:
-        answer: Answer | None = self.outside(query, key, value)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Answer | None:
+        answer: Answer | None = self.outside(query, key, value, *others)
         if answer is None and torch.cuda.is_current_stream_capturing():
-            answer = self.captured(query, key, value)
+            answer = self.captured(query, key, value, *others)
         return answer
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from autoattn.cache import inventory
@@ -20,21 +21,23 @@ from autoattn.codegen import feasibility, search_space
 from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
-from autoattn.core.call_arguments import PACKED_ARGUMENTS, KeyRole, names
+from autoattn.core.call_arguments import ARGUMENTS, PACKED_ARGUMENTS, KeyRole, names
 from autoattn.core.problem import MAX_SIZE, Layout, Problem, sizes_of
 from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.runtime import call_cache, prepared_call
-from autoattn.runtime.call_cache import Key, PreparedCall
+from autoattn.runtime.call_cache import ExtraFacts, Key, PreparedCall
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner, tuned_entries
 from autoattn.runtime.plan.planner import KnownCalls, Plan
-from autoattn.tensors import cu_seqlens
+from autoattn.tensors import cu_seqlens, score_tensors
 from autoattn.tensors.operands import View
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 Sizes: TypeAlias = tuple[int, int, int, int, int]  # in the order of SIZES
 MAX_CLASSES = 1024  # of sizes, of one family
+SELDOM = names(ARGUMENTS, KeyRole.SELDOM)
 _LAYOUTS = {layout.value: layout for layout in Layout}
 PACKED = Layout.PACKED.value
 _AXES = {"bhsd": (4, 1, 2), "bshd": (4, 2, 1), PACKED: (3, 1, 0)}  # layout -> axes, place of heads, of the sequence
@@ -50,6 +53,7 @@ class SizedKey(NamedTuple):
     sizes: Sizes
     addresses: int  # of query, key and value, combined by bitwise or, modulo 16
     longest: tuple[int, int]  # max_seqlen_q and max_seqlen_kv of a packed call, as the caller says them
+    scores: ScoreViews = UNCHANGED  # of bias and slopes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,12 +112,12 @@ def take_apart(
     if call_key is None or layout not in _AXES:
         return None
     mask, window = given.get("mask"), given["window"]
-    if mask is not None and (not isinstance(mask, str) or mask.startswith("window")):
+    if mask is not None and not isinstance(mask, Tensor) and (not isinstance(mask, str) or mask.startswith("window")):
         return None
     if window is not None and not (len(window) == 2 and all(type(side) is int for side in window)):
         return None
     parts: tuple[Any, ...] = call_key
-    dtype, device, query, _, key, _, value, _, offsets, *facts, words = parts
+    dtype, device, query, _, key, _, value, _, offsets, extras, *facts, words = parts
     axes, heads, seq = _AXES[layout]
     alike = len(query) == len(key) == len(value) == axes and key[:-1] == value[:-1]
     if not alike or (layout != PACKED and query[0] != key[0]):
@@ -132,10 +136,50 @@ def take_apart(
     # lengths agree (`Problem.simplified`).
     shape = seq_q == seq_kv, window and (window[0] < seq_kv - 1, window[1] < seq_q - 1)
     dims = query[heads], query[-1], key[heads], key[-1], value[-1]
-    family = (layout, dtype, device, dims, shape, *facts, words)
+    scores, kinds = UNCHANGED, ()
+    if extras:
+        taken = _scores_of(extras, given, (sizes[0], query[heads], seq_q, seq_kv))
+        if taken is None:
+            return None
+        scores, kinds = taken
+    family = (layout, dtype, device, dims, shape, kinds, *facts, words)
     return SizedKey(
-        call_key=call_key, family=family, layout=_LAYOUTS[layout], sizes=sizes, addresses=facts[0], longest=longest
-    )
+        call_key=call_key, family=family, layout=_LAYOUTS[layout], sizes=sizes, addresses=facts[0], longest=longest,
+        scores=scores,
+    )  # fmt: skip
+
+
+def _scores_of(
+    extras: tuple[ExtraFacts, ...], given: Mapping[str, Any], whole: tuple[int, int, int, int]
+) -> tuple[ScoreViews, tuple[Any, ...]] | None:
+    """How bias and slopes of a call lie, and what of all its extra tensors a family shares; None where that is unknown.
+
+    Args:
+        extras: of the tensors among the arguments, in the order of the key.
+        given: the call's arguments.
+        whole: batch, heads_q, seq_q and seq_kv.
+    """
+    names = [name for name in SELDOM if isinstance(given.get(name), Tensor)]
+    scores, kinds = UNCHANGED, []
+    for name, facts in zip(names, extras, strict=True):
+        kind: tuple[Any, ...] = name, facts.dtype, facts.device, facts.learns
+        if name in ("mask", "bias"):
+            view = score_tensors.expanded(facts.shape, facts.strides, whole)
+            if view is None:
+                return None
+            if facts.dtype is torch.bool and (view.strides[2] == 0 or whole[2] == 1):  # of keys alone
+                view = View((*whole[:2], 1, whole[3]), view.strides)
+            scores = replace(scores, bias_strides=view.strides, bias_sizes=score_tensors.four(facts.shape))
+            kind += view.shape[2] == whole[2], forward.bias_alignment(view, facts.address, facts.dtype)
+        elif name == "alibi_slopes":
+            view = score_tensors.expanded(facts.shape, facts.strides, whole[:2])
+            if view is None:
+                return None
+            scores = replace(scores, slope_strides=view.strides)
+        elif name != "sinks" or facts.shape != whole[1:2]:
+            return None
+        kinds.append(kind)
+    return scores, tuple(kinds)
 
 
 def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall | None:
@@ -151,7 +195,7 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
     if sized is None or family is None or sized.sizes in family.tuned:
         return None
     if sized.layout is Layout.PACKED:
-        query, key, _, starts, ends = tensors
+        query, key, _, starts, ends, *_ = tensors
         arguments.longest(query, key, starts, ends, *sized.longest)
         cu_seqlens.check_pair(starts, ends)
     problem, views = family.problem.resized(*sized.sizes), _views_of(sized)
@@ -167,7 +211,7 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
         return None
     if planner.why_too_many_programs(problem) is not None:
         return None
-    prepared = prepared_call.resize(choice.prepared, sized.call_key, problem, views)
+    prepared = prepared_call.resize(choice.prepared, sized.call_key, problem, views, sized.scores)
     if prepared is not None:
         call_cache.keep(sized.call_key, prepared)
     return prepared

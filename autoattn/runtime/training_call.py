@@ -17,20 +17,39 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.core.call_arguments import NUMBERS
+from autoattn.core.problem import Bias
 from autoattn.kernels import backward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.forward import ALIGNED
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import autograd
+from autoattn.tensors import score_tensors
 from autoattn.tensors.operands import Operands, Saved, View, as_given, viewed
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 Steps: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
-Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
 Views: TypeAlias = tuple[View, View, View]
 _ALIGNED_NUMBERS = 4  # of 4 bytes
 _MOST = 64  # kinds of output gradients that are kept
 _FLOAT32 = torch.float32
 _transforms = torch_private.are_transforms_active
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreGradients:
+    """Room for the gradients of bias and slopes; None where the kernels give none."""
+
+    bias: Tensor | None = None  # with four axes: one that shares it is 1 long
+    bias_sums: Tensor | None = None  # float32 sums of its tiles, where queries or keys share it
+    slopes: Tensor | None = None  # [batch, heads_q]
+
+
+_NO_GRADIENTS = ScoreGradients()
+_READ = "cu_seqlens_q", "cu_seqlens_kv", "bias", "slopes"  # what backward kernels read behind query, key and value
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,8 +59,9 @@ class Memory:
     output: tuple[int, ...]  # strides of the output that it gives, which the backward kernels read
     gradients: tuple[Steps, Steps, Steps]  # of query, key and value
     scratch: backward.ScratchShapes  # of what the kernels leave for one another, of which the next say where it lies
-    rows: int  # bytes of each query's LSE, and of its delta
+    rows: int  # bytes of each query's LSE, of its delta, and of its part of a learned slope's gradient
     sums: int  # bytes behind these, in which queries' gradients are added up
+    queries: int  # rows of the query's view
     numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
     copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
 
@@ -50,7 +70,6 @@ class Memory:
         """Of calls whose query, key and value lie like these."""
         problem, layout = both.backward_problem, both.problem.layout
         scratch = backward.scratch_shapes(both.backward, problem, views[0])
-        assert scratch.rows[0] == 2, "learned slopes are more tensors"
         rows, sums = math.prod(scratch.rows), scratch.sums
         end = room = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
         copies: tuple[int, ...] = ()
@@ -67,8 +86,9 @@ class Memory:
                 value.without_gaps(problem.head_dim_v).given(layout),
             ),
             scratch=scratch,
-            rows=4 * (rows // 2),
+            rows=4 * (rows // scratch.rows[0]),
             sums=4 * sums,
+            queries=query.shape[2],
             numbers=end,
             copies=copies,
         )
@@ -76,13 +96,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingCall:
-    """Launches of two passes. Tensors are the caller's; behind them stand the offsets of packed sequences."""
+    """Launches of two passes. Tensors are the caller's; behind query, key and value stand those that `others` names."""
 
     both: gradient_problem.Pass
     scale: float
     arguments: dict[str, Any]  # those that are numbers
-    forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *offsets) -> output and LSE
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (query, key, value, *others) -> output and LSE
     memory: Memory
+    others: tuple[str, ...] = ()  # fields of Operands: offsets of packed sequences, bias, slopes, sinks
+    scores: ScoreViews = UNCHANGED
     models: list[tuple[Bound, ...]] = field(default_factory=list)  # one, of any size, which others are made of; or none
     # (strides of an output gradient, address modulo 16) -> launches
     launches: dict[tuple[tuple[int, ...], int], tuple[Bound, ...]] = field(default_factory=dict)
@@ -94,17 +116,27 @@ class TrainingCall:
         """The same for calls that guards know."""
         return self
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Any:
         """Output, or output and LSE where the backward kernels take its gradient; autograd knows both."""
         apply = _Attention.apply if _transforms() else _apply
-        output, lse = apply(query, key, value, *(offsets or (None, None)), self)
+        output, lse = apply(self, query, key, value, *others)
         return (output, lse) if self.both.backward.source.traits.lse else output
+
+    @property
+    def learned(self) -> tuple[bool, ...]:
+        """Which of `others` have gradients. A bias and slopes have them where the kernels give them."""
+        modifiers = self.both.backward_problem.modifiers
+        learned = {"bias": modifiers.bias is Bias.LEARNED, "slopes": modifiers.learned_slopes, "sinks": True}
+        return tuple(learned.get(name, False) for name in self.others)
 
     def differentiate(
         self, output_grad: Tensor | None, lse_grad: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-        output: Tensor, lse: Tensor, *offsets: Tensor,
-    ) -> Three:  # fmt: skip
-        """Gradients of query, key and value; where that of the output or the LSE is missing, it is 0."""
+        output: Tensor, lse: Tensor, *others: Tensor,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Gradients of query, key and value, then of `others`; where that of the output or the LSE is missing, it is 0.
+
+        Those of `others` are None where they have none, and in the caller's shape and dtype.
+        """
         if output_grad is None:
             output_grad = torch.zeros_like(output)
         push = output_grad.data_ptr()
@@ -113,8 +145,8 @@ class TrainingCall:
         if launches is None:
             if not autograd.reads(self.both.backward, self._view(output_grad)):
                 copy = output_grad.clone(memory_format=torch.contiguous_format)
-                return self.differentiate(copy, lse_grad, query, key, value, output, lse, *offsets)
-            launches = self._bind(kind, output_grad, query, key, value, output, lse, *offsets)
+                return self.differentiate(copy, lse_grad, query, key, value, output, lse, *others)
+            launches = self._bind(kind, output_grad, query, key, value, output, lse, *others)
         if self.both.backward.source.traits.lse:
             lse_grad = autograd.lse_grad_as_read(lse_grad, lse)
         memory = self.memory
@@ -124,7 +156,10 @@ class TrainingCall:
         value_grad = value.new_empty_strided(*of_value)
         scratch = query.new_empty_strided((memory.numbers,), (1,), dtype=_FLOAT32)
         room = scratch.data_ptr()
-        starts, ends = (tensor.data_ptr() for tensor in offsets) if offsets else (0, 0)
+        given = dict(zip(self.others, others, strict=True)) if others else {}
+        starts, ends, bias, slopes = (_address(given.get(name)) for name in _READ) if given else (0, 0, 0, 0)
+        grads = self._score_gradients(given) if given else _NO_GRADIENTS
+        numbers = memory.scratch.rows[0] * memory.rows  # behind which the sums stand
         addresses: tuple[int, ...] = (  # in the order of backward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
@@ -135,28 +170,65 @@ class TrainingCall:
             0 if lse_grad is None else lse_grad.data_ptr(),
             room,
             room + memory.rows,
-            room + 2 * memory.rows,
+            room + numbers,
             query_grad.data_ptr(),
             key_grad.data_ptr(),
             value_grad.data_ptr(),
             starts,
             ends,
-            room + 2 * memory.rows + memory.sums,
+            room + numbers + memory.sums,
+            bias,
+            slopes,
+            _address(grads.bias),
+            _address(grads.bias if grads.bias_sums is None else grads.bias_sums),
+            0 if grads.slopes is None else room + 2 * memory.rows,
+            _address(grads.slopes),
         )
         if memory.copies:
             addresses += tuple(room + begin for begin in memory.copies)
         for launch in launches:
             launch(addresses)
-        return query_grad, key_grad, value_grad
+        if not given:
+            return query_grad, key_grad, value_grad
+        return query_grad, key_grad, value_grad, *self._settled(grads, given, scratch)
 
-    def formula(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> tuple[Tensor, Tensor]:
+    def _score_gradients(self, given: dict[str, Tensor]) -> ScoreGradients:
+        """Room for the gradients of bias and slopes that the kernels give."""
+        problem, kernel = self.both.backward_problem, self.both.backward
+        bias = bias_sums = slopes = None
+        if problem.modifiers.bias is Bias.LEARNED:
+            bias = given["bias"].new_empty(self.scores.bias_sizes)
+            shape = backward.bias_sums_shape(kernel, problem, self.scores.bias_sizes)
+            bias_sums = None if shape is None else bias.new_empty(shape, dtype=_FLOAT32)
+        if problem.modifiers.learned_slopes:
+            slopes = given["slopes"].new_empty((problem.batch, problem.heads_q))
+        return ScoreGradients(bias=bias, bias_sums=bias_sums, slopes=slopes)
+
+    def _settled(self, grads: ScoreGradients, given: dict[str, Tensor], scratch: Tensor) -> list[Tensor | None]:
+        """The gradients of `others`, from what the launches left."""
+        settled: dict[str, Tensor] = {}
+        if grads.bias is not None:
+            if grads.bias_sums is not None:
+                backward.add_bias_sums(grads.bias, grads.bias_sums)
+            settled["bias"] = grads.bias.view(given["bias"].shape)
+        if grads.slopes is not None:
+            settled["slopes"] = grads.slopes.sum_to_size(given["slopes"].shape)
+        if "sinks" in given:
+            numbers, batch, heads, rows = self.memory.scratch.rows
+            of_rows = scratch[: numbers * batch * heads * rows].view(numbers, batch, heads, rows)
+            (sinks,) = score_tensors.as_read(("sinks",), (given["sinks"].detach(),))
+            gradient = backward.sink_gradient(sinks, of_rows[:2, ..., : self.memory.queries])
+            settled["sinks"] = gradient.to(given["sinks"].dtype)
+        return [settled.get(name) for name in self.others]
+
+    def formula(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         """Output and LSE as the call gives them, in plain PyTorch."""
-        output, lse = autograd.formula(self.both.problem, self._operands(query, key, value, *offsets))
+        output, lse = autograd.formula(self.both.problem, self._operands(query, key, value, *others))
         return as_given(output, self.both.problem.layout), lse[0] if self.both.problem.packed else lse
 
     def _bind(
         self, kind: tuple[tuple[int, ...], int], output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
-        output: Tensor, lse: Tensor, *offsets: Tensor,
+        output: Tensor, lse: Tensor, *others: Tensor,
     ) -> tuple[Bound, ...]:  # fmt: skip
         problem, kernel = self.both.backward_problem, self.both.backward
         if self.models:
@@ -165,9 +237,9 @@ class TrainingCall:
             views = [View.of_given(tensor.shape, tensor.stride(), layout) for tensor in given]
             views += [View.of_given(*gradient, layout) for gradient in self.memory.gradients]
             named = dict(zip(backward.VIEWS, views, strict=True))
-            launches = backward.resize(self.models[0], kernel, problem, named, self.memory.scratch)
+            launches = backward.resize(self.models[0], kernel, problem, named, self.memory.scratch, self.scores)
             return self._keep(kind, launches)
-        operands = self._operands(query, key, value, *offsets)
+        operands = self._operands(query, key, value, *others)
         sums = lse[None] if self.both.problem.packed else lse
         saved = Saved(
             output=self._view(output),
@@ -187,24 +259,29 @@ class TrainingCall:
         self.launches[kind] = launches
         return launches
 
-    def _operands(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> Operands:
-        return Operands(
+    def _operands(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Operands:
+        given = dict(zip(self.others, others, strict=True))
+        offsets = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_kv") if name in given}
+        operands = Operands(
             query=self._view(query), key=self._view(key), value=self._view(value), scale=self.scale,
-            **self.arguments, **dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), offsets, strict=False)),
+            **self.arguments, **offsets,
         )  # fmt: skip
+        return score_tensors.with_scores(operands, self.both.problem, given)
 
     def _view(self, tensor: Tensor) -> Tensor:
         return viewed(tensor, self.both.problem.layout)
 
 
 def prepare(
-    both: gradient_problem.Pass, operands: Operands, forward: Callable[..., tuple[Tensor, Tensor]]
-) -> TrainingCall | None:
+    both: gradient_problem.Pass, operands: Operands, forward: Callable[..., tuple[Tensor, Tensor]],
+    others: tuple[str, ...] = (),
+) -> TrainingCall | None:  # fmt: skip
     """Both passes of calls like this one; None where its launches need more than addresses.
 
     Args:
         operands: the call's, which autoattn.runtime.prepared_call has found to be its tensors and nothing else.
         forward: the forward pass of such calls, whose output lies as the query does.
+        others: fields of Operands: what the tensors behind query, key and value are.
     """
     if not backward.may_bind(both.backward_problem, operands.query):
         return None
@@ -215,16 +292,20 @@ def prepare(
         arguments={number.name: getattr(operands, number.name) for number in NUMBERS},
         forward=forward,
         memory=Memory.of(both, views),
+        others=others,
+        scores=ScoreViews.of(operands),
     )
 
 
 def resize(
-    prepared: TrainingCall, both: gradient_problem.Pass, forward: Callable[..., tuple[Tensor, Tensor]], views: Views
-) -> TrainingCall:
+    prepared: TrainingCall, both: gradient_problem.Pass, forward: Callable[..., tuple[Tensor, Tensor]], views: Views,
+    scores: ScoreViews = UNCHANGED,
+) -> TrainingCall:  # fmt: skip
     """The same for other sizes, with the same kernels.
 
     Args:
         views: of query, key and value.
+        scores: of bias and slopes.
     """
     return TrainingCall(
         both=both,
@@ -233,23 +314,18 @@ def resize(
         forward=forward,
         memory=Memory.of(both, views),
         models=prepared.models,
+        others=prepared.others,
+        scores=scores,
     )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        prepared: TrainingCall,
+        ctx: Any, prepared: TrainingCall, query: Tensor, key: Tensor, value: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        offsets = () if starts is None or ends is None else (starts, ends)
-        output, lse = prepared.forward(query, key, value, *offsets)
-        ctx.save_for_backward(query, key, value, output, lse, *offsets)
+        output, lse = prepared.forward(query, key, value, *others)
+        ctx.save_for_backward(query, key, value, output, lse, *others)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         if not prepared.both.backward.source.traits.lse:
@@ -259,7 +335,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *pulls: Tensor | None) -> tuple[Tensor | None, ...]:
         once = _Gradients.apply if torch.is_grad_enabled() else _gradients  # somebody may ask for second derivatives
-        return *once(*pulls, *ctx.saved_tensors, ctx.prepared), None, None, None
+        gradients = once(ctx.prepared, *pulls, *ctx.saved_tensors)
+        others = len(ctx.prepared.others)
+        return (None, *gradients, *(None,) * (others + 3 - len(gradients)))
 
 
 # PyTorch's own `apply` first asks for transforms of torch.func, as `TrainingCall` does, and looks in each tensor for
@@ -267,24 +345,31 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _gradients(*given: Any) -> Three:
-    gradients: Three = given[-1].differentiate(*given[:-1])
-    return gradients
+def _gradients(prepared: TrainingCall, *given: Any) -> tuple[Tensor | None, ...]:
+    return prepared.differentiate(*given)
 
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Three:
-        *tensors, ctx.prepared = given
+    def forward(ctx: Any, prepared: TrainingCall, *tensors: Any) -> tuple[Tensor | None, ...]:
+        ctx.prepared = prepared
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return _gradients(*given)
+        return prepared.differentiate(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *pushes: Tensor | None) -> tuple[Tensor | None, ...]:
         prepared = ctx.prepared
-        output_grad, lse_grad, query, key, value, _, _, *offsets = ctx.saved_tensors
-        pulls, seconds = autograd.differentiate_again(
-            lambda *three: prepared.formula(*three, *offsets), (output_grad, lse_grad), (query, key, value), pushes
-        )
-        return *pulls, *seconds, None, None, *(None for _ in offsets), None
+        output_grad, lse_grad, query, key, value, _, _, *others = ctx.saved_tensors
+        learned = prepared.learned
+        learners = [tensor if learns else None for tensor, learns in zip(others, learned, strict=True)]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *learnt: Tensor | None) -> tuple[Tensor, Tensor]:
+            both = [fixed if tensor is None else tensor for fixed, tensor in zip(others, learnt, strict=True)]
+            answer: tuple[Tensor, Tensor] = prepared.formula(query, key, value, *both)
+            return answer
+
+        inputs = query, key, value, *learners
+        wanted = (*pushes, *(None,) * (len(inputs) - len(pushes)))
+        pulls, seconds = autograd.differentiate_again(attend, (output_grad, lse_grad), inputs, wanted)
+        return None, *pulls, *seconds[:3], None, None, *seconds[3:]

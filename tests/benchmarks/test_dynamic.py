@@ -19,12 +19,12 @@ def test_no_length_repeats_and_each_run_draws_the_same(row: dynamic.Row) -> None
     assert dynamic.draw_lengths(row, 24 + dynamic.WARM) == lengths
 
 
-def test_lengths_of_a_cache_grow_by_a_token_and_those_of_a_prompt_by_a_chunk() -> None:
+def test_lengths_grow_by_a_token_of_a_cache_a_chunk_of_a_prompt_or_eight_beside_a_bias() -> None:
     for row in dynamic.ROWS:
         if row.step:
             lengths = dynamic.draw_lengths(row, 20)
             assert {after - before for before, after in itertools.pairwise(lengths)} == {row.step}
-    assert {row.step for row in dynamic.ROWS} == {0, 1, 512}
+    assert {row.step for row in dynamic.ROWS} == {0, 1, 8, 512}
 
 
 def test_calls_that_warm_up_are_not_counted_and_the_same_lengths_come_again(

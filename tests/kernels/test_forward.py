@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,28 @@ def test_wanting_the_lse_is_a_trait() -> None:
     ("dtype", "name"), [(torch.bool, "u8"), (torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
 )
 def test_what_a_bias_holds_is_a_trait(dtype: torch.dtype, name: str) -> None:
-    assert forward.traits_of(zeros(2, 3, 4, 64), bias=zeros(1, 1, 4, 4, dtype=dtype)) == Traits(bias=name)
+    assert forward.traits_of(zeros(2, 3, 4, 64), bias=zeros(1, 1, 4, 5, dtype=dtype)) == Traits(
+        bias=name, bias_alignment=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "made", "alignment"),
+    [
+        (torch.float16, lambda full: full[..., :40], 8),
+        (torch.float16, lambda full: full[:, :, :1, :40].expand(2, 3, 4, 40), 8),  # queries share it
+        (torch.float16, lambda full: full[..., :44], 1),  # a load of 8 keys would pass the last one
+        (torch.float16, lambda full: full[..., 1:41], 1),  # begins between two such loads
+        (torch.float16, lambda full: full[..., ::2], 0),
+        (torch.float16, lambda full: full[..., :1].expand(2, 3, 4, 40), 0),  # keys share it
+        (torch.float32, lambda full: full[..., :44], 4),
+        (torch.bool, lambda full: full[..., :48], 16),
+        (torch.bool, lambda full: full[:, :, :1, :48], 0),  # of keys alone, which each are loaded once
+    ],
+)
+def test_how_wide_a_bias_may_be_loaded_is_a_trait(dtype: torch.dtype, made: Any, alignment: int) -> None:
+    bias = made(zeros(2, 3, 4, 80, dtype=dtype))
+    assert forward.traits_of(zeros(2, 3, 4, 64), bias=bias).bias_alignment == alignment
 
 
 def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
@@ -208,8 +230,8 @@ def test_a_launch_has_every_argument_that_a_signature_names(kind: str) -> None:
     output = forward.empty_output(one, operands.query)
     lse = torch.zeros(output.shape[:3])
     tensors = operands.query, operands.key, operands.value, output
-    bias = forward.traits_of(*tensors, lse=True, bias=operands.bias).bias
-    source = kernels.source(one, Traits(alignment=1, lse=True, bias=bias))
+    traits = replace(forward.traits_of(*tensors, lse=True, bias=operands.bias), alignment=1)
+    source = kernels.source(one, traits)
     launched = launched_with(one, operands, output, lse)
     missing = [name for name in load_module(source).SIGNATURE if name not in launched or launched[name] is None]
     assert missing == []

@@ -86,10 +86,10 @@ def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Launch
     same(card.ordinary[0], card.prepared[0])
     assert [one.shape for one in made] == [one.shape for one in found]
     launch = known_launch()
-    tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5]), strict=True))
+    tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5], None, None, None), strict=True))
     for place, number in launch.form.pointers:
         assert sum(card.prepared[0], ())[place] == tensors[POINTERS[number]].data_ptr()
-    assert len(launch.form.pointers) == len(tensors) - 3, "all but the rooms of other kernels"
+    assert len(launch.form.pointers) == len(tensors) - 6, "all but the rooms and the tensors of other kernels"
 
 
 def test_every_door_goes_through_what_was_prepared(card: Launches) -> None:
@@ -229,10 +229,7 @@ def known_launch() -> bound_launch.Bound:
 # --- what is not prepared ---------------------------------------------------------------------------------------------
 
 ORDINARY: dict[str, Callable[[], dict[str, Any]]] = {
-    "a bias": lambda: {"bias": torch.zeros(48, 48)},
-    "a tensor as mask": lambda: {"mask": torch.ones(48, 48, dtype=torch.bool)},
-    "slopes": lambda: {"alibi_slopes": torch.ones(4)},
-    "sinks": lambda: {"sinks": torch.zeros(4)},
+    "a block table": lambda: {"mask": autoattn.masks.document(torch.zeros(1, 48, dtype=torch.int32), block_size=16)},
     "a function": lambda: {"score_mod": lambda score, b, h, q, k: score + 1.0},
     "a drawn seed": lambda: {"dropout": 0.5},
     "a seed": lambda: {"dropout": 0.5, "seed": 3},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,9 @@ from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
+from autoattn.tensors import score_tensors
 from autoattn.tensors.operands import Gradients, Operands, Saved, View
+from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 
 def at(address: int, view: View, dtype: torch.dtype) -> Tensor:
@@ -36,6 +39,25 @@ def at(address: int, view: View, dtype: torch.dtype) -> Tensor:
     extent = 1 + sum((size - 1) * step for size, step in zip(*view, strict=True))
     room = (ctypes.c_uint8 * (extent * dtype.itemsize)).from_address(address)
     return torch.frombuffer(room, dtype=dtype).as_strided(*view)
+
+
+def with_scores_at(operands: Operands, problem: Problem, addresses: dict[str, int], scores: ScoreViews) -> Operands:
+    """The operands with the bias, the slopes and the sinks that lie at these addresses."""
+    changes: dict[str, Any] = {}
+    batch, heads = problem.batch, problem.heads_q
+    if operands.bias is not None:
+        rows = 1 if problem.modifiers.bias is Bias.KEYS else problem.seq_q
+        whole = View((batch, heads, rows, problem.seq_kv), scores.bias_strides)
+        changes["bias"] = at(addresses["bias"], whole, operands.bias.dtype)
+        if operands.narrow_bias is not None:
+            changes["narrow_bias"] = at(
+                addresses["bias"], View(scores.bias_sizes, scores.bias_strides), operands.bias.dtype
+            )
+    if operands.slopes is not None:
+        changes["slopes"] = at(addresses["slopes"], View((batch, heads), scores.slope_strides), torch.float32)
+    if operands.sinks is not None and "sinks" in addresses:
+        changes["sinks"] = at(addresses["sinks"], View((heads,), (1,)), torch.float32)
+    return replace(operands, **changes)
 
 
 @dataclass(frozen=True)
@@ -47,6 +69,7 @@ class Launch:
     problem: Problem
     operands: Operands  # whose numbers count
     views: tuple[View, ...]  # of query, key, value and output
+    scores: ScoreViews
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
         inputs, out = self.operands.query.dtype, forward.output_dtype(self.operands.query.dtype)
@@ -59,6 +82,8 @@ class Launch:
         names = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_kv"
         offsets = [at(address, ends, torch.int32) for address in addresses[8:10] if address]
         operands = replace(self.operands, **dict(zip(names, (*three, *offsets), strict=False)))
+        behind = dict(zip(score_tensors.NAMES, addresses[10:], strict=False))
+        operands = with_scores_at(operands, self.problem, behind, self.scores)
         self.run(self.kernel, self.problem, operands, output, lse)
 
 
@@ -104,7 +129,11 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
                 seen["room"] = gradients.bias.numel()
                 assert operands.narrow_bias is not None
                 leaves.append(operands.narrow_bias.detach().requires_grad_())
-                part = replace(part, bias=leaves[3].expand(2, 4, 33, 50))
+                part = replace(part, bias=leaves[-1].expand(*operands.query.shape[:3], operands.key.shape[2]))
+            if gradients.sinks is not None:
+                assert operands.sinks is not None
+                leaves.append(operands.sinks.detach().requires_grad_())
+                part = replace(part, sinks=leaves[-1])
             output, sums = attention_formula.attention(one, part, dtype=torch.float32)
             assert kernel.source.traits.lse is (saved.lse_grad is not None)
             made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
@@ -112,7 +141,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
             found = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
         torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
-        rooms = [room for _, room in gradients.named()] + [gradients.slopes, gradients.bias]
+        rooms = [room for _, room in gradients.named()] + [gradients.slopes, gradients.bias, gradients.sinks]
         for room, gradient in zip([room for room in rooms if room is not None], found, strict=True):
             room.copy_(gradient)
 
@@ -122,15 +151,19 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
 
     def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Launch:
         views = tuple(map(View.of, (operands.query, operands.key, operands.value, output)))
-        return Launch(run_prepared, kernel, one, operands, views)
+        return Launch(run_prepared, kernel, one, operands, views, ScoreViews.of(operands))
 
-    def resize(bound: Launch, kernel: Kernel, one: Problem, views: tuple[View, ...]) -> Launch:
+    def resize(
+        bound: Launch, kernel: Kernel, one: Problem, views: tuple[View, ...], scores: ScoreViews = UNCHANGED
+    ) -> Launch:
         seen["resized"] += 1
-        return replace(bound, problem=one, views=views)
+        return replace(bound, problem=one, views=views, scores=scores)
 
     def bind_both(
         kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: backward.Scratch
     ) -> tuple[Callable[..., None]]:
+        scores = ScoreViews.of(operands)
+
         def launch(addresses: tuple[int, ...]) -> None:
             seen["prepared"] += 1
             named = dict(zip(backward.POINTERS, addresses, strict=False))
@@ -144,29 +177,50 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
                 }
 
             given = replace(operands, **here(operands, "query", "key", "value"))
+            behind = {"bias": named["bias_ptr"], "slopes": named["slopes_ptr"]}
+            given = with_scores_at(given, one, behind, scores)
             left = replace(saved, **here(saved, "output", "lse", "output_grad", "lse_grad"))
-            differentiate(kernel, one, given, left, replace(gradients, **here(gradients, "query", "key", "value")))
+            made = replace(gradients, **here(gradients, "query", "key", "value"), sinks=None)
+            if gradients.bias is not None:
+                made = replace(made, bias=at(named["bias_grad_ptr"], View.of(gradients.bias), gradients.bias.dtype))
+            if gradients.slopes is not None:
+                made = replace(made, slopes=at(named["slope_grad_ptr"], View.of(gradients.slopes), torch.float32))
+            differentiate(kernel, one, given, left, made)
+            rows = View(left.lse.shape, scratch.rows[0].stride())
+            at(named["row_lse_ptr"], rows, torch.float32).copy_(left.lse * math.log2(math.e))
+            at(named["delta_ptr"], rows, torch.float32).copy_((left.output.float() * left.output_grad.float()).sum(-1))
 
         bound_both[launch] = operands, saved, gradients
         return (launch,)
 
     def resize_both(
         launches: tuple[Callable[..., None]], kernel: Kernel, one: Problem, views: dict[str, View],
-        shapes: backward.ScratchShapes,
+        shapes: backward.ScratchShapes, scores: ScoreViews = UNCHANGED,
     ) -> tuple[Callable[..., None]]:  # fmt: skip
         seen["resized_gradients"] += 1
         operands, saved, gradients = bound_both[launches[0]]
         room = {name: torch.empty_strided(*view, dtype=operands.query.dtype) for name, view in views.items()}
         sums = torch.empty(views["query"].shape[:3])
+        resized = {name: room[name] for name in ("query", "key", "value")}
+        if operands.bias is not None:
+            rows = 1 if one.modifiers.bias is Bias.KEYS else one.seq_q
+            whole = one.batch, one.heads_q, rows, one.seq_kv
+            resized["bias"] = torch.empty_strided(whole, scores.bias_strides, dtype=operands.bias.dtype)
+            if operands.narrow_bias is not None:
+                resized["narrow_bias"] = torch.empty(scores.bias_sizes, dtype=operands.bias.dtype)
+        if operands.slopes is not None:
+            resized["slopes"] = torch.empty_strided((one.batch, one.heads_q), scores.slope_strides)
+        learned = {} if gradients.bias is None else {"bias": torch.empty(scores.bias_sizes, dtype=gradients.bias.dtype)}
+        learned |= {} if gradients.slopes is None else {"slopes": torch.empty(one.batch, one.heads_q)}
         return bind_both(
             kernel,
             one,
-            replace(operands, **{name: room[name] for name in ("query", "key", "value")}),
+            replace(operands, **resized),
             replace(
                 saved, output=room["output"], lse=sums, output_grad=room["output_grad"],
                 lse_grad=None if saved.lse_grad is None else sums,
             ),
-            replace(gradients, **{name: room[f"{name}_grad"] for name in ("query", "key", "value")}),
+            replace(gradients, **{name: room[f"{name}_grad"] for name in ("query", "key", "value")}, **learned),
             backward.empty_scratch(kernel, one, room["query"]),
         )  # fmt: skip
 
@@ -178,6 +232,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     monkeypatch.setattr(forward, "resize", resize)
     monkeypatch.setattr(backward, "bind", bind_both)
     monkeypatch.setattr(backward, "resize", resize_both)
+    monkeypatch.setattr(backward, "bias_sums_shape", lambda *facts: None)  # PyTorch gives the gradient itself
     monkeypatch.setattr(forward, "zeros", lambda *facts: None)
     for name in ("tiles", "partials"):
         monkeypatch.setattr(forward, name, lambda *facts: 0)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from autoattn.baselines import pytorch_sdpa
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.core.cache_entry import KERNEL
-from autoattn.core.problem import Problem
+from autoattn.core.problem import Bias, Problem
 from autoattn.runtime.plan import explanations
 from autoattn.runtime.plan.explanations import Explanation
 
@@ -55,7 +55,8 @@ def answer(forward: Explanation, backward: Explanation) -> Explanation | None:
 def is_plain(problem: Problem) -> bool:
     """Whether PyTorch's attention says it in full, with nothing written out for it."""
     aligned = not problem.mask.causal or problem.seq_q == problem.seq_kv
-    return aligned and pytorch_sdpa.why_not_sdpa(problem) is None and pytorch_sdpa.bind(problem, 1.0, SDPA) is not None
+    plain = aligned and problem.modifiers.bias is Bias.NONE and pytorch_sdpa.why_not_sdpa(problem) is None
+    return plain and pytorch_sdpa.bind(problem, 1.0, SDPA) is not None
 
 
 def _times(explanation: Explanation) -> dict[str, float]:

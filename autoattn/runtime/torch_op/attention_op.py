@@ -34,6 +34,7 @@ from autoattn.tensors import operands
 from autoattn.tensors.operands import BlockTable
 
 _OFFSETS = TENSORS.index("cu_seqlens_q")
+_SCORES = slice(TENSORS.index("bias"), TENSORS.index("sinks") + 1)
 # The arguments of the functions that the schema has under the same names.
 _ARGUMENTS = (*LEARNING[3:], *(argument.name for argument in SAME if argument.name != "return_lse"))
 _PACKED_ARGUMENTS = tuple(name for name in _ARGUMENTS if name in PACKED_DEFAULTS)
@@ -71,7 +72,7 @@ def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tens
     if (known := call_cache.find(posed(tensors, words))) is None:
         return None
     pass_of = known.forward if isinstance(known, TrainingCall) else known
-    answer = pass_of(*tensors[:3], *offsets_of(tensors))
+    answer = pass_of(*tensors[:3], *others_of(tensors))
     return None if answer is None else _both(answer, tensors, words)
 
 
@@ -93,7 +94,7 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> Answer:
     with quiet(given["query"]):
         if plan is None or plan.passes(parsed.problem) is None:
             plan = planner.plan(parsed, lse=lse, learns=False)
-        own = *tensors[:3], *offsets_of(tensors)
+        own = *tensors[:3], *others_of(tensors)
         like = as_read(given["query"], given)
         return call.answer(call_key, own, parsed, plan, lse=lse, like=like)
 
@@ -101,14 +102,20 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> Answer:
 def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | None:
     """The key of the operator's call; None where it computes on more tensors than that keeps."""
     query, key, value, *extras = tensors
-    offsets = offsets_of(tensors)
-    if sum(isinstance(extra, Tensor) or bool(extra) for extra in extras) > len(offsets):
+    offsets, scores = _offsets_of(tensors), tensors[_SCORES]
+    known = len(offsets) + sum(tensor is not None for tensor in scores)
+    if sum(isinstance(extra, Tensor) or bool(extra) for extra in extras) > known:
         return None
     facts = (*words, *words.values(), "operator", torch.are_deterministic_algorithms_enabled())
-    return call_cache.key(query, key, value, offsets, facts, None)
+    return call_cache.key(query, key, value, offsets, facts, (None, *scores) if known > len(offsets) else None)
 
 
-def offsets_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+def others_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The offsets of packed sequences, then bias, slopes and sinks, where they are there."""
+    return (*_offsets_of(tensors), *(tensor for tensor in tensors[_SCORES] if tensor is not None))
+
+
+def _offsets_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """cu_seqlens_q and cu_seqlens_kv, where they are there."""
     return tuple(offsets for offsets in tensors[_OFFSETS : _OFFSETS + 2] if offsets is not None)
 

@@ -16,6 +16,7 @@ from autoattn import torch_private
 from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
+from autoattn.kernels import forward
 from autoattn.runtime import call_cache
 from autoattn.runtime.call import attention, packed_attention
 from autoattn.runtime.plan import decision, planner
@@ -102,8 +103,12 @@ def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]
     *pulls, output, lse, query, key, value = tensors[: _BEFORE + 3]
     if output.stride() != known.memory.output or not lse.is_contiguous():
         return None
-    made = known.differentiate(*pulls, query, key, value, output, lse, *attention_op.offsets_of(tensors[_BEFORE:]))
-    return [grad for grad, learnt in zip(made, learns, strict=False) if learnt]
+    others = attention_op.others_of(tensors[_BEFORE:])
+    made = known.differentiate(*pulls, query, key, value, output, lse, *others)
+    gradients = dict(zip((*_THREE, *known.others), made, strict=False))
+    gradients["alibi_slopes"] = gradients.get("slopes")
+    found = [gradients.get(name) for name in _learners(learns)]
+    return None if any(gradient is None for gradient in found) else [grad for grad in found if grad is not None]
 
 
 def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:
@@ -216,7 +221,10 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     A graph in which lengths are symbols, and one for CUDA graphs, keep the operator.
     """
     query, key, value, *extras = tensors
-    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(extra is not None for extra in extras):
+    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or words.get("learns_bias"):
+        return None
+    bias, *others = extras or (None,)
+    if any(extra is not None for extra in others):
         return None
     if (
         not all(type(size) is int for tensor in (query, key, value) for size in tensor.shape)
@@ -227,7 +235,8 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
         return None
     call = attention_op.read(given)
-    theirs = decision.in_place_of_kernels(call.problem, nvidia.present(query.device.index))
+    element = None if bias is None else forward.BIAS_ELEMENT[bias.dtype]
+    theirs = decision.in_place_of_kernels(call.problem, nvidia.present(query.device.index), bias_element=element)
     if theirs is None:
         return None
     output, _ = execute.run(call, planner.Plan(theirs), lse=False)
