@@ -195,10 +195,6 @@ def _with_bias(
     scale: float,
 ) -> Tensor:  # fmt: skip
     bias = bias.to(query.dtype) if bias.is_floating_point() else bias
-    if blind is not None and torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
-        # A backward pass subtracts the LSE of such a query, which is -inf, from scores of -inf: the gradients of all
-        # keys would be NaN. What it sees in place of that counts for nothing, since its output is 0.
-        bias = bias.masked_fill(blind, bias.dtype is torch.bool)
     output = attend(query, key, value, attn_mask=bias, scale=scale)
     return output if blind is None else output.masked_fill(blind, 0.0)
 

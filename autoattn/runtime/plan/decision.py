@@ -153,19 +153,18 @@ def _why_not_differentiated(problem: Problem, *, lse: bool, learns_bias: bool) -
 
 
 def pytorch_believed_faster(
-    problem: Problem, gradients: Explanation, card: Device | None, *, lse: bool, bias_element: str | None = None
+    problem: Problem, gradients: Explanation, card: Device | None, *, lse: bool
 ) -> Explanation | None:
     """PyTorch's attention for a plain call that nobody tuned; None where kernels differentiate it.
 
     Args:
         problem: forward.
         lse: whether the LSE has a gradient, which PyTorch's attention does not give.
-        bias_element: Triton's name of the element type of a bias; None is the query's.
     """
     backward = gradients.problem
     if lse or card is None or backward is None or backward.deterministic:
         return None
-    return default_gradients.answer(problem, gradients, card, bias_element)
+    return default_gradients.answer(problem, gradients, card)
 
 
 def _float8_supported(problem: Problem, card: Device | None, *, lse: bool) -> Explanation | None:
@@ -209,18 +208,15 @@ def launch_bound(output: Explanation, gradients: Explanation, *, deterministic: 
     return None if deterministic or lse else host_bound.answer(output, gradients)
 
 
-def in_place_of_kernels(
-    problem: Problem, card: Device | None, *, bias_element: str | None = None
-) -> Explanation | None:
+def in_place_of_kernels(problem: Problem, card: Device | None) -> Explanation | None:
     """PyTorch's attention for a call that may be differentiated, where it is chosen in place of kernels that there are.
 
     Args:
-        problem: forward, of a call that wants neither an LSE nor gradients that repeat to the bit, nor that of a bias.
-        bias_element: as of `pytorch_believed_faster`.
+        problem: forward, of a call that wants neither an LSE nor gradients that repeat to the bit.
     """
     output = cache_lookup.explain(problem, card)
     gradients = cache_lookup.explain(gradient_problem.backward_of(problem), card)
-    believed = pytorch_believed_faster(problem, gradients, card, lse=False, bias_element=bias_element)
+    believed = pytorch_believed_faster(problem, gradients, card, lse=False)
     return believed or launch_bound(output, gradients, deterministic=False, lse=False)
 
 

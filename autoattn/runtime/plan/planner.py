@@ -246,10 +246,7 @@ def _plan_both(
     tuned = None if known is None or known.gradients is None else known.gradients.now()
     gradient_answer = decision.of_gradients(backward_problem, card, lse=lse, tuned=tuned)
     _warn_where_unavailable(gradient_answer)
-    believed = decision.pytorch_believed_faster(
-        problem, gradient_answer, card, lse=lse, bias_element=gradient_traits.bias
-    )
-    if believed is not None:
+    if (believed := decision.pytorch_believed_faster(problem, gradient_answer, card, lse=lse)) is not None:
         return Plan(believed)
     refused = gradient_problem.why_not_by(gradient_answer)
     if refused is None:

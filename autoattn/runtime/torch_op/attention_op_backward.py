@@ -16,7 +16,6 @@ from autoattn import torch_private
 from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
-from autoattn.kernels import forward
 from autoattn.runtime import call_cache
 from autoattn.runtime.call import attention, packed_attention
 from autoattn.runtime.plan import decision, planner
@@ -221,10 +220,7 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     A graph in which lengths are symbols, and one for CUDA graphs, keep the operator.
     """
     query, key, value, *extras = tensors
-    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or words.get("learns_bias"):
-        return None
-    bias, *others = extras or (None,)
-    if any(extra is not None for extra in others):
+    if not words.get("keep_lse") or type(query).__name__ not in _TRACED or any(extra is not None for extra in extras):
         return None
     if (
         not all(type(size) is int for tensor in (query, key, value) for size in tensor.shape)
@@ -235,8 +231,7 @@ def _in_parts(tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, 
     if given["return_lse"] or given["deterministic"] or torch.are_deterministic_algorithms_enabled():
         return None
     call = attention_op.read(given)
-    element = None if bias is None else forward.BIAS_ELEMENT[bias.dtype]
-    theirs = decision.in_place_of_kernels(call.problem, nvidia.present(query.device.index), bias_element=element)
+    theirs = decision.in_place_of_kernels(call.problem, nvidia.present(query.device.index))
     if theirs is None:
         return None
     output, _ = execute.run(call, planner.Plan(theirs), lse=False)

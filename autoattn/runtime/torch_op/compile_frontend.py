@@ -138,7 +138,7 @@ def _is_better_by_pytorch(query: Tensor, key: Tensor, value: Tensor, given: dict
         return False
     if arguments.why_no_kernel(query, value) != "" or not _has_kernels(query.device):
         return True
-    return _is_believed_faster(query, key, value, given)
+    return not biased and _is_believed_faster(query, key, value, given)
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -147,27 +147,21 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _is_believed_faster(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
-    """Whether PyTorch's gradients of a plain call are believed faster, and none were tuned on the card.
+    """Whether PyTorch's gradients of a plain call without a bias are believed faster, and none were tuned on the card.
 
     Where some were, the operator decides when autograd comes to it. A causal mask must be square: another one would be
-    written out. A bias must be one that cuDNN takes as it is.
+    written out.
     """
     if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] != value.shape[-1]:
         return False
     axis = 1 if given["layout"] == Layout.BSHD.value else 2
     if given["causal"] and query.shape[axis] != key.shape[axis]:
         return False
-    if given["deterministic"] or torch.are_deterministic_algorithms_enabled():
-        return False
-    bias = given["mask"] if given["bias"] is None else given["bias"]
-    if bias is None:
-        return _leaves_plain(query.device.index)
-    fused = (
-        bias.dtype == query.dtype
-        and query.shape[3 - axis] == key.shape[3 - axis]
-        and query.shape[-1] % default_gradients.CUDNN_STEP == 0
+    return (
+        not given["deterministic"]
+        and not torch.are_deterministic_algorithms_enabled()
+        and _leaves_plain(query.device.index)
     )
-    return fused and _leaves_biased(query.device.index)
 
 
 def _is_asked_alone(given: dict[str, Any]) -> bool:
@@ -199,15 +193,6 @@ def _leaves_plain(index: int | None) -> bool:
 
 
 _leaves_plain._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _leaves_biased(index: int | None) -> bool:
-    """The same of those with a bias that is added and does not learn."""
-    card = nvidia.present(index)
-    return not cache_lookup.differentiates(card) and default_gradients.are_pytorchs(card, biased=True)
-
-
-_leaves_biased._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_differentiated() -> bool:

@@ -123,90 +123,6 @@ def test_calls_that_pytorch_answers_by_more_than_a_fused_kernel_are_a_defaults(
     assert (card["forward"], card["backward"]) == (1, 1)
 
 
-def bias_of(dtype: torch.dtype = torch.float16, *, learns: bool = False) -> Tensor:
-    """Of pairs, where query 5 of the second head sees no key."""
-    bias = torch.randn(1, 2, 32, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
-    bias[:, 1, 5] = -torch.inf
-    return bias.requires_grad_(learns)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("tuned_others", [False, True])
-@pytest.mark.parametrize("name", ["bias", "mask"])
-def test_a_bias_that_learns_nothing_is_pytorchs_on_hopper_where_nobody_tuned_it(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, tuned_others: bool, compiled: bool
-) -> None:
-    """Where other gradients were tuned, the operator decides when autograd comes to it."""
-    monkeypatch.setattr(cache_lookup, "differentiates", lambda device: tuned_others)
-    torch._dynamo.reset()
-    attend: Callable[..., Any] = autoattn.attention
-    if compiled:
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        tensors, given = square(), {name: bias_of()}
-        output = attend(*tensors, **given)
-        found = torch.autograd.grad(output.float().square().sum(), tensors)
-        leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
-        scores = leaves[0] @ leaves[1].mT / 4 + bias_of().float()
-        right = scores.masked_fill(torch.isinf(scores).all(-1, keepdim=True), 0.0).softmax(-1) @ leaves[2]
-        right = right.masked_fill(torch.isinf(scores).all(-1, keepdim=True), 0.0)
-        expected = torch.autograd.grad(right.square().sum(), leaves)
-        for ours, theirs in zip((output, *found), (right, *expected), strict=True):
-            torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
-        assert not output[:, 1, 5].any()
-    assert (card["forward"], card["backward"], card["loaded"]) == (0, 0, []), "nothing is compiled in vain"
-    told = autoattn.explain(*tensors, **given)
-    assert told.level is Level.SDPA
-    assert told.steps[-1].startswith("pytorch_believed_faster: triton/backward, tuned, took 0.98 to 1.45 of cuDNN's")
-
-
-def test_pytorchs_answer_with_a_bias_is_prepared_in_each_layout(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swapped = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in square()]
-    for tensors, layout in ((square(), "bhsd"), (swapped, "bshd")):
-        first = autoattn.attention(*tensors, bias=bias_of(), layout=layout)
-        with monkeypatch.context() as patch:
-            patch.setattr(planner, "plan", lambda *given, **words: pytest.fail("it was planned"))
-            again = autoattn.attention(*tensors, bias=bias_of(), layout=layout)
-        assert torch.equal(first, again)
-        assert again.requires_grad
-    assert card["forward"] == 0
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("device", "given", "heads"),
-    [
-        (samples.A30, {"bias": bias_of()}, 2),
-        (samples.H200, {"bias": bias_of(learns=True)}, 2),
-        (samples.H200, {"bias": bias_of(torch.float32)}, 2),  # PyTorch would round it
-        (samples.H200, {"bias": bias_of(), "causal": True}, 2),
-        (samples.H200, {"bias": bias_of(), "window": (9, 0)}, 2),
-        (samples.H200, {"bias": bias_of(), "return_lse": True}, 2),
-        (samples.H200, {"bias": bias_of(), "deterministic": True}, 2),
-        (samples.H200, {"bias": bias_of(), "softcap": 3.0}, 2),
-        (samples.H200, {"mask": bias_of() > 0}, 2),
-        (samples.H200, {"bias": bias_of()}, 1),  # key heads
-    ],
-    ids=["a30", "learns", "float32", "causal", "window", "lse", "deterministic", "softcap", "boolean", "shared heads"],
-)
-def test_other_calls_with_a_bias_are_a_defaults(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: Device, given: dict[str, Any], heads: int,
-    compiled: bool,
-) -> None:  # fmt: skip
-    fake_device.set_device(monkeypatch, device)
-    monkeypatch.setattr(cache_lookup, "differentiates", lambda device: False)
-    torch._dynamo.reset()
-    attend: Callable[..., Any] = autoattn.attention
-    if compiled:
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    query, key, value = square()
-    answer = attend(query, key[:, :heads], value[:, :heads], **given)
-    (answer[0] if isinstance(answer, tuple) else answer).float().square().sum().backward()
-    assert (card["forward"], card["backward"]) == (1, 1)
-
-
 def test_a_kernel_that_the_compiler_refuses_makes_way_for_the_next(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +214,6 @@ def test_who_is_believed_faster(
         assert told.steps[-1].startswith("pytorch_believed_faster: ")
     if head_dim % 8 == 0:
         assert default_gradients.are_pytorchs(named) is by_pytorch
-    assert default_gradients.are_pytorchs(named, biased=True) is (device in ("h200", "h100"))
 
 
 def test_without_a_card_that_runs_kernels_plain_calls_are_pytorchs() -> None:
