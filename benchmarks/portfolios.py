@@ -2,6 +2,7 @@
 
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
+python benchmarks/portfolios.py fill --seed 1003 --seconds 460       likewise, of kinds that are seldom drawn
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.yaml
 
 screen: for each drawn problem, a wide pool of variants (`variant_pool.py`) is compiled, passes the gate and has a first
@@ -9,6 +10,9 @@ look. These times are rough: compilers are at work, and what is slow is looked a
 
 measure: of the screened variants, few cover all problems (`variant_pool.cover`). On each drawn problem these pass the
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
+
+fill: problems of the kinds of `gap_calls.py`. The model of derive chooses a few variants of a pool for each. Short calls
+are measured last, on idle cores.
 
 derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
 decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
@@ -25,39 +29,36 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import drawn_calls
+import gap_calls
+import measured_calls
 import msgspec
 import portfolio_model
 import portfolio_tree
 import typer
 import variant_pool
+from measured_calls import Staged, Subject
+from portfolio_model import TimeModel
 from portfolio_tree import Example, PortfolioRule
 
 from autoattn.codegen import portfolio, resources
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Op, Precision, Problem
-from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
-from autoattn.search import finals, multi_template
-from autoattn.search.gpu_jobs import Finished
-from autoattn.search.multi_template import Contest
-from autoattn.search.search_options import Objective
-from autoattn.search.study import Study
-from autoattn.search.trial_pipeline import Steps, Workshop
-from autoattn.workers.worker_pool import Failure
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
 SCREENED = DATA / "screened"
-AT_ONCE = 8  # problems whose variants are measured together, so that compilers and the GPU both have work
-FINAL_SECONDS = 0.35
 FINALISTS = 16  # variants of a problem that meet in rounds, at most
+CANDIDATES = 12  # of a long call of `fill`
+SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
@@ -66,67 +67,6 @@ PREDICTED = {DType.FLOAT16: 3600, Precision.TF32: 1200, Precision.IEEE: 1200}  #
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
-
-
-class Subject:
-    """One problem on its way."""
-
-    def __init__(self, problem: Problem, device: Device, variants: Sequence[Variant], finalists: int) -> None:
-        self.problem, self.device, self.variants, self.finalists = problem, device, variants, finalists
-        self.trials: list[Trial] = []
-
-    def steps(self, shop: Workshop) -> Steps[dict[str, Any] | str]:
-        """Its line of the file, or in words why there is none."""
-        spaces = multi_template.spaces(self.problem, self.device, True)
-        study = Contest([Study(None, space, self.problem, self.device, seed=0, budget=0) for space in spaces])
-        study.enqueue(self.variants)
-        yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
-        working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
-        if not working:
-            return "no variant worked"
-        best = [trial.variant for trial in finals.shortlist(working, self.finalists, Objective.TIME)]
-        result = yield from shop.final(self.problem, best, seconds=FINAL_SECONDS, seed=0, energy_seconds=0.0)
-        if isinstance(result, Failure):
-            return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        return line(self.problem, best, result)
-
-
-def line(problem: Problem, best: Sequence[Variant], result: Finished) -> dict[str, Any]:
-    """What a file keeps of a problem: the times of its finalists and of its rivals."""
-    times: dict[Variant, float] = {}
-    for variant, measurement in zip(best, result.measurements, strict=True):
-        if measurement is not None:
-            times[variant] = measurement.median_us
-    return {
-        "problem": msgspec.to_builtins(problem),
-        "times_us": [[variant.template, variant.as_dict(), round(time_us, 2)] for variant, time_us in times.items()],
-        "rivals_us": {rival.name: round(rival.measurement.median_us, 2) for rival in result.rivals},
-    }
-
-
-def lines(subjects: Iterator[Subject], end: float, device: Device) -> Iterator[tuple[Problem, dict[str, Any] | str]]:
-    """Measures several problems at a time until all is done; after `end` none is begun."""
-    with Workshop(device, measured=True) as shop:
-        active: list[tuple[Subject, Steps[dict[str, Any] | str]]] = []
-        while True:
-            while len(active) < AT_ONCE and time.monotonic() < end:
-                subject = next(subjects, None)
-                if subject is None:
-                    break
-                active.append((subject, subject.steps(shop)))
-            if not active:
-                return
-            going = []
-            for subject, steps in active:
-                try:
-                    next(steps)
-                except StopIteration as finished:
-                    yield subject.problem, finished.value
-                else:
-                    going.append((subject, steps))
-            if len(going) == len(active):
-                shop.wait()
-            active = going
 
 
 def distinct(seed: int, count: int) -> list[Problem]:
@@ -157,6 +97,36 @@ def screen(
         out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
         lambda problem: Subject(problem, card, variant_pool.pool(problem, card)[:variants], variants),
     )  # fmt: skip
+
+
+@app.command()
+def fill(
+    seed: Seed = RESERVED + 3, seconds: Seconds = 460.0,
+    sizes: Annotated[int, typer.Option(help="Problems of each gap, which share compiled kernels.")] = 4,
+    out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
+) -> None:  # fmt: skip
+    """Measure variants that the model chooses on problems of seldom kinds."""
+    begun = time.monotonic()
+    card = _card()
+    path = out / f"{card.name}_forward_{seed}.jsonl"
+    problems = _unknown(path, gap_calls.draw(seed, sizes, card))
+    print(f"{len(problems)} problems")
+    subjects = _candidates(problems, card)
+    print(f"{sum(len(subject.variants) for subject in subjects)} variants chosen in {time.monotonic() - begun:.0f} s")
+    _append(path, Staged(subjects, seconds - (time.monotonic() - begun), card).lines())
+
+
+def _candidates(problems: Sequence[Problem], card: Device) -> list[Subject]:
+    """Each problem with what the model of all measured times expects of a pool of variants."""
+    measured, screened = _all_of(DATA), _all_of(SCREENED)
+    model, cover = _model(measured, screened), variant_pool.cover(screened)
+    subjects = []
+    for problem in problems:
+        short = gap_calls.is_short(problem, card)
+        count = SHORT_CANDIDATES if short else CANDIDATES
+        chosen = variant_pool.candidates(problem, card, cover, partial(model.times_us, problem, device=card), count)
+        subjects.append(Subject(problem, card, chosen, FINALISTS, short=short))
+    return subjects
 
 
 @app.command()
@@ -193,10 +163,19 @@ def _write(
     path: Path, card: Device, seconds: float, problems: Sequence[Problem], subject_of: Callable[[Problem], Subject]
 ) -> None:
     """Adds a line to a file for each problem that it does not have."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    subjects = map(subject_of, _unknown(path, problems))
+    _append(path, measured_calls.lines(subjects, time.monotonic() + seconds, card))
+
+
+def _unknown(path: Path, problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that a file does not have."""
     known = {example.problem for example in read(path)} if path.exists() else set()
-    subjects = (subject_of(problem) for problem in problems if problem not in known)
-    for problem, result in lines(subjects, time.monotonic() + seconds, card):
+    return [problem for problem in problems if problem not in known]
+
+
+def _append(path: Path, results: Iterable[tuple[Problem, dict[str, Any] | str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for problem, result in results:
         if isinstance(result, str):
             print(f"no line: {problem}: {result}", flush=True)
             continue
@@ -262,9 +241,9 @@ def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
 
 def predicted(measured: Sequence[Example], screened: Sequence[Example]) -> list[Example]:
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
-    cover, card = variant_pool.cover(screened), measured[0].device
-    failing = _failing(measured, cover)
-    model = portfolio_model.fit([*_samples(measured, cover, failing), *_rough_samples(screened)])
+    cover = variant_pool.cover(screened)
+    ((card, _),) = Counter(example.device for example in measured).most_common(1)
+    failing, model = _failing(measured, cover), _model(measured, screened)
     examples = []
     known = {example.problem: example.times_us for example in measured}
     for problem in [*list(known) * WEIGHT, *_problems_to_predict()]:
@@ -274,6 +253,13 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example]) -> list[
             times = {**model.times_us(problem, variants, card), **known.get(problem, {})}
             examples.append(Example(problem=problem, device=card, times_us=times, rivals_us={}))
     return examples
+
+
+def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
+    """A model of all measured times."""
+    cover = variant_pool.cover(screened)
+    samples = _samples(measured, cover, _failing(measured, cover))
+    return portfolio_model.fit([*samples, *_rough_samples(screened)])
 
 
 def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
