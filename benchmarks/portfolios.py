@@ -11,8 +11,8 @@ look. These times are rough: compilers are at work, and what is slow is looked a
 measure: of the screened variants, few cover all problems (`variant_pool.cover`). On each drawn problem these pass the
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
 
-fill: problems of the kinds of `gap_calls.py`. The model of derive chooses a few variants of a pool for each. Short calls
-are measured last, on idle cores.
+fill: problems of the kinds of `gap_calls.py`. The model of derive chooses a few variants of a pool for each. Short
+calls are measured last, on idle cores.
 
 derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
 decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
