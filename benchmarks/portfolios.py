@@ -3,7 +3,7 @@
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py fill --seed 1003 --seconds 460       likewise, of kinds that are seldom drawn
-python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.yaml
+python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
 
 screen: for each drawn problem, a wide pool of variants (`variant_pool.py`) is compiled, passes the gate and has a first
 look. These times are rough: compilers are at work, and what is slow is looked at once.
@@ -43,9 +43,10 @@ import typer
 import variant_pool
 from measured_calls import Staged, Subject
 from portfolio_model import TimeModel
-from portfolio_tree import Example, PortfolioRule
+from portfolio_tree import Example
 
 from autoattn.codegen import portfolio, resources
+from autoattn.codegen.portfolio import Question, Tree
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Op, Precision, Problem
@@ -202,29 +203,47 @@ def _all_of(folder: Path) -> list[Example]:
     return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]
 
 
-def text_of(examples: Sequence[Example], rules: Sequence[PortfolioRule]) -> str:
+def text_of(examples: Sequence[Example], tree: Tree) -> str:
     """The file of a portfolio that these examples gave."""
     sources = ", ".join(sorted({example.device.full_name for example in examples}))
-    head = (
-        "# What calls run that nobody tuned: variants of the rule that holds, best first, then the templates' seeds.\n"
-        f"# Written by `python benchmarks/portfolios.py derive` from {len(examples)} problems measured on {sources}\n"
-        "# and a model of their times.\n"
-        "# Not to be edited; docs/decisions/portfolios.md says how it is made.\n"
-    )
-    lines = [f"version: {portfolio.VERSION}", f"operation: {Op.FORWARD.value}", "let:"]
-    lines += [f"  {name}: {json.dumps(text)}" for name, text in portfolio_tree.LET.items()]
-    units = {example.device.capabilities.matrix_unit.value for example in examples}
-    (unit,) = units  # what suits cards with other products, nobody measured
-    names = _names({variant: None for rule in rules for variant in rule.variants})
-    lines.append("variants:")
-    for variant, name in names.items():
-        params = ", ".join(f"{parameter}: {value}" for parameter, value in variant.as_dict().items())
-        lines.append(f"  {name}: {{template: {variant.template}, params: {{{params}}}}}")
-    lines.append("rules:")
-    for rule in rules:
-        listed = ", ".join(names[variant] for variant in rule.variants)
-        lines += [f"  - when: {json.dumps(f'{unit} == 1 and {rule.when}')}", f"    variants: [{listed}]"]
-    return head + "\n".join(lines) + "\n"
+    about = [
+        "What calls run that nobody tuned: the first variant that can run, of the list that a problem's answers lead",
+        "to, else the templates' seeds. Written by `python benchmarks/portfolios.py derive` from",
+        f"{len(examples)} problems measured on {sources} and a model of their times.",
+        "Not to be edited; docs/decisions/portfolios.md says how it is made.",
+    ]
+    (unit,) = {example.device.capabilities.matrix_unit.value for example in examples}
+    # What suits cards with other products, nobody measured.
+    whole = Question(fact=unit, below=1.0, then=(), otherwise=tree)
+    names = _names({variant: None for variants in portfolio_tree.leaves(tree) for variant in variants})
+    variants = {name: {"template": variant.template, "params": variant.as_dict()} for variant, name in names.items()}
+    parts = [
+        _lines("about", "[]", map(json.dumps, about)),
+        f'  "version": {portfolio.VERSION}',
+        f'  "operation": "{Op.FORWARD.value}"',
+        _lines("let", "{}", (f'"{name}": {json.dumps(text)}' for name, text in portfolio_tree.LET.items())),
+        _lines("variants", "{}", (f'"{name}": {json.dumps(variant)}' for name, variant in variants.items())),
+        f'  "tree": {_tree_text(whole, names, "  ")}',
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(name: str, brackets: str, items: Iterable[str]) -> str:
+    """A list or a mapping with an item on each line."""
+    return f'  "{name}": {brackets[0]}\n    ' + ",\n    ".join(items) + f"\n  {brackets[1]}"
+
+
+def _tree_text(tree: Tree, names: Mapping[Variant, str], indent: str) -> str:
+    """A question with its answers below it, or a list of names."""
+    if not isinstance(tree, Question):
+        return json.dumps([names[variant] for variant in tree])
+    deeper = indent + "  "
+    answers = [
+        f'{deeper}"{word}": {_tree_text(answer, names, deeper)}'
+        for word, answer in (("then", tree.then), ("else", tree.otherwise))
+    ]
+    condition = f'{{"if": "{tree.fact} < {tree.below:g}",'
+    return "\n".join([condition, ",\n".join(answers) + "}"])
 
 
 def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
@@ -327,18 +346,19 @@ def derive(
     examples, screened = (
         [e for path in sorted(folder.glob("*.jsonl")) for e in read(path)] for folder in (DATA, SCREENED)
     )
-    rules = portfolio_tree.grow(predicted(examples, screened))
-    text = text_of(examples, rules)
+    tree = portfolio_tree.grow(predicted(examples, screened))
+    text = text_of(examples, tree)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:
             sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
         return
     TARGET.write_text(text, encoding="utf-8")
-    regrets = [regret for example in examples if (regret := portfolio_tree.regret(example, rules)) is not None]
+    leaves = list(portfolio_tree.leaves(tree))
+    regrets = [regret for example in examples if (regret := portfolio_tree.regret(example, tree)) is not None]
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
     within = sum(regret <= NEAR for regret in regrets)
     print(
-        f"{len(rules)} rules of {len({variant for rule in rules for variant in rule.variants})} variants; "
+        f"{len(leaves)} lists of {len({variant for variants in leaves for variant in variants})} variants; "
         f"{len(examples)} problems, {len(regrets)} by a measured variant: {mean:.3f} of the best time, at most "
         f"{max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
     )

@@ -100,7 +100,7 @@ def no_portfolio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     """Calls that nobody tuned run the templates' seeds: no measurement says otherwise."""
     from autoattn.codegen import portfolio, resources
 
-    path = tmp_path_factory.mktemp("no_portfolio") / "forward.portfolio.yaml"
+    path = tmp_path_factory.mktemp("no_portfolio") / "forward.portfolio.json"
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     yield

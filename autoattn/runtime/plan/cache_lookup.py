@@ -328,7 +328,7 @@ class _Lookup:
 
     def _of_portfolio(self) -> Variant | None:
         """The portfolio's first variant that can run."""
-        return next(self.rules.portfolio.feasible(self.facts), None)
+        return next(self.rules.of_portfolio(self.problem, self.facts), None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

@@ -353,13 +353,14 @@ def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[V
     many = seeds_of(ASKED, H200)[3]
     named = {"few": few, "many": many}
     document = {
-        "version": 1,
+        "about": [],
+        "version": portfolio.VERSION,
         "operation": "forward",
         "let": {"rows": "queries / batch"},
         "variants": {name: {"template": each.template, "params": each.as_dict()} for name, each in named.items()},
-        "rules": [{"when": "rows < 16", "variants": ["few"]}, {"when": "rows >= 16", "variants": ["many"]}],
+        "tree": {"if": "rows < 16", "then": ["few"], "else": ["many"]},
     }
-    path = tmp_path / "forward.portfolio.yaml"
+    path = tmp_path / "forward.portfolio.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
