@@ -25,6 +25,7 @@ from autoattn.core.variant import Variant
 LET = {
     "head": "head_dim_padded + (head_dim_v_padded > head_dim_padded) * (head_dim_v_padded - head_dim_padded)",
     "ieee": "dtype == 'float32' and precision == 'ieee'",
+    "tf32": "dtype == 'float32' and precision == 'tf32'",
     "rows": "queries / batch",
     "sides": "bounded_left + bounded_right",
     "sequence_tiles": "heads_q * queries / 128 / sm_count",
@@ -32,7 +33,7 @@ LET = {
     "shared_rows": "queries / batch * group_size",
 }
 FEATURES = (
-    "element_bytes", "ieee", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
+    "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
     "key_heads", "shared_rows",
 )  # fmt: skip
 LEAST_PROBLEMS = 6  # of a leaf
@@ -52,6 +53,7 @@ class Example:
     device: Device
     times_us: Mapping[Variant, float]  # measured, or of all that can run where they are predicted
     rivals_us: Mapping[str, float]
+    met_cover: bool = True  # all variants of a cover were tried, so that what has no time is slow or failed
 
     @cached_property
     def facts(self) -> DerivedFacts:

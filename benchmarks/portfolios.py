@@ -29,6 +29,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,13 +59,16 @@ DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
 SCREENED = DATA / "screened"
 FINALISTS = 16  # variants of a problem that meet in rounds, at most
+CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
 CANDIDATES = 12  # of a long call of `fill`
 SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
-PREDICTED = {DType.FLOAT16: 3600, Precision.TF32: 1200, Precision.IEEE: 1200}  # problems; the first, of 16 bits
+# Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
+PREDICTED = {DType.FLOAT16: 3000, Precision.TF32: 1200, Precision.IEEE: 1200}
+TF32X3_OF = 4
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -109,7 +113,7 @@ def fill(
     """Measure variants that the model chooses on problems of seldom kinds."""
     begun = time.monotonic()
     card = _card()
-    path = out / f"{card.name}_forward_{seed}.jsonl"
+    path = out / f"{card.name}_{CHOSEN}_{seed}.jsonl"
     problems = _unknown(path, gap_calls.draw(seed, sizes, card))
     print(f"{len(problems)} problems")
     subjects = _candidates(problems, card)
@@ -119,8 +123,8 @@ def fill(
 
 def _candidates(problems: Sequence[Problem], card: Device) -> list[Subject]:
     """Each problem with what the model of all measured times expects of a pool of variants."""
-    measured, screened = _all_of(DATA), _all_of(SCREENED)
-    model, cover = _model(measured, screened), variant_pool.cover(screened)
+    measured, screened = examples_of(DATA), examples_of(SCREENED)
+    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
     subjects = []
     for problem in problems:
         short = gap_calls.is_short(problem, card)
@@ -139,7 +143,7 @@ def measure(
     """Measure few variants that cover what was screened, on drawn problems."""
     problems = _drawn(seed, count, sizes)
     card = _card()
-    cover = variant_pool.cover(_all_of(SCREENED))
+    cover = variant_pool.cover(examples_of(SCREENED))
     _write(
         out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
         lambda problem: Subject(problem, card, variant_pool.feasible(cover, problem, card), finalists),
@@ -188,17 +192,26 @@ def _append(path: Path, results: Iterable[tuple[Problem, dict[str, Any] | str]])
 
 def read(path: Path) -> list[Example]:
     """The problems of a file, with what was measured on each."""
-    device = device_profiles.named(path.name.partition("_")[0])
+    card, kind, _ = path.name.split("_")
+    device = device_profiles.named(card)
     examples = []
     for text in path.read_text(encoding="utf-8").splitlines():
         document = json.loads(text)
         times = {Variant.of(template, params): time_us for template, params, time_us in document["times_us"]}
         problem = msgspec.convert(document["problem"], Problem)
-        examples.append(Example(problem=problem, device=device, times_us=times, rivals_us=document["rivals_us"]))
+        examples.append(
+            Example(
+                problem=problem,
+                device=device,
+                times_us=times,
+                rivals_us=document["rivals_us"],
+                met_cover=kind != CHOSEN,
+            )
+        )
     return examples
 
 
-def _all_of(folder: Path) -> list[Example]:
+def examples_of(folder: Path) -> list[Example]:
     """The problems of all files of a folder."""
     return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]
 
@@ -258,18 +271,19 @@ def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
     return names
 
 
-def predicted(measured: Sequence[Example], screened: Sequence[Example]) -> list[Example]:
+def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: Sequence[Problem]) -> list[Example]:
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
-    cover = variant_pool.cover(screened)
+    cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
-    failing, model = _failing(measured, cover), _model(measured, screened)
-    examples = []
+    failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
+    examples, covering = [], frozenset(cover)
     known = {example.problem: example.times_us for example in measured}
-    for problem in [*list(known) * WEIGHT, *_problems_to_predict()]:
+    for problem in [*list(known) * WEIGHT, *drawn]:
         variants = [variant for variant in variant_pool.feasible(cover, problem, card)
                     if variant not in failing[numbers_of(problem)]]  # fmt: skip
         if variants:
-            times = {**model.times_us(problem, variants, card), **known.get(problem, {})}
+            times = model.times_us(problem, variants, card)
+            times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in covering}
             examples.append(Example(problem=problem, device=card, times_us=times, rivals_us={}))
     return examples
 
@@ -287,12 +301,14 @@ def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
 
 
 def _failing(measured: Sequence[Example], cover: Sequence[Variant]) -> dict[tuple[Any, ...], set[Variant]]:
-    """Variants that rules allow and that did not work, where fewer worked than may meet in rounds."""
+    """Variants that rules allow and that worked nowhere, where fewer worked than may meet in rounds."""
     failing: defaultdict[tuple[Any, ...], set[Variant]] = defaultdict(set)
     for example in measured:
-        if len(example.times_us) < FINALISTS:
+        if example.met_cover and len(example.times_us) < FINALISTS:
             allowed = variant_pool.feasible(cover, example.problem, example.device)
             failing[numbers_of(example.problem)] |= set(allowed) - set(example.times_us)
+    for example in measured:
+        failing[numbers_of(example.problem)] -= set(example.times_us)
     return failing
 
 
@@ -304,6 +320,8 @@ def _samples(
         facts: dict[str, Any] = {"problem": example.problem, "device": example.device}
         for variant, time_us in example.times_us.items():
             yield portfolio_model.Sample(**facts, variant=variant, time_us=time_us, rough=False)
+        if not example.met_cover:
+            continue
         behind = BEHIND * max(example.times_us.values())
         left_out = failing[numbers_of(example.problem)].union(example.times_us)
         for variant in variant_pool.feasible(cover, example.problem, example.device):
@@ -321,7 +339,7 @@ def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Samp
                 )
 
 
-def _problems_to_predict() -> list[Problem]:
+def problems_to_predict() -> list[Problem]:
     """Drawn problems, so many of each way to form products; float32 is seldom drawn, and its rules need as many."""
     left = dict(PREDICTED)
     problems: dict[Problem, None] = {}
@@ -330,6 +348,8 @@ def _problems_to_predict() -> list[Problem]:
             numbers = problem.precision if problem.dtype is DType.FLOAT32 else DType.FLOAT16
             if left[numbers] and problem not in problems:
                 left[numbers] -= 1
+                if numbers is Precision.TF32 and left[numbers] % TF32X3_OF == 0:
+                    problem = replace(problem, precision=Precision.TF32X3)
                 problems[problem] = None
         if not any(left.values()):
             return list(problems)
@@ -343,10 +363,8 @@ def derive(
     ] = False,
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
-    examples, screened = (
-        [e for path in sorted(folder.glob("*.jsonl")) for e in read(path)] for folder in (DATA, SCREENED)
-    )
-    tree = portfolio_tree.grow(predicted(examples, screened))
+    examples, screened = examples_of(DATA), examples_of(SCREENED)
+    tree = portfolio_tree.grow(predicted(examples, screened, problems_to_predict()))
     text = text_of(examples, tree)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:

@@ -20,7 +20,7 @@ from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection
 from autoattn.core.device import Device
-from autoattn.core.problem import Op, Problem
+from autoattn.core.problem import DType, Modifiers, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 
@@ -151,6 +151,12 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
         if is_available(variant)
         and search_space.load(variant.template).why_infeasible(variant, problem, device) is None
     ]
+
+
+def was_measured_for(problem: Problem, device: Device) -> bool:
+    """Whether what the portfolio holds for a problem rests on measurements of such problems."""
+    plain = not problem.packed and not problem.mask.sparse and problem.modifiers == Modifiers()
+    return plain and problem.dtype is not DType.FLOAT8 and bool(load(problem.op).suiting(problem, device))
 
 
 def is_available(variant: Variant) -> bool:

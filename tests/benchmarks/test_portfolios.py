@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import drawn_calls
@@ -157,11 +158,14 @@ def test_a_cover_has_a_variant_near_the_best_of_each_problem(examples: list[Exam
 
 def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     """Where fewer variants worked than may meet in rounds, none was left out for being slow."""
-    drawn = portfolios.predicted([example(problem(rows), {LONG: 10.0}) for rows in LENGTHS],
-                                 [example(problem(1), {SHORT: 9.0}), example(problem(2), {LONG: 9.0})])  # fmt: skip
+    screened = [example(problem(1), {SHORT: 9.0}), example(problem(2), {LONG: 9.0})]
+    measured = [example(problem(rows), {LONG: 10.0}) for rows in LENGTHS]
+    drawn = portfolios.predicted(measured, screened, [problem(700)])
     alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem(1))]
     assert alike
     assert all(SHORT not in each.times_us for each in alike)
+    chosen = [replace(each, met_cover=False) for each in measured]  # few met; SHORT may not have been among them
+    assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem(700)]))
 
 
 def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: list[Example]) -> None:
