@@ -2,9 +2,10 @@
 
 Needs no GPU, and takes some minutes. Each measured problem is taken as a call that nobody tuned. Once, its time is that
 of the winner of another measured problem of its kind, as a look-up among entries would have it. Once, it is that of the
-first variant of a portfolio which was derived without all problems of its kind. Both are over the best time of the
-problem. The script prints both means by the distance between the two problems, and the limit that saves the most time
-(`cache_lookup.NEAR`). Distances are sums of octaves, as `tuned_entries` has them: of sizes, and of work that saturates.
+first variant of a portfolio which was derived without it, and knows others of its kind. Both are over the best time of
+the problem. The script prints both means by the distance between the two problems, and the limit that saves the most
+time (`cache_lookup.NEAR`). Distances are sums of octaves, as `tuned_entries` has them: of sizes, and of work that
+saturates.
 
 A winner that did not come to the rounds counts as somewhat slower than the last that did, where it was tried. Pairs of
 which a time is not known are left out.
@@ -111,31 +112,25 @@ def table(pairs: Sequence[Pair], distance: Callable[[Pair], float]) -> list[str]
     return lines
 
 
-def without_kinds(folds: int, drawn: int) -> dict[Problem, Variant | None]:
-    """What portfolios hold for the measured problems that know nothing of their kinds."""
+def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
+    """What portfolios hold for the measured problems that know nothing of them, and know others of their kinds."""
     measured, screened = (portfolios.examples_of(folder) for folder in (portfolios.DATA, portfolios.SCREENED))
-    kinds = sorted({str(kernel_kind.of(example.problem)) for example in (*measured, *screened)})
     problems = portfolios.problems_to_predict()[::drawn]
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
-        out = set(kinds[fold::folds])
-        known = [
-            [example for example in examples if str(kernel_kind.of(example.problem)) not in out]
-            for examples in (measured, screened)
-        ]
-        tree = portfolio_tree.grow(portfolios.predicted(*known, problems))
-        for example in measured:
-            if str(kernel_kind.of(example.problem)) in out:
-                chosen[example.problem] = portfolio_tree.choice(example, tree)
+        known = [example for place, example in enumerate(measured) if place % folds != fold]
+        tree = portfolio_tree.grow(portfolios.predicted(known, screened, problems))
+        for example in measured[fold::folds]:
+            chosen[example.problem] = portfolio_tree.choice(example, tree)
     return chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folds", type=int, default=5, help="portfolios that each leave out as great a share of kinds")
+    parser.add_argument("--folds", type=int, default=3, help="portfolios that each leave out as many problems")
     parser.add_argument("--drawn", type=int, default=3, help="one in so many of the predicted problems")
     options = parser.parse_args()
-    chosen = without_kinds(options.folds, options.drawn)
+    chosen = without_problem(options.folds, options.drawn)
     examples = portfolios.examples_of(portfolios.DATA)
     known = [
         own
@@ -144,7 +139,7 @@ def main() -> None:
     ]
     found = list(pairs(examples, chosen))
     print(
-        f"{len(known)} of {len(examples)} problems have the time of a portfolio that does not know their kind: "
+        f"{len(known)} of {len(examples)} problems have the time of a portfolio that does not know them: "
         f"{math.exp(statistics.fmean(known)):.3f} of the best, in the median {math.exp(statistics.median(known)):.3f}; "
         f"{len(found)} pairs"
     )
