@@ -17,11 +17,12 @@ import argparse
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import portfolio_tree
 import portfolios
+import variant_pool
 from portfolio_tree import Example
 
 from autoattn.core import kernel_kind
@@ -45,19 +46,22 @@ class Pair:
     portfolio: float  # the same of the variant of a portfolio that knows nothing of the kind
 
 
-def pairs(examples: Sequence[Example], chosen: Mapping[Problem, Variant | None]) -> Iterator[Pair]:
+def pairs(
+    examples: Sequence[Example], chosen: Mapping[Problem, Variant | None], cover: Collection[Variant]
+) -> Iterator[Pair]:
     """All pairs of which both times are known.
 
     Args:
         chosen: what the portfolio holds for each problem.
+        cover: what was tried on all problems that met a cover.
     """
     for kind in of_kinds(examples).values():
         for example in kind:
             variant = chosen[example.problem]
-            own = None if variant is None else loss(example, variant)
+            own = None if variant is None else loss(example, variant, cover)
             for other in kind:
                 winner = min(other.times_us, key=lambda each: (other.times_us[each], str(each)))
-                theirs = loss(example, winner)
+                theirs = loss(example, winner, cover)
                 if other is not example and own is not None and theirs is not None:
                     yield Pair(
                         octaves=tuned_entries.distance_between(example.problem, other.problem),
@@ -75,11 +79,12 @@ def of_kinds(examples: Sequence[Example]) -> dict[KernelKind, list[Example]]:
     return kinds
 
 
-def loss(example: Example, variant: Variant) -> float | None:
+def loss(example: Example, variant: Variant, cover: Collection[Variant]) -> float | None:
     """The logarithm of a variant's time over the best, at most that of MOST; None where it is not known."""
     time_us = example.times_us.get(variant)
     if time_us is None:
-        if not example.met_cover or not portfolio_tree.is_feasible(variant, example.problem, example.device):
+        tried = example.met_cover and variant in cover
+        if not tried or not portfolio_tree.is_feasible(variant, example.problem, example.device):
             return None
         time_us = portfolios.BEHIND * max(example.times_us.values())
     return math.log(min(MOST, time_us / example.best_us))
@@ -132,12 +137,13 @@ def main() -> None:
     options = parser.parse_args()
     chosen = without_problem(options.folds, options.drawn)
     examples = portfolios.examples_of(portfolios.DATA)
+    cover = variant_pool.cover(portfolios.examples_of(portfolios.SCREENED))
     known = [
         own
         for example in examples
-        if (variant := chosen[example.problem]) is not None and (own := loss(example, variant)) is not None
+        if (variant := chosen[example.problem]) is not None and (own := loss(example, variant, cover)) is not None
     ]
-    found = list(pairs(examples, chosen))
+    found = list(pairs(examples, chosen, cover))
     print(
         f"{len(known)} of {len(examples)} problems have the time of a portfolio that does not know them: "
         f"{math.exp(statistics.fmean(known)):.3f} of the best, in the median {math.exp(statistics.median(known)):.3f}; "

@@ -41,7 +41,7 @@ def test_where_neighbours_never_win_no_limit_does() -> None:
 def test_a_pair_is_a_problem_beside_the_winner_of_another() -> None:
     examples = [example(4096, {FAST: 10.0, SLOW: 20.0}), example(2048, {FAST: 12.0, SLOW: 10.0})]
     chosen: dict[Problem, Variant | None] = {each.problem: FAST for each in examples}
-    first, second = near_limit.pairs(examples, chosen)
+    first, second = near_limit.pairs(examples, chosen, [FAST, SLOW])
     assert (first.octaves, first.work) == (1.0, 0.0)  # both are long programs
     assert (math.exp(first.neighbour), math.exp(first.portfolio)) == (pytest.approx(2.0), 1.0)
     assert (math.exp(second.neighbour), math.exp(second.portfolio)) == (pytest.approx(1.2), pytest.approx(1.2))
@@ -49,5 +49,6 @@ def test_a_pair_is_a_problem_beside_the_winner_of_another() -> None:
 
 def test_a_winner_that_was_not_tried_says_nothing() -> None:
     each = example(4096, {FAST: 10.0})
-    assert near_limit.loss(each, SLOW) == pytest.approx(math.log(1.1))
-    assert near_limit.loss(replace(each, met_cover=False), SLOW) is None
+    assert near_limit.loss(each, SLOW, [FAST, SLOW]) == pytest.approx(math.log(1.1))
+    assert near_limit.loss(replace(each, met_cover=False), SLOW, [FAST, SLOW]) is None
+    assert near_limit.loss(each, SLOW, [FAST]) is None
