@@ -411,7 +411,7 @@ def test_where_the_portfolio_was_not_measured_far_entries_go_before_it(
 ) -> None:
     tuned = samples.problem(seq_q=1024, seq_kv=1024, **changes)
     folder = written(tmp_path / "own", measured(tuned))
-    tokens = {"tokens_q": 2048, "tokens_kv": 2048} if tuned.packed else {}
+    tokens: dict[str, Any] = {"tokens_q": 2048, "tokens_kv": 2048} if tuned.packed else {}
     short = replace(tuned, seq_q=256, seq_kv=256, batch=2, **tokens)
     assert tuned_entries.work_between(tuned, short, H200) > cache_lookup.NEAR
     assert cache_lookup.explain(short, H200, folder).level is Level.NEAREST
