@@ -130,7 +130,8 @@ def features(problem: Problem, variant: Variant, device: Device) -> list[float]:
         2.0 + work.bytes_read / L2_BYTES_PER_US, work.rows_used, max(1.0, waves), problem.dtype.bytes,
     ]  # fmt: skip
     flags: list[float] = [
-        min(waves, 1.0), problem.precision is Precision.IEEE, problem.mask.bounded_left, problem.mask.bounded_right,
+        min(waves, 1.0), problem.precision is Precision.IEEE, problem.precision is Precision.TF32X3,
+        problem.mask.bounded_left, problem.mask.bounded_right,
         variant.template.startswith("gluon"), int(params.get("HEAD_GROUP", 1)) > 1,
     ]  # fmt: skip
     flags += [params.get(name) == value for name, values in CHOICES for value in values]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -12,8 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from autoattn.codegen import search_space
+from autoattn.codegen import portfolio, search_space
 from autoattn.codegen.feasibility import DerivedFacts
+from autoattn.codegen.portfolio import Question, Tree
 from autoattn.codegen.space_facts import facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core.device import Device
@@ -24,6 +25,7 @@ from autoattn.core.variant import Variant
 LET = {
     "head": "head_dim_padded + (head_dim_v_padded > head_dim_padded) * (head_dim_v_padded - head_dim_padded)",
     "ieee": "dtype == 'float32' and precision == 'ieee'",
+    "tf32": "dtype == 'float32' and precision == 'tf32'",
     "rows": "queries / batch",
     "sides": "bounded_left + bounded_right",
     "sequence_tiles": "heads_q * queries / 128 / sm_count",
@@ -31,7 +33,7 @@ LET = {
     "shared_rows": "queries / batch * group_size",
 }
 FEATURES = (
-    "element_bytes", "ieee", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
+    "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
     "key_heads", "shared_rows",
 )  # fmt: skip
 LEAST_PROBLEMS = 6  # of a leaf
@@ -51,6 +53,7 @@ class Example:
     device: Device
     times_us: Mapping[Variant, float]  # measured, or of all that can run where they are predicted
     rivals_us: Mapping[str, float]
+    met_cover: bool = True  # all variants of a cover were tried, so that what has no time is slow or failed
 
     @cached_property
     def facts(self) -> DerivedFacts:
@@ -62,14 +65,6 @@ class Example:
     def best_us(self) -> float:
         """The shortest time of a variant."""
         return min(self.times_us.values())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PortfolioRule:
-    """The variants of some problems, best first."""
-
-    when: str  # over facts of a problem and a device, and names of LET
-    variants: tuple[Variant, ...]
 
 
 class _Table:
@@ -123,30 +118,36 @@ def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
     return search_space.load(variant.template).why_infeasible(variant, problem, device) is None
 
 
-def grow(examples: Sequence[Example]) -> list[PortfolioRule]:
-    """The rules of the tree's leaves, of which one holds for any problem."""
+def grow(examples: Sequence[Example]) -> Tree:
+    """A decision tree of these problems."""
     if not examples:
-        return []
+        return ()
     table = _Table(sorted(examples, key=lambda example: (example.problem.key, example.device.name)))
     rows = np.arange(len(table.examples))
-    return _leaves(table, rows, [], table.list_of(rows))
+    return _grown(table, rows, MOST_DEPTH, table.list_of(rows))
 
 
-def _leaves(
-    table: _Table, rows: npt.NDArray[np.intp], conditions: list[str], own: tuple[float, list[int]]
-) -> list[PortfolioRule]:
-    split = _best_split(table, rows, own[0]) if len(conditions) < MOST_DEPTH else None
+def _grown(table: _Table, rows: npt.NDArray[np.intp], depth: int, own: tuple[float, list[int]]) -> Tree:
+    split = _best_split(table, rows, own[0]) if depth else None
     if split is None:
-        columns = table.complemented(rows, own[1])
-        when = " and ".join(_joined(conditions)) or "1 == 1"
-        return [PortfolioRule(when=when, variants=tuple(table.variants[column] for column in columns))]
+        return tuple(table.variants[column] for column in table.complemented(rows, own[1]))
     feature, threshold, below, above = split
-    low = table.features[rows, FEATURES.index(feature)] < threshold
-    number = f"{threshold:g}"
-    return [
-        *_leaves(table, rows[low], [*conditions, f"{feature} < {number}"], below),
-        *_leaves(table, rows[~low], [*conditions, f"{feature} >= {number}"], above),
-    ]
+    number = float(f"{threshold:g}")
+    low = table.features[rows, FEATURES.index(feature)] < number
+    then = _grown(table, rows[low], depth - 1, below)
+    otherwise = _grown(table, rows[~low], depth - 1, above)
+    if then == otherwise:  # the second best of a half may differ where the first do not
+        return then
+    return Question(fact=feature, below=number, then=then, otherwise=otherwise)
+
+
+def leaves(tree: Tree) -> Iterator[tuple[Variant, ...]]:
+    """The lists of variants of a tree, in its order."""
+    if isinstance(tree, Question):
+        yield from leaves(tree.then)
+        yield from leaves(tree.otherwise)
+    else:
+        yield tree
 
 
 _Split: TypeAlias = tuple[str, float, tuple[float, list[int]], tuple[float, list[int]]]
@@ -196,25 +197,14 @@ def _round_between(low: float, high: float) -> float:
     return high
 
 
-def _joined(conditions: Sequence[str]) -> list[str]:
-    """The conditions without those that a later one of the same feature and side implies."""
-    latest: dict[tuple[str, ...], str] = {}
-    for condition in conditions:
-        feature, side, _ = condition.split()
-        latest[feature, side] = condition
-    return [condition for condition in conditions if latest[tuple(condition.split()[:2])] == condition]
-
-
-def choice(example: Example, rules: Sequence[PortfolioRule]) -> Variant | None:
+def choice(example: Example, tree: Tree) -> Variant | None:
     """The variant that a call of an example's problem runs; None where seeds are left."""
-    for rule in rules:
-        if Rule(rule.when)(example.facts):
-            return next((each for each in rule.variants if is_feasible(each, example.problem, example.device)), None)
-    return None
+    variants = portfolio.leaf_of(tree, example.facts)
+    return next((each for each in variants if is_feasible(each, example.problem, example.device)), None)
 
 
-def regret(example: Example, rules: Sequence[PortfolioRule]) -> float | None:
+def regret(example: Example, tree: Tree) -> float | None:
     """The time of what a call runs over the best time; None where that was not measured."""
-    variant = choice(example, rules)
+    variant = choice(example, tree)
     time_us = example.times_us.get(variant) if variant is not None else None
     return None if time_us is None else time_us / example.best_us

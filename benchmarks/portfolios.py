@@ -2,13 +2,17 @@
 
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
-python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.yaml
+python benchmarks/portfolios.py fill --seed 1003 --seconds 460       likewise, of kinds that are seldom drawn
+python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
 
 screen: for each drawn problem, a wide pool of variants (`variant_pool.py`) is compiled, passes the gate and has a first
 look. These times are rough: compilers are at work, and what is slow is looked at once.
 
 measure: of the screened variants, few cover all problems (`variant_pool.cover`). On each drawn problem these pass the
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
+
+fill: problems of the kinds of `gap_calls.py`. The model of derive chooses a few variants of a pool for each. Short
+calls are measured last, on idle cores.
 
 derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
 decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
@@ -25,108 +29,49 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import drawn_calls
+import gap_calls
+import measured_calls
 import msgspec
 import portfolio_model
 import portfolio_tree
 import typer
 import variant_pool
-from portfolio_tree import Example, PortfolioRule
+from measured_calls import Staged, Subject
+from portfolio_model import TimeModel
+from portfolio_tree import Example
 
 from autoattn.codegen import portfolio, resources
+from autoattn.codegen.portfolio import Question, Tree
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Op, Precision, Problem
-from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
-from autoattn.search import finals, multi_template
-from autoattn.search.gpu_jobs import Finished
-from autoattn.search.multi_template import Contest
-from autoattn.search.search_options import Objective
-from autoattn.search.study import Study
-from autoattn.search.trial_pipeline import Steps, Workshop
-from autoattn.workers.worker_pool import Failure
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
 SCREENED = DATA / "screened"
-AT_ONCE = 8  # problems whose variants are measured together, so that compilers and the GPU both have work
-FINAL_SECONDS = 0.35
 FINALISTS = 16  # variants of a problem that meet in rounds, at most
+CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
+CANDIDATES = 12  # of a long call of `fill`
+SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
-PREDICTED = {DType.FLOAT16: 3600, Precision.TF32: 1200, Precision.IEEE: 1200}  # problems; the first, of 16 bits
+# Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
+PREDICTED = {DType.FLOAT16: 3000, Precision.TF32: 1200, Precision.IEEE: 1200}
+TF32X3_OF = 4
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
-
-
-class Subject:
-    """One problem on its way."""
-
-    def __init__(self, problem: Problem, device: Device, variants: Sequence[Variant], finalists: int) -> None:
-        self.problem, self.device, self.variants, self.finalists = problem, device, variants, finalists
-        self.trials: list[Trial] = []
-
-    def steps(self, shop: Workshop) -> Steps[dict[str, Any] | str]:
-        """Its line of the file, or in words why there is none."""
-        spaces = multi_template.spaces(self.problem, self.device, True)
-        study = Contest([Study(None, space, self.problem, self.device, seed=0, budget=0) for space in spaces])
-        study.enqueue(self.variants)
-        yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
-        working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
-        if not working:
-            return "no variant worked"
-        best = [trial.variant for trial in finals.shortlist(working, self.finalists, Objective.TIME)]
-        result = yield from shop.final(self.problem, best, seconds=FINAL_SECONDS, seed=0, energy_seconds=0.0)
-        if isinstance(result, Failure):
-            return f"the finals ended with a {result.outcome.value}: {result.detail}"
-        return line(self.problem, best, result)
-
-
-def line(problem: Problem, best: Sequence[Variant], result: Finished) -> dict[str, Any]:
-    """What a file keeps of a problem: the times of its finalists and of its rivals."""
-    times: dict[Variant, float] = {}
-    for variant, measurement in zip(best, result.measurements, strict=True):
-        if measurement is not None:
-            times[variant] = measurement.median_us
-    return {
-        "problem": msgspec.to_builtins(problem),
-        "times_us": [[variant.template, variant.as_dict(), round(time_us, 2)] for variant, time_us in times.items()],
-        "rivals_us": {rival.name: round(rival.measurement.median_us, 2) for rival in result.rivals},
-    }
-
-
-def lines(subjects: Iterator[Subject], end: float, device: Device) -> Iterator[tuple[Problem, dict[str, Any] | str]]:
-    """Measures several problems at a time until all is done; after `end` none is begun."""
-    with Workshop(device, measured=True) as shop:
-        active: list[tuple[Subject, Steps[dict[str, Any] | str]]] = []
-        while True:
-            while len(active) < AT_ONCE and time.monotonic() < end:
-                subject = next(subjects, None)
-                if subject is None:
-                    break
-                active.append((subject, subject.steps(shop)))
-            if not active:
-                return
-            going = []
-            for subject, steps in active:
-                try:
-                    next(steps)
-                except StopIteration as finished:
-                    yield subject.problem, finished.value
-                else:
-                    going.append((subject, steps))
-            if len(going) == len(active):
-                shop.wait()
-            active = going
 
 
 def distinct(seed: int, count: int) -> list[Problem]:
@@ -160,6 +105,36 @@ def screen(
 
 
 @app.command()
+def fill(
+    seed: Seed = RESERVED + 3, seconds: Seconds = 460.0,
+    sizes: Annotated[int, typer.Option(help="Problems of each gap, which share compiled kernels.")] = 4,
+    out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
+) -> None:  # fmt: skip
+    """Measure variants that the model chooses on problems of seldom kinds."""
+    begun = time.monotonic()
+    card = _card()
+    path = out / f"{card.name}_{CHOSEN}_{seed}.jsonl"
+    problems = _unknown(path, gap_calls.draw(seed, sizes, card))
+    print(f"{len(problems)} problems")
+    subjects = _candidates(problems, card)
+    print(f"{sum(len(subject.variants) for subject in subjects)} variants chosen in {time.monotonic() - begun:.0f} s")
+    _append(path, Staged(subjects, seconds - (time.monotonic() - begun), card).lines())
+
+
+def _candidates(problems: Sequence[Problem], card: Device) -> list[Subject]:
+    """Each problem with what the model of all measured times expects of a pool of variants."""
+    measured, screened = examples_of(DATA), examples_of(SCREENED)
+    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
+    subjects = []
+    for problem in problems:
+        short = gap_calls.is_short(problem, card)
+        count = SHORT_CANDIDATES if short else CANDIDATES
+        chosen = variant_pool.candidates(problem, card, cover, partial(model.times_us, problem, device=card), count)
+        subjects.append(Subject(problem, card, chosen, FINALISTS, short=short))
+    return subjects
+
+
+@app.command()
 def measure(
     seed: Seed = RESERVED, seconds: Seconds = 300.0, count: Count = 40, sizes: Sizes = 5,
     finalists: Annotated[int, typer.Option(help="Variants that meet in rounds, at most.")] = FINALISTS,
@@ -168,7 +143,7 @@ def measure(
     """Measure few variants that cover what was screened, on drawn problems."""
     problems = _drawn(seed, count, sizes)
     card = _card()
-    cover = variant_pool.cover(_all_of(SCREENED))
+    cover = variant_pool.cover(examples_of(SCREENED))
     _write(
         out / f"{card.name}_forward_{seed}.jsonl", card, seconds, problems,
         lambda problem: Subject(problem, card, variant_pool.feasible(cover, problem, card), finalists),
@@ -193,10 +168,19 @@ def _write(
     path: Path, card: Device, seconds: float, problems: Sequence[Problem], subject_of: Callable[[Problem], Subject]
 ) -> None:
     """Adds a line to a file for each problem that it does not have."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    subjects = map(subject_of, _unknown(path, problems))
+    _append(path, measured_calls.lines(subjects, time.monotonic() + seconds, card))
+
+
+def _unknown(path: Path, problems: Sequence[Problem]) -> list[Problem]:
+    """The problems that a file does not have."""
     known = {example.problem for example in read(path)} if path.exists() else set()
-    subjects = (subject_of(problem) for problem in problems if problem not in known)
-    for problem, result in lines(subjects, time.monotonic() + seconds, card):
+    return [problem for problem in problems if problem not in known]
+
+
+def _append(path: Path, results: Iterable[tuple[Problem, dict[str, Any] | str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for problem, result in results:
         if isinstance(result, str):
             print(f"no line: {problem}: {result}", flush=True)
             continue
@@ -208,44 +192,71 @@ def _write(
 
 def read(path: Path) -> list[Example]:
     """The problems of a file, with what was measured on each."""
-    device = device_profiles.named(path.name.partition("_")[0])
+    card, kind, _ = path.name.split("_")
+    device = device_profiles.named(card)
     examples = []
     for text in path.read_text(encoding="utf-8").splitlines():
         document = json.loads(text)
         times = {Variant.of(template, params): time_us for template, params, time_us in document["times_us"]}
         problem = msgspec.convert(document["problem"], Problem)
-        examples.append(Example(problem=problem, device=device, times_us=times, rivals_us=document["rivals_us"]))
+        examples.append(
+            Example(
+                problem=problem,
+                device=device,
+                times_us=times,
+                rivals_us=document["rivals_us"],
+                met_cover=kind != CHOSEN,
+            )
+        )
     return examples
 
 
-def _all_of(folder: Path) -> list[Example]:
+def examples_of(folder: Path) -> list[Example]:
     """The problems of all files of a folder."""
     return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]
 
 
-def text_of(examples: Sequence[Example], rules: Sequence[PortfolioRule]) -> str:
+def text_of(examples: Sequence[Example], tree: Tree) -> str:
     """The file of a portfolio that these examples gave."""
     sources = ", ".join(sorted({example.device.full_name for example in examples}))
-    head = (
-        "# What calls run that nobody tuned: variants of the rule that holds, best first, then the templates' seeds.\n"
-        f"# Written by `python benchmarks/portfolios.py derive` from {len(examples)} problems measured on {sources}\n"
-        "# and a model of their times.\n"
-        "# Not to be edited; docs/decisions/portfolios.md says how it is made.\n"
-    )
-    lines = [f"version: {portfolio.VERSION}", f"operation: {Op.FORWARD.value}", "let:"]
-    lines += [f"  {name}: {json.dumps(text)}" for name, text in portfolio_tree.LET.items()]
-    units = {example.device.capabilities.matrix_unit.value for example in examples}
-    (unit,) = units  # what suits cards with other products, nobody measured
-    names = _names({variant: None for rule in rules for variant in rule.variants})
-    lines.append("variants:")
-    for variant, name in names.items():
-        params = ", ".join(f"{parameter}: {value}" for parameter, value in variant.as_dict().items())
-        lines.append(f"  {name}: {{template: {variant.template}, params: {{{params}}}}}")
-    lines.append("rules:")
-    for rule in rules:
-        listed = ", ".join(names[variant] for variant in rule.variants)
-        lines += [f"  - when: {json.dumps(f'{unit} == 1 and {rule.when}')}", f"    variants: [{listed}]"]
-    return head + "\n".join(lines) + "\n"
+    about = [
+        "What calls run that nobody tuned: the first variant that can run, of the list that a problem's answers lead",
+        "to, else the templates' seeds. Written by `python benchmarks/portfolios.py derive` from",
+        f"{len(examples)} problems measured on {sources} and a model of their times.",
+        "Not to be edited; docs/decisions/portfolios.md says how it is made.",
+    ]
+    (unit,) = {example.device.capabilities.matrix_unit.value for example in examples}
+    # What suits cards with other products, nobody measured.
+    whole = Question(fact=unit, below=1.0, then=(), otherwise=tree)
+    names = _names({variant: None for variants in portfolio_tree.leaves(tree) for variant in variants})
+    variants = {name: {"template": variant.template, "params": variant.as_dict()} for variant, name in names.items()}
+    parts = [
+        _lines("about", "[]", map(json.dumps, about)),
+        f'  "version": {portfolio.VERSION}',
+        f'  "operation": "{Op.FORWARD.value}"',
+        _lines("let", "{}", (f'"{name}": {json.dumps(text)}' for name, text in portfolio_tree.LET.items())),
+        _lines("variants", "{}", (f'"{name}": {json.dumps(variant)}' for name, variant in variants.items())),
+        f'  "tree": {_tree_text(whole, names, "  ")}',
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(name: str, brackets: str, items: Iterable[str]) -> str:
+    """A list or a mapping with an item on each line."""
+    return f'  "{name}": {brackets[0]}\n    ' + ",\n    ".join(items) + f"\n  {brackets[1]}"
+
+
+def _tree_text(tree: Tree, names: Mapping[Variant, str], indent: str) -> str:
+    """A question with its answers below it, or a list of names."""
+    if not isinstance(tree, Question):
+        return json.dumps([names[variant] for variant in tree])
+    deeper = indent + "  "
+    answers = [
+        f'{deeper}"{word}": {_tree_text(answer, names, deeper)}'
+        for word, answer in (("then", tree.then), ("else", tree.otherwise))
+    ]
+    condition = f'{{"if": "{tree.fact} < {tree.below:g}",'
+    return "\n".join([condition, ",\n".join(answers) + "}"])
 
 
 def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
@@ -260,20 +271,28 @@ def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
     return names
 
 
-def predicted(measured: Sequence[Example], screened: Sequence[Example]) -> list[Example]:
+def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: Sequence[Problem]) -> list[Example]:
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
-    cover, card = variant_pool.cover(screened), measured[0].device
-    failing = _failing(measured, cover)
-    model = portfolio_model.fit([*_samples(measured, cover, failing), *_rough_samples(screened)])
-    examples = []
+    cover = variant_pool.cover([*screened, *measured])
+    ((card, _),) = Counter(example.device for example in measured).most_common(1)
+    failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
+    examples, covering = [], frozenset(cover)
     known = {example.problem: example.times_us for example in measured}
-    for problem in [*list(known) * WEIGHT, *_problems_to_predict()]:
+    for problem in [*list(known) * WEIGHT, *drawn]:
         variants = [variant for variant in variant_pool.feasible(cover, problem, card)
                     if variant not in failing[numbers_of(problem)]]  # fmt: skip
         if variants:
-            times = {**model.times_us(problem, variants, card), **known.get(problem, {})}
+            times = model.times_us(problem, variants, card)
+            times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in covering}
             examples.append(Example(problem=problem, device=card, times_us=times, rivals_us={}))
     return examples
+
+
+def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
+    """A model of all measured times."""
+    cover = variant_pool.cover(screened)
+    samples = _samples(measured, cover, _failing(measured, cover))
+    return portfolio_model.fit([*samples, *_rough_samples(screened)])
 
 
 def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
@@ -282,12 +301,14 @@ def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
 
 
 def _failing(measured: Sequence[Example], cover: Sequence[Variant]) -> dict[tuple[Any, ...], set[Variant]]:
-    """Variants that rules allow and that did not work, where fewer worked than may meet in rounds."""
+    """Variants that rules allow and that worked nowhere, where fewer worked than may meet in rounds."""
     failing: defaultdict[tuple[Any, ...], set[Variant]] = defaultdict(set)
     for example in measured:
-        if len(example.times_us) < FINALISTS:
+        if example.met_cover and len(example.times_us) < FINALISTS:
             allowed = variant_pool.feasible(cover, example.problem, example.device)
             failing[numbers_of(example.problem)] |= set(allowed) - set(example.times_us)
+    for example in measured:
+        failing[numbers_of(example.problem)] -= set(example.times_us)
     return failing
 
 
@@ -299,6 +320,8 @@ def _samples(
         facts: dict[str, Any] = {"problem": example.problem, "device": example.device}
         for variant, time_us in example.times_us.items():
             yield portfolio_model.Sample(**facts, variant=variant, time_us=time_us, rough=False)
+        if not example.met_cover:
+            continue
         behind = BEHIND * max(example.times_us.values())
         left_out = failing[numbers_of(example.problem)].union(example.times_us)
         for variant in variant_pool.feasible(cover, example.problem, example.device):
@@ -316,7 +339,7 @@ def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Samp
                 )
 
 
-def _problems_to_predict() -> list[Problem]:
+def problems_to_predict() -> list[Problem]:
     """Drawn problems, so many of each way to form products; float32 is seldom drawn, and its rules need as many."""
     left = dict(PREDICTED)
     problems: dict[Problem, None] = {}
@@ -325,6 +348,8 @@ def _problems_to_predict() -> list[Problem]:
             numbers = problem.precision if problem.dtype is DType.FLOAT32 else DType.FLOAT16
             if left[numbers] and problem not in problems:
                 left[numbers] -= 1
+                if numbers is Precision.TF32 and left[numbers] % TF32X3_OF == 0:
+                    problem = replace(problem, precision=Precision.TF32X3)
                 problems[problem] = None
         if not any(left.values()):
             return list(problems)
@@ -338,21 +363,20 @@ def derive(
     ] = False,
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
-    examples, screened = (
-        [e for path in sorted(folder.glob("*.jsonl")) for e in read(path)] for folder in (DATA, SCREENED)
-    )
-    rules = portfolio_tree.grow(predicted(examples, screened))
-    text = text_of(examples, rules)
+    examples, screened = examples_of(DATA), examples_of(SCREENED)
+    tree = portfolio_tree.grow(predicted(examples, screened, problems_to_predict()))
+    text = text_of(examples, tree)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:
             sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
         return
     TARGET.write_text(text, encoding="utf-8")
-    regrets = [regret for example in examples if (regret := portfolio_tree.regret(example, rules)) is not None]
+    leaves = list(portfolio_tree.leaves(tree))
+    regrets = [regret for example in examples if (regret := portfolio_tree.regret(example, tree)) is not None]
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
     within = sum(regret <= NEAR for regret in regrets)
     print(
-        f"{len(rules)} rules of {len({variant for rule in rules for variant in rule.variants})} variants; "
+        f"{len(leaves)} lists of {len({variant for variants in leaves for variant in variants})} variants; "
         f"{len(examples)} problems, {len(regrets)} by a measured variant: {mean:.3f} of the best time, at most "
         f"{max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
     )

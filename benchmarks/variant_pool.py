@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from portfolio_tree import Example, is_feasible
 
 from autoattn.cache import store
-from autoattn.codegen import resources, search_space
+from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.problem import DType, Problem
+from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Value, Variant
 
+TimesUs: TypeAlias = Callable[[list[Variant]], Mapping[Variant, float]]
 GLUON = "gluon/forward"
 TRITON = "triton/forward"
 # What a grid does not vary.
@@ -41,6 +44,16 @@ TRITON_TILES = (
     (128, 128, 8),
 )  # fmt: skip
 FEW_ROWS_TILES = ((16, 32, 1), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 64, 4), (64, 64, 4))
+SMALL_TILES = (
+    (16, 16, 1), (16, 32, 1), (16, 64, 1), (16, 64, 2), (16, 128, 4), (32, 32, 1), (32, 32, 2), (32, 64, 2),
+    (64, 32, 4), (64, 64, 4), (64, 128, 4),
+)  # fmt: skip
+FLOAT32_TILES = (
+    (16, 16, 1), (16, 16, 2), (16, 16, 4), (16, 32, 2), (16, 32, 4), (16, 64, 4), (32, 16, 2), (32, 16, 4), (32, 32, 4),
+    (32, 32, 1), (32, 32, 2), (32, 64, 2), (32, 32, 8), (64, 16, 4), (64, 32, 4), (64, 32, 8), (64, 64, 4),
+)  # fmt: skip
+OF_A_TILE = 2  # candidates of it
+OF_A_SPLIT_TILE = 4  # where rows are few, and the programs that share their keys are many or few
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
@@ -65,6 +78,52 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
     return feasible(list(coming), problem, device)
+
+
+def candidates(
+    problem: Problem, device: Device, cover: Sequence[Variant], times_us: TimesUs, count: int
+) -> list[Variant]:
+    """What a call runs today, and of the pool, the cover and small tiles those that are believed to be the fastest.
+
+    Few have a tile in common: a belief that is wrong of a tile is wrong of all its variants.
+
+    Args:
+        times_us: what variants are believed to take.
+    """
+    today = portfolio.starters_for(problem, device)[:1]
+    known = dict.fromkeys([*today, *feasible(cover, problem, device), *pool(problem, device)])
+    known |= dict.fromkeys(feasible(list(_small_tiles(problem)), problem, device))
+    believed = times_us(list(known))
+    chosen, of_tiles = dict.fromkeys(today), Counter[object]()
+    most = OF_A_SPLIT_TILE if _has_few_rows(problem) else OF_A_TILE
+    for variant in sorted(known, key=lambda variant: (believed[variant], str(variant))):
+        params = variant.as_dict()
+        tile = variant.template, params["BLOCK_M"], params["BLOCK_N"]
+        if len(chosen) < count and of_tiles[tile] < most:
+            of_tiles[tile] += variant not in chosen
+            chosen[variant] = None
+    return list(chosen)
+
+
+def _small_tiles(problem: Problem) -> Iterator[Variant]:
+    """Kernels of little code and few warps, which short calls like, and small tiles for wide heads in float32."""
+    space = search_space.load(TRITON)
+    float32 = problem.dtype is DType.FLOAT32
+    exact = float32 and problem.precision is Precision.IEEE
+    products = ("as_asked", "bf16x6") if exact else ("as_asked",)
+    masked = problem.mask.bounded_left or problem.mask.bounded_right
+    loops = ("branch", "split", "every") if masked else ("branch", "split")  # without a mask two are nearly the same
+    splits = (1, 4, 16) if float32 and _has_few_rows(problem) else (1,)
+    for (rows, keys, warps), loop, stages, product, count in itertools.product(
+        FLOAT32_TILES if float32 else SMALL_TILES, loops, (1, 3), products, splits
+    ):
+        yield space.variant(
+            {
+                **TRITON_BASE,
+                **{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages, "mask_loop": loop},
+                **{"HEAD_SPLIT": 0, "products": product, "SPLITS": count},
+            }
+        )
 
 
 @lru_cache(maxsize=4)

@@ -115,7 +115,7 @@ def empty_portfolio(op: Op) -> Portfolio:
     """What `portfolio.load` gives where there is no file."""
     from autoattn.codegen import portfolio
 
-    return portfolio.Portfolio(let={}, rules=())
+    return portfolio.Portfolio(let={}, tree=())
 
 
 @pytest.fixture(scope="session")

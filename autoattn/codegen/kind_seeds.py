@@ -33,11 +33,12 @@ class KindSeeds:
             facts: the sizes of the problem, made by `rules`.
         """
         given: set[int] = set()
-        last, speak = None, False
         for place, (number, variant, speaks, judgement) in enumerate(self.judged):
-            if speaks is not last:  # a rule of a portfolio speaks for several variants
-                last, speak = speaks, self._hold(self.spoken, place, speaks, facts)
-            if speak and number not in given and self._hold(self.asked, place, judgement, facts):
+            if (
+                number not in given
+                and self._hold(self.spoken, place, speaks, facts)
+                and self._hold(self.asked, place, judgement, facts)
+            ):
                 if self.why_unavailable(variant):
                     continue
                 given.add(number)

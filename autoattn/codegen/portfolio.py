@@ -1,30 +1,30 @@
 """Portfolios: which variants, of all templates of an operation, suit which problems; a call without an entry runs one.
 
-A portfolio is a data file beside the search spaces, derived from measurements (docs/decisions/portfolios.md). Where it
-says nothing of a problem, or nothing that can run, the seeds of the templates are left.
+A portfolio is a data file beside the search spaces, derived from measurements (docs/decisions/portfolios.md): a tree
+of questions, of which a problem is asked one at each level. Where it says nothing of a problem, or nothing that can
+run, the seeds of the templates are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import msgspec
 
-from autoattn.codegen import feasibility, resources, search_space, space_file
-from autoattn.codegen.feasibility import Judgement, Requirement, SharedRules
-from autoattn.codegen.kind_seeds import KindSeeds
-from autoattn.codegen.space_facts import FACTS, kind_facts, size_facts
+from autoattn.codegen import resources, search_space, space_file
+from autoattn.codegen.feasibility import DerivedFacts, FactValues
+from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
-from autoattn.core import garbage_collection, kernel_kind
+from autoattn.core import garbage_collection
 from autoattn.core.device import Device
-from autoattn.core.problem import Op, Problem
+from autoattn.core.problem import DType, Modifiers, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 
-VERSION = 1
-MAX_KINDS = 512  # whose variants are kept
+VERSION = 2
 
 
 class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,25 +32,53 @@ class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
     params: dict[str, int | str]
 
 
-class _RuleText(msgspec.Struct, forbid_unknown_fields=True):
-    when: str
-    variants: list[str]  # their names, best first
+class _QuestionText(msgspec.Struct, forbid_unknown_fields=True, rename={"condition": "if", "otherwise": "else"}):
+    condition: str  # "rows < 8"
+    then: _QuestionText | list[str]  # names of variants, best first
+    otherwise: _QuestionText | list[str]
 
 
 class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
+    about: list[str]
     version: int
     operation: Op
     let: dict[str, str]
     variants: dict[str, _VariantText]
-    rules: list[_RuleText]
+    tree: _QuestionText | list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Whether a fact of a problem, a device or `let` is below a number."""
+
+    fact: str
+    below: float
+    then: Tree
+    otherwise: Tree
+
+
+Tree: TypeAlias = "Question | tuple[Variant, ...]"  # variants best first, of whatever template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Portfolio:
-    """The rules of an operation; at most one holds of a problem."""
+    """The questions of an operation, and the variants that their answers lead to."""
 
     let: Mapping[str, Rule]
-    rules: tuple[tuple[Rule, tuple[Variant, ...]], ...]
+    tree: Tree
+
+    def suiting(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
+        """The variants that the answers of a problem lead to, best first, whether or not they can run."""
+        if not isinstance(self.tree, Question):
+            return self.tree
+        return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let))
+
+
+def leaf_of(tree: Tree, facts: FactValues) -> tuple[Variant, ...]:
+    """The variants that the answers of these facts lead to."""
+    while isinstance(tree, Question):
+        tree = tree.then if float(facts[tree.fact]) < tree.below else tree.otherwise
+    return tree
 
 
 @lru_cache(maxsize=8)
@@ -62,11 +90,11 @@ def load(op: Op) -> Portfolio:
     """
     path = resources.portfolio_path(op)
     if not path.exists():
-        return Portfolio(let={}, rules=())
+        return Portfolio(let={}, tree=())
     with garbage_collection.paused():
         try:
-            file = resources.read_parsed(path, _PortfolioFile, SpaceError)
-        except msgspec.DecodeError as error:
+            file = msgspec.json.decode(path.read_bytes(), type=_PortfolioFile)
+        except (OSError, msgspec.DecodeError) as error:
             raise SpaceError(f"{path} must be a portfolio, but {error}; see docs/search-spaces.md") from None
         if file.version != VERSION or file.operation is not op:
             raise SpaceError(
@@ -88,27 +116,52 @@ def _checked(file: _PortfolioFile) -> Portfolio:
     named = {name: Variant.of(text.template, text.params) for name, text in file.variants.items()}
     for variant in named.values():
         search_space.load(variant.template).check(variant.as_dict())
-    rules = []
-    for rule in file.rules:
-        for name in rule.variants:
+    return Portfolio(let=let, tree=_tree(file.tree, known, named))
+
+
+def _tree(text: _QuestionText | list[str], known: Collection[str], named: Mapping[str, Variant]) -> Tree:
+    if isinstance(text, list):
+        for name in text:
             if name not in named:
-                raise SpaceError(f"rules name variants of the file, got {name!r}; see docs/search-spaces.md")
-        variants = tuple(named[name] for name in rule.variants)
-        rules.append((space_file.rule_of(rule.when, known), variants))
-    return Portfolio(let=let, rules=tuple(rules))
+                raise SpaceError(f"a tree names variants of the file, got {name!r}; see docs/search-spaces.md")
+        return tuple(named[name] for name in text)
+    fact, below = _condition(text.condition)
+    space_file.check_names([fact], known, text.condition)
+    return Question(
+        fact=fact, below=below, then=_tree(text.then, known, named), otherwise=_tree(text.otherwise, known, named)
+    )
 
 
-def of_kind(problem: Problem, device: Device) -> KindSeeds:
-    """What the portfolio holds for problems that differ from `problem` in sizes alone, best first, judged once."""
-    kind = kernel_kind.of(problem)
-    return _judged(load(problem.op), kind, problem, device)
+def _condition(text: str) -> tuple[str, float]:
+    try:
+        fact, sign, number = text.split()
+        below = float(number)
+    except ValueError:
+        sign = ""
+    if sign != "<":
+        raise SpaceError(f"a condition of a tree must be such as 'rows < 8', got {text!r}; see docs/search-spaces.md")
+    return fact, below
 
 
 def variants_for(problem: Problem, device: Device) -> list[Variant]:
     """The variants of a problem that can run, best first."""
-    facts = size_facts(problem)
-    seeds = of_kind(problem, device)
-    return list(seeds.feasible(seeds.rules.facts(facts)))
+    return [
+        variant
+        for variant in load(problem.op).suiting(problem, device)
+        if is_available(variant)
+        and search_space.load(variant.template).why_infeasible(variant, problem, device) is None
+    ]
+
+
+def was_measured_for(problem: Problem, device: Device) -> bool:
+    """Whether what the portfolio holds for a problem rests on measurements of such problems."""
+    plain = not problem.packed and not problem.mask.sparse and problem.modifiers == Modifiers()
+    return plain and problem.dtype is not DType.FLOAT8 and bool(load(problem.op).suiting(problem, device))
+
+
+def is_available(variant: Variant) -> bool:
+    """Whether the installed Triton compiles a variant's template."""
+    return search_space.load(variant.template).why_unavailable() is None
 
 
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
@@ -133,40 +186,3 @@ def default(problem: Problem, device: Device) -> Variant:
         except SpaceError as error:
             refusals.append(str(error))
     raise SpaceError("; ".join(refusals))
-
-
-_JUDGED: dict[tuple[object, ...], KindSeeds] = {}
-
-
-def _judged(portfolio: Portfolio, kind: kernel_kind.KernelKind, problem: Problem, device: Device) -> KindSeeds:
-    key = portfolio, kind, problem.numerics, problem.deterministic, device
-    known = _JUDGED.get(key)
-    if known is None:
-        if len(_JUDGED) >= MAX_KINDS:
-            _JUDGED.clear()
-        known = _JUDGED[key] = _judge(portfolio, problem, device)
-    return known
-
-
-def _judge(portfolio: Portfolio, problem: Problem, device: Device) -> KindSeeds:
-    facts = kind_facts(kernel_kind.of(problem), problem.numerics, problem.deterministic, device)
-    of_sizes = feasibility.names_of_sizes(portfolio.let)
-    judged: list[tuple[int, Variant, Judgement, Judgement]] = []
-    judgements: dict[Variant, Judgement] = {}  # rules have variants in common
-    for when, variants in portfolio.rules:
-        other = Requirement(rule=when, because="it speaks of other problems")
-        speaks = feasibility.judge(facts, portfolio.let, of_sizes, [other])
-        if speaks.hopeless:
-            continue
-        for variant in variants:
-            if variant not in judgements:
-                space = search_space.load(variant.template)
-                judgements[variant] = space.judgement_of(variant, problem, device)
-            judgement = judgements[variant]
-            if not judgement.hopeless:
-                judged.append((len(judged), variant, speaks, judgement))
-    return KindSeeds(why_unavailable=_why_unavailable, judged=tuple(judged), rules=SharedRules())
-
-
-def _why_unavailable(variant: Variant) -> str | None:
-    return search_space.load(variant.template).why_unavailable()

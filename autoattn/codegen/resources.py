@@ -67,8 +67,8 @@ def space_path(name: str) -> Path:
 
 
 def portfolio_path(op: Op) -> Path:
-    """The portfolio of an operation, which need not be there: search_spaces/forward.portfolio.yaml."""
-    return root() / "search_spaces" / f"{op.value}.portfolio.yaml"
+    """The portfolio of an operation, which need not be there: search_spaces/forward.portfolio.json."""
+    return root() / "search_spaces" / f"{op.value}.portfolio.json"
 
 
 def template_names(op: Op) -> list[str]:

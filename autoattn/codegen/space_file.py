@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -89,9 +89,18 @@ def rule_of(text: str, known: Collection[str]) -> Rule:
         SpaceError: it is no rule, or speaks of something else.
     """
     rule = Rule(text)
-    unknown = sorted(rule.names - set(known))
+    check_names(rule.names, known, text)
+    return rule
+
+
+def check_names(names: Iterable[str], known: Collection[str], text: str) -> None:
+    """Refuses a text that speaks of a name that is not known.
+
+    Raises:
+        SpaceError: it does; the sentence says which name was meant, where one is near.
+    """
+    unknown = sorted(name for name in names if name not in known)
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise SpaceError(f"the rule {text!r} must speak of what is known to it, got {unknown[0]}; {hint}correct it")
-    return rule

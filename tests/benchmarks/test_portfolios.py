@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import drawn_calls
@@ -17,6 +18,7 @@ from portfolio_tree import Example
 from typer.testing import CliRunner
 
 from autoattn.codegen import portfolio, resources, search_space
+from autoattn.codegen.portfolio import Question, Tree
 from autoattn.core import kernel_kind
 from autoattn.core.problem import DType, Op, Problem
 from autoattn.core.variant import Variant
@@ -43,6 +45,12 @@ def example(one: Problem, times_us: dict[Variant, float]) -> Example:
     return Example(problem=one, device=H200, times_us=times_us, rivals_us={})
 
 
+def first_of(tree: Tree, count: int = 1) -> tuple[Variant, ...]:
+    """The first variants of a tree that asks nothing."""
+    assert isinstance(tree, tuple)
+    return tree[:count]
+
+
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 SHORT, LONG = feasible(*map(problem, LENGTHS))[:2]
 
@@ -58,11 +66,11 @@ def examples() -> list[Example]:
 
 
 def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
-    rules = portfolio_tree.grow(examples)
-    assert {rule.variants[0] for rule in rules} == {SHORT, LONG}
-    assert [portfolio_tree.regret(each, rules) for each in examples] == [1.0] * len(examples)
-    assert portfolio_tree.choice(example(problem(9), {}), rules) == SHORT
-    assert portfolio_tree.choice(example(problem(4096), {}), rules) == LONG
+    tree = portfolio_tree.grow(examples)
+    assert {variants[0] for variants in portfolio_tree.leaves(tree)} == {SHORT, LONG}
+    assert [portfolio_tree.regret(each, tree) for each in examples] == [1.0] * len(examples)
+    assert portfolio_tree.choice(example(problem(9), {}), tree) == SHORT
+    assert portfolio_tree.choice(example(problem(4096), {}), tree) == LONG
 
 
 def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[Example]) -> None:
@@ -75,29 +83,28 @@ def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[E
 def test_what_is_derived_is_what_calls_run(
     examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "forward.portfolio.yaml"
-    rules = portfolio_tree.grow(examples)
-    path.write_text(portfolios.text_of(examples, rules), encoding="utf-8")
+    path = tmp_path / "forward.portfolio.json"
+    tree = portfolio_tree.grow(examples)
+    path.write_text(portfolios.text_of(examples, tree), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     try:
         for each in examples:
-            assert portfolio.default(each.problem, H200) == portfolio_tree.choice(each, rules)
+            assert portfolio.default(each.problem, H200) == portfolio_tree.choice(each, tree)
     finally:
         portfolio.load.cache_clear()
 
 
 def test_one_variant_that_is_best_everywhere_needs_no_question() -> None:
     each = [example(problem(rows), {SHORT: 10.0, LONG: 11.0}) for rows in LENGTHS]
-    (rule,) = portfolio_tree.grow(each)
-    assert (rule.when, rule.variants[0]) == ("1 == 1", SHORT)
+    assert first_of(portfolio_tree.grow(each)) == (SHORT,)
 
 
 def test_a_variant_that_was_not_measured_is_not_believed_to_be_good() -> None:
     """Without that, the one that was tried on a single problem would win."""
     each = [example(problem(rows), {SHORT: 10.0}) for rows in LENGTHS]
     each[0] = example(problem(1), {SHORT: 10.0, LONG: 9.9})
-    assert portfolio_tree.grow(each)[0].variants[0] == SHORT
+    assert first_of(portfolio_tree.grow(each)) == (SHORT,)
 
 
 def test_where_the_first_cannot_run_the_next_is_for_what_is_left() -> None:
@@ -106,8 +113,7 @@ def test_where_the_first_cannot_run_the_next_is_for_what_is_left() -> None:
     fast = next(seed for seed in gluon.seeds_for(even, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
     plain = feasible(odd, even)[0]
     each = [example(even, {fast: 10.0, plain: 20.0}), example(odd, {plain: 20.0})]
-    (rule,) = portfolio_tree.grow(each)
-    assert rule.variants[:2] == (fast, plain)
+    assert first_of(portfolio_tree.grow(each), 2) == (fast, plain)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +158,14 @@ def test_a_cover_has_a_variant_near_the_best_of_each_problem(examples: list[Exam
 
 def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     """Where fewer variants worked than may meet in rounds, none was left out for being slow."""
-    drawn = portfolios.predicted([example(problem(rows), {LONG: 10.0}) for rows in LENGTHS],
-                                 [example(problem(1), {SHORT: 9.0}), example(problem(2), {LONG: 9.0})])  # fmt: skip
+    screened = [example(problem(1), {SHORT: 9.0}), example(problem(2), {LONG: 9.0})]
+    measured = [example(problem(rows), {LONG: 10.0}) for rows in LENGTHS]
+    drawn = portfolios.predicted(measured, screened, [problem(700)])
     alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem(1))]
     assert alike
     assert all(SHORT not in each.times_us for each in alike)
+    chosen = [replace(each, met_cover=False) for each in measured]  # few met; SHORT may not have been among them
+    assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem(700)]))
 
 
 def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: list[Example]) -> None:
@@ -181,6 +190,22 @@ def test_few_queries_have_variants_that_share_the_keys_of_a_head() -> None:
 def test_the_shipped_portfolio_is_what_the_committed_measurements_give() -> None:
     result = CliRunner().invoke(portfolios.app, ["derive", "--check"])
     assert result.exit_code == 0, result.output
+
+
+def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = Question(fact="rows", below=0.013, then=(SHORT, LONG), otherwise=())
+    tree = Question(fact="keys_per_row", below=4096.0, then=split, otherwise=(LONG,))
+    path = tmp_path / "forward.portfolio.json"
+    path.write_text(portfolios.text_of([example(problem(1), {SHORT: 1.0})], tree), encoding="utf-8")
+    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
+    portfolio.load.cache_clear()
+    try:
+        whole = portfolio.load(Op.FORWARD).tree
+    finally:
+        portfolio.load.cache_clear()
+    assert whole == Question(fact="wgmma", below=1.0, then=(), otherwise=tree)
 
 
 def test_measurements_of_seeds_that_are_examined_are_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import samples
@@ -25,28 +27,44 @@ def seed(template: str, place: int) -> Variant:
     return search_space.load(template).seeds_for(PREFILL, H200)[place]
 
 
-def document(*rules: tuple[str, tuple[Variant, ...]]) -> str:
-    """A portfolio of these rules and their variants."""
-    names = {variant: f"variant_{variant.digest}" for _, variants in rules for variant in variants}
-    lines = ["version: 1", "operation: forward", "let:", "  rows: queries / batch", "variants:"]
-    for variant, name in names.items():
-        params = ", ".join(f"{name}: {value}" for name, value in variant.as_dict().items())
-        lines.append(f"  {name}: {{template: {variant.template}, params: {{{params}}}}}")
-    lines.append("rules:")
-    for when, variants in rules:
-        lines += [f"  - when: {when}", f"    variants: [{', '.join(names[variant] for variant in variants)}]"]
-    return "\n".join(lines) + "\n"
+def name_of(variant: Variant) -> str:
+    """Its name in a file."""
+    return f"variant_{variant.digest}"
+
+
+def question(condition: str, then: Any, otherwise: Any) -> dict[str, Any]:
+    """A question of a file; answers are questions or variants."""
+    answers = [
+        answer if isinstance(answer, dict) else [name_of(variant) for variant in answer] for answer in (then, otherwise)
+    ]
+    return {"if": condition, "then": answers[0], "else": answers[1]}
+
+
+def document(tree: Any, more: Sequence[Variant] = (), **others: Any) -> str:
+    """A portfolio of this tree."""
+    named = {
+        name_of(variant): {"template": variant.template, "params": variant.as_dict()}
+        for variant in (*more, GLUON, OTHER, TRITON)
+    }
+    whole = {
+        "about": [],
+        "version": portfolio.VERSION,
+        "operation": "forward",
+        "let": {"rows": "queries / batch"},
+        "variants": named,
+        "tree": tree,
+    }
+    return json.dumps({**whole, **others})
 
 
 GLUON, OTHER = seed("gluon/forward", 0), seed("triton/forward", 2)
 TRITON = search_space.load("triton/forward").seeds_for(DECODE, H200)[0]
-HEAD = "version: 1\noperation: forward\nlet:\n  rows: queries / batch\n"
-TWO = document(("rows < 16", (TRITON, GLUON)), ("rows >= 16", (GLUON, OTHER)))
+TWO = document(question("rows < 16", (TRITON, GLUON), (GLUON, OTHER)))
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    path = tmp_path / "forward.portfolio.yaml"
+    path = tmp_path / "forward.portfolio.json"
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
 
@@ -58,7 +76,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     portfolio.load.cache_clear()
 
 
-def test_the_rule_that_holds_gives_variants_of_all_templates_in_its_order(write: Write) -> None:
+def test_answers_lead_to_variants_of_all_templates_in_their_order(write: Write) -> None:
     write(TWO)
     assert portfolio.variants_for(DECODE, H200)[0] == TRITON
     assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
@@ -79,9 +97,9 @@ def test_what_cannot_run_gives_way_to_the_next_and_then_to_seeds(write: Write) -
     assert portfolio.default(wide, H200) == search_space.load("triton/forward").default(wide, H200)
 
 
-def test_a_portfolio_that_is_read_again_is_judged_again(write: Write) -> None:
-    for variant in [GLUON, OTHER] * 20:  # a judgement that outlives its portfolio may meet the next one at its address
-        write(document(("rows >= 16", (variant,))))
+def test_a_portfolio_that_is_read_again_is_asked_again(write: Write) -> None:
+    for variant in [GLUON, OTHER] * 20:
+        write(document(question("rows < 16", (), (variant,))))
         assert portfolio.variants_for(PREFILL, H200) == [variant]
 
 
@@ -95,18 +113,19 @@ def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (document([], version=1), f"of version {portfolio.VERSION}, got forward of version 1"),
+        (document([], operation="backward"), "a portfolio of forward"),
+        (document(question("row < 16", (), ())), "got row; did you mean rows"),
+        (document(question("rows > 16", (), ())), "must be such as 'rows < 8', got 'rows > 16'"),
+        (document(question("rows < many", (), ())), "must be such as 'rows < 8', got 'rows < many'"),
+        (document(3), "must be a portfolio, but Expected `object | array`"),
+        (document(["fast"]), "variants of the file, got 'fast'"),
+        (document([], rules=[]), "unknown field `rules`"),
         (
-            "version: 2\noperation: forward\nlet: {}\nvariants: {}\nrules: []\n",
-            "of version 1, got forward of version 2",
-        ),
-        ("version: 1\noperation: backward\nlet: {}\nvariants: {}\nrules: []\n", "a portfolio of forward"),
-        (document(("row < 16", (TRITON,))), "got row; did you mean rows"),
-        (f"{HEAD}variants: {{}}\nrules: 3\n", "must be a portfolio, but Expected `array`"),
-        (f"{HEAD}variants: {{}}\nrules: [{{when: rows < 16, variants: [fast]}}]\n", "variants of the file, got 'fast'"),
-        (
-            f"{HEAD}variants: {{odd: {{template: triton/forward, params: {{BLOCK_M: 3}}}}}}\nrules: []\n",
+            document([], variants={"odd": {"template": "triton/forward", "params": {"BLOCK_M": 3}}}),
             "a variant of triton/forward sets",
         ),
+        ("tree: []", "must be a portfolio, but JSON is malformed"),
     ],
 )
 def test_a_file_that_is_no_portfolio_is_refused_in_a_sentence(write: Write, text: str, words: str) -> None:
@@ -115,8 +134,18 @@ def test_a_file_that_is_no_portfolio_is_refused_in_a_sentence(write: Write, text
         portfolio.load(Op.FORWARD)
 
 
-def test_rules_know_the_card(write: Write) -> None:
+def test_questions_know_the_card(write: Write) -> None:
     first = seed("triton/forward", 0)
-    write(document(("sm_count > 100", (first,)), ("sm_count <= 100", (OTHER,))))
+    write(document(question("sm_count < 100", (OTHER,), (first,)), [first]))
     assert portfolio.default(PREFILL, H200) == first
     assert portfolio.default(PREFILL, A30) == OTHER
+
+
+def test_a_problem_is_asked_what_its_answers_lead_to_and_no_more(write: Write) -> None:
+    """A tree of many leaves costs a call some ten questions: arithmetic of the others is not worked out."""
+    undefined = question("nothing < 1", (), ())
+    whole = question("rows < 16", question("group_size < 100", (TRITON,), undefined), undefined)
+    write(document(whole, let={"rows": "queries / batch", "nothing": "1 / (batch - batch)"}))
+    assert portfolio.variants_for(DECODE, H200)[0] == TRITON
+    with pytest.raises(SpaceError, match="division by zero"):
+        portfolio.variants_for(PREFILL, H200)

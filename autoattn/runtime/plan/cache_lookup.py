@@ -30,6 +30,9 @@ MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
 MAX_CLASSES = 4096  # of sizes, of one kind, whose answers are kept
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
+# The same of `tuned_entries.work_of`, where the portfolio was measured. Farther away, a neighbour's winner takes more
+# time than the portfolio's variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
+NEAR = 3.0
 
 
 def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
@@ -159,6 +162,7 @@ class _Lookup:
         self.unavailable = ""
         sizes = tuned_entries.sizes_of(problem)
         self.octaves = tuned_entries.octaves_of(sizes)
+        self.work = tuned_entries.work_of(self.octaves, tuned.device)
         self.bucket = tuned_entries.bucket(problem, sizes)
 
     def run(self) -> Explanation:
@@ -197,10 +201,12 @@ class _Lookup:
         here, distance = self.octaves, tuned_entries.distance
         deterministic = self.problem.deterministic
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
+        rivalled = portfolio.was_measured_for(self.problem, self.tuned.device)
         related = [
             (neighbour.deterministic is not deterministic, octaves, neighbour.key, place, neighbour)
             for place, neighbour in enumerate(neighbours)
             if (octaves := distance(neighbour.octaves, here)) <= FARTHEST
+            and (not rivalled or distance(neighbour.work, self.work) <= NEAR)
         ]
         related.sort()
         excluded: Explanation | None = None
@@ -328,7 +334,7 @@ class _Lookup:
 
     def _of_portfolio(self) -> Variant | None:
         """The portfolio's first variant that can run."""
-        return next(self.rules.portfolio.feasible(self.facts), None)
+        return next(self.rules.of_portfolio(self.problem, self.facts), None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
@@ -47,14 +47,6 @@ class KindRules:
         self._runners_up: dict[int, tuple[Contender, ...]] = {}  # likewise
         self._of_variants: dict[Variant, AskedRules] = {}
         self._seeds: tuple[tuple[SearchSpace, KindSeeds], ...] | None = None  # once asked
-        self._portfolio: KindSeeds | None = None  # likewise
-
-    @property
-    def portfolio(self) -> KindSeeds:
-        """What the operation's portfolio holds, best first."""
-        if self._portfolio is None:
-            self._portfolio = portfolio.of_kind(self._problem, self._device).sharing(self._shared)
-        return self._portfolio
 
     @property
     def seeds(self) -> tuple[tuple[SearchSpace, KindSeeds], ...]:
@@ -113,6 +105,12 @@ class KindRules:
             rules = self._shared.asked(space.judgement_of(variant, self._problem, self._device))
             self._of_variants[variant] = rules
         return feasibility.first_broken(rules, facts) is None
+
+    def of_portfolio(self, problem: Problem, facts: DerivedFacts) -> Iterator[Variant]:
+        """The portfolio's variants of a problem that can run, best first; `facts` are its sizes."""
+        for variant in portfolio.load(problem.op).suiting(problem, self._device):
+            if portfolio.is_available(variant) and self.is_feasible(variant, facts):
+                yield variant
 
     def _add(self, entry: CacheEntry) -> Contender:
         unavailable = availability.why_unavailable(entry)

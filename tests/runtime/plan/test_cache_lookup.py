@@ -20,7 +20,7 @@ from autoattn.core import device_profiles, triton_release
 from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
+from autoattn.core.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
 from autoattn.runtime.plan import cache_lookup, explanations, tuned_entries
@@ -292,6 +292,7 @@ def test_every_stale_entry_is_said_once(tmp_path: Path) -> None:
     assert sum(f"{NEAR} cannot serve" in step for step in found.steps) == 1
 
 
+@pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 def test_a_neighbour_that_cannot_run_this_problem_is_skipped_and_said(tmp_path: Path) -> None:
     """Persistent programs need more tiles than this short problem has."""
     short = samples.problem(batch=1, heads_q=8, seq_q=128, seq_kv=512)
@@ -353,13 +354,14 @@ def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[V
     many = seeds_of(ASKED, H200)[3]
     named = {"few": few, "many": many}
     document = {
-        "version": 1,
+        "about": [],
+        "version": portfolio.VERSION,
         "operation": "forward",
         "let": {"rows": "queries / batch"},
         "variants": {name: {"template": each.template, "params": each.as_dict()} for name, each in named.items()},
-        "rules": [{"when": "rows < 16", "variants": ["few"]}, {"when": "rows >= 16", "variants": ["many"]}],
+        "tree": {"if": "rows < 16", "then": ["few"], "else": ["many"]},
     }
-    path = tmp_path / "forward.portfolio.yaml"
+    path = tmp_path / "forward.portfolio.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
@@ -375,6 +377,44 @@ def test_the_portfolio_goes_before_the_first_templates_default(
         explanation = explained(written(tmp_path / "own"), samples.problem(seq_q=seq_q))
         assert (explanation.level, explanation.variant) == (Level.DEFAULT, expected)
     assert next(iter(cache_lookup.variants(explanation, H200))) == many
+
+
+@pytest.mark.parametrize("sister", [False, True])
+def test_the_portfolio_goes_before_entries_whose_work_is_far(
+    sister: bool, tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
+) -> None:
+    """The H200's winner of 1,024 tokens took 1.7 times the tuned time of 128 tokens on an H100, where the portfolio
+    had 1.1."""
+    card = device_profiles.named("h100") if sister else H200
+    long = samples.problem(seq_q=1024, seq_kv=1024)
+    folder = written(tmp_path / "own", measured(long))
+    levels = {
+        length: cache_lookup.explain(samples.problem(seq_q=length, seq_kv=length), card, folder).level
+        for length in (128, 700, 3000)
+    }
+    near = {Level.SISTER} if sister else {Level.BUCKET, Level.NEAREST}
+    assert levels[128] is Level.DEFAULT
+    assert {levels[700], levels[3000]} <= near
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": DType.FLOAT8},
+        {"modifiers": Modifiers(softcap=True)},
+        {"layout": Layout.PACKED, "tokens_q": 4096, "tokens_kv": 4096},
+    ],
+    ids=["float8", "softcap", "packed"],
+)
+def test_where_the_portfolio_was_not_measured_far_entries_go_before_it(
+    changes: dict[str, Any], tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
+) -> None:
+    tuned = samples.problem(seq_q=1024, seq_kv=1024, **changes)
+    folder = written(tmp_path / "own", measured(tuned))
+    tokens: dict[str, Any] = {"tokens_q": 2048, "tokens_kv": 2048} if tuned.packed else {}
+    short = replace(tuned, seq_q=256, seq_kv=256, batch=2, **tokens)
+    assert tuned_entries.work_between(tuned, short, H200) > cache_lookup.NEAR
+    assert cache_lookup.explain(short, H200, folder).level is Level.NEAREST
 
 
 def test_where_the_portfolio_has_nothing_that_can_run_the_templates_default_does(
@@ -502,6 +542,7 @@ def hoppers(**changes: Any) -> CacheEntry:
     return replace(tuned, candidates=runners_up, **changes)
 
 
+@pytest.mark.usefixtures("no_portfolio")
 def test_without_the_winners_language_the_fastest_of_runners_up_and_rivals_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

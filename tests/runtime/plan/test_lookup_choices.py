@@ -18,7 +18,7 @@ from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import cache_lookup, tuned_entries
-from autoattn.runtime.plan.cache_lookup import FARTHEST
+from autoattn.runtime.plan.cache_lookup import FARTHEST, NEAR
 from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
@@ -42,7 +42,10 @@ def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant
     for key, places in TUNED[problem.op].measured.items():
         tuned = places[0].entry.problem
         octaves = tuned_entries.distance_between(tuned, problem)
-        if kernel_kind.shares_kernels(tuned, problem) and octaves <= FARTHEST:
+        close = octaves <= FARTHEST
+        if portfolio.was_measured_for(problem, H200):
+            close = close and tuned_entries.work_between(tuned, problem, H200) <= NEAR
+        if kernel_kind.shares_kernels(tuned, problem) and close:
             entry = precedence.used_first(places, lambda each: why_not(each, problem))[0].entry
             near.append((tuned.deterministic is not problem.deterministic, octaves, key, entry))
     for otherwise, _, _, entry in sorted(near, key=lambda each: each[:3]):

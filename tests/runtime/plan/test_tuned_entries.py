@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_a_new_length_renders_nothing_hashes_nothing_says_nothing_and_reads_no_f
 
 
 @pytest.mark.parametrize("level", [Level.NEAREST, Level.DEFAULT])
+@pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
     level: Level, tmp_path: Path, forbidden: Any
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
         assert {explanation.level for explanation in explanations} <= {Level.BUCKET, Level.NEAREST}
 
 
+@pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 def test_a_new_class_asks_a_rule_once_however_many_entries_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = [replace(ASKED, seq_kv=length) for length in range(1024, 1036)]
     folder = written(tmp_path, *(measured(problem, rivals=(), candidates=()) for problem in tuned))
@@ -168,3 +171,16 @@ def test_why_an_entry_is_held_back_is_asked_once(tmp_path: Path, monkeypatch: py
     stranger = replace(entry)
     assert [entries.why_held_back(stranger) for _ in range(2)] == ["no reason"] * 2
     assert asked == [entry, stranger, stranger], "one that does not stand in the cache may be gone at once"
+
+
+def test_work_saturates_where_tiles_are_full_programs_long_and_the_card_is_full() -> None:
+    def between(one: Problem, other: Problem) -> float:
+        return tuned_entries.work_between(one, other, H200)
+
+    long = samples.problem(seq_q=4096)
+    assert between(long, samples.problem(seq_q=2048, seq_kv=9000, batch=16)) == 0.0
+    assert between(long, replace(long, seq_kv=1024)) == 1.0, "programs of half of 2,048 keys"
+    assert between(long, samples.problem(seq_q=256)) == pytest.approx(1.0 + 3.0 - math.log2(4 * 32 * 256 / 128 / 132))
+    one_query = samples.problem(seq_q=1)
+    assert between(one_query, replace(one_query, heads_kv=32)) == 2.0, "heads that share keys share tiles"
+    assert between(long, replace(long, heads_kv=32)) == 0.0
