@@ -16,7 +16,7 @@ from autoattn.codegen.argument_names import strides
 from autoattn.core.problem import Bias, DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, box_axes
+from autoattn.kernels.compiler import Descriptor, Kernel, box_axes, ragged_view
 from autoattn.kernels.manifest import Language, described
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
@@ -116,7 +116,7 @@ def resize(
     """
     query = views["query"]
     numbers = sized_arguments(problem, views, shapes)
-    read = _read(views, shapes)
+    read = _read(kernel, views, shapes)
     boxes = {name: box_axes(read[name]) for name in kernel.manifest.described}
     grids = grids_of(kernel, problem, query.shape[2], views["key"].shape[2])
     return tuple(
@@ -195,7 +195,10 @@ def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> Sc
     )
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
     copies = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
-    rows = numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP
+    rows_of_head = -(-seq_q // ROW_STEP) * ROW_STEP
+    if kernel.manifest.rows is not None:
+        rows_of_head = int(kernel.manifest.rows(problem.batch, seq_q))
+    rows = numbers, batch, heads_q, rows_of_head
     return ScratchShapes(rows=rows, sums=sums, turns=turns, copies=copies)
 
 
@@ -250,7 +253,7 @@ def _arguments(
     tensors |= {"row_lse": scratch.rows[0], "delta": scratch.rows[1]}
     if scratch.sums is not None:
         tensors["query_sums"] = scratch.sums
-    read = _read(views, shapes)
+    read = _read(kernel, views, shapes)
     for name, kind in kernel.manifest.descriptors.items():
         of = described(name)
         arguments[name] = _box(kernel, tensors[of], read[of], kind)
@@ -265,8 +268,10 @@ def sized_arguments(problem: Problem, views: Mapping[str, View], scratch: Scratc
     return (problem.batch, seq_q, seq_kv, seq_q, seq_kv, rows, copies, *steps)
 
 
-def _read(views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
+def _read(kernel: Kernel, views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
     """How all lies that descriptors read: the tensors of VIEWS, and rows and sums of the scratch."""
+    if kernel.manifest.ragged:
+        views = {name: ragged_view(view) for name, view in views.items()}
     rows = View((math.prod(scratch.rows[1:]),), (1,))
     sums = View((scratch.sums // SUMS_IN_LINE, SUMS_IN_LINE), (SUMS_IN_LINE, 1))
     return {**views, "row_lse": rows, "delta": rows, "query_sums": sums}
