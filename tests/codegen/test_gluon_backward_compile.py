@@ -30,6 +30,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"mask": "window:600,-1", "head_dim": 32}, Traits()),
     ({"mask": "causal", "head_dim": 256}, Traits(lse=True)),
     ({"mask": "window:600,64", "head_dim": 192, "head_dim_v": 128}, Traits(wide=True)),
+    ({"mask": "causal", "layout": Layout.PACKED}, Traits(lse=True)),
+    ({"mask": "window:600,64", "layout": Layout.PACKED, "head_dim": 64}, Traits(wide=True)),
 )
 
 
@@ -86,7 +88,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "16 bits": {"dtype": DType.FLOAT32},
     "multiple of 16 bytes": {"head_dim": 60},
     "at most 256 columns": {"head_dim_v": 512},
-    "dense problems": {"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 18000},
     "without block tables": {"mask": Mask.blocks(64, 64, 0.5)},
     "changes no scores": {"modifiers": Modifiers(softcap=True)},
     "and no weights": {"modifiers": Modifiers(dropout=True)},
@@ -154,6 +155,53 @@ def test_batch_heads_and_lengths_never_reach_the_text() -> None:
     small = problem(batch=1, heads_q=2, heads_kv=2, seq_q=700, seq_kv=900)
     chosen = variant(problem())
     assert render.render(small, chosen).text == render.render(problem(), chosen).text
+
+
+# Of packed problems: (facts, what the template's default is changed by).
+PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "128 columns": ({"mask": "causal"}, {}),
+    "64 columns, in turns": ({"mask": "causal", "head_dim": 64}, {"order": "descending", "BLOCK_M": 128}),
+    "window": ({"mask": "window:600,64"}, {"schedule": "one_tile", "order": "any"}),
+    "256 columns": ({"head_dim": 256}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", rarely(PACKED, lambda kind: kind == "window"))
+def test_packed_sequences_are_walked_by_the_loops_of_dense_ones(kind: str) -> None:
+    """The TMA unit ends boxes where a sequence does, so that no step has a mask more."""
+    facts, chosen = PACKED[kind]
+    packed, dense = (
+        inspect(source(problem(**facts, layout=layout), **chosen), 90) for layout in (Layout.PACKED, Layout.BSHD)
+    )
+    for theirs, ours in ((dense.loop, packed.loop), (dense.masked_loop, packed.masked_loop)):
+        kept = [
+            name for name in theirs if name.startswith(("HGMMA", "MUFU", "STS", "LDS", "UTMAREDG", "WARPGROUP", "FSEL"))
+        ]
+        assert {name: ours.get(name) for name in kept} == {name: theirs[name] for name in kept}
+    assert packed.spilled_bytes <= dense.spilled_bytes + 32
+
+
+@pytest.mark.parametrize("schedule", ["one_tile", "dynamic"])
+def test_boxes_of_packed_tensors_have_two_axes_more(schedule: str) -> None:
+    module = load_module(source(problem(layout=Layout.PACKED), schedule=schedule))
+    assert module.RAGGED
+    for name, (block, _) in module.DESCRIPTORS.items():
+        assert len(block) == (1 if name in ("row_lse_step", "delta_step") else 2 if name == "query_sums_tile" else 5)
+    text = source(problem(layout=Layout.PACKED), schedule=schedule).text
+    own = re.findall(r"\((?:key|value)(?:_grad)?_tile, \[([^\]]*)\]", text)
+    assert own
+    assert all(place.startswith("EDGE, end_kv, i_kv, EDGE - seq_kv + start_n") for place in own)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_room_for_the_queries_of_packed_sequences_holds_each_in_blocks_of_its_own(block: int) -> None:
+    module = load_module(source(problem(layout=Layout.PACKED, head_dim=64), BLOCK_M=block, order="ascending"))
+    lengths = [0, 1, 63, 64, 65, 0, 200]
+    begins = [sum(lengths[:each]) // block + each for each in range(len(lengths))]
+    ends = [begin + -(-length // block) for begin, length in zip(begins, lengths, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+    assert ends[-1] * block <= module.rows(len(lengths), sum(lengths))
+    assert module.sums(len(lengths), 3, sum(lengths)) == 3 * module.rows(len(lengths), sum(lengths)) * 64
 
 
 def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_be() -> None:

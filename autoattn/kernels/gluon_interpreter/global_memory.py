@@ -32,7 +32,7 @@ class WrappingTensor:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return self.dtype.itemsize
+        return int(self.dtype.itemsize)
 
     def data_ptr(self) -> int:
         """Where it begins."""
@@ -82,9 +82,7 @@ class GlobalMemory:
             return torch.empty(tuple(shape), dtype=dtype)
         reach = _reach(shape, strides)
         if reach * dtype.itemsize >= _ADDRESSES:
-            return WrappingTensor(
-                memory=self, address=address, shape=tuple(shape), strides=tuple(strides), dtype=dtype
-            )
+            return WrappingTensor(memory=self, address=address, shape=tuple(shape), strides=tuple(strides), dtype=dtype)
         begin, whole = self._holding(address, address + reach * dtype.itemsize - 1, "describes")
         return _typed(whole, dtype).as_strided(tuple(shape), tuple(strides), (address - begin) // dtype.itemsize)
 
