@@ -314,6 +314,30 @@ def test_how_many_programs_stay_on_an_sm_is_part_of_a_kernels_name() -> None:
     assert inspect(other, 90).code != inspect(one, 90).code
 
 
+TWO: dict[str, Any] = {"schedule": "dynamic", "order": "any", "BLOCK_M": 128, "num_stages": 2, "key_stages": 2}
+
+
+def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> None:
+    one = problem(head_dim=64, mask="causal", layout=Layout.PACKED)
+    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **TWO), one, H200) is None
+    report = inspect(source(one, **TWO), 90)
+    assert report.shared_bytes <= H200.shared_bytes_per_block
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+    text = source(one, **TWO).text
+    tile = text[text.index("def load_tile(") : text.index("def produce(")]
+    assert tile.index("load_own(") < tile.index("(query_step, [")
+    assert text.count("load_own(") == 2
+    made = re.findall(r"mbarrier\.init\((\w+)\.index\(place\)", text)
+    assert {"key_full", "value_full", "key_free", "value_free"} <= set(made)
+
+
+def test_a_program_of_one_tile_has_no_next_keys() -> None:
+    one = problem(head_dim=64)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **{**TWO, "schedule": "one_tile"}), one, H200)
+    assert reason is not None
+    assert "has no next keys" in reason
+
+
 @pytest.mark.parametrize(
     ("words", "facts", "params"),
     [

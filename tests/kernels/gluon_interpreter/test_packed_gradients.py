@@ -39,7 +39,9 @@ def problem(lengths: tuple[tuple[int, int], ...] = EVEN, **changes: Any) -> Prob
 def rendered(one: Problem, *, lse: bool = False, **chosen: Any) -> Source:
     """The template's default for many such sequences, changed; texts do not depend on lengths."""
     many = replace(one, batch=40, heads_q=32, heads_kv=16, seq_q=800, seq_kv=800, tokens_q=16384, tokens_kv=16384)
-    return render.render(one, hopper_gradients.variant(many, **chosen), replace(render.natural_traits(one), lse=lse))
+    return render.render(
+        one, hopper_gradients.variant(many, **{"key_stages": 1, **chosen}), replace(render.natural_traits(one), lse=lse)
+    )
 
 
 def case_of(one: Problem, lengths: tuple[tuple[int, int], ...], lse: bool) -> Case:
@@ -65,12 +67,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in turns, by threads": ({"mask": "full"}, {"schedule": "one_tile", "order": "ascending", "summing": "threads"}),
     "window": ({"mask": "window:40,9"}, {**WALK, "slot_release": "mbarrier"}),
     "window on the left": ({"mask": "window:40,-1", "head_dim": 80, "head_dim_v": 56}, WALK),
+    "two tiles of keys": ({"mask": "causal"}, {**WALK, "key_stages": 2, "BLOCK_M": 64}),
+    "two tiles of keys, in turns": ({"mask": "full"}, {"schedule": "dynamic", "order": "ascending", "key_stages": 2}),
     "wide heads": ({"mask": "causal", "head_dim": 192, "head_dim_v": 128}, {}),
 }
 
 
 @pytest.mark.parametrize("lengths", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("kind", rarely(CASES, lambda kind: kind in ("causal", "in turns", "window")))
+@pytest.mark.parametrize(
+    "kind", rarely(CASES, lambda kind: kind in ("causal", "in turns", "window", "two tiles of keys"))
+)
 def test_gradients_are_those_of_each_sequences_own_pairs(kind: str, lengths: tuple[tuple[int, int], ...]) -> None:
     facts, chosen = CASES[kind]
     one = problem(lengths, **facts)
