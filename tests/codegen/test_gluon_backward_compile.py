@@ -166,6 +166,7 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rarely(PACKED, lambda kind: kind == "window"))
 def test_packed_sequences_are_walked_by_the_loops_of_dense_ones(kind: str) -> None:
     """The TMA unit ends boxes where a sequence does, so that no step has a mask more."""

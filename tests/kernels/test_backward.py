@@ -14,6 +14,7 @@ import torch
 from fake_device import CUDA, Launches
 
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Source
 from autoattn.kernels import backward, manifest
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import EDGE, Descriptor, Kernel, load_module
@@ -28,7 +29,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_of(one: Problem, **changes: Any) -> Kernel:
-    source = gradient_kernels.source(one, **changes)
+    return launched(gradient_kernels.source(one, **changes))
+
+
+def launched(source: Source) -> Kernel:
+    """Kernels of a source whose launches are kept."""
     module = load_module(source)
     whole = Kernel(source=source, module=module, compiled=None, device=CUDA, sm_count=132)
     return replace(
@@ -186,21 +191,12 @@ def test_rows_have_room_for_every_tile_of_queries() -> None:
     assert backward.empty_scratch(kernel_of(sloped), sloped, torch.empty(2, 4, 129, 16)).rows.shape == (3, 2, 4, 256)
 
 
-def hopper_kernel(one: Problem, **changes: Any) -> Kernel:
-    source = hopper_gradients.source(one, **changes)
-    module = load_module(source)
-    whole = Kernel(source=source, module=module, compiled=None, device=CUDA, sm_count=132)
-    return replace(
-        whole, parts=tuple(replace(whole, name=name, compiled=Launches()) for name in manifest.of(module).parts)
-    )
-
-
 @pytest.mark.usefixtures("card")
 def test_descriptors_of_packed_tensors_end_boxes_where_a_sequence_ends() -> None:
     one = hopper_gradients.problem(
         layout=Layout.PACKED, batch=3, heads_q=4, heads_kv=2, seq_q=40, seq_kv=50, tokens_q=90, tokens_kv=110
     )
-    kernel = hopper_kernel(hopper_gradients.problem(layout=Layout.PACKED), order="ascending")
+    kernel = launched(hopper_gradients.source(hopper_gradients.problem(layout=Layout.PACKED), order="ascending"))
     case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
     backward.launch(kernel, one, case.operands, case.saved, gradient_check.room_of(case))
     part = next(part for part in kernel.parts if part.name == "backward_keys")
@@ -225,7 +221,7 @@ def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_
     first = hopper_gradients.problem(
         layout=Layout.PACKED, batch=3, heads_q=4, heads_kv=2, seq_q=40, seq_kv=50, tokens_q=90, tokens_kv=110
     )
-    kernel = hopper_kernel(hopper_gradients.problem(layout=Layout.PACKED), order="any")
+    kernel = launched(hopper_gradients.source(hopper_gradients.problem(layout=Layout.PACKED), order="any"))
 
     def bound(problem: Problem) -> tuple[tuple[Bound, ...], dict[str, View]]:
         case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
