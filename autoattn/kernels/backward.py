@@ -16,7 +16,7 @@ from autoattn.codegen.argument_names import strides
 from autoattn.core.problem import Bias, DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Descriptor, Kernel, box_axes, ragged_view
+from autoattn.kernels.compiler import Descriptor, Kernel, box_axes
 from autoattn.kernels.manifest import Language, described
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Gradients, Operands, Saved, View, empty_as
@@ -37,6 +37,8 @@ SIZED = (
 )
 VIEWS = "query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad"  # as SIZED has them
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
+EDGE = 1 << 30  # rows of a ragged descriptor; templates have the same
+_WRAPS = 0x7FFF0000  # more than any coordinate of the first two axes, and an int32
 SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
 
 
@@ -275,6 +277,18 @@ def _read(kernel: Kernel, views: Mapping[str, View], scratch: ScratchShapes) -> 
     rows = View((math.prod(scratch.rows[1:]),), (1,))
     sums = View((scratch.sums // SUMS_IN_LINE, SUMS_IN_LINE), (SUMS_IN_LINE, 1))
     return {**views, "row_lse": rows, "delta": rows, "query_sums": sums}
+
+
+def ragged_view(view: View) -> View:
+    """A packed [1, heads, tokens, head_dim] view as descriptors have it whose boxes end where a sequence does.
+
+    The axes are [wrap, end, heads, row, head_dim]; `end` and `row` both step a token. Row i of the n before token e is
+    at (EDGE, e, head, EDGE - n + i): EDGE steps of `wrap` take EDGE tokens off again, as addresses wrap around at 2**64
+    bytes. Behind row EDGE - 1 the TMA unit reads zeros, and writes nothing (triton/tools/ragged_tma.py).
+    """
+    _, heads, _, head_dim = view.shape
+    _, head_step, step, _ = view.strides
+    return type(view)((_WRAPS, _WRAPS, heads, EDGE, head_dim), (2**34 - step, step, head_step, step, 1))
 
 
 def _of_bias(kernel: Kernel, operands: Operands, grad: Tensor) -> dict[str, object]:

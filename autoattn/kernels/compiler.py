@@ -329,8 +329,6 @@ class Descriptor:
         return self.address
 
 
-EDGE = 1 << 30  # rows of a ragged descriptor; templates have the same
-_WRAPS = 0x7FFF0000  # more than any coordinate of the first two axes, and an int32
 _WRITE = tuple(getattr(Descriptor, field.name).__set__ for field in fields(Descriptor))
 
 
@@ -342,18 +340,6 @@ def box_axes(view: View) -> Axes:
             if shape[axis] == 1:
                 steps[axis] = -(-shape[-1] // 8) * 8
     return tuple(shape), (*steps, 1)
-
-
-def ragged_view(view: View) -> View:
-    """A packed [1, heads, tokens, head_dim] view as descriptors have it whose boxes end where a sequence does.
-
-    The axes are [wrap, end, heads, row, head_dim]; `end` and `row` both step a token. Row i of the n before token e is
-    at (EDGE, e, head, EDGE - n + i): EDGE steps of `wrap` take EDGE tokens off again, as addresses wrap around at 2**64
-    bytes. Behind row EDGE - 1 the TMA unit reads zeros, and writes nothing (triton/tools/ragged_tma.py).
-    """
-    _, heads, _, head_dim = view.shape
-    _, head_step, step, _ = view.strides
-    return type(view)((_WRAPS, _WRAPS, heads, EDGE, head_dim), (2**34 - step, step, head_step, step, 1))
 
 
 def inspect(source: Source, arch: int, *, ptx_arch: int | None = None) -> StaticReport:

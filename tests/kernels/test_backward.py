@@ -16,8 +16,9 @@ from fake_device import CUDA, Launches
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, manifest
+from autoattn.kernels.backward import EDGE
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import EDGE, Descriptor, Kernel, load_module
+from autoattn.kernels.compiler import Descriptor, Kernel, load_module
 from autoattn.tensors.operands import View
 from autoattn.validation import gradient_check
 
