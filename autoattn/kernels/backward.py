@@ -41,6 +41,8 @@ SIZED = (
 )
 VIEWS = "query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad"  # as SIZED has them
 ROW_STEP = 128  # rows of a head's LSE and delta lie in a multiple of it, so that every tile of queries has room
+EDGE = 1 << 30  # rows of a ragged descriptor; templates have the same
+_WRAPS = 0x7FFF0000  # more than any coordinate of the first two axes, and an int32
 SUMS_IN_LINE = 32  # of the queries' gradients, where the TMA unit adds them: a line of 128 bytes
 
 
@@ -123,7 +125,7 @@ def resize(
     """
     query = views["query"]
     numbers = sized_arguments(problem, views, shapes, scores)
-    read = _read(views, shapes)
+    read = _read(kernel, views, shapes)
     boxes = {name: box_axes(read[name]) for name in kernel.manifest.described}
     learned = problem.modifiers.bias is Bias.LEARNED
     grids = grids_of(kernel, problem, query.shape[2], views["key"].shape[2], scores.bias_sizes[:2] if learned else ())
@@ -209,7 +211,10 @@ def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> Sc
     )
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
     copies = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
-    rows = numbers, batch, heads_q, -(-seq_q // ROW_STEP) * ROW_STEP
+    rows_of_head = -(-seq_q // ROW_STEP) * ROW_STEP
+    if kernel.manifest.rows is not None:
+        rows_of_head = int(kernel.manifest.rows(problem.batch, seq_q))
+    rows = numbers, batch, heads_q, rows_of_head
     return ScratchShapes(rows=rows, sums=sums, turns=turns, copies=copies)
 
 
@@ -264,7 +269,7 @@ def _arguments(
     tensors |= {"row_lse": scratch.rows[0], "delta": scratch.rows[1]}
     if scratch.sums is not None:
         tensors["query_sums"] = scratch.sums
-    read = _read(views, shapes)
+    read = _read(kernel, views, shapes)
     for name, kind in kernel.manifest.descriptors.items():
         of = described(name)
         arguments[name] = _box(kernel, tensors[of], read[of], kind)
@@ -284,11 +289,25 @@ def sized_arguments(
     return (problem.batch, seq_q, seq_kv, seq_q, seq_kv, rows, copies, *steps, *of_scores)
 
 
-def _read(views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
+def _read(kernel: Kernel, views: Mapping[str, View], scratch: ScratchShapes) -> dict[str, View]:
     """How all lies that descriptors read: the tensors of VIEWS, and rows and sums of the scratch."""
+    if kernel.manifest.ragged:
+        views = {name: ragged_view(view) for name, view in views.items()}
     rows = View((math.prod(scratch.rows[1:]),), (1,))
     sums = View((scratch.sums // SUMS_IN_LINE, SUMS_IN_LINE), (SUMS_IN_LINE, 1))
     return {**views, "row_lse": rows, "delta": rows, "query_sums": sums}
+
+
+def ragged_view(view: View) -> View:
+    """A packed [1, heads, tokens, head_dim] view as descriptors have it whose boxes end where a sequence does.
+
+    The axes are [wrap, end, heads, row, head_dim]; `end` and `row` both step a token. Row i of the n before token e is
+    at (EDGE, e, head, EDGE - n + i): EDGE steps of `wrap` take EDGE tokens off again, as addresses wrap around at 2**64
+    bytes. Behind row EDGE - 1 the TMA unit reads zeros, and writes nothing (triton/tools/ragged_tma.py).
+    """
+    _, heads, _, head_dim = view.shape
+    _, head_step, step, _ = view.strides
+    return type(view)((_WRAPS, _WRAPS, heads, EDGE, head_dim), (2**34 - step, step, head_step, step, 1))
 
 
 def bias_sums_shape(

@@ -332,7 +332,7 @@ def _launch_facts(module: ModuleType) -> list[object]:
     """What the host side of a rendered kernel says: its tables, its functions, and the constants that they read."""
     facts: list[object] = []
     for name, value in sorted(vars(module).items()):
-        if name in ("SIGNATURE", "DESCRIPTORS", "PACK_GQA", "PARTS", "PERSISTENT"):
+        if name in ("SIGNATURE", "DESCRIPTORS", "RAGGED", "PACK_GQA", "PARTS", "PERSISTENT"):
             facts.append((name, repr(value)))
         elif isinstance(value, FunctionType) and value.__module__ == module.__name__:  # Triton's are of other types
             read = [

@@ -40,6 +40,7 @@ class Manifest:
     signature: Mapping[str, str] = field(default_factory=dict)  # argument -> Triton's type, of all kernels together
     descriptors: Mapping[str, str] = field(default_factory=dict)  # those of them that are TMA descriptors
     described: tuple[str, ...] = ()  # the tensors that these are of, each once
+    ragged: bool = False  # their boxes of packed tensors end where a sequence does
     # Kernels
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # kernels that share the work -> their options
     programs_an_sm: Mapping[str, int] = field(default_factory=dict)  # kernel -> programs of an SM that walk all tiles
@@ -57,6 +58,7 @@ class Manifest:
     tiles: Sizes | None = None  # tiles of which the scratch says whether they were computed again
     partials: Sizes | None = None  # float32 that programs which share a tile leave for one another
     # Buffers of backward kernels
+    rows: Sizes | None = None  # of a head, for which there is room where packed sequences begin at rows of their own
     sums: Sizes | None = None  # float32 in which the gradients of queries are added up
     turns: Sizes | None = None  # int32: programs that have added
     copies: Callable[..., dict[str, tuple[int, ...]]] | None = None  # tensor -> shape of its turned copy
@@ -84,7 +86,7 @@ def described(name: str) -> str:
 
 _FUNCTIONS = (
     *("grid", "grids", "grid_before", "turned"),
-    *("scratch", "arrivals", "tiles", "partials", "sums", "turns", "copies"),
+    *("scratch", "arrivals", "tiles", "partials", "rows", "sums", "turns", "copies"),
 )
 
 
@@ -105,6 +107,7 @@ def of(module: object) -> Manifest:
         signature=signature,
         descriptors=descriptors,
         described=tuple(dict.fromkeys(map(described, descriptors))),
+        ragged=bool(held.get("RAGGED", False)),
         parts=held.get("PARTS", {}),
         programs_an_sm=held.get("PERSISTENT", {}),
         packs_all_heads="PACK_GQA" in held,

@@ -30,6 +30,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"mask": "window:600,-1", "head_dim": 32}, Traits()),
     ({"mask": "causal", "head_dim": 256}, Traits(lse=True)),
     ({"mask": "window:600,64", "head_dim": 192, "head_dim_v": 128}, Traits(wide=True)),
+    ({"mask": "causal", "layout": Layout.PACKED}, Traits(lse=True)),
+    ({"mask": "window:600,64", "layout": Layout.PACKED, "head_dim": 64}, Traits(wide=True)),
 )
 
 
@@ -86,7 +88,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "16 bits": {"dtype": DType.FLOAT32},
     "multiple of 16 bytes": {"head_dim": 60},
     "at most 256 columns": {"head_dim_v": 512},
-    "dense problems": {"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 18000},
     "without block tables": {"mask": Mask.blocks(64, 64, 0.5)},
     "changes no scores": {"modifiers": Modifiers(softcap=True)},
     "and no weights": {"modifiers": Modifiers(dropout=True)},
@@ -154,6 +155,54 @@ def test_batch_heads_and_lengths_never_reach_the_text() -> None:
     small = problem(batch=1, heads_q=2, heads_kv=2, seq_q=700, seq_kv=900)
     chosen = variant(problem())
     assert render.render(small, chosen).text == render.render(problem(), chosen).text
+
+
+# Of packed problems: (facts, what the template's default is changed by).
+PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "128 columns": ({"mask": "causal"}, {}),
+    "64 columns, in turns": ({"mask": "causal", "head_dim": 64}, {"order": "descending", "BLOCK_M": 128}),
+    "window": ({"mask": "window:600,64"}, {"schedule": "one_tile", "order": "any"}),
+    "256 columns": ({"head_dim": 256}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", rarely(PACKED, lambda kind: kind == "window"))
+def test_packed_sequences_are_walked_by_the_loops_of_dense_ones(kind: str) -> None:
+    """The TMA unit ends boxes where a sequence does, so that no step has a mask more."""
+    facts, chosen = PACKED[kind]
+    packed, dense = (
+        inspect(source(problem(**facts, layout=layout), **chosen), 90) for layout in (Layout.PACKED, Layout.BSHD)
+    )
+    for theirs, ours in ((dense.loop, packed.loop), (dense.masked_loop, packed.masked_loop)):
+        kept = [
+            name for name in theirs if name.startswith(("HGMMA", "MUFU", "STS", "LDS", "UTMAREDG", "WARPGROUP", "FSEL"))
+        ]
+        assert {name: ours.get(name) for name in kept} == {name: theirs[name] for name in kept}
+    assert packed.spilled_bytes <= dense.spilled_bytes + 32
+
+
+@pytest.mark.parametrize("schedule", ["one_tile", "dynamic"])
+def test_boxes_of_packed_tensors_have_two_axes_more(schedule: str) -> None:
+    module = load_module(source(problem(layout=Layout.PACKED), schedule=schedule))
+    assert module.RAGGED
+    for name, (block, _) in module.DESCRIPTORS.items():
+        assert len(block) == (1 if name in ("row_lse_step", "delta_step") else 2 if name == "query_sums_tile" else 5)
+    text = source(problem(layout=Layout.PACKED), schedule=schedule).text
+    own = re.findall(r"\((?:key|value)(?:_grad)?_tile, \[([^\]]*)\]", text)
+    assert own
+    assert all(place.startswith("EDGE, end_kv, i_kv, EDGE - seq_kv + start_n") for place in own)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_room_for_the_queries_of_packed_sequences_holds_each_in_blocks_of_its_own(block: int) -> None:
+    module = load_module(source(problem(layout=Layout.PACKED, head_dim=64), BLOCK_M=block, order="ascending"))
+    lengths = [0, 1, 63, 64, 65, 0, 200]
+    begins = [sum(lengths[:each]) // block + each for each in range(len(lengths))]
+    ends = [begin + -(-length // block) for begin, length in zip(begins, lengths, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+    assert ends[-1] * block <= module.rows(len(lengths), sum(lengths))
+    assert module.sums(len(lengths), 3, sum(lengths)) == 3 * module.rows(len(lengths), sum(lengths)) * 64
 
 
 def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_be() -> None:
@@ -264,6 +313,30 @@ def test_how_many_programs_stay_on_an_sm_is_part_of_a_kernels_name() -> None:
     )
     assert other.text != one.text
     assert inspect(other, 90).code != inspect(one, 90).code
+
+
+TWO: dict[str, Any] = {"schedule": "dynamic", "order": "any", "BLOCK_M": 128, "num_stages": 2, "key_stages": 2}
+
+
+def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> None:
+    one = problem(head_dim=64, mask="causal", layout=Layout.PACKED)
+    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **TWO), one, H200) is None
+    report = inspect(source(one, **TWO), 90)
+    assert report.shared_bytes <= H200.shared_bytes_per_block
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+    text = source(one, **TWO).text
+    tile = text[text.index("def load_tile(") : text.index("def produce(")]
+    assert tile.index("load_own(") < tile.index("(query_step, [")
+    assert text.count("load_own(") == 2
+    made = re.findall(r"mbarrier\.init\((\w+)\.index\(place\)", text)
+    assert {"key_full", "value_full", "key_free", "value_free"} <= set(made)
+
+
+def test_a_program_of_one_tile_has_no_next_keys() -> None:
+    one = problem(head_dim=64)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **{**TWO, "schedule": "one_tile"}), one, H200)
+    assert reason is not None
+    assert "has no next keys" in reason
 
 
 @pytest.mark.parametrize(

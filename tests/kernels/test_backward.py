@@ -14,7 +14,9 @@ import torch
 from fake_device import CUDA, Launches
 
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.variant import Source
 from autoattn.kernels import backward, manifest
+from autoattn.kernels.backward import EDGE
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Kernel, load_module
 from autoattn.kernels.tma_descriptor import Descriptor
@@ -29,7 +31,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel_of(one: Problem, **changes: Any) -> Kernel:
-    source = gradient_kernels.source(one, **changes)
+    return launched(gradient_kernels.source(one, **changes))
+
+
+def launched(source: Source) -> Kernel:
+    """Kernels of a source whose launches are kept."""
     module = load_module(source)
     whole = Kernel(source=source, module=module, compiled=None, device=CUDA, sm_count=132)
     return replace(
@@ -186,6 +192,55 @@ def test_rows_have_room_for_every_tile_of_queries() -> None:
     assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)
     sloped = gradient_kernels.problem(modifiers=Modifiers(alibi=True, learned_slopes=True))
     assert backward.empty_scratch(kernel_of(sloped), sloped, torch.empty(2, 4, 129, 16)).rows.shape == (3, 2, 4, 256)
+
+
+@pytest.mark.usefixtures("card")
+def test_descriptors_of_packed_tensors_end_boxes_where_a_sequence_ends() -> None:
+    one = hopper_gradients.problem(
+        layout=Layout.PACKED, batch=3, heads_q=4, heads_kv=2, seq_q=40, seq_kv=50, tokens_q=90, tokens_kv=110
+    )
+    kernel = launched(hopper_gradients.source(hopper_gradients.problem(layout=Layout.PACKED), order="ascending"))
+    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    backward.launch(kernel, one, case.operands, case.saved, gradient_check.room_of(case))
+    part = next(part for part in kernel.parts if part.name == "backward_keys")
+    ((_, given),) = part.compiled.ordinary
+    told = dict(zip(part.parameters, given, strict=True))
+    blocks = 90 // int(kernel.module.BLOCK_M.value) + 3 + 1
+    assert told["stride_r"] == blocks * int(kernel.module.BLOCK_M.value)
+    assert told["row_lse_step"].shape == (4 * told["stride_r"],)
+    step = 4 * one.head_dim
+    query = told["query_step"]
+    assert query.shape == (0x7FFF0000, 0x7FFF0000, 4, EDGE, one.head_dim)
+    assert query.strides == (2**34 - step, step, one.head_dim, step, 1)
+    assert int(kernel.module.EDGE.value) == EDGE
+    # Bytes from the first element to row 7 of the 40 before token 70.
+    place = sum(at * by for at, by in zip((EDGE, 70, 1, EDGE - 40 + 7), query.strides, strict=False)) * 2
+    assert place % 2**64 == ((70 - 40 + 7) * step + one.head_dim) * 2
+    assert all(by * 2 % 16 == 0 and by * 2 < 2**40 for by in query.strides[:-1]), "what the driver encodes"
+
+
+@pytest.mark.usefixtures("card")
+def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_sizes() -> None:
+    first = hopper_gradients.problem(
+        layout=Layout.PACKED, batch=3, heads_q=4, heads_kv=2, seq_q=40, seq_kv=50, tokens_q=90, tokens_kv=110
+    )
+    kernel = launched(hopper_gradients.source(hopper_gradients.problem(layout=Layout.PACKED), order="any"))
+
+    def bound(problem: Problem) -> tuple[tuple[Bound, ...], dict[str, View]]:
+        case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+        room, saved, operands = gradient_check.room_of(case), case.saved, case.operands
+        scratch = backward.empty_scratch(kernel, problem, operands.query)
+        tensors = operands.query, operands.key, operands.value, saved.output, saved.output_grad
+        views = [View.of(tensor) for tensor in (*tensors, room.query, room.key, room.value)]
+        launches = backward.bind(kernel, problem, operands, saved, room, scratch)
+        return launches, dict(zip(backward.VIEWS, views, strict=True))
+
+    other = replace(first, batch=5, seq_q=80, seq_kv=70, tokens_q=301, tokens_kv=299)
+    expected, views = bound(other)
+    shapes = backward.scratch_shapes(kernel, other, views["query"])
+    for ours, theirs in zip(backward.resize(bound(first)[0], kernel, other, views, shapes), expected, strict=True):
+        assert ours.given == theirs.given
+        assert [maps.axes for *_, maps in ours.maps] == [maps.axes for *_, maps in theirs.maps]
 
 
 @pytest.mark.parametrize(("sms", "programs"), [(132, 132), (9, 9), (5000, 2048)])

@@ -23,11 +23,11 @@ from autoattn.kernels.manifest import Language, Manifest
 
 FUNCTIONS = {
     *("grid", "grids", "grid_before", "turned", "scratch", "arrivals", "tiles", "partials"),
-    *("sums", "turns", "copies"),
+    *("rows", "sums", "turns", "copies"),
 }
 TABLES = {
     "SIGNATURE": "signature", "PARTS": "parts", "PERSISTENT": "programs_an_sm", "PACK_GQA": "packs_all_heads",
-    "HEADS": "packed_heads", "QUERIES_BLOCK_M": "bias_tile",
+    "RAGGED": "ragged", "HEADS": "packed_heads", "QUERIES_BLOCK_M": "bias_tile",
 }  # fmt: skip
 LONG = {"batch": 1, "heads_q": 8, "heads_kv": 8, "seq_q": 4, "seq_kv": 4096, "head_dim": 64}
 
@@ -64,6 +64,9 @@ SOURCES = {
     "gluon, heads together": lambda: gluon_kernels.source(gluon_kernels.problem(head_dim=64), PACK_GQA=4),
     "gluon, float8": gluon_float8,
     "gluon, gradients": lambda: hopper_gradients.source(hopper_gradients.problem()),
+    "gluon, gradients of packed sequences": lambda: hopper_gradients.source(
+        hopper_gradients.problem(layout=Layout.PACKED)
+    ),
     "gluon, gradients in order": lambda: hopper_gradients.source(
         hopper_gradients.problem(), order="ascending", schedule="one_tile"
     ),

@@ -8,7 +8,7 @@ import kernels
 
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles
-from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "gluon/backward"
@@ -18,6 +18,8 @@ H200 = device_profiles.named("h200")
 def problem(**changes: Any) -> Problem:
     """Large enough that every value of every parameter is worth trying."""
     sizes = {"batch": 4, "heads_q": 32, "heads_kv": 8, "seq_q": 4096, "seq_kv": 8192, "dtype": DType.BFLOAT16}
+    if changes.get("layout") is Layout.PACKED:
+        sizes |= {"tokens_q": 9000, "tokens_kv": 18000}
     return kernels.problem(op=Op.BACKWARD, **{**sizes, "head_dim": 128, **changes})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,44 @@ from autoattn.kernels.gluon_interpreter.tensors import Tensor, converted
 
 # In which bits are moved: not all of PyTorch's functions take float8.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_ADDRESSES = 2**48  # bytes that a GPU's addresses reach
+_WRAP = 2**64  # bytes behind which the sums of steps begin again at 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WrappingTensor:
+    """A tensor whose steps pass the end of the addresses: not all of it is there, and its parts are looked up."""
+
+    memory: GlobalMemory
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return int(self.dtype.itemsize)
+
+    def data_ptr(self) -> int:
+        """Where it begins."""
+        return self.address
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+        """A view of a part of it, which must lie in one tensor of the launch."""
+        shape = [each.stop - each.start for each in part]
+        steps = sum(each.start * stride for each, stride in zip(part, self.strides, strict=True))
+        strides = [stride if size > 1 else 0 for size, stride in zip(shape, self.strides, strict=True)]
+        address = (self.address + steps * self.itemsize) % _WRAP
+        view = self.memory.box(address, shape, strides, self.dtype)
+        if isinstance(view, WrappingTensor):
+            raise SynchronizationError(f"a box of {shape} elements passes the end of the addresses")
+        return view
+
+    def __setitem__(self, part: tuple[slice, ...], numbers: torch.Tensor) -> None:
+        self[part].copy_(numbers)
 
 
 class GlobalMemory:
@@ -35,11 +74,15 @@ class GlobalMemory:
         beside = f"{last - first + 1} bytes from inside {near[0]} on" if near else f"the address {first:#x}"
         raise SynchronizationError(f"it {action} memory that no tensor of the launch holds: {beside}")
 
-    def box(self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def box(
+        self, address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor | WrappingTensor:
         """A strided view of a tensor that begins at an address."""
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
-        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+        reach = _reach(shape, strides)
+        if reach * dtype.itemsize >= _ADDRESSES:
+            return WrappingTensor(memory=self, address=address, shape=tuple(shape), strides=tuple(strides), dtype=dtype)
         begin, whole = self._holding(address, address + reach * dtype.itemsize - 1, "describes")
         return _typed(whole, dtype).as_strided(tuple(shape), tuple(strides), (address - begin) // dtype.itemsize)
 
@@ -98,6 +141,11 @@ class GlobalMemory:
         if bool((offsets % dtype.itemsize != 0).any()):
             raise SynchronizationError(f"it {action} an address that is no multiple of {dtype.itemsize} bytes")
         return _typed(whole, dtype), offsets // dtype.itemsize
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last one of a tensor."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
 def _typed(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

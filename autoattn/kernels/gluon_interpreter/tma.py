@@ -12,6 +12,7 @@ import torch
 
 from autoattn.errors import SynchronizationError
 from autoattn.kernels.gluon_interpreter import mbarriers, scheduler
+from autoattn.kernels.gluon_interpreter.global_memory import WrappingTensor
 from autoattn.kernels.gluon_interpreter.scheduler import Copy
 from autoattn.kernels.gluon_interpreter.shared_memory import POISON, SharedMemory
 
@@ -21,7 +22,7 @@ class TensorDescriptor:
     """A tensor in global memory, and the box that one copy has of it."""
 
     name: str
-    tensor: torch.Tensor  # a view of the memory
+    tensor: torch.Tensor | WrappingTensor  # a view of the memory
     block: tuple[int, ...]
     layout: object
 
