@@ -16,6 +16,7 @@ AXES = {
     "b": "bhsn",  # bias
     "g": "bhsn",  # gradient of the bias
     "t": "bh",  # counts of a block table
+    "p": "b",  # pages of a cache
 }
 
 

@@ -175,6 +175,7 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
         "offset": offset,
         "strides": partial(argument_names.typed_strides, offset=offset, strided=strided),
         "packed": kind.packed,
+        **_cache_facts(kind),
         "sparse": mask.sparse,
         "block_q": mask.block_q,
         "block_kv": mask.block_kv,
@@ -195,6 +196,17 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
     if kind.op is Op.BACKWARD:
         return facts | _backward_facts(kind, params, traits)
     return facts | _forward_facts(kind, variant, params)
+
+
+def _cache_facts(kind: KernelKind) -> dict[str, object]:
+    """How keys and values are found in a cache; without one they have tensors of their own."""
+    cache = kind.cache
+    return {
+        "cached": cache is not None,
+        "page": cache.page if cache is not None else 0,
+        "cache_rows": cache is not None and cache.rows,
+        "leftpad": cache is not None and cache.leftpad,
+    }
 
 
 def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
@@ -315,6 +327,7 @@ def _words(kind: KernelKind) -> str:
     dims = f"head dim {kind.head_dim}"
     dims += f", values {kind.head_dim_v}" if kind.head_dim_v != kind.head_dim else ""
     words = [f"{kind.dtype.value}{precision}", dims, shape, *(["packed"] if kind.packed else [])]
+    words += [] if kind.cache is None else [f"cache {kind.cache}"]
     return ", ".join([*words, *kind.modifiers.names])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Modifiers, Op, Precision, Problem
 
@@ -28,6 +29,7 @@ class KernelKind:
     mask: Mask  # its structure: a window's bounds are 0 or 1, and a table's density is 0
     modifiers: Modifiers
     packed: bool
+    cache: KeyCache | None = None  # the size of its pages is a number of the text
 
 
 def of(problem: Problem) -> KernelKind:
@@ -41,6 +43,7 @@ def of(problem: Problem) -> KernelKind:
         mask=problem.mask.structure,
         modifiers=problem.modifiers,
         packed=problem.packed,
+        cache=problem.cache,
     )
 
 
