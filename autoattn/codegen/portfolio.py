@@ -149,6 +149,8 @@ def _judged(portfolio: Portfolio, kind: kernel_kind.KernelKind, problem: Problem
 
 
 def _judge(portfolio: Portfolio, problem: Problem, device: Device) -> KindSeeds:
+    if problem.cache is not None:  # its rules come from problems whose keys are tensors of their own
+        portfolio = Portfolio(let={}, rules=())
     facts = kind_facts(kernel_kind.of(problem), problem.numerics, problem.deterministic, device)
     of_sizes = feasibility.names_of_sizes(portfolio.let)
     judged: list[tuple[int, Variant, Judgement, Judgement]] = []

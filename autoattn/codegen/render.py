@@ -131,7 +131,9 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
         alignment //= 2
     # A step in the sequence passes all heads, unless a head's rows lie together.
     heads = 1 if problem.layout is Layout.BHSD else problem.heads_q
-    reach = max(problem.seq_q, problem.seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
+    # Pages are found one by one, wherever they lie.
+    seq_kv = problem.cache.page if problem.cache is not None and problem.cache.page else problem.seq_kv
+    reach = max(problem.seq_q, seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
     added = ELEMENT[problem.dtype.output]
     bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
     return Traits(alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias)

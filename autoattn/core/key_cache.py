@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from autoattn.errors import ProblemError
 
 MAX_PAGE = 2**20  # keys of a page
-_PAGED = re.compile(r"paged:([0-9]{1,7})")
-_OPTIONS = ("rows", "leftpad")
+MAX_SPLITS = 2**16  # programs that a caller may name
+_TEXT = re.compile(
+    r"(?:contiguous|paged:(?P<page>[0-9]{1,7}))(?P<rows>,rows)?(?P<leftpad>,leftpad)?(?:,splits=(?P<splits>[0-9]{1,5}))?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +25,16 @@ class KeyCache:
     page: int = 0  # keys of a page, which a table of pages finds; 0 is a contiguous cache
     rows: bool = False  # a tensor says which row of a contiguous cache each sequence has
     leftpad: bool = False  # a tensor says where the keys of each sequence begin in its row
+    splits: int = 0  # programs that may share the keys of a sequence; 0 is as many as are fastest
 
     def __post_init__(self) -> None:
         if isinstance(self.page, bool) or not isinstance(self.page, int) or not 0 <= self.page <= MAX_PAGE:
             raise ProblemError(
                 f"a page of a cache must have from 1 to {MAX_PAGE} keys, got {self.page!r}; use a contiguous cache"
+            )
+        if isinstance(self.splits, bool) or not isinstance(self.splits, int) or not 0 <= self.splits <= MAX_SPLITS:
+            raise ProblemError(
+                f"splits must be a whole number from 0 (the fastest) to {MAX_SPLITS}, got {self.splits!r}; correct it"
             )
         if self.page and (self.rows or self.leftpad):
             raise ProblemError(
@@ -36,26 +43,25 @@ class KeyCache:
 
     @classmethod
     def parse(cls, text: str) -> KeyCache:
-        """Reads `contiguous`, `contiguous:rows`, `contiguous:leftpad`, `contiguous:rows,leftpad` or `paged:KEYS`.
+        """Reads `contiguous` or `paged:KEYS`, with options behind commas: `rows`, `leftpad`, `splits=NUMBER`.
 
         Raises:
             ProblemError: the text is none of them.
         """
-        if match := _PAGED.fullmatch(str(text)):
-            if int(match[1]):
-                return cls(page=int(match[1]))
-        else:
-            kind, colon, rest = str(text).partition(":")
-            options = rest.split(",") if colon else []
-            if kind == "contiguous" and options == [name for name in _OPTIONS if name in options]:
-                return cls(rows="rows" in options, leftpad="leftpad" in options)
-        raise ProblemError(
-            "cache must be contiguous, contiguous:rows, contiguous:leftpad, contiguous:rows,leftpad or paged:KEYS (as "
-            f"paged:16), got {text!r}; correct it"
+        match = _TEXT.fullmatch(str(text))
+        if match is None or match["page"] == "0":
+            raise ProblemError(
+                "cache must be contiguous or paged:KEYS (as paged:16), maybe with ,rows ,leftpad or ,splits=NUMBER "
+                f"behind it in this order, got {text!r}; correct it"
+            )
+        return cls(
+            page=int(match["page"] or 0),
+            rows=match["rows"] is not None,
+            leftpad=match["leftpad"] is not None,
+            splits=int(match["splits"] or 0),
         )
 
     def __str__(self) -> str:
-        if self.page:
-            return f"paged:{self.page}"
-        options = ",".join(name for name in _OPTIONS if getattr(self, name))
-        return f"contiguous:{options}" if options else "contiguous"
+        options = [name for name in ("rows", "leftpad") if getattr(self, name)]
+        options += [f"splits={self.splits}"] if self.splits else []
+        return ",".join([f"paged:{self.page}" if self.page else "contiguous", *options])

@@ -152,7 +152,16 @@ def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, l
     """
     arguments = launch_arguments(kernel, problem, operands, output, lse)
     grid, needed = launch_grid(kernel, problem, operands.query), zeros(kernel, problem, operands.query)
-    return bound_launch.bind(kernel, grid, arguments, POINTERS, needed, SIZED)
+    order = POINTERS if operands.cache is None else cache_pointers(operands)
+    return bound_launch.bind(kernel, grid, arguments, order, needed, SIZED)
+
+
+def cache_pointers(operands: Operands) -> tuple[str, ...]:
+    """POINTERS of a call on a cache: those of every call, then the offsets of queries and what there is of a cache."""
+    assert operands.cache is not None
+    packed = () if operands.cu_seqlens_q is None else ("cu_seqlens_q_ptr",)
+    there = (name for name, field in CACHE_POINTERS.items() if getattr(operands.cache, field) is not None)
+    return (*POINTERS[:-2], *packed, *there)
 
 
 def resize(bound: Bound, kernel: Kernel, problem: Problem, views: tuple[View, View, View, View]) -> Bound:

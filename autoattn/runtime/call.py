@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED_ARGUMENTS, PACKED_DEFAULTS, KeyRole, names
 from autoattn.runtime import call_cache, prepared_call, resized_call
 from autoattn.runtime.call_cache import Key
-from autoattn.runtime.parse import arguments, sdpa_arguments
+from autoattn.runtime.parse import arguments, cache_arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
+from autoattn.runtime.parse.cache_arguments import CacheTensors
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.planner import Plan
 from autoattn.runtime.prepared_call import Answer
@@ -49,6 +51,23 @@ def packed_attention(
         if (output := answer(*tensors)) is not None:
             return output
     return new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+
+
+@torch.compiler.disable
+def new_cached_attention(
+    call_key: Key | None, query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, *, return_lse: bool,
+    **given: Any,
+) -> Answer:  # fmt: skip
+    """`cached_attention` where no prepared call answers; torch.compile calls it between graphs.
+
+    Raises:
+        TensorError: the arguments do not make one call.
+        ProblemError: they do, but it is not supported.
+    """
+    call = cache_arguments.read(query, cache, cu_seqlens_q, **given)
+    plan = planner.plan(call, lse=return_lse, learns=False)
+    offsets = cache.offsets if cu_seqlens_q is None else (cu_seqlens_q, *cache.offsets)
+    return answer(call_key, (query, cache.key, cache.value, *offsets), call, plan, lse=return_lse)
 
 
 def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...]) -> tuple[Any, Any]:
