@@ -17,6 +17,8 @@ AXES = {
     "g": "bhsn",  # gradient of the bias
     "t": "bh",  # counts of a block table
     "p": "b",  # pages of a cache
+    "nk": "bhsd",  # new keys of a cache
+    "nv": "bhsd",  # new values
 }
 
 

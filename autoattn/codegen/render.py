@@ -9,7 +9,7 @@ import jinja2
 
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
-from autoattn.core.kernel_kind import KernelKind
+from autoattn.core.kernel_kind import AppendKind, KernelKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem, padded, pieces
 from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
@@ -70,6 +70,27 @@ def digest_of_source(problem: Problem, variant: Variant, release: str | None = N
             if release in kernel.facts.digests:
                 return kernel.facts.digests[release]
     return render(problem, variant, traits, release=release).digest
+
+
+@lru_cache(maxsize=256)
+def append_source(kind: AppendKind) -> Source:
+    """The kernel that appends keys and values to a cache; it has no search space, since it moves a few rows."""
+    offset = "i64" if kind.wide else "i32"
+    variant = Variant.of("triton/append", {})
+    text = _environment().get_template(f"{variant.template}.py.j2").render(
+        element=ELEMENT[kind.dtype],
+        table_element=ELEMENT[kind.tables],
+        head_dim=kind.head_dim,
+        head_dim_v=kind.head_dim_v,
+        width=padded(kind.head_dim),
+        width_v=padded(kind.head_dim_v),
+        page=kind.page,
+        cache_rows=kind.rows,
+        rotary_dim=kind.rotary_dim,
+        interleaved=kind.interleaved,
+        strides=partial(argument_names.typed_strides, offset=offset, strided=True),
+    )
+    return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
 
 
 def forget() -> None:
