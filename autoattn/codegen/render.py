@@ -77,18 +77,22 @@ def append_source(kind: AppendKind) -> Source:
     """The kernel that appends keys and values to a cache; it has no search space, since it moves a few rows."""
     offset = "i64" if kind.wide else "i32"
     variant = Variant.of("triton/append", {})
-    text = _environment().get_template(f"{variant.template}.py.j2").render(
-        element=ELEMENT[kind.dtype],
-        table_element=ELEMENT[kind.tables],
-        head_dim=kind.head_dim,
-        head_dim_v=kind.head_dim_v,
-        width=padded(kind.head_dim),
-        width_v=padded(kind.head_dim_v),
-        page=kind.page,
-        cache_rows=kind.rows,
-        rotary_dim=kind.rotary_dim,
-        interleaved=kind.interleaved,
-        strides=partial(argument_names.typed_strides, offset=offset, strided=True),
+    text = (
+        _environment()
+        .get_template(f"{variant.template}.py.j2")
+        .render(
+            element=ELEMENT[kind.dtype],
+            table_element=ELEMENT[kind.tables],
+            head_dim=kind.head_dim,
+            head_dim_v=kind.head_dim_v,
+            width=padded(kind.head_dim),
+            width_v=padded(kind.head_dim_v),
+            page=kind.page,
+            cache_rows=kind.rows,
+            rotary_dim=kind.rotary_dim,
+            interleaved=kind.interleaved,
+            strides=partial(argument_names.typed_strides, offset=offset, strided=True),
+        )
     )
     return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from autoattn.kernels.forward import CACHE_POINTERS, DTYPE
 from autoattn.tensors.appended import Append
 from autoattn.tensors.operands import View, empty_as
 
-# The order in which a bound launch takes addresses; 0 for a tensor that is not there
+# The addresses that a bound launch takes, in its order, of what there is
 POINTERS = (
-    *("new_key_ptr", "new_value_ptr", "key_ptr", "value_ptr", "lengths_ptr", "total_lengths_ptr", "pages_ptr"),
-    *("cache_rows_ptr", "query_ptr", "output_ptr", "cos_ptr", "sin_ptr"),
+    *("query_ptr", "key_ptr", "value_ptr", "lengths_ptr", "pages_ptr", "cache_rows_ptr", "new_key_ptr"),
+    *("new_value_ptr", "cos_ptr", "sin_ptr", "total_lengths_ptr", "output_ptr"),
 )
-MAX_LAUNCHES = 256  # that are kept
 
 
 def kind_of(given: Append) -> AppendKind:
@@ -50,22 +49,19 @@ def _reaches_far(tensor: Tensor) -> bool:
 
 def launch(kernel: Kernel, given: Append) -> tuple[Tensor | None, Tensor]:
     """Appends on the current stream; the same result as `reference.append_formula.append`."""
-    query, total = _outputs(given)
+    query, total = outputs(given)
     kernel.launch(_grid(kernel, given), _arguments(given, query, total))
     return query, total
 
 
-def run(given: Append) -> tuple[Tensor | None, Tensor]:
-    """The same on a card, by a launch that is kept for appends of the same shapes and strides."""
-    query, total = _outputs(given)
-    bound = _launches(_shapes(given, query), given.key.device.index)
-    if not bound:
-        kernel = load_once(kind_of(given), given.key.device.index)
-        bound.append(
-            bound_launch.bind(kernel, _grid(kernel, given), _arguments(given, query, total), POINTERS, None)
-        )
-    bound[0](tuple(0 if tensor is None else tensor.data_ptr() for tensor in _tensors(given, query, total)))
-    return query, total
+def bind(kernel: Kernel, given: Append) -> Bound:
+    """The same launch, for appends that differ from this one in addresses alone, which it takes in the order of
+    POINTERS without those that the append has not."""
+    query, total = outputs(given)
+    arguments = _arguments(given, query, total)
+    # Every call has a query, whether or not the kernel reads it.
+    order = tuple(name for name in POINTERS if name == "query_ptr" or isinstance(arguments.get(name), Tensor))
+    return bound_launch.bind(kernel, _grid(kernel, given), arguments, order, None)
 
 
 @cache
@@ -74,14 +70,8 @@ def load_once(kind: AppendKind, index: int) -> Kernel:
     return compiler.load(render.append_source(kind), torch.device("cuda", index))
 
 
-@lru_cache(maxsize=MAX_LAUNCHES)
-def _launches(shapes: tuple[object, ...], index: int) -> list[Bound]:
-    """The launch of appends of these shapes, once there is one."""
-    return []
-
-
-def _outputs(given: Append) -> tuple[Tensor | None, Tensor]:
-    """Room for the rotated query, and for the lengths after the append."""
+def outputs(given: Append) -> tuple[Tensor | None, Tensor]:
+    """Room for the rotated query, where there is a rotation, and for the lengths after the append."""
     rotation = given.rotation
     query = None if rotation is None else empty_as(rotation.query, rotation.query.shape[3])
     return query, torch.empty_like(given.cache.lengths)
@@ -90,34 +80,21 @@ def _outputs(given: Append) -> tuple[Tensor | None, Tensor]:
 def _grid(kernel: Kernel, given: Append) -> tuple[int]:
     assert kernel.manifest.grid is not None
     batch, heads_kv, seq_new, _ = given.new_key.shape
-    seq_q, heads_q = (0, 0) if given.rotation is None else (given.rotation.query.shape[2], given.rotation.query.shape[1])
+    seq_q, heads_q = (
+        (0, 0) if given.rotation is None else (given.rotation.query.shape[2], given.rotation.query.shape[1])
+    )
     return kernel.manifest.grid(batch, seq_new, heads_kv, seq_q, heads_q)
-
-
-def _tensors(given: Append, query: Tensor | None, total: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of POINTERS."""
-    cache, rotation = given.cache, given.rotation
-    rotary = (None, None, None, None)
-    if rotation is not None:
-        rotary = rotation.query, query, rotation.cos, rotation.sin
-    new = given.new_key, given.new_value, given.key, given.value
-    return (*new, cache.lengths, total, cache.pages, cache.rows, *rotary)
-
-
-def _shapes(given: Append, query: Tensor | None) -> tuple[object, ...]:
-    """All of an append that a launch is made for, but the addresses."""
-    rotation = given.rotation
-    tensors = (tensor for tensor in _tensors(given, query, given.cache.lengths) if tensor is not None)
-    choices = rotation is not None and (rotation.interleaved, rotation.moving)
-    present = given.cache.pages is None, given.cache.rows is None
-    return (*((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors), choices, present, given.cache.capacity)
 
 
 def _arguments(given: Append, query: Tensor | None, total: Tensor) -> dict[str, object]:
     """All that a signature may name."""
     rotation, cache = given.rotation, given.cache
     arguments: dict[str, object] = {
-        **dict(zip(POINTERS, _tensors(given, query, total), strict=True)),
+        "new_key_ptr": given.new_key,
+        "new_value_ptr": given.new_value,
+        "key_ptr": given.key,
+        "value_ptr": given.value,
+        "total_lengths_ptr": total,
         **{name: getattr(cache, field) for name, field in CACHE_POINTERS.items()},
         "stride_pb": 0 if cache.pages is None else cache.pages.stride(0),
         "seq_new": given.new_key.shape[2],
@@ -128,6 +105,10 @@ def _arguments(given: Append, query: Tensor | None, total: Tensor) -> dict[str, 
     if rotation is not None and query is not None:
         views |= {"q": rotation.query, "o": query}
         arguments |= {
+            "query_ptr": rotation.query,
+            "output_ptr": query,
+            "cos_ptr": rotation.cos,
+            "sin_ptr": rotation.sin,
             "stride_c": rotation.cos.stride(0),
             "places": rotation.cos.shape[0],
             "seq_q": rotation.query.shape[2],

@@ -29,7 +29,9 @@ def append(given: Append) -> tuple[Tensor | None, Tensor]:
             page = given.key.shape[2]
             rows, places = cache.pages[sequence, places // page].long(), places % page
         else:
-            rows = torch.full_like(places, sequence) if cache.rows is None else cache.rows[sequence].expand(places.shape)
+            rows = (
+                torch.full_like(places, sequence) if cache.rows is None else cache.rows[sequence].expand(places.shape)
+            )
         given.key[rows.long(), :, places] = new_key[sequence][:, inside].transpose(0, 1)
         given.value[rows.long(), :, places] = given.new_value[sequence][:, inside].transpose(0, 1)
     query = None

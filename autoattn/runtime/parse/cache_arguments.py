@@ -99,6 +99,12 @@ def read(
     return arguments.call_of(three, (batch, seq_q, bound), query.dtype, {**DEFAULTS, **given}, facts, tensors)
 
 
+def complete(given: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of `read` beside the tensors, those that are missing with their defaults."""
+    absent = dict.fromkeys(("max_seqlen_q", "max_length", "sinks", "precision", "numerics"))
+    return {**absent, **given}
+
+
 def mask_of(causal: Any, window: Any, seq_q: int) -> Mask:
     """The mask of queries behind a cache: a single one sees the last key, so that nothing behind it is hidden."""
     mask = mask_arguments.band(causal, window)
