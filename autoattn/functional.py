@@ -428,7 +428,7 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     num_splits: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), with FlashAttention-3's seqused_k.
+    """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), and FlashAttention-3's seqused_k.
 
     Args:
         q: [tokens, heads, head_dim]

@@ -1,4 +1,4 @@
-"""The reference of an append: keys and values are written into a cache in plain PyTorch, rotated where that is asked."""
+"""The reference of an append: plain PyTorch writes keys and values into a cache, rotated where that is asked."""
 
 from __future__ import annotations
 

@@ -127,9 +127,8 @@ def lengths_of(
     Raises:
         TensorError: it is neither, or an append does not say where it begins.
     """
-    if given is None:
-        if appends:
-            raise TensorError("k and v must come with cache_seqlens, behind which they are appended, got None; give it")
+    if given is None and appends:
+        raise TensorError("k and v must come with cache_seqlens, behind which they are appended, got None; give it")
     if isinstance(given, Tensor):
         return given
     if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and query.dim() and key_cache.dim() == 4):
