@@ -240,7 +240,9 @@ def _appended(
     rest = dict(attend)
     places = {"block_table": rest.pop("block_table"), "rows": rest.pop("cache_rows"), "leftpad": rest.pop("leftpad")}
     cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, **places)
-    return call.new_append(call_key, query, cache, key, value, cos, sin, interleaved, moving, rest)
+    return call.new_append(  # type: ignore[no-any-return]
+        call_key, query, cache, key, value, cos, sin, interleaved, moving, rest
+    )
 
 
 def paged_varlen(

@@ -451,7 +451,8 @@ def flash_attn_varlen_func(
         name = "seqused_k" if seqused_k is not None else "num_splits"
         raise TensorError(f"{name} belongs to paged keys, got no block_table; give cu_seqlens_k the lengths")
     result = packed_attention(
-        q, k, v, cu_seqlens_q, cast(Tensor, cu_seqlens_k), max_seqlen_q, max_seqlen_k, causal=causal, window=window_size,
+        q, k, v, cu_seqlens_q, cast(Tensor, cu_seqlens_k), max_seqlen_q, max_seqlen_k, causal=causal,
+        window=window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
         deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip

@@ -145,7 +145,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "pages of mixed dtypes": ({"v_cache": torch.zeros(10, 4, 2, 16).half()}, "the query's dtype"),
     "lengths of another dtype": ({"cache_seqlens": LENGTHS.long()}, "must be int32"),
     "lengths on another device": ({"cache_seqlens": LENGTHS.to("meta")}, "on the query's device"),
-    "rotary tables that are too short": ({"rotary_cos": numbers(11, 4), "rotary_sin": numbers(11, 4)}, "reach to the 12"),
+    "rotary tables that are too short": (
+        {"rotary_cos": numbers(11, 4), "rotary_sin": numbers(11, 4)},
+        "reach to the 12",
+    ),
     "rotary tables that differ": ({"rotary_cos": numbers(12, 4), "rotary_sin": numbers(12, 3)}, "alike for"),
     "rotary tables without new keys": ({"k": None, "v": None, "rotary_cos": numbers(12, 4)}, "come with k and v"),
     "new keys without values": ({"v": None}, "v must be a torch.Tensor"),
@@ -183,7 +186,10 @@ def test_rows_that_are_named_twice_are_refused_with_an_append() -> None:
     keys, new = torch.zeros(2, CAPACITY, HEADS_KV, HEAD_DIM), numbers(2, 1, HEADS_KV, HEAD_DIM)
     rows = torch.zeros(2, dtype=torch.int32)
     query = numbers(2, 1, HEADS_Q, HEAD_DIM)
-    assert functional.flash_attn_with_kvcache(query, keys, keys, cache_seqlens=3, cache_batch_idx=rows).shape == query.shape
+    assert (
+        functional.flash_attn_with_kvcache(query, keys, keys, cache_seqlens=3, cache_batch_idx=rows).shape
+        == query.shape
+    )
     with pytest.raises(TensorError, match="name a row once"):
         functional.flash_attn_with_kvcache(query, keys, keys, new, new, cache_seqlens=3, cache_batch_idx=rows)
     assert not keys.any()

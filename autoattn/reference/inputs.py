@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,9 @@ def make(
         return normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None
 
     bias, narrow = _bias(problem, device, generator, sharing) if modifiers.bias is not Bias.NONE else (None, None)
+    examples: dict[str, Any] = {
+        number.name: number.example for number in NUMBERS if getattr(modifiers, number.modifier)
+    }
     made = Operands(
         query=query,
         key=key,
@@ -97,7 +101,7 @@ def make(
         if modifiers.alibi
         else None,
         sinks=normal(heads) if modifiers.sinks else None,
-        **{number.name: number.example for number in NUMBERS if getattr(modifiers, number.modifier)},
+        **examples,
         seed=int(torch.randint(2**62, (1,), generator=generator)) if modifiers.dropout else 0,
         table=_table(problem, device, generator) if problem.mask.sparse else None,
         mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),

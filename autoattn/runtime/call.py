@@ -53,7 +53,7 @@ def packed_attention(
     return new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def new_cached_attention(
     call_key: Key | None, query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, *, return_lse: bool,
     **given: Any,
@@ -70,7 +70,7 @@ def new_cached_attention(
     return answer(call_key, (query, cache.key, cache.value, *offsets), call, plan, lse=return_lse)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def new_append(
     call_key: Key | None, query: Tensor, cache: CacheTensors, key: Any, value: Any, cos: Any, sin: Any,
     interleaved: bool, moving: bool, attend: dict[str, Any],

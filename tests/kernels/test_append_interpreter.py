@@ -134,7 +134,9 @@ def test_a_rotation_is_a_product_of_complex_numbers(interleaved: bool) -> None:
 def test_the_kernel_compiles(arch: int) -> None:
     for kind in (
         AppendKind(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128),
-        AppendKind(dtype=DType.FLOAT16, head_dim=80, head_dim_v=64, page=16, rotary_dim=32, interleaved=True, wide=True),
+        AppendKind(
+            dtype=DType.FLOAT16, head_dim=80, head_dim_v=64, page=16, rotary_dim=32, interleaved=True, wide=True
+        ),
         AppendKind(dtype=DType.FLOAT32, head_dim=64, head_dim_v=64, rows=True, rotary_dim=64),
     ):
         assert compiler.build(render.append_source(kind), arch).asm["cubin"]

@@ -17,7 +17,9 @@ HALF = torch.float16
 PAGED, ROWS, PADDED = "paged", "rows", "leftpad"
 
 
-def step(length: int, kind: str = PAGED, *, tokens: int = 1, packed: bool = False) -> tuple[list[Tensor], dict[str, Any]]:
+def step(
+    length: int, kind: str = PAGED, *, tokens: int = 1, packed: bool = False
+) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors of one step, all of them new."""
     numbers = torch.full((2,), length, dtype=torch.int32)
     shape = (8, 16, 2, 16) if kind == PAGED else (2, 64, 2, 16)

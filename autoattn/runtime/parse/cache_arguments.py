@@ -224,13 +224,13 @@ def check_numbers(name: str, tensor: Any, batch: int, device: torch.device) -> N
 def _batch(query: Any, cu_seqlens_q: Tensor | None) -> int:
     """How many sequences there are."""
     if cu_seqlens_q is None:
-        return query.shape[0] if isinstance(query, Tensor) and query.dim() else 0
+        return int(query.shape[0]) if isinstance(query, Tensor) and query.dim() else 0
     cu_seqlens.check_form("cu_seqlens_q", cu_seqlens_q, query.device)
-    return cu_seqlens_q.shape[0] - 1
+    return int(cu_seqlens_q.shape[0]) - 1
 
 
 def _longest(query: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> int:
     """A bound of the queries of a packed sequence; what the offsets say is left on the GPU."""
     assert cu_seqlens_q is not None
-    tokens = query.shape[0]
+    tokens = int(query.shape[0])
     return tokens if max_seqlen_q is None else min(arguments.length_of("max_seqlen_q", max_seqlen_q), tokens)
