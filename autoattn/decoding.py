@@ -97,10 +97,17 @@ def cached_attention(
         "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, causal, softcap, scale,
         splits, return_lse, max_seqlen_q, bound,
     )  # fmt: skip
+    tensors = query, key_cache, value_cache, *offsets
+    answer: Answer | None
+    guarded = call_cache.find_guarded_on_cache(tensors, words) if seldom is None else None
+    if guarded is not None and (answer := guarded(*tensors)) is not None:
+        return answer
     call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
-        answer: Answer | None = prepared(query, key_cache, value_cache, *offsets)
+        answer = prepared(*tensors)
         if answer is not None:
+            if seldom is None:
+                call_cache.guard_on_cache(tensors, words, prepared)
             return answer
     cache = CacheTensors(
         key=key_cache, value=value_cache, lengths=lengths, block_table=block_table, rows=cache_rows, leftpad=leftpad
