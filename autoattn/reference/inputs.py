@@ -16,6 +16,7 @@ from autoattn.core.problem import Bias, DType, Layout, Problem
 from autoattn.errors import ProblemError
 from autoattn.expressions import language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
+from autoattn.reference import cache_inputs
 from autoattn.reference.attention_formula import TORCH_DTYPE
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import BlockTable, Operands
@@ -55,24 +56,25 @@ def make(
     """Random normal operands; behind each sequence stand `guard` rows of NaN.
 
     Args:
-        lengths: (queries, keys) of each packed sequence; those of the problem when None. What is left of the tokens is
+        lengths: (queries, keys) of each packed sequence, or keys alone in a cache; those of the problem when None. What is left of the tokens is
             a tail that belongs to no sequence.
         sharing: which of batch, heads, queries and keys share a learned bias.
     """
     query = tensor(
         problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator
     )
-    key = tensor(
-        problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim, guard, device, generator
-    )
-    value = tensor(
-        problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v, guard, device, generator
-    )
+    held = problem if problem.cache is None else cache_inputs.held_apart(problem)
+    key = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim, guard, device, generator)
+    value = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim_v, guard, device, generator)
     _spread(scores, query, key, value)
     if scores is Scores.TRAINED:
-        _train(problem, query, key, value, lengths, generator)
+        _train(held, query, key, value, lengths, generator)
+    cache = None
+    if problem.cache is not None:
+        keys = [keys for _, keys in lengths or problem.lengths()]
+        key, value, cache = cache_inputs.scattered(problem.cache, key, value, keys, generator)
     modifiers, heads = problem.modifiers, problem.heads_q
-    queries, keys = (_cumulative(problem, lengths, place, device) for place in (0, 1))
+    cu_seqlens_q, cu_seqlens_kv = (_cumulative(problem, lengths, place, device) for place in (0, 1))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
@@ -90,8 +92,9 @@ def make(
         key=key,
         value=value,
         scale=problem.head_dim**-0.5,
-        cu_seqlens_q=queries,
-        cu_seqlens_kv=keys,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv if cache is None else None,
+        cache=cache,
         query_scale=scale(),
         key_scale=scale(),
         value_scale=scale(),

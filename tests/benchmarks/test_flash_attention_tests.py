@@ -55,7 +55,8 @@ def test_pages():
     q = torch.zeros(2, 2, 16, requires_grad=True)
     assert flash_attn_varlen_func(q, cache, cache, offsets, offsets, 2, 2, block_table=table).shape == q.shape
     rotated = apply_rotary_emb(cache, torch.ones(9, 4), torch.zeros(9, 4), seqlen_offsets=torch.tensor([1, 0, 5]))
-    out = flash_attn_with_kvcache(q.detach()[None], rotated[:1], cache[:1], cache_seqlens=2, window_size=torch.tensor([2, 1]))
+    q, window = q.detach()[None], torch.tensor([2, 1])
+    out = flash_attn_with_kvcache(q, rotated[:1], cache[:1], cache_seqlens=2, window_size=window)
     assert out.shape == (1, 2, 2, 16)
 
 def test_slow():

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cached
+import kernels
 import pytest
 import torch
 from cached import CAPACITY, LENGTHS
+from interpreted import SECONDS
 
 from autoattn.core.key_cache import KeyCache
-from autoattn.core.problem import DType, Modifiers, Precision
+from autoattn.core.problem import DType, Layout, Modifiers, Precision
+from autoattn.core.trial import Verdict
+from autoattn.search import rehearsal
+from autoattn.search.gpu_jobs import Rehearse
 from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter
@@ -91,3 +97,34 @@ def test_lengths_that_lie_stop_at_the_end_of_the_cache_and_at_zero(child: Pool, 
     honest = cached.run(child, one, lengths=(CAPACITY, 0))
     lying = cached.run(child, one, lengths=(CAPACITY, 0), told=(2**31 - 1, -5))
     assert all(torch.equal(left, right) for left, right in zip(honest, lying, strict=True))
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["paged:16", "paged:3", "contiguous,rows,leftpad"])
+@pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
+def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> None:
+    one = cached.problem(KeyCache.parse(text), packed=layout is Layout.PACKED, mask="causal")
+    kind, source = rehearsal.structure(one, kernels.variant(PACK_GQA=1, SPLITS=2))
+    verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.ok, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("// PAGE, mask", "// PAGE * 0, mask"),  # the first page for all
+        ("start_n // PAGE * PAGE", "start_n"),  # the first key of the page
+        ("tl.load(lengths_ptr + i_b)", "capacity"),
+    ],
+)
+def test_the_gate_refuses_a_kernel_that_reads_other_keys(child: Pool, right: str, wrong: str) -> None:
+    one = cached.problem(KeyCache(page=32))
+    source = kernels.source(one)
+    assert right in source.text
+    broken = replace(source, text=source.text.replace(right, wrong))
+    verdict = child.result(Rehearse(problem=one, source=broken), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert not verdict.ok
