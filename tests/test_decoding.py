@@ -135,6 +135,18 @@ def test_a_number_or_nothing_stands_for_lengths() -> None:
         torch.testing.assert_close(output[1], by_sdpa(query[1], keys[1], values[1], length))
 
 
+def test_torch_compile_calls_them_between_graphs() -> None:
+    keys, values = (numbers(2, CAPACITY, HEADS_KV, HEAD_DIM, seed=seed) for seed in (1, 2))
+    query, lengths = numbers(2, 1, HEADS_Q, HEAD_DIM), torch.tensor([3, 12], dtype=torch.int32)
+
+    def twice(query: Tensor) -> Tensor:
+        return 2.0 * autoattn.cached_attention(2.0 * query, keys, values, lengths)
+
+    with torch.no_grad():
+        compiled: Any = torch.compile(twice, backend="eager")
+        torch.testing.assert_close(compiled(query), twice(query))
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 LONG = torch.tensor([12, 0, 0], dtype=torch.int32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from autoattn.codegen import render
 from autoattn.codegen.argument_names import strides
 from autoattn.core.kernel_kind import AppendKind
 from autoattn.core.problem import DType
+from autoattn.errors import TensorError
 from autoattn.kernels import bound_launch, compiler
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Kernel
@@ -64,10 +63,23 @@ def bind(kernel: Kernel, given: Append) -> Bound:
     return bound_launch.bind(kernel, _grid(kernel, given), arguments, order, None)
 
 
-@cache
 def load_once(kind: AppendKind, index: int) -> Kernel:
-    """A kernel on a card, compiled when it is first asked for."""
-    return compiler.load(render.append_source(kind), torch.device("cuda", index))
+    """A kernel on a card, compiled when it is first asked for.
+
+    Raises:
+        TensorError: it would have to be compiled while a CUDA graph is captured.
+    """
+    kernel = _loaded.get((kind, index))
+    if kernel is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise TensorError(
+                "an append in a CUDA graph must have its kernel, which is not loaded; call it once before"
+            )
+        kernel = _loaded[kind, index] = compiler.load(render.append_source(kind), torch.device("cuda", index))
+    return kernel
+
+
+_loaded: dict[tuple[AppendKind, int], Kernel] = {}
 
 
 def outputs(given: Append) -> tuple[Tensor | None, Tensor]:

@@ -56,8 +56,9 @@ def make(
     """Random normal operands; behind each sequence stand `guard` rows of NaN.
 
     Args:
-        lengths: (queries, keys) of each packed sequence, or keys alone in a cache; those of the problem when None. What is left of the tokens is
-            a tail that belongs to no sequence.
+        lengths: (queries, keys) of each packed sequence, or of each sequence on a cache, which has all queries unless
+            it is packed; those of the problem when None. What is left of the tokens is a tail that belongs to no
+            sequence.
         sharing: which of batch, heads, queries and keys share a learned bias.
     """
     query = tensor(

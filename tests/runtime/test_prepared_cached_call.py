@@ -84,3 +84,21 @@ def test_explain_says_what_runs() -> None:
     without = autoattn.explain_cached(*tensors, **words, splits=1)
     assert without.variant is not None
     assert without.variant.as_dict().get("SPLITS", 1) == 1
+
+
+def test_guards_find_the_same_call_and_no_other(card: Launches) -> None:
+    for _ in range(3):
+        tensors, words = step(5)
+        autoattn.cached_attention(*tensors, **words)
+    (guarded,) = call_cache.latest_on_caches
+    assert len(card.prepared) == 2
+    tensors, words = step(5)
+    offsets = tensors[3], words["block_table"]
+    assert guarded.matches(*tensors[:3], *offsets)
+    assert not guarded.matches(*tensors[:3], tensors[3], words["block_table"][:, :3])
+    assert not guarded.matches(tensors[0].float(), *tensors[1:3], *offsets)
+    assert call_cache.find_guarded_on_cache((*tensors[:3], *offsets), guarded.words) is not None
+    assert call_cache.find_guarded_on_cache((*tensors[:3], *offsets), (*guarded.words[:-1], 64)) is None
+    assert call_cache.find_guarded_on_cache((*tensors[:3], None, None), guarded.words) is None
+    call_cache.clear()
+    assert call_cache.latest_on_caches == ()
