@@ -74,8 +74,8 @@ def cached_attention(
         max_length: a bound of the lengths for the choice of a kernel; what the cache holds when None.
         causal, window: as in `attention`: the last query of a sequence stands at its last key.
         softcap, alibi_slopes, sinks, scale, precision, numerics: as in `attention`.
-        splits: programs that may share the keys of a sequence; 0 is as many as are fastest, and 1 gives a sequence the
-            same bits in every batch of a size.
+        splits: programs that may share the keys of a sequence; 0 is as many as are fastest. Above 0, what else is in a
+            batch of a size changes no bits of a sequence.
         return_lse: whether the log-sum-exp is returned too.
 
     Returns:

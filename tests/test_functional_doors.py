@@ -237,9 +237,10 @@ def test_varlen_sequences_are_as_many_flash_calls(given: dict[str, Any]) -> None
 def test_varlen_takes_what_belongs_to_pages_with_pages_alone() -> None:
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     tokens = noise(4, 2, 16)
-    for name, given in (("seqused_k", offsets[1:]), ("num_splits", 2)):
-        with pytest.raises(TensorError, match=f"{name} belongs to paged keys"):
-            functional.flash_attn_varlen_func(tokens, tokens, tokens, offsets, offsets, 4, 4, **{name: given})
+    cases: tuple[dict[str, Any], ...] = ({"seqused_k": offsets[1:]}, {"num_splits": 2})
+    for given in cases:
+        with pytest.raises(TensorError, match=f"{next(iter(given))} belongs to paged keys"):
+            functional.flash_attn_varlen_func(tokens, tokens, tokens, offsets, offsets, 4, 4, **given)
 
 
 # --- pitfalls: where the systems differ, and which side each door is on -----------------------------------------------

@@ -16,6 +16,7 @@ CASES: tuple[tuple[int, str, dict[str, Any], dict[str, Any]], ...] = (
     (90, "paged:16", {}, {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}),
     (90, "paged:64", {"mask": "window:9,3"}, {"BLOCK_N": 64, "SPLITS": 4, "PART_BLOCKS": 2, "num_stages": 3}),
     (90, "contiguous,rows,leftpad", PACKED | {"mask": "causal"}, {"BLOCK_N": 32, "PACK_GQA": 1, "SPLITS": 2}),
+    (90, "paged:16", {"mask": "causal"}, {"PACK_GQA": 1, "SPLITS": 64, "SHARED_PROGRAMS": 512, "num_stages": 3}),
     (80, "paged:1", PACKED, {"PACK_GQA": 1, "num_stages": 3, "softmax": "first_max"}),
     (80, "paged:48", {"dtype": DType.BFLOAT16, "mask": "causal"}, {"PERSISTENT": 1, "mask_loop": "branch"}),
 )

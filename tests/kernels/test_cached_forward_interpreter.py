@@ -37,6 +37,8 @@ CASES: tuple[tuple[str, bool, str, dict[str, Any]], ...] = (
     ("contiguous", False, "causal", {"SPLITS": 2}),
     ("contiguous", True, "window:9,3", {"PACK_GQA": 1}),
     ("contiguous,rows", False, "full", {"PACK_GQA": 1, "SPLITS": 4}),
+    ("paged:16", False, "causal", {"PACK_GQA": 1, "SPLITS": 4, "SHARED_PROGRAMS": 8}),
+    ("contiguous", False, "window:9,3", {"SPLITS": 2, "SHARED_PROGRAMS": 64}),
     ("contiguous,leftpad", True, "causal", {}),
     ("contiguous,rows,leftpad", False, "window:9,3", {"SPLITS": 2}),
 )
@@ -62,6 +64,12 @@ def test_every_cache_matches_the_reference(
 )
 def test_head_dims_modifiers_and_products_match_the_reference(child: Pool, changes: dict[str, Any]) -> None:
     cached.check(child, cached.problem(KeyCache(page=3), **changes))
+
+
+def test_programs_are_shared_out_among_more_sequences_than_a_vector_has(child: Pool) -> None:
+    lengths = tuple(7 * place % (CAPACITY + 1) for place in range(130))
+    one = cached.problem(PAGED, lengths, heads_q=1, heads_kv=1, seq_q=1)
+    cached.check(child, one, lengths, SPLITS=4, SHARED_PROGRAMS=64)
 
 
 def test_permuted_pages_give_the_same_bits(child: Pool) -> None:
