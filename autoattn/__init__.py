@@ -9,7 +9,15 @@ if TYPE_CHECKING:
     from autoattn import masks
     from autoattn.core.mask import Mask
     from autoattn.errors import AutoattnError
-    from autoattn.functional import attention, explain, explain_packed, explain_sdpa, packed_attention
+    from autoattn.functional import (
+        attention,
+        cached_attention,
+        explain,
+        explain_cached,
+        explain_packed,
+        explain_sdpa,
+        packed_attention,
+    )
     from autoattn.nn.attention import Attention
     from autoattn.nn.dilated import dilated_attention
     from autoattn.nn.multihead import MultiheadAttention
@@ -25,9 +33,11 @@ __all__ = [
     "Mask",
     "MultiheadAttention",
     "attention",
+    "cached_attention",
     "counting_redone",
     "dilated_attention",
     "explain",
+    "explain_cached",
     "explain_packed",
     "explain_sdpa",
     "masks",
@@ -42,9 +52,11 @@ _HOMES = {
     "Mask": "autoattn.core.mask",
     "MultiheadAttention": "autoattn.nn.multihead",
     "attention": "autoattn.functional",
+    "cached_attention": "autoattn.decoding",
     "counting_redone": "autoattn.runtime.run.recompute_counter",
     "dilated_attention": "autoattn.nn.dilated",
     "explain": "autoattn.functional",
+    "explain_cached": "autoattn.decoding",
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",
     "packed_attention": "autoattn.functional",

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
+from autoattn import decoding
+from autoattn.decoding import cached_attention as cached_attention
+from autoattn.decoding import explain_cached as explain_cached
+from autoattn.decoding import flash_attn_with_kvcache as flash_attn_with_kvcache
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.runtime import call, call_cache
 from autoattn.runtime.parse import arguments, sdpa_arguments
@@ -428,7 +432,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -440,18 +444,35 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    num_splits: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), without paged keys.
+    """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), and FlashAttention-3's seqused_k.
 
     Args:
-        q, k, v: [tokens, heads, head_dim]
+        q: [tokens, heads, head_dim]
+        k, v: the same, or [pages, page, heads_kv, head_dim] with block_table; pages have any size
+        cu_seqlens_k: [sequences + 1] int32; None with block_table and seqused_k
         deterministic, return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
-        block_table: None
+        block_table: [sequences, pages of one] int32; what lies on the GPU is not read on the host, and there are no
+            gradients and no dropout
+        seqused_k: [sequences] int32: the lengths of paged keys; those of cu_seqlens_k when None
+        num_splits: of paged keys: programs that may share the keys of a sequence; 0 is as many as are fastest
     """
     if block_table is not None:
-        raise TensorError("block_table must be None, got paged keys; gather them into [tokens, heads, head_dim] first")
+        result = decoding.paged_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, dropout_p, max_seqlen_q=max_seqlen_q,
+            max_length=max_seqlen_k, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+            scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs,
+        )  # fmt: skip
+        return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
+    if seqused_k is not None or num_splits:
+        name = "seqused_k" if seqused_k is not None else "num_splits"
+        raise TensorError(f"{name} belongs to paged keys, got no block_table; give cu_seqlens_k the lengths")
     result = packed_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window_size,
+        q, k, v, cu_seqlens_q, cast(Tensor, cu_seqlens_k), max_seqlen_q, max_seqlen_k, causal=causal,
+        window=window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
         deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip

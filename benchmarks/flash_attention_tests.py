@@ -4,7 +4,7 @@ python benchmarks/flash_attention_tests.py FILE [--cases 20] [--seed 0] [--only 
     [--write] [--list]
 
 FILE imports einops, and `flash_attn`, in whose place modules of this script stand. What autoattn has no counterpart for
-is left out and counted by reason: caches of keys and pages, FlashAttention's own extension, and cases that read its
+is left out and counted by reason: errors of lengths on the GPU, FlashAttention's own extension, and cases that read its
 matrix of dropped probabilities. Of what remains, N cases of each test are drawn by a seed. --list counts the cases and
 runs none; it needs no GPU.
 """
@@ -32,16 +32,17 @@ from torch import Tensor
 
 from autoattn import functional
 from autoattn.hardware import nvidia
+from autoattn.reference import append_formula
+from autoattn.tensors.appended import Rotation
 
-NO_CACHE = "autoattn has no key cache and no pages yet"
+NO_LENGTHS = "autoattn reads no lengths of a cache on the GPU, so that it refuses none"
 NO_EXTENSION = "it asks for FlashAttention's own extension"
 NO_PROBABILITIES = "autoattn does not write the probabilities of a dropout"
 LEFT_OUT: tuple[tuple[str, str | None, str], ...] = (  # a name in a test's code, the parameter that asks for it, why
-    ("flash_attn_with_kvcache", None, NO_CACHE),
-    ("_generate_block_kvcache", "paged_kv_block_size", NO_CACHE),
     ("_flash_attn_varlen_forward", None, NO_EXTENSION),
     ("flash_attn_gpu", None, NO_EXTENSION),
     ("convert_flash_attn_S_to_softmax", "dropout_p", NO_PROBABILITIES),
+    ("raises", None, NO_LENGTHS),
 )
 HOPPER = (9, 0)  # the capability that tests find on a machine without a GPU; they ask for it when they are imported
 LATE = "took longer than"
@@ -70,8 +71,25 @@ def varlen(
 ) -> Any:  # fmt: skip
     """flash_attn.flash_attn_varlen_func."""
     if block_table is not None:
-        pytest.skip(NO_CACHE)
+        with torch.no_grad():  # FlashAttention's gives none for pages either
+            return functional.flash_attn_varlen_func(
+                query, key, value, *rest, window_size=window_of(window_size), block_table=block_table, **given
+            )
     return functional.flash_attn_varlen_func(query, key, value, *rest, window_size=window_of(window_size), **given)
+
+
+def with_cache(*tensors: Any, window_size: Any = (-1, -1), **given: Any) -> Any:
+    """flash_attn.flash_attn_with_kvcache."""
+    return functional.flash_attn_with_kvcache(*tensors, window_size=window_of(window_size), **given)
+
+
+def apply_rotary_emb(
+    tensor: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, seqlen_offsets: Tensor
+) -> Tensor:
+    """flash_attn.layers.rotary.apply_rotary_emb: token i of a sequence stands at its offset + i."""
+    rotation = Rotation(query=tensor, cos=cos, sin=sin, interleaved=interleaved, moving=True)
+    positions = seqlen_offsets[:, None] + torch.arange(tensor.shape[1], device=tensor.device)
+    return append_formula.rotated(tensor.transpose(1, 2), positions, rotation).transpose(1, 2)
 
 
 def dense_of_pair(query: Tensor, pair: Tensor, *rest: Any, **given: Any) -> Any:
@@ -138,7 +156,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
         "flash_attn_varlen_func": varlen,
         "flash_attn_varlen_kvpacked_func": varlen_of_pair,
         "flash_attn_varlen_qkvpacked_func": varlen_of_three,
-        "flash_attn_with_kvcache": missing(NO_CACHE),
+        "flash_attn_with_kvcache": with_cache,
     },
     "flash_attn.bert_padding": {
         "index_first_axis": index_first_axis,
@@ -152,7 +170,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
         "USE_TRITON_ROCM": False,
     },
     "flash_attn.layers": {},
-    "flash_attn.layers.rotary": {"apply_rotary_emb": missing(NO_CACHE)},
+    "flash_attn.layers.rotary": {"apply_rotary_emb": apply_rotary_emb},
 }
 
 

@@ -65,7 +65,8 @@ def test_signatures_are_those_of_pytorch_and_flashattention() -> None:
     assert names_of(functional.flash_attn_func) == [*tensors, *FLASH]
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     assert names_of(functional.flash_attn_varlen_func) == [
-        *tensors, *((name, NEEDED, False) for name in lengths), *FLASH, ("block_table", None, False)
+        *tensors, *((name, NEEDED, False) for name in lengths), *FLASH, ("block_table", None, False),
+        ("seqused_k", None, True), ("num_splits", 0, True),
     ]  # fmt: skip
 
 
@@ -233,11 +234,13 @@ def test_varlen_sequences_are_as_many_flash_calls(given: dict[str, Any]) -> None
         close(lse[:, rows], alone[1][0])
 
 
-def test_varlen_without_pages_says_so() -> None:
+def test_varlen_takes_what_belongs_to_pages_with_pages_alone() -> None:
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     tokens = noise(4, 2, 16)
-    with pytest.raises(TensorError, match="block_table must be None, got paged keys; gather them into"):
-        functional.flash_attn_varlen_func(tokens, tokens, tokens, offsets, offsets, 4, 4, block_table=torch.zeros(1, 1))
+    cases: tuple[dict[str, Any], ...] = ({"seqused_k": offsets[1:]}, {"num_splits": 2})
+    for given in cases:
+        with pytest.raises(TensorError, match=f"{next(iter(given))} belongs to paged keys"):
+            functional.flash_attn_varlen_func(tokens, tokens, tokens, offsets, offsets, 4, 4, **given)
 
 
 # --- pitfalls: where the systems differ, and which side each door is on -----------------------------------------------

@@ -53,6 +53,8 @@ class Peer:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot compute a problem here, one clause; None when nothing is known against it."""
+        if problem.cache is not None:
+            return "it is called with keys and values in tensors of their own"
         return self.why_missing() or self.refuses(problem)
 
     def version(self) -> str:

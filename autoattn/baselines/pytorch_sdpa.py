@@ -35,6 +35,8 @@ MASK_ELEMENTS = 2**30  # of a mask that is written out for PyTorch: 1 GiB of boo
 def why_not_sdpa(problem: Problem) -> str | None:
     """Why F.scaled_dot_product_attention cannot compute a problem; None when it can."""
     modifiers = problem.modifiers
+    if problem.cache is not None:
+        return "it takes no cache whose lengths lie on the device"
     if problem.packed:
         return "it takes no packed sequences"
     for name in ("score_mod", *SWITCHES):
@@ -85,7 +87,7 @@ def call_of(name: str, problem: Problem, operands: Operands) -> Callable[[], Ten
 def calls(problem: Problem, operands: Operands) -> dict[str, Callable[[], Tensor]]:
     """The rivals that take these operands, ready to be timed: each was run once."""
     candidates: dict[str, Callable[[], Tensor]] = {}
-    if problem.packed:
+    if problem.packed and problem.cache is None:
         candidates[VARLEN] = lambda: _varlen(problem, operands)
     elif why_not_sdpa(problem) is None:
         masks = _prepared(problem, operands)

@@ -23,7 +23,7 @@ SCHEMA = 1
 _UNTOLD = (
     *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
     *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False), ("learned_slopes", False)),
-    *(("checked", ""), ("absent", None)),
+    *(("checked", ""), ("absent", None), ("cache", None)),
 )
 MAX_BYTES = 64 * 1024 * 1024
 

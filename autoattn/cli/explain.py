@@ -53,6 +53,7 @@ def command(
     tokens: options.Tokens = None,
     precision: options.Precision = None,
     numerics: options.Numerics = None,
+    key_cache: options.KeyCache = None,
     operation: options.Operation = None,
     deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
@@ -64,7 +65,8 @@ def command(
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        operation=_operation(operation, training, given=dtype is not None), deterministic=deterministic,
+        key_cache=key_cache, operation=_operation(operation, training, given=dtype is not None),
+        deterministic=deterministic,
         modifiers=modifier,
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)

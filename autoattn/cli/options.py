@@ -135,6 +135,15 @@ Numerics = Annotated[
         autocompletion=completion.numerics,
     ),
 ]
+KeyCache = Annotated[
+    str | None,
+    typer.Option(
+        "--key-cache",
+        metavar="KIND",
+        help="contiguous or paged:KEYS, where keys and values lie in a cache (docs/kv-cache.md).",
+        rich_help_panel=ONE,
+    ),
+]
 Operation = Annotated[
     str | None,
     typer.Option(
@@ -180,6 +189,7 @@ def problem_of(
     tokens: str | None,
     precision: str | None,
     numerics: str | None,
+    key_cache: str | None,
     operation: str | None,
     deterministic: bool,
     modifiers: list[str] | None,
@@ -193,7 +203,8 @@ def problem_of(
     needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
     missing = [name for name, value in needed.items() if value is None]
     optional = (
-        *(batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, operation),
+        *(batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, key_cache),
+        operation,
         *(deterministic or None, modifiers or None),
     )
     if len(missing) == len(needed) and all(value is None for value in optional):
@@ -215,6 +226,7 @@ def problem_of(
         "mask": mask if mask is not None else "full",
         "layout": layout if layout is not None else "bhsd",
         **({"numerics": numerics} if numerics is not None else {}),
+        **({"cache": key_cache} if key_cache is not None else {}),
         **({"operation": operation} if operation is not None else {}),
         **({"deterministic": True} if deterministic else {}),
         **({"head_dim_v": head_dim_v} if head_dim_v is not None else {}),

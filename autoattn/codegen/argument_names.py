@@ -16,6 +16,9 @@ AXES = {
     "b": "bhsn",  # bias
     "g": "bhs",  # gradient of the bias, whose keys lie side by side
     "t": "bh",  # counts of a block table
+    "p": "b",  # pages of a cache
+    "nk": "bhsd",  # new keys of a cache
+    "nv": "bhsd",  # new values
 }
 
 

@@ -69,6 +69,8 @@ class Portfolio:
 
     def suiting(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
         """The variants that the answers of a problem lead to, best first, whether or not they can run."""
+        if problem.cache is not None:  # what was measured are keys in tensors of their own
+            return ()
         if not isinstance(self.tree, Question):
             return self.tree
         return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -104,10 +105,18 @@ class PrecompiledKernel:
 
 def key_of(kind: KernelKind, variant: Variant, traits: Traits) -> str:
     """Names what a kernel was asked for."""
-    facts = msgspec.to_builtins(traits)
-    if not traits.bias_alignment:  # as files are named that are older than this trait
-        del facts["bias_alignment"]
-    return digest_of(msgspec.json.encode([kind, variant, facts]).decode())
+    return digest_of(msgspec.json.encode(_told([kind, variant, traits])).decode())
+
+
+def _told(facts: Any) -> Any:
+    """Facts as JSON has them; a kernel without cache and bias says nothing of them, as older files do."""
+    builtins = msgspec.to_builtins(facts)
+    kind, traits = (builtins[0], builtins[2]) if isinstance(builtins, list) else (builtins["kind"], builtins["traits"])
+    if kind["cache"] is None:
+        del kind["cache"]
+    if not traits["bias_alignment"]:
+        del traits["bias_alignment"]
+    return builtins
 
 
 def folder_of(cache: Path, arch: int) -> Path:
@@ -138,7 +147,7 @@ def paths_in(cache: Path, arch: int | None = None) -> list[Path]:
 def encode(kernel: PrecompiledKernel) -> bytes:
     """The bytes of a file; the same kernel gives the same bytes."""
     parts = {
-        FACTS: msgspec.json.format(msgspec.json.encode(kernel.facts), indent=1) + b"\n",
+        FACTS: msgspec.json.format(msgspec.json.encode(_told(kernel.facts)), indent=1) + b"\n",
         TEXT: kernel.text.encode(),
         LAUNCH_TEXT: kernel.launch_text.encode(),
         **{function.file_name: kernel.code[function.name] for function in kernel.facts.functions},

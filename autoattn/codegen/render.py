@@ -9,7 +9,7 @@ import jinja2
 
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
-from autoattn.core.kernel_kind import KernelKind
+from autoattn.core.kernel_kind import AppendKind, KernelKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded, pieces
@@ -73,6 +73,31 @@ def digest_of_source(problem: Problem, variant: Variant, release: str | None = N
     return render(problem, variant, traits, release=release).digest
 
 
+@lru_cache(maxsize=256)
+def append_source(kind: AppendKind) -> Source:
+    """The kernel that appends keys and values to a cache; it has no search space, since it moves a few rows."""
+    offset = "i64" if kind.wide else "i32"
+    variant = Variant.of("triton/append", {})
+    text = (
+        _environment()
+        .get_template(f"{variant.template}.py.j2")
+        .render(
+            element=ELEMENT[kind.dtype],
+            table_element=ELEMENT[kind.tables],
+            head_dim=kind.head_dim,
+            head_dim_v=kind.head_dim_v,
+            width=padded(kind.head_dim),
+            width_v=padded(kind.head_dim_v),
+            page=kind.page,
+            cache_rows=kind.rows,
+            rotary_dim=kind.rotary_dim,
+            interleaved=kind.interleaved,
+            strides=partial(argument_names.typed_strides, offset=offset, strided=True),
+        )
+    )
+    return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
+
+
 def forget() -> None:
     """Drops the texts that are kept."""
     source_of.cache_clear()
@@ -132,7 +157,9 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
         alignment //= 2
     # A step in the sequence passes all heads, unless a head's rows lie together.
     heads = 1 if problem.layout is Layout.BHSD else problem.heads_q
-    reach = max(problem.seq_q, problem.seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
+    # Pages are found one by one, wherever they lie.
+    seq_kv = problem.cache.page if problem.cache is not None and problem.cache.page else problem.seq_kv
+    reach = max(problem.seq_q, seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
     added = ELEMENT[problem.dtype.output]
     bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
     return Traits(
@@ -186,6 +213,7 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
         "offset": offset,
         "strides": partial(argument_names.typed_strides, offset=offset, strided=strided),
         "packed": kind.packed,
+        **_cache_facts(kind),
         "sparse": mask.sparse,
         "block_q": mask.block_q,
         "block_kv": mask.block_kv,
@@ -207,6 +235,17 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
     if kind.op is Op.BACKWARD:
         return facts | _backward_facts(kind, params, traits)
     return facts | _forward_facts(kind, variant, params)
+
+
+def _cache_facts(kind: KernelKind) -> dict[str, object]:
+    """How keys and values are found in a cache; without one they have tensors of their own."""
+    cache = kind.cache
+    return {
+        "cached": cache is not None,
+        "page": cache.page if cache is not None else 0,
+        "cache_rows": cache is not None and cache.rows,
+        "leftpad": cache is not None and cache.leftpad,
+    }
 
 
 def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
@@ -327,6 +366,7 @@ def _words(kind: KernelKind) -> str:
     dims = f"head dim {kind.head_dim}"
     dims += f", values {kind.head_dim_v}" if kind.head_dim_v != kind.head_dim else ""
     words = [f"{kind.dtype.value}{precision}", dims, shape, *(["packed"] if kind.packed else [])]
+    words += [] if kind.cache is None else [f"cache {kind.cache}"]
     return ", ".join([*words, *kind.modifiers.names])
 
 

@@ -21,7 +21,7 @@ HEADS = ("heads_q", "heads_kv", "group_size")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
     *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
-    *("packed", "split", "head_dim_split", "head_dim_v_split"),
+    *("packed", "cached", "page", "max_splits", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "learned_bias", "sinks", "dropout"),
 )
@@ -74,6 +74,9 @@ def kind_facts(
         "element_bytes": kind.dtype.bytes,
         "float8": int(kind.dtype is DType.FLOAT8),
         "packed": int(kind.packed),
+        "cached": int(kind.cache is not None),
+        "page": kind.cache.page if kind.cache is not None else 0,
+        "max_splits": kind.cache.splits if kind.cache is not None else 0,
         **_split_facts(kind),
         **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Modifiers, Op, Precision, Problem
 
@@ -28,6 +29,7 @@ class KernelKind:
     mask: Mask  # its structure: a window's bounds are 0 or 1, and a table's density is 0
     modifiers: Modifiers
     packed: bool
+    cache: KeyCache | None = None  # the size of its pages is a number of the text
 
 
 def of(problem: Problem) -> KernelKind:
@@ -41,9 +43,25 @@ def of(problem: Problem) -> KernelKind:
         mask=problem.mask.structure,
         modifiers=problem.modifiers,
         packed=problem.packed,
+        cache=problem.cache,
     )
 
 
 def shares_kernels(problem: Problem, other: Problem) -> bool:
     """Whether one kernel's text serves both problems."""
     return of(problem) == of(other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendKind:
+    """What the text of a kernel serves that appends keys and values to a cache."""
+
+    dtype: DType
+    head_dim: int
+    head_dim_v: int
+    page: int = 0  # keys of a page; 0 is a contiguous cache
+    rows: bool = False  # as of KeyCache
+    rotary_dim: int = 0  # elements of a head that are rotated; 0 is none
+    interleaved: bool = False  # pairs are neighbours: (0, 1), (2, 3); else halves of the rotated elements
+    tables: DType = DType.FLOAT32  # of cosines and sines
+    wide: bool = False  # offsets inside one row of the cache, or a page, can pass 2**31 elements

@@ -10,6 +10,7 @@ from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
 
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.tile_widths import padded
 from autoattn.errors import ProblemError
@@ -123,6 +124,9 @@ class Problem:
     BSHD). When it is PACKED, query is [tokens_q, heads_q, head_dim] and so on, `batch` sequences lie one behind the
     other, and seq_q and seq_kv are the lengths of the longest.
 
+    Where there is a cache, key and value lie in it: seq_kv is the most keys that it holds of a sequence, and the
+    lengths are read on the device.
+
     Raises:
         ProblemError: a size is not a positive integer, the heads do not divide, a head dim is too large, or two facts
             contradict one another.
@@ -145,6 +149,7 @@ class Problem:
     numerics: Numerics = Numerics.ANY
     op: Op = Op.FORWARD
     deterministic: bool = False  # of gradients: each call on the same inputs gives the same bits; outputs always do
+    cache: KeyCache | None = None  # where keys and values lie, when not in tensors of their own
 
     def __post_init__(self) -> None:
         if self.head_dim_v == 0 and not isinstance(self.head_dim_v, bool):
@@ -198,10 +203,27 @@ class Problem:
                 f"packed sequences take full, causal and window masks, got {what}; pad the sequences to one length, or "
                 "say it with score_mod"
             )
+        if self.cache is not None:
+            self._check_cache()
         if self.packed and self.mask.alignment is Alignment.TOP_LEFT:
             raise ProblemError(
                 "packed sequences align a causal mask bottom-right, got top-left; use F.scaled_dot_product_attention "
                 "on a nested tensor"
+            )
+
+    def _check_cache(self) -> None:
+        unsupported = {
+            "gradients": self.op is not Op.FORWARD,
+            "float8": self.dtype is DType.FLOAT8,
+            "a block table": self.mask.sparse,
+            "a causal mask aligned top-left": self.mask.alignment is Alignment.TOP_LEFT,
+            "a bias": self.modifiers.bias is not Bias.NONE,
+            "dropout": self.modifiers.dropout,
+        }
+        if came := next((name for name, there in unsupported.items() if there), None):
+            raise ProblemError(
+                "attention on a cache takes full masks, windows and causal masks aligned bottom-right, of 16 or 32 "
+                f"bits, got {came}; gather the keys and call attention"
             )
 
     def simplified(self) -> Problem:
@@ -261,9 +283,10 @@ class Problem:
         tokens = f"_t{self.tokens_q}-{self.tokens_kv}" if self.packed else ""
         numerics = f"_{self.numerics.value}" if self.numerics is not Numerics.ANY else ""
         numerics += "_deterministic" * self.deterministic
+        cache = f"_{self.cache}".replace(":", "-").replace(",", "-").replace("=", "-") if self.cache is not None else ""
         return (
             f"{self.op.value}_{self.family}_b{self.batch}_h{self.heads_q}-{self.heads_kv}"
-            f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}"
+            f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}{cache}"
         )
 
     @property
@@ -345,6 +368,7 @@ class Problem:
         layout += f" {self.tokens_q}x{self.tokens_kv} tokens" if self.packed else ""
         choices = [self.numerics.value] if self.numerics is not Numerics.ANY else []
         choices += ["deterministic"] * self.deterministic
+        choices += [] if self.cache is None else [f"cache {self.cache}"]
         name = "" if self.op is Op.FORWARD else f"{self.op.value} "
         name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
         return " ".join([name, *self.modifiers.names, *choices])

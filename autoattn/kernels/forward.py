@@ -20,17 +20,20 @@ from autoattn.kernels.manifest import DealtSizes, described
 from autoattn.kernels.tma_descriptor import Axes, Descriptor, box_axes
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.reference.attention_formula import TORCH_DTYPE, drop_below
-from autoattn.tensors.operands import BlockTable, Operands, View, empty_as
+from autoattn.tensors.operands import BlockTable, CachedKeys, Operands, View, empty_as
 from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 # Triton's names of what a bias may hold; booleans lie in bytes.
 BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# Of a call on a cache: names of addresses, and the fields of CachedKeys
+CACHE_POINTERS = {"lengths_ptr": "lengths", "pages_ptr": "pages", "cache_rows_ptr": "rows", "leftpad_ptr": "leftpad"}
 # The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr"),
     *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
     *("bias_ptr", "slopes_ptr", "sinks_ptr"),
+    *CACHE_POINTERS,
 )
 # The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
 SIZED = (
@@ -254,6 +257,8 @@ def launch_arguments(
         arguments |= modifiers(operands)
     if operands.table is not None:
         arguments |= listed(operands.table)
+    if operands.cache is not None:
+        arguments |= cached(operands.cache)
     if kernel.manifest.descriptors:
         if columns is not None:
             tensors["value_columns"] = arguments["value_columns_ptr"] = columns
@@ -322,6 +327,16 @@ def modifiers(operands: Operands) -> dict[str, Tensor | int | float | None]:
                 arguments[f"{owner}_captured{place}_stride{number}"] = stride
                 arguments[f"{owner}_captured{place}_size{number}"] = size
     return arguments
+
+
+def cached(cache: CachedKeys) -> dict[str, Tensor | int | None]:
+    """Where a cache has its keys, by the names of a signature."""
+    pages = cache.pages
+    return {
+        **{name: getattr(cache, field) for name, field in CACHE_POINTERS.items()},
+        "capacity": cache.capacity,
+        "stride_pb": 0 if pages is None else pages.stride(0),
+    }
 
 
 def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | float | None]:

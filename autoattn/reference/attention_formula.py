@@ -193,8 +193,8 @@ def _part(
     """
     entry, positions = place.entry, place.positions
     query = _scaled(operands.query[entry, group, place.first_q + positions], operands.query_scale, place, head, dtype)
-    key = _scaled(operands.key[entry, head, place.keys], operands.key_scale, place, head, dtype)
-    value = _scaled(operands.value[entry, head, place.keys], operands.value_scale, place, head, dtype)
+    key = _scaled(_keys_of(operands, operands.key, place, head), operands.key_scale, place, head, dtype)
+    value = _scaled(_keys_of(operands, operands.value, place, head), operands.value_scale, place, head, dtype)
     query = query * operands.scale
     if cut:
         query, key, value = (cut_to_tf32(tensor) for tensor in (query, key, value))
@@ -234,6 +234,13 @@ def _part(
         picked = torch.einsum("hmn,nd->hmd", seen.expand_as(weights).to(dtype), wild.to(dtype)) > 0
         output = torch.where(picked, _wild_sum(seen.expand_as(weights), value, dtype), output)
     return output, lse
+
+
+def _keys_of(operands: Operands, tensor: Tensor, place: Place, head: int) -> Tensor:
+    """[keys, head_dim] of one key head of a sequence, of its key or value."""
+    if operands.cache is not None:
+        return operands.cache.keys_of(tensor, place.sequence, head, place.keys)
+    return tensor[place.entry, head, place.keys]
 
 
 def _wild_sum(seen: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:

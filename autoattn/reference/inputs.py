@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from autoattn.core.problem import Bias, DType, Layout, Problem
 from autoattn.errors import ProblemError
 from autoattn.expressions import language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
+from autoattn.reference import cache_inputs
 from autoattn.reference.attention_formula import TORCH_DTYPE
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import BlockTable, Operands
@@ -54,24 +56,26 @@ def make(
     """Random normal operands; behind each sequence stand `guard` rows of NaN.
 
     Args:
-        lengths: (queries, keys) of each packed sequence; those of the problem when None. What is left of the tokens is
-            a tail that belongs to no sequence.
+        lengths: (queries, keys) of each packed sequence, or of each sequence on a cache, which has all queries unless
+            it is packed; those of the problem when None. What is left of the tokens is a tail that belongs to no
+            sequence.
         sharing: which of batch, heads, queries and keys share a learned bias.
     """
     query = tensor(
         problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator
     )
-    key = tensor(
-        problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim, guard, device, generator
-    )
-    value = tensor(
-        problem, problem.heads_kv, problem.seq_kv, problem.tokens_kv, problem.head_dim_v, guard, device, generator
-    )
+    held = problem if problem.cache is None else cache_inputs.held_apart(problem)
+    key = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim, guard, device, generator)
+    value = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim_v, guard, device, generator)
     _spread(scores, query, key, value)
     if scores is Scores.TRAINED:
-        _train(problem, query, key, value, lengths, generator)
+        _train(held, query, key, value, lengths, generator)
+    cache = None
+    if problem.cache is not None:
+        keys = [keys for _, keys in lengths or problem.lengths()]
+        key, value, cache = cache_inputs.scattered(problem.cache, key, value, keys, generator)
     modifiers, heads = problem.modifiers, problem.heads_q
-    queries, keys = (_cumulative(problem, lengths, place, device) for place in (0, 1))
+    cu_seqlens_q, cu_seqlens_kv = (_cumulative(problem, lengths, place, device) for place in (0, 1))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
@@ -81,13 +85,17 @@ def make(
         return normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None
 
     bias, narrow = _bias(problem, device, generator, sharing) if modifiers.bias is not Bias.NONE else (None, None)
+    examples: dict[str, Any] = {
+        number.name: number.example for number in NUMBERS if getattr(modifiers, number.modifier)
+    }
     made = Operands(
         query=query,
         key=key,
         value=value,
         scale=problem.head_dim**-0.5,
-        cu_seqlens_q=queries,
-        cu_seqlens_kv=keys,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv if cache is None else None,
+        cache=cache,
         query_scale=scale(),
         key_scale=scale(),
         value_scale=scale(),
@@ -97,7 +105,7 @@ def make(
         if modifiers.alibi
         else None,
         sinks=normal(heads) if modifiers.sinks else None,
-        **{number.name: number.example for number in NUMBERS if getattr(modifiers, number.modifier)},
+        **examples,
         seed=int(torch.randint(2**62, (1,), generator=generator)) if modifiers.dropout else 0,
         table=_table(problem, device, generator) if problem.mask.sparse else None,
         mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),

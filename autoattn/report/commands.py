@@ -40,6 +40,8 @@ def arguments(problem: Problem) -> str:
         words.append(f"--precision {problem.precision.value}")
     if problem.numerics is not Numerics.ANY:
         words.append(f"--numerics {problem.numerics.value}")
+    if problem.cache is not None:
+        words.append(f"--key-cache {problem.cache}")
     if problem.op is not Op.FORWARD:
         words.append(f"--operation {problem.op.value}")
     if problem.deterministic:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED_ARGUMENTS, PACKED_DEFAULTS, KeyRole, names
-from autoattn.runtime import call_cache, prepared_call, resized_call
+from autoattn.runtime import append, call_cache, prepared_call, resized_call
 from autoattn.runtime.call_cache import Key
-from autoattn.runtime.parse import arguments, sdpa_arguments
+from autoattn.runtime.parse import append_arguments, arguments, cache_arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
+from autoattn.runtime.parse.cache_arguments import CacheTensors
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.planner import Plan
 from autoattn.runtime.prepared_call import Answer
@@ -49,6 +51,47 @@ def packed_attention(
         if (output := answer(*tensors, *_extras(given, PACKED_SELDOM))) is not None:
             return output
     return new_packed_attention(call_key, *tensors, max_seqlen_q, max_seqlen_kv, **given)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def new_cached_attention(
+    call_key: Key | None, query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, *, return_lse: bool,
+    **given: Any,
+) -> Answer:  # fmt: skip
+    """`cached_attention` where no prepared call answers; torch.compile calls it between graphs.
+
+    Raises:
+        TensorError: the arguments do not make one call.
+        ProblemError: they do, but it is not supported.
+    """
+    call = cache_arguments.read(query, cache, cu_seqlens_q, **given)
+    plan = planner.plan(call, lse=return_lse, learns=False)
+    offsets = cache.offsets if cu_seqlens_q is None else (cu_seqlens_q, *cache.offsets)
+    extras = call_cache.tensors_among((given["alibi_slopes"], given["sinks"]))
+    return answer(call_key, (query, cache.key, cache.value, *offsets, *extras), call, plan, lse=return_lse)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def new_append(
+    call_key: Key | None, query: Tensor, cache: CacheTensors, key: Any, value: Any, cos: Any, sin: Any,
+    interleaved: bool, moving: bool, attend: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """An append where no prepared one answers; all arguments are checked before anything is written.
+
+    Args:
+        attend: the arguments of the attention behind it, without those of the cache.
+
+    Returns:
+        The query to attend with, and the lengths after the append.
+    """
+    cache_arguments.read(query, cache, **cache_arguments.complete(attend))
+    packed = attend["cu_seqlens_q"] is not None
+    given = append_arguments.read(
+        query, cache, key, value, cos, sin, interleaved=interleaved, moving=moving, packed=packed
+    )
+    # Tables that were copied are none of the caller's, whose addresses a prepared call takes.
+    copied = given.rotation is not None and given.rotation.cos is not cos
+    return append.append(None if copied else call_key, query, given)
 
 
 def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...]) -> tuple[Any, Any]:

@@ -221,9 +221,9 @@ def clear() -> None:
 
 
 def _drop_guards() -> None:
-    global latest
+    global latest, latest_on_caches
     _guarded.clear()
-    latest = ()
+    latest = latest_on_caches = ()
 
 
 def info() -> CacheInfo:
@@ -244,8 +244,8 @@ def prepared_calls() -> tuple[PreparedCall, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _GuardedCall:
-    words: Words
-    is_alike: Callable[[Any, Any, Any], bool]
+    words: tuple[Any, ...]
+    is_alike: Callable[..., bool]
     differentiates: bool  # whether autograd is on
     repeats: bool  # whether gradients must
     exact: bool  # whether what follows must be the same too
@@ -254,14 +254,14 @@ class _GuardedCall:
     numerics: str  # that the environment asks for
     answer: Callable[..., Any]
 
-    def has_words(self, words: Words) -> bool:
+    def has_words(self, words: tuple[Any, ...]) -> bool:
         """Whether words that are other objects say the same; 1, 1.0 and True are equal, and do not."""
         return words == self.words and all(map(_is, map(type, words), map(type, self.words)))
 
-    def matches(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def matches(self, query: Tensor, key: Tensor, value: Tensor, *offsets: Tensor) -> bool:
         """Whether a call with these words is of this kind."""
         return (
-            self.is_alike(query, key, value)
+            self.is_alike(query, key, value, *offsets)
             and self.differentiates is _differentiates()
             and self.repeats is _repeats()
             and (not self.exact or self.is_state_unchanged(query, key, value))
@@ -325,10 +325,23 @@ def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: Pre
         return
     if exact and query.dtype is torch.float32:  # how its products are formed is no switch that the guards know
         return
-    three = query, key, value
-    kind = _GuardedCall(
+    kind = _guarded_kind((query, key, value), words, prepared, exact=exact)
+    shapes = query.shape, key.shape
+    with _writing:
+        older = _guarded.pop(shapes, ())
+        while len(_guarded) >= GUARDED_SHAPES:
+            del _guarded[next(iter(_guarded))]  # the oldest
+        _guarded[shapes] = (kind, *older[: GUARDED_OF_SHAPES - 1])
+    put_first(kind, shapes, words)
+
+
+def _guarded_kind(
+    tensors: tuple[Tensor, ...], words: tuple[Any, ...], prepared: PreparedCall, *, exact: bool
+) -> _GuardedCall:
+    query, key, value = tensors[:3]
+    return _GuardedCall(
         words=words,
-        is_alike=torch_private.guard_tensors(three),
+        is_alike=torch_private.guard_tensors(tensors),
         differentiates=_differentiates(),
         repeats=_repeats(),
         exact=exact,
@@ -337,13 +350,36 @@ def guard(query: Tensor, key: Tensor, value: Tensor, words: Words, prepared: Pre
         numerics=arguments.asked_numerics(),
         answer=prepared.guarded,
     )
-    shapes = query.shape, key.shape
+
+
+def find_guarded_on_cache(tensors: tuple[Any, ...], words: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What answers a call on a cache of a guarded kind; None where none is like it.
+
+    Args:
+        tensors: query, the cache's key and value, and what says where the keys of each sequence lie.
+    """
+    if _is_compiling() or _has_dual_level():
+        return None
+    try:
+        for tensor in tensors:
+            if tensor.is_nested:  # the guards end the process over them
+                return None
+        for guarded in latest_on_caches:
+            if guarded.has_words(words) and guarded.matches(*tensors):
+                return guarded.answer
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # the ordinary way says what is wrong
+        pass
+    return None
+
+
+def guard_on_cache(tensors: tuple[Tensor, ...], words: tuple[Any, ...], prepared: PreparedCall) -> None:
+    """Puts guards in front of a prepared call on a cache, and it before those that have guards already."""
+    global latest_on_caches
+    if not torch_private.TENSOR_GUARDS or tensors[0].dtype is torch.float32:  # see `guard`
+        return
+    kind = _guarded_kind(tensors, words, prepared, exact=True)
     with _writing:
-        older = _guarded.pop(shapes, ())
-        while len(_guarded) >= GUARDED_SHAPES:
-            del _guarded[next(iter(_guarded))]  # the oldest
-        _guarded[shapes] = (kind, *older[: GUARDED_OF_SHAPES - 1])
-    put_first(kind, shapes, words)
+        latest_on_caches = (kind, *latest_on_caches[: GUARDED_FIRST - 1])
 
 
 def put_first(kind: _GuardedCall, shapes: tuple[Any, Any], words: Words) -> None:
@@ -358,4 +394,5 @@ _calls: dict[Key, PreparedCall] = {}
 _families: dict[Key, Any] = {}
 _guarded: dict[tuple[Any, Any], tuple[_GuardedCall, ...]] = {}
 latest: tuple[_GuardedCall, ...] = ()  # whose words are the very objects of the last calls
+latest_on_caches: tuple[_GuardedCall, ...] = ()
 _writing = threading.Lock()

@@ -33,7 +33,8 @@ Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel se
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
-_BEHIND = "cu_seqlens_q", "cu_seqlens_kv", *score_tensors.NAMES  # as forward.POINTERS ends
+# As forward.POINTERS ends
+_BEHIND = "cu_seqlens_q", "cu_seqlens_kv", *score_tensors.NAMES, *forward.CACHE_POINTERS.values()
 _SCRATCH_PLACE = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 
 
@@ -124,9 +125,12 @@ def _tensors_are_all(tensors: tuple[Tensor, ...], call: Call) -> bool:
 
 
 def _others(call: Call) -> tuple[str, ...]:
-    """The fields of Operands that the tensors of a call's key behind query, key and value are."""
+    """The fields of Operands and of its cache that the tensors of a call's key behind query, key and value are."""
     operands = call.operands
-    offsets = ("cu_seqlens_q", "cu_seqlens_kv") if call.problem.packed else ()
+    offsets = [name for name in ("cu_seqlens_q", "cu_seqlens_kv") if getattr(operands, name) is not None]
+    if operands.cache is not None:
+        fields = forward.CACHE_POINTERS.values()
+        offsets += [field for field in fields if getattr(operands.cache, field) is not None]
     return (*offsets, *(name for name in score_tensors.NAMES if getattr(operands, name) is not None))
 
 
@@ -142,7 +146,7 @@ class KernelCall:
     tiles: int  # of which they say afterwards whether they were computed again
     partials: int  # numbers
     launch: Bound
-    others: tuple[str, ...] = ()  # fields of Operands: what the tensors behind query, key and value are
+    others: tuple[str, ...] = ()  # fields of Operands and its cache: what the tensors behind query, key and value are
     sees_switches: ClassVar[bool] = False
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoattn.codegen.resources import read_yaml
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import MAX_SIZE, SWITCHES, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.errors import ProblemError, ShapesError
@@ -189,6 +190,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             numerics=point.get("numerics", Numerics.ANY),
             op=point.get("operation", Op.FORWARD),
             deterministic=point.get("deterministic", False),
+            cache=point.get("cache"),
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
@@ -299,6 +301,11 @@ def _switch(key: str, value: object) -> bool:
     return value
 
 
+def _cache(key: str, value: object) -> KeyCache:
+    """Where keys and values lie."""
+    return KeyCache.parse(str(value))
+
+
 def _score_mod(key: str, value: object) -> str:
     """An expression, checked here, so that the file's writer learns of a slip before anything is tuned."""
     if not isinstance(value, str):
@@ -328,6 +335,7 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "numerics": _numerics,
     "operation": _operation,
     "deterministic": _deterministic,
+    "cache": _cache,
     "score_mod": _score_mod,
     "bias": _bias,
     **dict.fromkeys(SWITCHES, _switch),

@@ -54,6 +54,7 @@ Keys of a problem (required: dtype, batch, heads, seq, head_dim)
   tokens: of all packed sequences together; also as tokens_q and tokens_kv
   operation: forward, or backward for the gradients, which only the card itself can tune
   deterministic: true for gradients that repeat to the bit
+  cache: "paged:16" or contiguous, where keys lie in a cache (docs/kv-cache.md)
   numerics: any, or online for kernels whose time no growth of the scores changes
   {", ".join(name for name in SWITCHES if name != "learned_slopes")}: true if the call has it
   learned_slopes: true if slopes of alibi have a gradient

@@ -74,10 +74,37 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CachedKeys:
+    """Where a cache has the keys and values of each sequence; all tensors are int32 on the query's device."""
+
+    lengths: Tensor  # [batch], contiguous: keys of each sequence, those before its left padding included
+    capacity: int  # keys that the cache holds of a sequence at most
+    pages: Tensor | None = None  # [batch, pages of a sequence], the last axis contiguous; None: a contiguous cache
+    rows: Tensor | None = None  # [batch], contiguous: the row of the cache that each sequence has; None: its own number
+    leftpad: Tensor | None = None  # [batch], contiguous: where its keys begin in the row; None: at 0
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(first key, keys) of each sequence in its row or its pages; waits for the GPU."""
+        ends = self.lengths.clamp(0, self.capacity)
+        begins = torch.zeros_like(ends) if self.leftpad is None else self.leftpad.clamp_min(0).minimum(ends)
+        return list(zip(begins.tolist(), (ends - begins).tolist(), strict=True))
+
+    def keys_of(self, tensor: Tensor, sequence: int, head: int, keys: slice) -> Tensor:
+        """[keys, head_dim]: keys of one head of a sequence, out of the cache's key or value."""
+        if self.pages is not None:
+            page = tensor.shape[2]
+            places = torch.arange(keys.start, keys.stop, device=tensor.device)
+            return tensor[self.pages[sequence, places // page].long(), head, places % page]
+        row = sequence if self.rows is None else int(self.rows[sequence])
+        return tensor[row, head, keys]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operands:
     """What one call computes on. All tensors are on one device; what the problem does not have is None.
 
-    Packed tensors are [1, heads, tokens, head_dim] views.
+    Packed tensors are [1, heads, tokens, head_dim] views. A cache's key and value are [rows of the cache, heads,
+    capacity, head_dim] or [pages, heads, keys of a page, head_dim] views.
     """
 
     query: Tensor  # [batch, heads_q, seq_q, head_dim]
@@ -97,11 +124,20 @@ class Operands:
     dropout: float = 0.0  # share of the weights that is dropped
     seed: int = 0  # of dropout, 64 bits
     table: BlockTable | None = None
+    cache: CachedKeys | None = None
     mask_captures: tuple[Tensor, ...] = ()  # what the mask's expression reads, contiguous
     score_captures: tuple[Tensor, ...] = ()  # what the score_mod reads, contiguous
 
     def spans(self) -> list[tuple[int, int, int, int]]:
         """(first query, queries, first key, keys) of each sequence inside its batch entry; waits for the GPU."""
+        if self.cache is not None:
+            starts = [place * self.query.shape[2] for place in range(self.query.shape[0] + 1)]
+            padded = self.cu_seqlens_q is None
+            starts = starts if self.cu_seqlens_q is None else self.cu_seqlens_q.tolist()
+            return [
+                (0 if padded else begin, end - begin, *keys)
+                for begin, end, keys in zip(starts[:-1], starts[1:], self.cache.spans(), strict=True)
+            ]
         if self.cu_seqlens_q is None or self.cu_seqlens_kv is None:
             return [(0, self.query.shape[2], 0, self.key.shape[2])] * self.query.shape[0]
         queries, keys = self.cu_seqlens_q.tolist(), self.cu_seqlens_kv.tolist()

@@ -159,8 +159,10 @@ def make_small_case(
 
 
 def lengths_of(problem: Problem, seq_q: int, seq_kv: int) -> tuple[tuple[int, int], ...] | None:
-    """(queries, keys) of each sequence of a small packed case; None where it is not packed."""
-    return (*BESIDE[:2], (seq_q, seq_kv), *BESIDE[2:]) if problem.packed else None
+    """(queries, keys) of each sequence of a small case, packed or on a cache; None where they are all alike."""
+    if problem.packed:
+        return (*BESIDE[:2], (seq_q, seq_kv), *BESIDE[2:])
+    return ((seq_q, seq_kv), (seq_q, seq_kv // 3)) if problem.cache is not None else None
 
 
 def make_case(
@@ -203,7 +205,7 @@ def case_of(
     expected, expected_lse = attention_formula.attention(problem, operands, rows=positions)
     allowed = _allowed(problem, operands, expected, positions)
     if scores in RISES:  # a float32 score rounds at its own size, here and in PyTorch in another order
-        allowed += RISES[scores] * torch.finfo(torch.float32).eps * float(operands.value.abs().max())
+        allowed += RISES[scores] * torch.finfo(torch.float32).eps * float(_tame(operands.value).abs().max())
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,

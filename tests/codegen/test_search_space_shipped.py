@@ -20,6 +20,7 @@ from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import facts_of
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
@@ -132,6 +133,10 @@ def seeded() -> frozenset[Variant]:
         for batch in (1, 2, 16, 128)
     ]
     asked.append(problem(batch=1, heads_q=8, heads_kv=8, seq_q=1, seq_kv=8192, head_dim=128))
+    asked += [
+        problem(batch=batch, heads_q=32, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=128, cache=KeyCache())
+        for batch, heads_kv, seq_q, seq_kv in itertools.product((1, 8, 64), (8, 32), (1, 8), (512, 8192))
+    ]
     return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
 from autoattn.errors import ShapesError
@@ -217,7 +218,7 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
         ({"heads_kv": 3}, "heads_q must be a multiple of heads_kv, got 4 and 3"),
         ({"head_dim": 257}, "head_dim must be at most 256, got 257"),
         ({"head_dims": 64}, "unknown key 'head_dims'; did you mean head_dim?"),
-        ({"zzz": 64}, "unknown key 'zzz'; known are alibi, batch, bias, causal,"),
+        ({"zzz": 64}, "unknown key 'zzz'; known are alibi, batch, bias, cache, causal,"),
         ({"precision": "tf32"}, "precision is a choice for float32 alone, got precision: tf32 with bfloat16; leave it"),
         ({"precision": "ieee"}, "precision is a choice for float32 alone, got precision: ieee with bfloat16; leave it"),
         ({"dtype": "fp32", "precision": "fp16"}, "precision must be ieee, tf32 or tf32x3, got 'fp16'; correct it"),
@@ -392,3 +393,11 @@ def test_load_names_the_file(tmp_path: Path) -> None:
             shapes_file.load(path)
     with pytest.raises(ShapesError, match="there is none"):
         shapes_file.load(tmp_path / "none.yaml")
+
+
+def test_a_problem_may_lie_on_a_cache() -> None:
+    assert the_problem().cache is None
+    assert the_problem(cache="paged:16").cache == KeyCache(page=16)
+    assert the_problem(cache="contiguous,rows,splits=2").cache == KeyCache(rows=True, splits=2)
+    with pytest.raises(ShapesError, match="cache must be contiguous or paged:KEYS"):
+        the_problem(cache="paged:0")

@@ -69,7 +69,7 @@ def read(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Call:
     changed = modifier_arguments.read(query, batch, seq_q, seq_kv, given, bias=seen.kind)
     facts = {"layout": order, "mask": seen.mask, "modifiers": changed.modifiers}
     tensors = {"bias": seen.bias, "narrow_bias": seen.narrow_bias, "table": seen.table, "mask_captures": seen.captures}
-    return _call((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors | changed.operands)
+    return call_of((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors | changed.operands)
 
 
 def _complete(given: dict[str, Any], function: str, known: dict[str, object]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def read_packed(
         "tokens_kv": key.shape[2] or 1,
     }
     tensors = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **changed.operands}
-    return _call((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors)
+    return call_of((query, key, value), (batch, seq_q, seq_kv), dtype, given, facts, tensors)
 
 
 def longest(
@@ -142,7 +142,7 @@ def longest(
     return seq_q, seq_kv
 
 
-def _call(
+def call_of(
     tensors: tuple[Tensor, Tensor, Tensor], sizes: tuple[int, int, int], dtype: torch.dtype | None,
     given: Mapping[str, Any], facts: dict[str, Any], extras: dict[str, Any],
 ) -> Call:  # fmt: skip

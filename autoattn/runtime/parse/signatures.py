@@ -39,6 +39,26 @@ class PackedArguments(TypedDict, total=False):
     value_scale: Tensor | None
 
 
+class CacheArguments(TypedDict, total=False):
+    """What `cached_attention` takes beside query, cache, lengths and `return_lse`."""
+
+    block_table: Tensor | None
+    cache_rows: Tensor | None
+    leftpad: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    max_length: int | None
+    causal: bool | str
+    window: tuple[int, int] | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    scale: float | None
+    splits: int
+    precision: str | None
+    numerics: str | None
+
+
 class Arguments(PackedArguments, total=False):
     """What `attention` takes beside query, key, value and `return_lse`."""
 

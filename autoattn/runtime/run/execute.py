@@ -84,9 +84,10 @@ def _nothing(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     batch, heads, seq_q, head_dim = operands.query.shape
     heads_kv = operands.key.shape[1]
     dtype = forward.output_dtype(operands.query.dtype)
-    query, key, value = (
-        tensor.to(dtype) for tensor in (operands.query, operands.key[:, :, :0], operands.value[:, :, :0])
-    )
+    keys, values = operands.key[:, :, :0], operands.value[:, :, :0]
+    if operands.cache is not None:  # rows of a cache, or its pages, are no sequences of the batch
+        keys, values = (tensor.new_empty(batch, heads_kv, 0, tensor.shape[3]) for tensor in (keys, values))
+    query, key, value = (tensor.to(dtype) for tensor in (operands.query, keys, values))
     groups = query.reshape(batch, heads_kv, heads // heads_kv if heads_kv else 1, seq_q, head_dim)
     weights = groups @ key[:, :, None].transpose(3, 4)
     output = (weights @ value[:, :, None]).reshape(batch, heads, seq_q, value.shape[3])

@@ -1,0 +1,67 @@
+"""How a cache holds the keys and values of a problem, as one value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autoattn.errors import ProblemError
+
+MAX_PAGE = 2**20  # keys of a page
+MAX_SPLITS = 2**16  # programs that a caller may name
+_TEXT = re.compile(
+    r"(?:contiguous|paged:(?P<page>[0-9]{1,7}))(?P<rows>,rows)?(?P<leftpad>,leftpad)?(?:,splits=(?P<splits>[0-9]{1,5}))?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyCache:
+    """A cache of keys and values that holds more than a call reads; the lengths lie on the device.
+
+    Raises:
+        ProblemError: a page has no such size, or pages come with what contiguous caches alone have.
+    """
+
+    page: int = 0  # keys of a page, which a table of pages finds; 0 is a contiguous cache
+    rows: bool = False  # a tensor says which row of a contiguous cache each sequence has
+    leftpad: bool = False  # a tensor says where the keys of each sequence begin in its row
+    splits: int = 0  # programs that may share the keys of a sequence; 0 is as many as are fastest
+
+    def __post_init__(self) -> None:
+        if isinstance(self.page, bool) or not isinstance(self.page, int) or not 0 <= self.page <= MAX_PAGE:
+            raise ProblemError(
+                f"a page of a cache must have from 1 to {MAX_PAGE} keys, got {self.page!r}; use a contiguous cache"
+            )
+        if isinstance(self.splits, bool) or not isinstance(self.splits, int) or not 0 <= self.splits <= MAX_SPLITS:
+            raise ProblemError(
+                f"splits must be a whole number from 0 (the fastest) to {MAX_SPLITS}, got {self.splits!r}; correct it"
+            )
+        if self.page and (self.rows or self.leftpad):
+            raise ProblemError(
+                "rows and leftpad belong to contiguous caches, got them with pages; say it with the table of pages"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> KeyCache:
+        """Reads `contiguous` or `paged:KEYS`, with options behind commas: `rows`, `leftpad`, `splits=NUMBER`.
+
+        Raises:
+            ProblemError: the text is none of them.
+        """
+        match = _TEXT.fullmatch(str(text))
+        if match is None or match["page"] == "0":
+            raise ProblemError(
+                "cache must be contiguous or paged:KEYS (as paged:16), maybe with ,rows ,leftpad or ,splits=NUMBER "
+                f"behind it in this order, got {text!r}; correct it"
+            )
+        return cls(
+            page=int(match["page"] or 0),
+            rows=match["rows"] is not None,
+            leftpad=match["leftpad"] is not None,
+            splits=int(match["splits"] or 0),
+        )
+
+    def __str__(self) -> str:
+        options = [name for name in ("rows", "leftpad") if getattr(self, name)]
+        options += [f"splits={self.splits}"] if self.splits else []
+        return ",".join([f"paged:{self.page}" if self.page else "contiguous", *options])

@@ -1,0 +1,75 @@
+"""Random caches of keys and values: rows or pages in random order, with NaN wherever a kernel must not look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autoattn.core.key_cache import KeyCache
+from autoattn.core.problem import Layout, Problem
+from autoattn.tensors.operands import CachedKeys
+
+SPARE = 2  # rows or pages of NaN that no sequence has
+MOST_PAD = 7  # keys of left padding
+
+
+def held_apart(problem: Problem) -> Problem:
+    """The problem whose keys and values are those of a cache's sequences, each in a row of its own."""
+    return replace(problem, cache=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0)
+
+
+def scattered(
+    cache: KeyCache, key: Tensor, value: Tensor, counts: Sequence[int], generator: torch.Generator
+) -> tuple[Tensor, Tensor, CachedKeys]:
+    """A cache that holds the first keys and values of each sequence.
+
+    Args:
+        key: [batch, heads_kv, seq_kv, head_dim]
+        value: [batch, heads_kv, seq_kv, head_dim_v]
+        counts: keys of each sequence.
+
+    Returns:
+        key and value of the cache, as views with heads before keys, and where each sequence has its own.
+    """
+    batch, _, most, _ = key.shape
+    device = key.device
+    pads = torch.zeros(batch, dtype=torch.int64)
+    if cache.leftpad:
+        pads = torch.randint(MOST_PAD + 1, (batch,), generator=generator)
+    page = cache.page or most + (MOST_PAD if cache.leftpad else 0)
+    columns = -(-most // page)
+    rows = torch.arange(batch)[:, None]
+    total = batch
+    if cache.page or cache.rows:
+        total = batch * columns + SPARE
+        rows = torch.randperm(total, generator=generator)
+        spare, rows = int(rows[-1]), rows[: batch * columns].view(batch, columns)
+    rooms = [
+        torch.full((total, page, *tensor.shape[1::2]), math.nan, dtype=tensor.dtype, device=device).transpose(1, 2)
+        for tensor in (key, value)
+    ]
+    for sequence, count in enumerate(counts):
+        places = torch.arange(count) + pads[sequence]
+        row, place = rows[sequence, places // page].to(device), (places % page).to(device)
+        for room, tensor in zip(rooms, (key, value), strict=True):
+            room[row, :, place] = tensor[sequence, :, :count].transpose(0, 1)
+        if cache.page:
+            rows[sequence, -(-count // page) :] = spare
+    lengths = torch.tensor(counts) + pads
+    numbers = {
+        "lengths": lengths,
+        "pages": rows if cache.page else None,
+        "rows": rows[:, 0] if cache.rows else None,
+        "leftpad": pads if cache.leftpad else None,
+    }
+    tensors = {
+        name: None if number is None else number.to(torch.int32).contiguous().to(device)
+        for name, number in numbers.items()
+    }
+    lengths_there = tensors.pop("lengths")
+    assert lengths_there is not None
+    return rooms[0], rooms[1], CachedKeys(lengths=lengths_there, capacity=columns * page, **tensors)

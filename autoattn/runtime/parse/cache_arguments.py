@@ -1,0 +1,236 @@
+"""Parses the arguments of a call on a cache of keys and values; a caller's mistake is one sentence here.
+
+What lies on the GPU is not read: kernels clamp lengths to what the cache holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoattn.core.call_arguments import DEFAULTS
+from autoattn.core.key_cache import KeyCache
+from autoattn.core.mask import Alignment, Mask
+from autoattn.core.problem import MAX_SIZE, Layout
+from autoattn.errors import TensorError
+from autoattn.kernels.forward import DTYPE
+from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
+from autoattn.runtime.parse.arguments import AXES, Call
+from autoattn.runtime.parse.modifier_arguments import check_tensor
+from autoattn.tensors import cu_seqlens
+from autoattn.tensors.operands import CachedKeys
+
+_CACHE_AXES = ("rows", "capacity", "heads", "head_dim")
+_PAGE_AXES = ("pages", "page", "heads", "head_dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheTensors:
+    """The tensors of a call on a cache, as a caller gives them."""
+
+    key: Tensor  # [rows, capacity, heads_kv, head_dim] or [pages, page, heads_kv, head_dim]
+    value: Tensor  # the same with a head dim of its own
+    lengths: Tensor  # [batch] int32
+    block_table: Tensor | None = None  # [batch, pages of a sequence] int32
+    rows: Tensor | None = None  # [batch] int32
+    leftpad: Tensor | None = None  # [batch] int32
+
+    @property
+    def capacity(self) -> int:
+        """Keys that the cache holds of a sequence at most."""
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return int(pages * self.key.shape[1])
+
+    @property
+    def offsets(self) -> tuple[Tensor, ...]:
+        """Those that are there, beside key and value, in the order of kernels.forward.CACHE_POINTERS."""
+        given = self.lengths, self.block_table, self.rows, self.leftpad
+        return tuple(tensor for tensor in given if tensor is not None)
+
+    @property
+    def words(self) -> str:
+        """Which of them are there."""
+        given = self.block_table, self.rows, self.leftpad
+        return "cache" + "".join("01"[tensor is not None] for tensor in given)
+
+
+def read(
+    query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, max_length: int | None,
+    splits: int, **given: Any,
+) -> Call:  # fmt: skip
+    """The call that the arguments of `autoattn.cached_attention` pose.
+
+    Raises:
+        TensorError: the arguments do not make one call.
+        ProblemError: they do, but it is not supported.
+    """
+    packed, batch = cu_seqlens_q is not None, _batch(query, cu_seqlens_q)
+    check(query, cache, batch, packed=packed)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, cache.key, cache.value)):
+        raise TensorError(
+            "attention on a cache gives no gradients, got a tensor that needs one; call it under torch.no_grad()"
+        )
+    capacity, page = cache.capacity, cache.key.shape[1] if cache.block_table is not None else 0
+    bound = capacity if max_length is None else min(capacity, bound_of(max_length))
+    if packed:
+        seq_q = _longest(query, cu_seqlens_q, max_seqlen_q)
+        view = query.transpose(0, 1)[None]
+    else:
+        seq_q, view = query.shape[1], query.transpose(1, 2)
+    changed = modifier_arguments.read(view, batch, seq_q, capacity, given)
+    facts = {
+        "layout": Layout.PACKED if packed else Layout.BSHD,
+        "mask": mask_of(given["causal"], given["window"], seq_q),
+        "modifiers": changed.modifiers,
+        "tokens_q": (query.shape[0] or 1) if packed else 0,
+        "tokens_kv": min((bound or 1) * (batch or 1), MAX_SIZE) if packed else 0,
+        "cache": KeyCache(
+            page=page, rows=cache.rows is not None, leftpad=cache.leftpad is not None, splits=splits_of(splits)
+        ),
+    }
+    cached = CachedKeys(
+        lengths=cache.lengths, capacity=capacity, pages=cache.block_table, rows=cache.rows, leftpad=cache.leftpad
+    )
+    tensors = {"cu_seqlens_q": cu_seqlens_q, "cache": cached, **changed.operands}
+    three = view, cache.key.transpose(1, 2), cache.value.transpose(1, 2)
+    return arguments.call_of(three, (batch, seq_q, bound), query.dtype, {**DEFAULTS, **given}, facts, tensors)
+
+
+def complete(given: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of `read` beside the tensors, those that are missing with their defaults."""
+    absent = dict.fromkeys(("max_seqlen_q", "max_length", "sinks", "precision", "numerics"))
+    return {**absent, **given}
+
+
+def mask_of(causal: Any, window: Any, seq_q: int) -> Mask:
+    """The mask of queries behind a cache: a single one sees the last key, so that nothing behind it is hidden."""
+    mask = mask_arguments.band(causal, window)
+    if seq_q > 1 or mask.alignment is Alignment.TOP_LEFT:
+        return mask
+    return Mask.window(-1 if mask.left is None else mask.left, -1)
+
+
+def bound_of(max_length: Any) -> int:
+    """A bound of lengths, rounded up to a power of two: a cache that grows keeps its kernel for long."""
+    length = arguments.length_of("max_length", max_length)
+    return 1 << max(length - 1, 0).bit_length()
+
+
+def splits_of(splits: Any) -> int:
+    """How many programs may share the keys of a sequence."""
+    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 0:
+        raise TensorError(f"splits must be a whole number from 0 (the fastest), got {splits!r:.60}; correct it")
+    return splits
+
+
+def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> None:
+    """Refuses what is no query with a cache of keys and values.
+
+    Args:
+        batch: sequences.
+
+    Raises:
+        TensorError: the sentence says which tensor, and how to mend it.
+    """
+    paged = cache.block_table is not None
+    _check_dense("query", query, AXES[Layout.PACKED if packed else Layout.BSHD])
+    for name, tensor in (("key_cache", cache.key), ("value_cache", cache.value)):
+        _check_dense(name, tensor, _PAGE_AXES if paged else _CACHE_AXES)
+        check_tensor(name, tensor, query.device)
+        if tensor.dtype != query.dtype:
+            raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
+    heads_q, heads_kv = query.shape[-2], cache.key.shape[2]
+    if cache.value.shape[:3] != cache.key.shape[:3]:
+        raise TensorError(
+            f"value_cache must have the key_cache's first axes {tuple(cache.key.shape[:3])}, got shape "
+            f"{tuple(cache.value.shape)}; check the axes"
+        )
+    if cache.key.shape[3] != query.shape[-1] or 0 in (query.shape[-1], cache.value.shape[3]):
+        raise TensorError(
+            f"key_cache must have the query's head_dim {query.shape[-1]}, at least 1, got shape "
+            f"{tuple(cache.key.shape)}; check the axes"
+        )
+    if (heads_q == 0) != (heads_kv == 0) or (heads_kv and heads_q % heads_kv):
+        raise TensorError(
+            f"query heads must be a multiple of key heads, got {heads_q} and {heads_kv}; check the axes or repeat the "
+            "key heads"
+        )
+    if paged and cache.key.shape[1] == 0:
+        raise TensorError("a page of key_cache must hold at least 1 key, got pages of none; check the axes")
+    _check_places(query, cache, batch)
+
+
+def _check_dense(name: str, tensor: Any, axes: tuple[str, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TensorError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise TensorError(f"{name} must be dense, got a nested or sparse tensor; pad it or call its to_dense()")
+    if tensor.dim() != len(axes):
+        raise TensorError(
+            f"{name} must be [{', '.join(axes)}], got shape {tuple(tensor.shape)}; add, merge or swap axes"
+        )
+    if tensor.dtype not in DTYPE and tensor.dtype is not torch.float64:
+        raise TensorError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; cast it")
+
+
+def _check_places(query: Tensor, cache: CacheTensors, batch: int) -> None:
+    """Where the keys of each sequence lie."""
+    device = query.device
+    for name, tensor in (("lengths", cache.lengths), ("cache_rows", cache.rows), ("leftpad", cache.leftpad)):
+        if tensor is not None:
+            check_numbers(name, tensor, batch, device)
+    if cache.block_table is None:
+        if cache.rows is None and cache.key.shape[0] != batch:
+            raise TensorError(
+                f"key_cache must have a row for each of the {batch} sequences, got {cache.key.shape[0]} rows; slice "
+                "it, or say with cache_rows which row each sequence has"
+            )
+    else:
+        if cache.rows is not None or cache.leftpad is not None:
+            name = "cache_rows" if cache.rows is not None else "leftpad"
+            raise TensorError(f"{name} belongs to contiguous caches, got it with block_table; leave one of them out")
+        table = cache.block_table
+        check_tensor("block_table", table, device)
+        if table.dtype is not torch.int32 or table.dim() != 2 or table.shape[0] != batch or table.stride(1) != 1:
+            raise TensorError(
+                f"block_table must be int32 [sequences, pages of one] with {batch} sequences and its last axis "
+                f"contiguous, got {table.dtype} of shape {tuple(table.shape)} with strides {table.stride()}; correct it"
+            )
+        if cache.capacity > MAX_SIZE:
+            raise TensorError(
+                f"block_table must name at most {MAX_SIZE} keys of a sequence, got {cache.capacity}; slice it"
+            )
+    if device.type == "cpu" and batch and int(cache.lengths.max()) > cache.capacity:
+        what = "cache" if cache.block_table is None else "block table"
+        raise TensorError(
+            f"lengths must be at most the {cache.capacity} keys that the {what} has of a sequence, got "
+            f"{int(cache.lengths.max())}; give more room"
+        )
+
+
+def check_numbers(name: str, tensor: Any, batch: int, device: torch.device) -> None:
+    """Refuses what is no int32 number for each sequence on the query's device."""
+    check_tensor(name, tensor, device)
+    if tensor.dtype is not torch.int32 or tuple(tensor.shape) != (batch,) or not tensor.is_contiguous():
+        raise TensorError(
+            f"{name} must be int32 [sequences] = ({batch},) and contiguous, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}; cast it with .int()"
+        )
+
+
+def _batch(query: Any, cu_seqlens_q: Tensor | None) -> int:
+    """How many sequences there are."""
+    if cu_seqlens_q is None:
+        return int(query.shape[0]) if isinstance(query, Tensor) and query.dim() else 0
+    cu_seqlens.check_form("cu_seqlens_q", cu_seqlens_q, query.device)
+    return int(cu_seqlens_q.shape[0]) - 1
+
+
+def _longest(query: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> int:
+    """A bound of the queries of a packed sequence; what the offsets say is left on the GPU."""
+    assert cu_seqlens_q is not None
+    tokens = int(query.shape[0])
+    return tokens if max_seqlen_q is None else min(arguments.length_of("max_seqlen_q", max_seqlen_q), tokens)

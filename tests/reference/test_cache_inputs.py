@@ -1,0 +1,43 @@
+"""Random caches: they hold the keys of each sequence, and NaN beside."""
+
+from __future__ import annotations
+
+import kernels
+import pytest
+import torch
+
+from autoattn.core.key_cache import KeyCache
+from autoattn.core.problem import Layout, Problem
+from autoattn.reference import attention_formula, cache_inputs, inputs
+from autoattn.tensors.operands import Operands
+
+CPU = torch.device("cpu")
+LENGTHS = ((3, 21), (3, 0), (3, 50))
+
+
+def made(one: Problem) -> Operands:
+    return inputs.make(one, CPU, torch.Generator().manual_seed(0), lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("text", ["contiguous", "contiguous,rows", "contiguous,rows,leftpad", "paged:1", "paged:16"])
+def test_a_cache_says_the_same_as_tensors_of_their_own(text: str) -> None:
+    one = kernels.problem(batch=3, seq_q=3, mask="causal", cache=KeyCache.parse(text), layout=Layout.BSHD)
+    operands = made(one)
+    assert one.cache is not None
+    assert operands.cache is not None
+    assert bool(operands.key.isnan().any())
+    output, lse = attention_formula.attention(one, operands)
+    held = cache_inputs.held_apart(one)
+    plain = inputs.make(held, CPU, torch.Generator().manual_seed(0))
+    assert torch.equal(plain.query, operands.query)
+    for sequence, (_, keys) in enumerate(LENGTHS):
+        alone = kernels.problem(batch=1, seq_q=3, seq_kv=max(keys, 1), mask="causal")
+        part = Operands(
+            query=plain.query[sequence : sequence + 1],
+            key=plain.key[sequence : sequence + 1, :, :keys],
+            value=plain.value[sequence : sequence + 1, :, :keys],
+            scale=plain.scale,
+        )
+        expected, expected_lse = attention_formula.attention(alone, part)
+        assert torch.equal(output[sequence], expected[0])
+        assert torch.equal(lse[sequence], expected_lse[0])

@@ -1,0 +1,139 @@
+"""Calls on caches of keys and values, with NaN wherever a kernel must not look; kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import kernels
+import torch
+from interpreted import CPU, SECONDS
+from torch import Tensor
+
+from autoattn.core.key_cache import KeyCache
+from autoattn.core.problem import Layout, Problem
+from autoattn.core.variant import Variant
+from autoattn.kernels import forward
+from autoattn.kernels.compiler import load
+from autoattn.reference import attention_formula
+from autoattn.tensors.operands import CachedKeys, Operands
+from autoattn.validation import output_check
+from autoattn.workers.worker_pool import Failure, Pool
+
+GARBAGE = 2**30  # a page that nobody may read
+CAPACITY = 48
+LENGTHS = (0, 5, 37, 48)  # keys of each sequence
+QUERIES = (3, 1, 0, 5)  # of each packed sequence
+
+
+def problem(cache: KeyCache, lengths: Sequence[int] = LENGTHS, *, packed: bool = False, **changes: Any) -> Problem:
+    """A small problem on a cache; `mask` may be words."""
+    facts: dict[str, Any] = {"batch": len(lengths), "seq_q": 3, "seq_kv": CAPACITY, "layout": Layout.BSHD}
+    if packed:
+        tokens = {"tokens_q": sum(QUERIES) + 2, "tokens_kv": CAPACITY * len(lengths)}
+        facts |= {"layout": Layout.PACKED, "seq_q": max(QUERIES), **tokens}
+    return kernels.problem(cache=cache, **facts | changes)
+
+
+def operands(one: Problem, lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> Operands:
+    """Random operands; what lies behind a sequence's keys is NaN, and pages behind them are garbage.
+
+    Args:
+        seed: of which row or page of the cache a key lies in; the numbers are the same for each.
+    """
+    assert one.cache is not None
+    numbers, places = torch.Generator(), torch.Generator().manual_seed(seed)
+    dtype = attention_formula.TORCH_DTYPE[one.dtype]
+
+    def normal(*shape: int, sequence: int = -1) -> Tensor:
+        """Those of a sequence are the same in every batch."""
+        numbers.manual_seed(sequence + 7)
+        return torch.randn(shape, generator=numbers).to(dtype)
+
+    queries = (1, one.heads_q, one.tokens_q) if one.packed else (one.batch, one.heads_q, one.seq_q)
+    query = normal(*queries, one.head_dim)  # the first rows are the same in every batch
+    pads = torch.arange(one.batch, dtype=torch.int32) * 2 if one.cache.leftpad else torch.zeros(one.batch).int()
+    counts = [max(0, length - pad) for length, pad in zip(lengths, pads.tolist(), strict=True)]
+    keys = [normal(count, one.heads_kv, one.head_dim, sequence=place) for place, count in enumerate(counts)]
+    values = [normal(count, one.heads_kv, one.head_dim_v, sequence=place + 99) for place, count in enumerate(counts)]
+    page = one.cache.page or CAPACITY
+    columns = -(-CAPACITY // page)
+    count = one.batch * columns + 2
+    table = torch.randperm(count, generator=places)[: one.batch * columns].view(one.batch, columns).int()
+    if not one.cache.page and not one.cache.rows:
+        count, table = one.batch, torch.arange(one.batch).int()[:, None]
+    key = torch.full((count, page, one.heads_kv, one.head_dim), math.nan, dtype=dtype)
+    value = torch.full((count, page, one.heads_kv, one.head_dim_v), math.nan, dtype=dtype)
+    for sequence, pad in enumerate(pads.tolist()):
+        places_of = torch.arange(len(keys[sequence])) + pad
+        rows = table[sequence, places_of // page].long()
+        key[rows, places_of % page] = keys[sequence]
+        value[rows, places_of % page] = values[sequence]
+        if one.cache.page:
+            table[sequence, -(-lengths[sequence] // page) :] = GARBAGE
+    cache = CachedKeys(
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        capacity=columns * page,
+        pages=table if one.cache.page else None,
+        rows=table[:, 0].contiguous() if one.cache.rows else None,
+        leftpad=pads if one.cache.leftpad else None,
+    )
+    modifiers = one.modifiers
+    return Operands(
+        query=query,
+        key=key.transpose(1, 2),
+        value=value.transpose(1, 2),
+        scale=one.head_dim**-0.5,
+        cu_seqlens_q=torch.tensor([0, *QUERIES]).cumsum(0).int() if one.packed else None,
+        cache=cache,
+        softcap=2.0 if modifiers.softcap else 0.0,
+        slopes=torch.rand(one.batch, one.heads_q, generator=numbers) if modifiers.alibi else None,
+        sinks=torch.randn(one.heads_q, generator=numbers) if modifiers.sinks else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedRun:
+    """One variant on operands, in the child."""
+
+    problem: Problem
+    variant: Variant
+    lengths: tuple[int, ...] = LENGTHS
+    seed: int = 0
+    told: tuple[int, ...] | None = None  # the lengths that the kernel reads, where they lie
+
+    def run(self, memory: dict[Hashable, Any]) -> tuple[Tensor, Tensor]:
+        """Output and LSE."""
+        torch.set_num_threads(1)
+        from autoattn.codegen import render
+
+        given = operands(self.problem, self.lengths, seed=self.seed)
+        if self.told is not None:
+            assert given.cache is not None
+            given = replace(given, cache=replace(given.cache, lengths=torch.tensor(self.told, dtype=torch.int32)))
+        traits = forward.traits_of(given.query, given.key, given.value, lse=True)
+        kernel = load(render.render(self.problem, self.variant, traits), CPU)
+        output = output_check.empty_output(self.problem, 0, CPU)
+        lse = torch.full(output.shape[:3], math.nan)
+        forward.launch(kernel, self.problem, given, output, lse)
+        return output, lse
+
+
+def run(child: Pool, one: Problem, **changes: Any) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the smallest variant, changed; `lengths`, `seed` and `told` are those of CachedRun."""
+    facts = {name: changes.pop(name) for name in ("lengths", "seed", "told") if name in changes}
+    outcome = child.result(CachedRun(problem=one, variant=kernels.variant(**changes), **facts), SECONDS)
+    assert not isinstance(outcome, Failure), f"{outcome.outcome.value}: {outcome.detail}"
+    output, lse = outcome
+    return output, lse
+
+
+def check(child: Pool, one: Problem, lengths: Sequence[int] = LENGTHS, **changes: Any) -> None:
+    """Compares a kernel with the reference in float64."""
+    output, lse = run(child, one, lengths=tuple(lengths), **changes)
+    expected, expected_lse = attention_formula.attention(one, operands(one, lengths))
+    error = 2e-3 if one.dtype.bytes == 2 else 1e-5
+    torch.testing.assert_close(output.double(), expected, rtol=2 * error, atol=error)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
