@@ -46,6 +46,20 @@ def test_a_prepared_call_launches_what_the_ordinary_one_does(kind: str, packed: 
     assert {tensor.data_ptr() for tensor in tensors} <= {*card.prepared[0][1]}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prepared_call_with_slopes_and_sinks_launches_what_the_ordinary_one_does(
+    packed: bool, card: Launches
+) -> None:
+    scores: list[dict[str, Tensor]] = []
+    for length in (5, 6):
+        tensors, words = step(length, packed=packed)
+        scores.append({"alibi_slopes": torch.rand(4), "sinks": torch.rand(4)})
+        autoattn.cached_attention(*tensors, **words, **scores[-1])
+    assert (len(card.ordinary), len(card.prepared)) == (1, 1)
+    same(card.ordinary[0], card.prepared[0])
+    assert {tensor.data_ptr() for tensor in scores[1].values()} <= {*card.prepared[0][1]}, "the caller's own"
+
+
 def test_lengths_that_grow_are_one_prepared_call(card: Launches) -> None:
     for length in range(1, 20):
         tensors, words = step(length)
