@@ -1,0 +1,93 @@
+"""A mask as what it is made of, in place of a tensor of all pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packing:
+    """Sequences that lie one behind the other in the flattened tokens [batch * seq].
+
+    Attributes:
+        offsets: [sequences + 1] int32, where each begins, and the end.
+        longest: tokens of the longest.
+    """
+
+    offsets: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StructuredMask:
+    """What `mask_function` hands to `attention_function`; a key counts if every part keeps it.
+
+    A model passes a mask on without a look. One that indexes it, or gives it to a function of PyTorch, gets what the
+    tensor of all pairs would give, because `expand` makes that tensor.
+
+    Attributes:
+        shape: (batch, 1, seq_q, seq_kv) of the tensor of all pairs.
+        keys: only the first so many of seq_kv are filled; the rest of a static cache is hidden.
+        causal: keys up to the query, whose last one stands at the last filled key.
+        window: (left, right) as in `autoattn.attention`; None for no bound.
+        padding: [batch, 1, 1, keys] bool, True attends; None where every token counts.
+        packing: sequences that do not see one another; None where there is one a row.
+        packed: whether tokens are packed; where `packing` is None, a graph is traced and nobody can count sequences.
+        expand: makes the mask [batch, 1, seq_q, seq_kv] bool.
+    """
+
+    shape: tuple[int, int, int, int]
+    keys: int
+    causal: bool
+    window: tuple[int, int] | None
+    padding: Tensor | None
+    packing: Packing | None
+    packed: bool
+    expand: Callable[[], Tensor]
+
+    @property
+    def ndim(self) -> int:
+        """4, as the tensor of all pairs has."""
+        return 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bool, as the tensor of all pairs has."""
+        return torch.bool
+
+    def dim(self) -> int:
+        """4, as the tensor of all pairs has."""
+        return 4
+
+    def to(self, *args: Any, **kwargs: Any) -> StructuredMask | Tensor:
+        """The same mask on another device; anything else makes the tensor of all pairs."""
+        device = args[0] if args else kwargs.get("device")
+        if kwargs.get("dtype") is not None or not isinstance(device, str | int | torch.device) or len(args) > 1:
+            return self.expand().to(*args, **kwargs)
+        packing = self.packing
+        return replace(
+            self,
+            padding=None if self.padding is None else self.padding.to(device),
+            packing=None if packing is None else replace(packing, offsets=packing.offsets.to(device)),
+            expand=lambda: self.expand().to(device),
+        )
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.expand()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs a function of PyTorch on the tensor of all pairs."""
+        args, kwargs = torch.utils._pytree.tree_map(_expanded, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _expanded(value: Any) -> Any:
+    return value.expand() if isinstance(value, StructuredMask) else value
