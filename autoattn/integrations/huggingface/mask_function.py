@@ -52,21 +52,27 @@ def create_mask(
         kv_offset=kv_offset, mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
     )  # fmt: skip
-    pattern = mask_pattern.read(function)
-    if pattern is None:
-        if q_length > 1:
-            warn_once(
-                "a mask of a pattern that autoattn does not know reaches its kernels as a tensor of all pairs, "
-                f"[{batch_size}, 1, {q_length}, {kv_length}]; the numbers are the same"
-            )
-        return expand()
-    may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
-    if not may_skip and pattern.sequence_ids is None:
+    shape = (batch_size, 1, q_length, kv_length)
+    causal, may_skip = not allow_is_bidirectional_skip, allow_is_causal_skip or allow_is_bidirectional_skip
+    if is_traced():
+        local_size, chunk_size = others.get("local_size"), getattr(others.get("config"), "attention_chunk_size", None)
+        pattern = None if use_vmap else mask_pattern.infer(function, local_size, chunk_size, causal, may_skip)
+        if pattern is not None and pattern.may_be_packed and attention_mask is None and q_length > 1:
+            return StructuredMask(
+                shape=shape, keys=kv_length, causal=True, window=pattern.window, padding=None, packing=None,
+                packed=True, expand=expand,
+            )  # fmt: skip
+    elif (pattern := mask_pattern.read(function)) is None and q_length > 1:
+        warn_once(
+            "a mask of a pattern that autoattn does not know reaches its kernels as a tensor of all pairs; the numbers "
+            "are the same"
+        )
+    if pattern is None or pattern.may_be_packed or (not may_skip and pattern.sequence_ids is None):
         return expand()
     keys = filled_keys(pattern, q_length, kv_length, q_offset, kv_offset)
     if keys is None:
         return expand()
-    pattern = without_idle_parts(pattern, keys)
+    pattern = without_idle_parts(pattern, keys, kv_offset)
     padding = key_padding(attention_mask, kv_offset, keys)
     plain = padding is None and pattern.window is None and not pattern.chunk and pattern.sequence_ids is None
     if plain and _is_said_by_the_layer(pattern, q_length, kv_length, keys):
@@ -74,14 +80,13 @@ def create_mask(
     if q_length == 1:
         return expand()
     packing = None
-    if pattern.chunk or (pattern.sequence_ids is not None and not is_traced()):
+    if pattern.chunk or pattern.sequence_ids is not None:
         packing = find_packing(pattern, batch_size, q_length, keys, q_offset, padding)
         if packing is None:
             return expand()
     return StructuredMask(
-        shape=(batch_size, 1, q_length, kv_length), keys=keys, causal=pattern.causal, window=pattern.window,
-        padding=None if packing is not None else padding, packing=packing, packed=pattern.sequence_ids is not None,
-        expand=expand,
+        shape=shape, keys=keys, causal=pattern.causal, window=pattern.window,
+        padding=None if packing is not None else padding, packing=packing, packed=packing is not None, expand=expand,
     )  # fmt: skip
 
 
@@ -109,8 +114,8 @@ def filled_keys(
     return keys if keys <= kv_length else None
 
 
-def without_idle_parts(pattern: MaskPattern, keys: int) -> MaskPattern:
-    """The pattern without a window or chunks that hide none of so many keys."""
+def without_idle_parts(pattern: MaskPattern, keys: int, kv_offset: int) -> MaskPattern:
+    """The pattern without a window or chunks that hide none of so many keys, the first of which is at `kv_offset`."""
     causal, window, chunk = pattern.causal, pattern.window, pattern.chunk
     if window is not None:
         left, right = window
@@ -118,7 +123,7 @@ def without_idle_parts(pattern: MaskPattern, keys: int) -> MaskPattern:
             right = 0
         # With no bound on the right, as after sliding_window_overlay alone, only the left side can hide a key.
         window = None if keys - 1 <= left and (causal or right < 0 or keys - 1 <= right) else (left, right)
-    if chunk and keys <= chunk:
+    if chunk and kv_offset + keys <= chunk:
         chunk = 0
     return MaskPattern(
         causal=causal, window=window, chunk=chunk, left_padding=pattern.left_padding if chunk else None,

@@ -29,6 +29,7 @@ class MaskPattern:
         left_padding: [batch] tokens before the first chunk; None without chunks.
         sequence_ids: [batch, seq] number of the packed sequence of each token; None where nothing is packed.
         position_ids: [batch, seq] positions within these sequences; None where nothing is packed.
+        may_be_packed: tokens are packed, or the caller wants a tensor: a traced graph cannot tell.
     """
 
     causal: bool = False
@@ -37,6 +38,7 @@ class MaskPattern:
     left_padding: Tensor | None = None
     sequence_ids: Tensor | None = None
     position_ids: Tensor | None = None
+    may_be_packed: bool = False
 
 
 def read(mask_function: Callable[..., Any]) -> MaskPattern | None:
@@ -63,6 +65,34 @@ def read(mask_function: Callable[..., Any]) -> MaskPattern | None:
         pattern = read(values["mask_function"])
         return None if pattern is None else replace(pattern, position_ids=values["position_ids"])
     return None
+
+
+def infer(
+    mask_function: Callable[..., Any], local_size: int | None, chunk_size: int | None, causal: bool, skip: bool
+) -> MaskPattern | None:
+    """The pattern of a mask function in a graph that Dynamo traces, where closures cannot be read.
+
+    Args:
+        local_size: width of the window or chunk that the caller composed; None for neither.
+        chunk_size: the model's, which may be the same number.
+        causal: whether the caller composes causal masks.
+        skip: whether the caller takes None for a mask that hides nothing else. It does not where it packed sequences,
+            whose ids are then unknown here.
+    """
+    if mask_function.__module__ != MODULE:
+        return None
+    name = mask_function.__qualname__
+    if name == "causal_mask_function":
+        return MaskPattern(causal=True)
+    if name == "bidirectional_mask_function":
+        return MaskPattern()
+    known_size = local_size is None or local_size != chunk_size
+    if name != "and_masks.<locals>.and_mask" or not known_size or (skip and local_size is None):
+        return None
+    window = None
+    if local_size is not None:
+        window = (local_size - 1, 0) if causal else (local_size, local_size)
+    return MaskPattern(causal=causal, window=window, may_be_packed=not skip)
 
 
 def _captured(function: Any) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class StructuredMask:
         window: (left, right) as in `autoattn.attention`; None for no bound.
         padding: [batch, 1, 1, keys] bool, True attends; None where every token counts.
         packing: sequences that do not see one another; None where there is one a row.
-        packed: whether tokens are packed; where `packing` is None, a graph is traced and nobody can count sequences.
+        packed: whether tokens are packed, or may be: where `packing` is None, a graph is traced, in which nobody can
+            count sequences. The offsets of a caller count then, or else the tensor of all pairs.
         expand: makes the mask [batch, 1, seq_q, seq_kv] bool.
     """
 
