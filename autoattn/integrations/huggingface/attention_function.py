@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoattn import functional
-from autoattn.integrations.huggingface.structured_mask import Packing, StructuredMask
+from autoattn.integrations.huggingface.structured_mask import StructuredMask
 from autoattn.integrations.once import warn_once
 from autoattn.runtime.parse import arguments
 
@@ -109,17 +109,15 @@ def _by_structure(
     query: Tensor, key: Tensor, value: Tensor, mask: StructuredMask, bias: Tensor | None, modifiers: _Modifiers
 ) -> Tensor:
     """[batch, seq_q, heads_q, head_dim] of a call whose mask is no tensor."""
-    if mask.packed or mask.packing is not None:
-        if mask.packing is None or bias is not None:  # traced, or with a bias that packed sequences do not take
-            pairs = mask.expand()
-            pairs = pairs if bias is None else _biased(pairs, bias)
-            return _turned(functional.attention(query, key, value, mask=pairs, **modifiers.words()))
-        packing: Packing = mask.packing
-        offsets, longest = (packing.offsets, packing.offsets), (packing.longest, packing.longest)
-        return _packed(query, key, value, offsets, longest, mask.causal, mask.window, modifiers)
+    if mask.packed and (mask.packing is None or bias is not None):  # traced, or with a bias, which nothing packed takes
+        pairs = mask.expand() if bias is None else _biased(mask.expand(), bias)
+        return _turned(functional.attention(query, key, value, mask=pairs, **modifiers.words()))
     if key.shape[2] > mask.keys:  # unfilled slots of a static cache
         key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
         bias = None if bias is None else bias[..., : mask.keys]
+    if mask.packing is not None:
+        offsets, longest = mask.packing.offsets, mask.packing.longest
+        return _packed(query, key, value, (offsets, offsets), (longest, longest), mask.causal, mask.window, modifiers)
     words: dict[str, Any] = {}
     if bias is not None:
         words["bias"] = bias if mask.padding is None else _biased(mask.padding, bias)

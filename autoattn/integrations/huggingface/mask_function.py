@@ -92,7 +92,7 @@ def create_mask(
 
 def is_traced() -> bool:
     """Whether a graph is recorded, so that no number on the device can be read."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def filled_keys(

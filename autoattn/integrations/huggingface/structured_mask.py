@@ -82,9 +82,7 @@ class StructuredMask:
         return self.expand()[index]
 
     @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of PyTorch on the tensor of all pairs."""
         args, kwargs = torch.utils._pytree.tree_map(_expanded, (args, kwargs or {}))
         return function(*args, **kwargs)
