@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from autoattn.core.mask import Mask
     from autoattn.errors import AutoattnError
     from autoattn.functional import attention, explain, explain_packed, explain_sdpa, packed_attention
+    from autoattn.integrations.torch import use
     from autoattn.nn.attention import Attention
     from autoattn.nn.dilated import dilated_attention
     from autoattn.nn.multihead import MultiheadAttention
@@ -32,6 +33,7 @@ __all__ = [
     "explain_sdpa",
     "masks",
     "packed_attention",
+    "use",
     "warm",
 ]
 # Loaded when first used, so that the command line's --help does not wait for torch.
@@ -48,6 +50,7 @@ _HOMES = {
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",
     "packed_attention": "autoattn.functional",
+    "use": "autoattn.integrations.torch",
     "warm": "autoattn.runtime.warm_up",
 }
 

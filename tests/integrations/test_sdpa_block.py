@@ -1,0 +1,125 @@
+"""`autoattn.use`: a block of code calls autoattn where it calls SDPA, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import autoattn
+from autoattn import functional
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the queries that autoattn was given."""
+    shapes: list[tuple[int, ...]] = []
+    sdpa = functional.scaled_dot_product_attention
+
+    def noting(query: Tensor, *rest: Any, **words: Any) -> Tensor:
+        shapes.append(tuple(query.shape))
+        return sdpa(query, *rest, **words)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noting)
+    return shapes
+
+
+def three(seq: int = 8, *, requires_grad: bool = False) -> list[Tensor]:
+    torch.manual_seed(seq)
+    return [torch.randn(2, 4, seq, 16, requires_grad=requires_grad) for _ in range(3)]
+
+
+def test_the_numbers_are_those_of_pytorch(calls: list[Any]) -> None:
+    inputs = three()
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    with autoattn.use():
+        output = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(output, expected)
+    assert calls == [(2, 4, 8, 16)]
+
+
+def test_modules_of_pytorch_are_seen(calls: list[Any]) -> None:
+    module, tokens = torch.nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 8, 64)
+    with autoattn.use():
+        module(tokens, tokens, tokens, need_weights=False)
+    assert len(calls) == 1
+
+
+def test_what_was_replaced_is_counted_with_its_reason() -> None:
+    with autoattn.use() as replaced:
+        assert str(replaced) == "no calls of F.scaled_dot_product_attention"
+        for seq in (8, 8, 12):
+            F.scaled_dot_product_attention(*three(seq))
+    ((way, count),) = replaced.calls.items()
+    assert count == 3
+    assert way.startswith("sdpa: the tensors are on the cpu")
+    assert str(replaced) == f"3 calls by {way}"
+
+
+def test_the_end_restores_pytorch_also_after_an_error(calls: list[Any]) -> None:
+    with pytest.raises(KeyError), autoattn.use():
+        raise KeyError
+    F.scaled_dot_product_attention(*three())
+    assert calls == []
+
+
+def test_blocks_may_be_nested(calls: list[Any]) -> None:
+    with autoattn.use() as outer:
+        with autoattn.use() as inner:
+            F.scaled_dot_product_attention(*three())
+        F.scaled_dot_product_attention(*three())
+    F.scaled_dot_product_attention(*three())
+    assert len(calls) == 2
+    assert (outer.calls.total(), inner.calls.total()) == (1, 1)
+
+
+def test_other_threads_are_left_as_they_are(calls: list[Any]) -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait()
+        F.scaled_dot_product_attention(*three())
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with autoattn.use():
+        inside.set()
+        done.wait()
+    thread.join()
+    assert calls == []
+
+
+def test_gradients_and_checkpoints_run_in_the_block(calls: list[Any]) -> None:
+    inputs = three(requires_grad=True)
+    with autoattn.use():
+        output = torch.utils.checkpoint.checkpoint(F.scaled_dot_product_attention, *inputs, use_reentrant=False)
+        output.sum().backward()
+    assert len(calls) == 2
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*inputs).sum(), inputs)
+    torch.testing.assert_close([tensor.grad for tensor in inputs], list(expected))
+
+
+def test_compiled_code_is_compiled_for_the_block_and_anew_outside() -> None:
+    graphs: list[str] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph
+
+    def attend(query: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    query = three()[0]
+    compiled = torch.compile(attend, backend=note, fullgraph=True)
+    with autoattn.use():
+        inside = compiled(query)
+    outside = compiled(query)
+    with autoattn.use():
+        compiled(query)
+    torch.testing.assert_close(inside, outside)
+    assert ["scale: 0.25" in graph for graph in graphs] == [True, False]  # autoattn says the scale that is the default
