@@ -35,6 +35,7 @@ DOORS = {
     "rich": {"cli"},
     "transformers": {"cli", "integrations.huggingface"},
     "diffusers": {"integrations.diffusers"},
+    "comfy": {"integrations.comfyui"},
     "huggingface_hub": {"cli"},
 }
 REPLACING = ("setattr", "delattr", "getattr", "patch", "object")  # monkeypatch.setattr, mock.patch.object, ...

@@ -28,3 +28,20 @@ def run(title: str) -> dict[str, Any]:
 def test_the_examples_of_transformers_run() -> None:
     pytest.importorskip("transformers", reason="needs Hugging Face Transformers, which is not installed")
     assert run("Hugging Face Transformers")["tokens"].shape == (1, 24)
+
+
+def test_the_examples_of_pytorch_and_comfyui_run() -> None:
+    assert str(run("PyTorch")["replaced"]).startswith("1 calls by ")
+    assert run("ComfyUI")["output"].shape == (1, 4096, 512)
+
+
+def test_the_examples_of_diffusers_run() -> None:
+    pytest.importorskip("diffusers", reason="needs diffusers, which is not installed")
+    assert run("diffusers")["registration"]
+
+
+def test_every_example_of_the_page_is_run_and_every_script_is_there() -> None:
+    ran = {"Hugging Face Transformers", "PyTorch", "diffusers", "ComfyUI"}
+    assert {title for title, examples in EXAMPLES.items() if examples} == ran
+    scripts = set(re.findall(r"^python (\S+)", PAGE, flags=re.MULTILINE))
+    assert scripts == {f"examples/{path.name}" for path in (CHECKOUT / "examples").glob("*.py")}

@@ -5,6 +5,7 @@ PyTorch has these operators for GPUs alone. Here a formula stands in for its ker
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import attention
+from torch.nn import functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from autoattn.integrations.torch import NAME, flash_registry, register
 
@@ -53,7 +55,12 @@ def before() -> Iterator[list[str]]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in ((SDPA, sdpa), (SDPA_BACKWARD, sdpa_backward), (FLASH, flash), (FLASH_BACKWARD, flash_backward)):
+    for name, kernel in (
+        (SDPA, sdpa),
+        (SDPA_BACKWARD, sdpa_backward),
+        (FLASH, flash),
+        (FLASH_BACKWARD, flash_backward),
+    ):
         library.impl(name, kernel, "CPU")
     yield ran
     library._destroy()
@@ -95,7 +102,8 @@ def test_both_passes_run_kernels(before: list[str]) -> None:
     inputs = three(requires_grad=True)
     output = aten._scaled_dot_product_flash_attention(*inputs, 0.0, True)[0]
     pull = torch.randn_like(output)
-    expected = torch.autograd.grad(formula(*inputs, True, None)[0], inputs, pull)
+    query, key, value = inputs
+    expected = torch.autograd.grad(formula(query, key, value, True, None)[0], inputs, pull)
     torch.testing.assert_close(torch.autograd.grad(output, inputs, pull), expected, atol=1e-5, rtol=1e-5)
     assert before == []
 
@@ -112,8 +120,7 @@ def test_other_calls_run_the_kernels_before(before: list[str]) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("window", [(None, None), (5, 0)])
 def test_packed_sequences_run_kernels(window: tuple[int | None, int | None], before: list[str]) -> None:
-    query, key, value = (tensor[0].contiguous() for tensor in three(20))  # [tokens, heads, head_dim], 4 tokens
-    query, key, value = (torch.randn(40, 16, 32) for _ in range(3))
+    query, key, value = (torch.randn(40, 16, 32) for _ in range(3))  # [tokens, heads, head_dim]
     offsets = torch.tensor([0, 15, 40], dtype=torch.int32)
     output, lse, *_ = aten._flash_attention_forward(
         query, key, value, offsets, offsets, 25, 25, 0.0, True, False, window_size_left=window[0],
@@ -126,24 +133,24 @@ def test_packed_sequences_run_kernels(window: tuple[int | None, int | None], bef
         kept = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
         if window[0] is not None:
             kept &= ~torch.ones_like(kept).tril(-window[0] - 1)
-        expected = torch.nn.functional.scaled_dot_product_attention(*part, attn_mask=kept)
+        expected = F.scaled_dot_product_attention(*part, attn_mask=kept)
         torch.testing.assert_close(output[begin:end].transpose(0, 1)[None], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("kernels")
-def test_packed_sequences_have_gradients(before: list[str]) -> None:
+def test_varlen_attn_runs_kernels_in_both_passes(before: list[str]) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
     inputs = [torch.randn(40, 16, 32, requires_grad=True) for _ in range(3)]
     offsets = torch.tensor([0, 40], dtype=torch.int32)
-    output, lse, *rest = aten._flash_attention_forward(*inputs, offsets, offsets, 40, 40, 0.0, True, False)
+    causal = (
+        {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
+    )
+    output = varlen_attn(*inputs, offsets, offsets, 40, 40, **causal)
     pull = torch.randn_like(output)
-    grads = aten._flash_attention_backward(
-        pull, *inputs, output, lse, offsets, offsets, 40, 40, 0.0, True, rest[0], rest[1]
-    )
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        *(tensor.transpose(0, 1)[None] for tensor in inputs), is_causal=True
-    )
+    dense = F.scaled_dot_product_attention(*(tensor.transpose(0, 1)[None] for tensor in inputs), is_causal=True)
     expected = torch.autograd.grad(dense, inputs, pull.transpose(0, 1)[None])
-    torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(output, inputs, pull), expected, atol=1e-5, rtol=1e-5)
     assert before == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 import autoattn
 from autoattn import functional
@@ -61,8 +61,10 @@ def test_what_was_replaced_is_counted_with_its_reason() -> None:
 
 
 def test_the_end_restores_pytorch_also_after_an_error(calls: list[Any]) -> None:
+    before = F.scaled_dot_product_attention
     with pytest.raises(KeyError), autoattn.use():
         raise KeyError
+    assert F.scaled_dot_product_attention is before
     F.scaled_dot_product_attention(*three())
     assert calls == []
 
@@ -77,21 +79,42 @@ def test_blocks_may_be_nested(calls: list[Any]) -> None:
     assert (outer.calls.total(), inner.calls.total()) == (1, 1)
 
 
-def test_other_threads_are_left_as_they_are(calls: list[Any]) -> None:
-    inside, done = threading.Event(), threading.Event()
+def test_blocks_of_several_threads_may_overlap(calls: list[Any]) -> None:
+    before = F.scaled_dot_product_attention
+    entered, left = threading.Event(), threading.Event()
 
     def other() -> None:
-        inside.wait()
-        F.scaled_dot_product_attention(*three())
-        done.set()
+        with autoattn.use():
+            entered.set()
+            left.wait()
+            F.scaled_dot_product_attention(*three())
 
     thread = threading.Thread(target=other)
-    thread.start()
     with autoattn.use():
-        inside.set()
-        done.wait()
+        thread.start()
+        entered.wait()
+    assert F.scaled_dot_product_attention is not before  # the other block goes on
+    left.set()
     thread.join()
+    assert F.scaled_dot_product_attention is before
+    assert len(calls) == 1
+
+
+def test_a_function_that_was_kept_longer_than_the_block_is_pytorchs(calls: list[Any]) -> None:
+    with autoattn.use():
+        kept = F.scaled_dot_product_attention
+    inputs = three()
+    torch.testing.assert_close(kept(*inputs), F.scaled_dot_product_attention(*inputs))
     assert calls == []
+
+
+def test_a_wrong_call_raises_as_without_the_block() -> None:
+    query, key, value = three()
+    with autoattn.use() as replaced, pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(query, key[:, :, :3], value)
+    with autoattn.use(), pytest.raises(TypeError):
+        F.scaled_dot_product_attention(query)  # type: ignore[call-arg]
+    assert replaced.calls.total() <= 1
 
 
 def test_gradients_and_checkpoints_run_in_the_block(calls: list[Any]) -> None:
@@ -122,4 +145,4 @@ def test_compiled_code_is_compiled_for_the_block_and_anew_outside() -> None:
     with autoattn.use():
         compiled(query)
     torch.testing.assert_close(inside, outside)
-    assert ["scale: 0.25" in graph for graph in graphs] == [True, False]  # autoattn says the scale that is the default
+    assert ["autoattn.attention" in graph for graph in graphs] == [True, False]

@@ -84,9 +84,13 @@ class StructuredMask:
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of PyTorch on the tensor of all pairs."""
-        args, kwargs = torch.utils._pytree.tree_map(_expanded, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return function(*_expanded(args), **_expanded(kwargs or {}))
 
 
 def _expanded(value: Any) -> Any:
-    return value.expand() if isinstance(value, StructuredMask) else value
+    """The same with tensors of all pairs in place of masks, also within lists, tuples and dicts."""
+    if isinstance(value, StructuredMask):
+        return value.expand()
+    if isinstance(value, dict):
+        return {name: _expanded(part) for name, part in value.items()}
+    return type(value)(_expanded(part) for part in value) if type(value) in (list, tuple) else value

@@ -86,9 +86,7 @@ class FlashKernels:
 
     def remove(self) -> None:
         """Brings back the kernels that were there before."""
-        if self._library is not None:
-            self._library._destroy()
-        self._library = None
+        self._library = None  # PyTorch drops what a library registered together with it
 
     def _answer(self, tensors: tuple[Any, ...], words: dict[str, Any], *, learns: bool) -> bool:
         """`takes`, remembered for sizes, strides and words."""

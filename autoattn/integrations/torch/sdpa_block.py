@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
-from autoattn import functional
+from autoattn import functional, torch_private
+from autoattn.errors import AutoattnError
 
-SDPA = torch.nn.functional.scaled_dot_product_attention
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Replaced:
     """What a block of `use` replaced so far.
 
     Attributes:
-        calls: for each way in which calls were answered, how often: "kernel: why", "sdpa: why". Calls of compiled code
-            are not counted.
+        calls: for each way in which calls were answered, how often: "kernel: why", "sdpa: why". A block within this
+            one counts its own. Calls of compiled code are not counted.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -33,30 +33,35 @@ class Replaced:
         return "\n".join(lines) or "no calls of F.scaled_dot_product_attention"
 
 
-class _Mode(TorchFunctionMode):
-    """Sees every function of PyTorch that this thread calls, and answers one of them."""
+_blocks: list[tuple[Replaced, dict[Any, str]]] = []  # with the way of each kind of call, the innermost block last
+_turn = threading.Lock()
+_before: list[Any] = []  # what stood in PyTorch's module in front of the first block
 
-    def __init__(self, replaced: Replaced) -> None:
-        super().__init__()
-        self.replaced = replaced
-        self.ways: dict[Any, str] = {}
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not SDPA:
-            return function(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self.note(args, kwargs)
-        return functional.scaled_dot_product_attention(*args, **kwargs)
+def replacement(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands in the place of F.scaled_dot_product_attention within a block, with its arguments."""
+    if not torch.compiler.is_compiling():
+        if not _blocks:  # somebody kept it longer than the block
+            return torch_private.sdpa(*args, **kwargs)
+        _note(args, kwargs)
+    return functional.scaled_dot_product_attention(*args, **kwargs)
 
-    def note(self, args: Any, kwargs: Any) -> None:
-        """Counts a call; the first of its kind is asked why."""
-        given = (*args, *(kwargs[name] for name in sorted(kwargs)))
-        kind = (*(_kind(argument) for argument in given), *sorted(kwargs), torch.is_grad_enabled())
-        if kind not in self.ways:
+
+def _note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Counts a call for the innermost block; the first of its kind is asked why."""
+    kind = (
+        *map(_kind, args), *((name, _kind(argument)) for name, argument in sorted(kwargs.items())),
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    replaced, ways = _blocks[-1]
+    if kind not in ways:
+        try:
             explanation = functional.explain_sdpa(*args, **kwargs)
-            self.ways[kind] = f"{explanation.route}: {explanation.reason}"
-        self.replaced.calls[self.ways[kind]] += 1
+        except (AutoattnError, TypeError):  # the call raises it
+            return
+        ways[kind] = f"{explanation.route}: {explanation.reason}"
+    with _turn:
+        replaced.calls[ways[kind]] += 1
 
 
 def _kind(argument: Any) -> Any:
@@ -68,16 +73,30 @@ def _kind(argument: Any) -> Any:
 
 @contextmanager
 def use() -> Iterator[Replaced]:
-    """Calls of F.scaled_dot_product_attention in this block run `autoattn.functional.scaled_dot_product_attention`.
+    """F.scaled_dot_product_attention runs `autoattn.functional.scaled_dot_product_attention` in this block.
 
-    The block holds for the thread that entered it, and for backward passes that it starts. Blocks may be nested. At the
-    end, also after an exception, PyTorch's own choice is as it was before. Code that torch.compile compiles in the block
-    is compiled for autoattn, and compiled anew outside of it. Calls from C++, such as those of the fast path of
-    `nn.TransformerEncoder`, are not seen.
+    The block holds for the process, like PyTorch's own `sdpa_kernel`: autograd computes checkpoints again in threads of
+    its own. Blocks may be nested, and overlap in several threads. When the last one ends, also by an exception,
+    `torch.nn.functional` has the very function that it had before. Code that torch.compile compiles in the block is
+    compiled for autoattn, and anew outside of it. What holds the function under a name of its own, imported before the
+    block, and calls from C++, such as the fast path of `nn.TransformerEncoder`, are not replaced.
 
     Yields:
         Which calls were replaced so far.
     """
     replaced = Replaced()
-    with _Mode(replaced):
+    block = (replaced, dict[Any, str]())
+    with _turn:
+        if not _blocks:
+            _before.append(F.scaled_dot_product_attention)
+            F.scaled_dot_product_attention = replacement
+        _blocks.append(block)
+    try:
         yield replaced
+    finally:
+        with _turn:
+            _blocks.remove(block)
+            if not _blocks:
+                before = _before.pop()
+                if F.scaled_dot_product_attention is replacement:  # or else somebody replaced it once more
+                    F.scaled_dot_product_attention = before
