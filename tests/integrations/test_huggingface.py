@@ -322,3 +322,25 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(import_module("autoattn.integrations.huggingface.registration"), "import_module", missing)
     with pytest.raises(HostError, match="pip install 'transformers>=5'"):
         register()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mistral", "llama4"])
+def test_a_compiled_step_with_a_static_cache_is_one_graph(name: str) -> None:
+    """As `generate` runs it on a GPU: the prompt eagerly, each further token by a graph, behind left padding."""
+    net = model(name)
+    scores = {}
+    for implementation in ("eager", NAME):
+        net.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=net.config, max_cache_len=32)
+        torch.compiler.reset()
+        step = torch.compile(net.forward, backend="aot_eager", fullgraph=True) if implementation == NAME else net
+        mask = LEFT
+        with torch.no_grad():
+            net(input_ids=tokens(2, 20), attention_mask=mask, past_key_values=cache)
+            outputs = []
+            for token in tokens(2, 3).unbind(1):
+                mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+                outputs.append(step(input_ids=token[:, None], attention_mask=mask, past_key_values=cache).logits)
+        scores[implementation] = torch.cat(outputs, dim=1)
+    torch.testing.assert_close(scores[NAME], scores["eager"], atol=2e-5, rtol=2e-5)
