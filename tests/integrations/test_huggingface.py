@@ -175,6 +175,18 @@ def test_generate_scores_the_tokens_of_sdpa(name: str, cache: str) -> None:
     torch.testing.assert_close(scores[NAME], scores[reference], atol=2e-5, rtol=2e-5)
 
 
+def test_the_prompt_of_a_static_cache_reads_no_unfilled_slot(calls: list[dict[str, Any]]) -> None:
+    net = model("llama")
+    scores = {}
+    for implementation in ("eager", NAME):
+        net.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=net.config, max_cache_len=32)
+        with torch.no_grad():
+            scores[implementation] = net(input_ids=tokens(2, 20), past_key_values=cache).logits
+    torch.testing.assert_close(scores[NAME], scores["eager"], atol=2e-5, rtol=2e-5)
+    assert [(call["causal"], call["seq_kv"]) for call in calls] == [(True, 20)] * 2
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_has_the_gradients_of_sdpa(checkpointing: bool) -> None:
     gradients = {}

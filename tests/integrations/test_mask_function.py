@@ -172,6 +172,7 @@ def test_padding_between_tokens_is_no_packed_sequence() -> None:
     mask = padded(2, 20)
     mask[0, 6:9] = 0
     made = create(chunks(mask), 20, 20, attention_mask=mask)
+    assert isinstance(made, Tensor)
     assert torch.equal(made, masking_utils.sdpa_mask(2, 20, 20, mask_function=chunks(mask), attention_mask=mask.bool()))
 
 
@@ -182,6 +183,7 @@ def test_an_unknown_pattern_becomes_a_tensor_and_says_so_once() -> None:
     function = masking_utils.and_masks(CAUSAL, every_second)
     with pytest.warns(RuntimeWarning, match="pattern that autoattn does not know"):
         mask = create(function, 20, 20)
+    assert isinstance(mask, Tensor)
     assert torch.equal(mask, masking_utils.sdpa_mask(2, 20, 20, mask_function=function, allow_is_causal_skip=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -200,6 +202,7 @@ def test_a_model_that_looks_into_a_mask_sees_the_tensor() -> None:
     moved = mask.to("cpu")
     assert isinstance(moved, StructuredMask)
     assert torch.equal(moved.expand(), pairs)
+    assert torch.equal(moved.padding, mask.padding)
 
 
 def test_a_mask_that_was_made_before_is_kept() -> None:

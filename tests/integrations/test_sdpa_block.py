@@ -42,6 +42,13 @@ def test_the_numbers_are_those_of_pytorch(calls: list[Any]) -> None:
     assert calls == [(2, 4, 8, 16)]
 
 
+def test_a_call_that_goes_on_to_pytorch_does_not_come_back(calls: list[Any]) -> None:
+    query = three()[0].double()
+    with autoattn.use() as replaced:
+        F.scaled_dot_product_attention(query, query, query, attn_mask=torch.ones(8, 8, dtype=torch.bool))
+    assert (len(calls), replaced.calls.total()) == (1, 1)
+
+
 def test_modules_of_pytorch_are_seen(calls: list[Any]) -> None:
     module, tokens = torch.nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 8, 64)
     with autoattn.use():
