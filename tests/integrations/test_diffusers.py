@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from sdpa_calls import calls  # noqa: F401 - a fixture
 from torch import Tensor
 
-from autoattn import functional
 from autoattn.errors import HostError
 from autoattn.integrations import diffusers as integration
 
@@ -18,20 +18,6 @@ from autoattn.integrations import diffusers as integration
 @pytest.fixture(scope="session")
 def dispatch() -> Any:
     return pytest.importorskip("diffusers.models.attention_dispatch", reason="needs diffusers, which is not installed")
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the queries that autoattn was given."""
-    shapes: list[tuple[int, ...]] = []
-    sdpa = functional.scaled_dot_product_attention
-
-    def noting(query: Tensor, *rest: Any, **words: Any) -> Tensor:
-        shapes.append(tuple(query.shape))
-        return sdpa(query, *rest, **words)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", noting)
-    return shapes
 
 
 @pytest.fixture

@@ -7,25 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sdpa_calls import calls  # noqa: F401 - a fixture
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 import autoattn
-from autoattn import functional
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the queries that autoattn was given."""
-    shapes: list[tuple[int, ...]] = []
-    sdpa = functional.scaled_dot_product_attention
-
-    def noting(query: Tensor, *rest: Any, **words: Any) -> Tensor:
-        shapes.append(tuple(query.shape))
-        return sdpa(query, *rest, **words)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", noting)
-    return shapes
 
 
 def three(seq: int = 8, *, requires_grad: bool = False) -> list[Tensor]:
