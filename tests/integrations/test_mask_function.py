@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs Hugging Face Transformers, whi
 from transformers import masking_utils
 
 from autoattn.integrations import once
-from autoattn.integrations.huggingface import mask_function
+from autoattn.integrations.huggingface import mask_function, mask_pattern
 from autoattn.integrations.huggingface.structured_mask import StructuredMask
 
 CAUSAL = masking_utils.causal_mask_function
@@ -40,7 +40,8 @@ def chunks(mask: Tensor | None, batch: int = 2) -> Callable[..., Any]:
 
 def packed(function: Callable[..., Any], positions: Tensor) -> Callable[..., Any]:
     ids = masking_utils.find_packed_sequence_indices(positions)
-    function = masking_utils.remap_positions_for_packed_sequence(function, positions)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # older releases count through the row
+        function = masking_utils.remap_positions_for_packed_sequence(function, positions)
     return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(ids))
 
 
@@ -117,7 +118,7 @@ def test_the_structure_keeps_the_pairs_of_the_tensor(
     mask = create(function, *sizes, **given)
     assert isinstance(mask, StructuredMask)
     assert {name for name in ("window", "padding", "packing") if getattr(mask, name) is not None} == fields
-    expected = mask.expand()
+    expected = mask.pairs()
     assert mask.shape == expected.shape
     rows = torch.ones(2, sizes[0], dtype=torch.bool)
     if (
@@ -193,16 +194,32 @@ def test_an_unknown_pattern_becomes_a_tensor_and_says_so_once() -> None:
 
 def test_a_model_that_looks_into_a_mask_sees_the_tensor() -> None:
     mask = create(window(), 20, 20, attention_mask=LEFT)
-    pairs = mask.expand()
-    assert (mask.ndim, mask.dim(), mask.dtype) == (4, 4, torch.bool)
+    pairs = mask.pairs()
+    assert (mask.ndim, mask.dim(), mask.dtype, mask.size(-1)) == (4, 4, torch.bool, 20)
+    assert torch.equal(~mask, ~pairs)
+    assert torch.equal(1.0 - mask.float(), 1.0 - pairs.float())
+    assert torch.equal(pairs & mask, pairs)
+    assert torch.equal(mask & mask, pairs)
+    assert mask.expand(2, 4, 20, 20).shape == (2, 4, 20, 20)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mask.no_such_name
     assert torch.equal(mask[:, :, -3:], pairs[:, :, -3:])
     assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(pairs, 0.0, -1.0))
     assert torch.equal(torch.cat([mask, pairs]), torch.cat([pairs, pairs]))
     assert torch.equal(mask.to(torch.float32), pairs.float())
     moved = mask.to("cpu")
     assert isinstance(moved, StructuredMask)
-    assert torch.equal(moved.expand(), pairs)
+    assert torch.equal(moved.pairs(), pairs)
     assert torch.equal(moved.padding, mask.padding)
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="this release does not remap positions"
+)
+def test_positions_without_their_sequences_are_unknown() -> None:
+    remapped = masking_utils.remap_positions_for_packed_sequence(CAUSAL, POSITIONS)
+    assert mask_pattern.read(masking_utils.and_masks(remapped, CAUSAL)) is None
+    assert mask_pattern.read(masking_utils.and_masks(window(), window())) is None
 
 
 def test_a_mask_that_was_made_before_is_kept() -> None:

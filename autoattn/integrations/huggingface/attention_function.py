@@ -110,7 +110,7 @@ def _by_structure(
 ) -> Tensor:
     """[batch, seq_q, heads_q, head_dim] of a call whose mask is no tensor."""
     if mask.packed and (mask.packing is None or bias is not None):  # traced, or with a bias, which nothing packed takes
-        pairs = mask.expand() if bias is None else _biased(mask.expand(), bias)
+        pairs = mask.pairs() if bias is None else _biased(mask.pairs(), bias)
         return _turned(functional.attention(query, key, value, mask=pairs, **modifiers.words()))
     if key.shape[2] > mask.keys:  # unfilled slots of a static cache
         key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]

@@ -47,7 +47,7 @@ def create_mask(
     if isinstance(attention_mask, StructuredMask):
         return attention_mask
     function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    expand: Callable[[], Tensor] = partial(
+    pairs: Callable[[], Tensor] = partial(
         masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
         kv_offset=kv_offset, mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
@@ -60,7 +60,7 @@ def create_mask(
         if pattern is not None and pattern.may_be_packed and attention_mask is None and q_length > 1:
             return StructuredMask(
                 shape=shape, keys=kv_length, causal=True, window=pattern.window, padding=None, packing=None,
-                packed=True, expand=expand,
+                packed=True, pairs=pairs,
             )  # fmt: skip
     elif (pattern := mask_pattern.read(function)) is None and q_length > 1:
         warn_once(
@@ -68,25 +68,25 @@ def create_mask(
             "are the same"
         )
     if pattern is None or pattern.may_be_packed or (not may_skip and pattern.sequence_ids is None):
-        return expand()
+        return pairs()
     keys = filled_keys(pattern, q_length, kv_length, q_offset, kv_offset)
     if keys is None:
-        return expand()
+        return pairs()
     pattern = without_idle_parts(pattern, keys, kv_offset)
     padding = key_padding(attention_mask, kv_offset, keys)
     plain = padding is None and pattern.window is None and not pattern.chunk and pattern.sequence_ids is None
     if plain and _is_said_by_the_layer(pattern, q_length, kv_length, keys):
         return None
     if q_length == 1:
-        return expand()
+        return pairs()
     packing = None
     if pattern.chunk or pattern.sequence_ids is not None:
         packing = find_packing(pattern, batch_size, q_length, keys, q_offset, padding)
         if packing is None:
-            return expand()
+            return pairs()
     return StructuredMask(
         shape=shape, keys=keys, causal=pattern.causal, window=pattern.window,
-        padding=None if packing is not None else padding, packing=packing, packed=packing is not None, expand=expand,
+        padding=None if packing is not None else padding, packing=packing, packed=packing is not None, pairs=pairs,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ MODULE = "transformers.masking_utils"
 class MaskPattern:
     """Which keys a query sees, besides padding: those that every part keeps.
 
-    Positions count from the first token of the text, or of its own sequence where several are packed.
+    Positions count from the first token of the row, unless `position_ids` are given.
 
     Attributes:
         causal: keys up to the query.
@@ -28,7 +28,8 @@ class MaskPattern:
         chunk: keys of the query's own chunk of so many tokens; 0 for no chunks.
         left_padding: [batch] tokens before the first chunk; None without chunks.
         sequence_ids: [batch, seq] number of the packed sequence of each token; None where nothing is packed.
-        position_ids: [batch, seq] positions within these sequences; None where nothing is packed.
+        position_ids: [batch, seq] positions within these sequences; None where positions count through the row, as
+            those of packed sequences do in some releases.
         may_be_packed: tokens are packed, or the caller wants a tensor: a traced graph cannot tell.
     """
 
@@ -126,7 +127,7 @@ def _of_all(functions: tuple[Callable[..., Any], ...]) -> MaskPattern | None:
             sequence_ids = pattern.sequence_ids
         if pattern.position_ids is not None:
             position_ids = pattern.position_ids
-    if (sequence_ids is None) != (position_ids is None):  # positions of one packing, sequences of another
+    if position_ids is not None and sequence_ids is None:  # positions of sequences that nothing keeps apart
         return None
     return MaskPattern(
         causal=causal, window=window, chunk=chunk, left_padding=left_padding, sequence_ids=sequence_ids,

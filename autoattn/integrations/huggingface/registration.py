@@ -10,7 +10,7 @@ from autoattn.errors import HostError
 from autoattn.integrations.huggingface import attention_function, mask_function
 
 NAME = "autoattn"
-# What a mask function is given; Transformers 4 gives cache_position in place of q_length and q_offset.
+# What a mask function is given; Transformers before 5.4 gives cache_position in place of q_length and q_offset.
 MASK_ARGUMENTS = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask")
 
 
@@ -39,8 +39,8 @@ def installed() -> Any:
         return import_module("transformers")
     except ImportError as error:
         raise HostError(
-            f"attn_implementation='{NAME}' needs Hugging Face Transformers 5, which cannot be imported ({error}); "
-            "install it with pip install 'transformers>=5'"
+            f"attn_implementation='{NAME}' needs Hugging Face Transformers 5.4 or newer, which cannot be imported "
+            f"({error}); install it with pip install 'transformers>=5.4'"
         ) from None
 
 
@@ -50,14 +50,14 @@ def check_contracts(transformers: Any) -> None:
     for name in ("AttentionInterface", "AttentionMaskInterface"):
         if not hasattr(transformers, name):
             raise HostError(
-                f"attn_implementation='{NAME}' needs Transformers 5 with {name}, got {release}, which has none; "
-                "install transformers>=5, or keep attn_implementation='sdpa'"
+                f"attn_implementation='{NAME}' needs Transformers 5.4 with {name}, got {release}, which has none; "
+                "install transformers>=5.4, or keep attn_implementation='sdpa'"
             )
     masks = import_module("transformers.masking_utils")
     arguments = inspect.signature(masks.sdpa_mask).parameters if hasattr(masks, "sdpa_mask") else {}
     missing = [name for name in MASK_ARGUMENTS if name not in arguments]
     if missing:
         raise HostError(
-            f"attn_implementation='{NAME}' needs Transformers 5, whose mask functions take {', '.join(missing)}, got "
-            f"{release}, whose do not; install a transformers 5 release, or keep attn_implementation='sdpa'"
+            f"attn_implementation='{NAME}' needs Transformers 5.4, whose mask functions take {', '.join(missing)}, got "
+            f"{release}, whose do not; install transformers>=5.4, or keep attn_implementation='sdpa'"
         )

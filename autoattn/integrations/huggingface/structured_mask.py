@@ -28,7 +28,7 @@ class StructuredMask:
     """What `mask_function` hands to `attention_function`; a key counts if every part keeps it.
 
     A model passes a mask on without a look. One that indexes it, or gives it to a function of PyTorch, gets what the
-    tensor of all pairs would give, because `expand` makes that tensor.
+    tensor of all pairs would give, because `pairs` makes that tensor.
 
     Attributes:
         shape: (batch, 1, seq_q, seq_kv) of the tensor of all pairs.
@@ -39,7 +39,7 @@ class StructuredMask:
         packing: sequences that do not see one another; None where there is one a row.
         packed: whether tokens are packed, or may be: where `packing` is None, a graph is traced, in which nobody can
             count sequences. The offsets of a caller count then, or else the tensor of all pairs.
-        expand: makes the mask [batch, 1, seq_q, seq_kv] bool.
+        pairs: makes the mask [batch, 1, seq_q, seq_kv] bool.
     """
 
     shape: tuple[int, int, int, int]
@@ -49,37 +49,34 @@ class StructuredMask:
     padding: Tensor | None
     packing: Packing | None
     packed: bool
-    expand: Callable[[], Tensor]
+    pairs: Callable[[], Tensor]
 
     @property
     def ndim(self) -> int:
         """4, as the tensor of all pairs has."""
         return 4
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """bool, as the tensor of all pairs has."""
-        return torch.bool
-
-    def dim(self) -> int:
-        """4, as the tensor of all pairs has."""
-        return 4
+    def __getattr__(self, name: str) -> Any:
+        """What else a model asks of a tensor."""
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        return getattr(self.pairs(), name)
 
     def to(self, *args: Any, **kwargs: Any) -> StructuredMask | Tensor:
         """The same mask on another device; anything else makes the tensor of all pairs."""
         device = args[0] if args else kwargs.get("device")
         if kwargs.get("dtype") is not None or not isinstance(device, str | int | torch.device) or len(args) > 1:
-            return self.expand().to(*args, **kwargs)
+            return self.pairs().to(*args, **kwargs)
         packing = self.packing
         return replace(
             self,
             padding=None if self.padding is None else self.padding.to(device),
             packing=None if packing is None else replace(packing, offsets=packing.offsets.to(device)),
-            expand=lambda: self.expand().to(device),
+            pairs=lambda: self.pairs().to(device),
         )
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.expand()[index]
+        return self.pairs()[index]
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,10 +84,18 @@ class StructuredMask:
         return function(*_expanded(args), **_expanded(kwargs or {}))
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda mask, *others: getattr(mask.pairs(), name)(*map(_expanded, others))
+
+
+for _name in ("invert", "and", "or", "add", "radd", "sub", "rsub", "mul", "rmul"):
+    setattr(StructuredMask, f"__{_name}__", _operator(f"__{_name}__"))
+
+
 def _expanded(value: Any) -> Any:
     """The same with tensors of all pairs in place of masks, also within lists, tuples and dicts."""
     if isinstance(value, StructuredMask):
-        return value.expand()
+        return value.pairs()
     if isinstance(value, dict):
         return {name: _expanded(part) for name, part in value.items()}
     return type(value)(_expanded(part) for part in value) if type(value) in (list, tuple) else value
