@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdpa_calls import calls  # noqa: F401 - a fixture
+from replaced_calls import calls  # noqa: F401 - a fixture
 from torch import Tensor
 
 from autoattn.errors import HostError

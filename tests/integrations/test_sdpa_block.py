@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdpa_calls import calls  # noqa: F401 - a fixture
+from replaced_calls import calls  # noqa: F401 - a fixture
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
