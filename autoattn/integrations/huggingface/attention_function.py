@@ -70,39 +70,48 @@ def attend(
     """
     _warn_of(module, query, value, others)
     modifiers = _Modifiers(dropout=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
-    packed_by_caller = (
-        cu_seq_lens_q is not None
-        and cu_seq_lens_k is not None
-        and position_bias is None
-        and (attention_mask is None or _may_be_packed(attention_mask))
-    )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if packed_by_caller:
-        window = None if sliding_window is None or key.shape[2] <= sliding_window else (sliding_window - 1, 0)
+    offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    by_caller = cu_seq_lens_q is not None and cu_seq_lens_k is not None and position_bias is None
+    if by_caller and _may_be_packed(attention_mask):
         if isinstance(attention_mask, StructuredMask):
             causal, window = attention_mask.causal, attention_mask.window
-        elif window is not None and not causal:
-            window = (window[0], window[0])
-        return _packed(
-            query, key, value, (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k), causal, window, modifiers
-        ), None
-    if isinstance(attention_mask, StructuredMask):
-        return _by_structure(query, key, value, attention_mask, position_bias, modifiers), None
-    if attention_mask is not None:
+        else:
+            window = _window_of(sliding_window, key.shape[2], causal)
+        output = _packed(query, key, value, offsets, longest, causal, window, modifiers)
+    elif isinstance(attention_mask, StructuredMask):
+        output = _by_structure(query, key, value, attention_mask, position_bias, modifiers)
+    elif attention_mask is not None:
         bias = attention_mask if position_bias is None else _biased(attention_mask, position_bias)
-        return _turned(functional.attention(query, key, value, mask=bias, **modifiers.words())), None
+        output = _turned(functional.attention(query, key, value, mask=bias, **modifiers.words()))
+    else:
+        output = _without_mask(query, key, value, causal, position_bias, modifiers)
+    return output, None
+
+
+def _window_of(sliding_window: int | None, keys: int, causal: bool) -> tuple[int, int] | None:
+    """(left, right) of a layer's window; None where it hides nothing of so many keys."""
+    if sliding_window is None or keys <= sliding_window:
+        return None
+    return sliding_window - 1, 0 if causal else sliding_window - 1
+
+
+def _without_mask(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None, modifiers: _Modifiers
+) -> Tensor:
+    """[batch, seq_q, heads_q, head_dim] where the layer says it all: one query sees every key, several up to theirs."""
     queries = query.shape[2]
     causal = causal and bool(queries > 1)
     if causal and key.shape[2] > queries:  # a static cache that was empty: the keys behind are unfilled slots
         key, value = key[:, :, :queries], value[:, :, :queries]
-        position_bias = None if position_bias is None else position_bias[..., :queries]
-    words = {} if position_bias is None else {"bias": position_bias}
-    return _turned(functional.attention(query, key, value, causal=causal, **words, **modifiers.words())), None
+        bias = None if bias is None else bias[..., :queries]
+    words = {} if bias is None else {"bias": bias}
+    return _turned(functional.attention(query, key, value, causal=causal, **words, **modifiers.words()))
 
 
-def _may_be_packed(mask: Tensor | StructuredMask) -> bool:
-    """Whether offsets of a caller may say the sequences of a mask: it has none of its own, and no padding."""
-    return isinstance(mask, StructuredMask) and mask.packing is None and mask.padding is None
+def _may_be_packed(mask: Tensor | StructuredMask | None) -> bool:
+    """Whether offsets of a caller may say the sequences: a mask has none of its own, and no padding."""
+    return mask is None or (isinstance(mask, StructuredMask) and mask.packing is None and mask.padding is None)
 
 
 def _by_structure(

@@ -73,20 +73,25 @@ def create_mask(
     if keys is None:
         return pairs()
     pattern = without_idle_parts(pattern, keys, kv_offset)
-    padding = key_padding(attention_mask, kv_offset, keys)
-    plain = padding is None and pattern.window is None and not pattern.chunk and pattern.sequence_ids is None
+    return _in_parts(pattern, shape, keys, q_offset, key_padding(attention_mask, kv_offset, keys), pairs)
+
+
+def _in_parts(
+    pattern: MaskPattern, shape: tuple[int, int, int, int], keys: int, q_offset: int | Tensor, padding: Tensor | None,
+    pairs: Callable[[], Tensor],
+) -> Tensor | StructuredMask | None:  # fmt: skip
+    """A mask of a known pattern, whose parts each hide some key."""
+    batch, _, q_length, kv_length = shape
+    parted = pattern.chunk > 0 or pattern.sequence_ids is not None
+    plain = padding is None and pattern.window is None and not parted
     if plain and _is_said_by_the_layer(pattern, q_length, kv_length, keys):
         return None
-    if q_length == 1:
+    packing = find_packing(pattern, batch, q_length, keys, q_offset, padding) if parted else None
+    if q_length == 1 or (parted and packing is None):
         return pairs()
-    packing = None
-    if pattern.chunk or pattern.sequence_ids is not None:
-        packing = find_packing(pattern, batch_size, q_length, keys, q_offset, padding)
-        if packing is None:
-            return pairs()
     return StructuredMask(
         shape=shape, keys=keys, causal=pattern.causal, window=pattern.window,
-        padding=None if packing is not None else padding, packing=packing, packed=packing is not None, pairs=pairs,
+        padding=None if parted else padding, packing=packing, packed=parted, pairs=pairs,
     )  # fmt: skip
 
 
@@ -158,7 +163,14 @@ def find_packing(
     Chunks begin at the first token after the padding on the left, and a row's padding may follow its tokens: a causal
     mask hides what follows. The number of sequences is read from the device, once a mask.
     """
-    if is_traced() or not pattern.causal or int(q_offset) != 0 or keys != q_length or not _is_contiguous(padding):
+    if (
+        is_traced()
+        or q_length == 1
+        or not pattern.causal
+        or int(q_offset) != 0
+        or keys != q_length
+        or not _is_contiguous(padding)
+    ):
         return None
     borders = None  # [batch, seq - 1]: whether a token begins another sequence than the one before it
     if pattern.sequence_ids is not None:
