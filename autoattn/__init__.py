@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         explain_sdpa,
         packed_attention,
     )
+    from autoattn.integrations.torch import use
     from autoattn.nn.attention import Attention
     from autoattn.nn.dilated import dilated_attention
     from autoattn.nn.multihead import MultiheadAttention
@@ -42,6 +43,7 @@ __all__ = [
     "explain_sdpa",
     "masks",
     "packed_attention",
+    "use",
     "warm",
 ]
 # Loaded when first used, so that the command line's --help does not wait for torch.
@@ -60,6 +62,7 @@ _HOMES = {
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",
     "packed_attention": "autoattn.functional",
+    "use": "autoattn.integrations.torch",
     "warm": "autoattn.runtime.warm_up",
 }
 

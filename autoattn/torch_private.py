@@ -151,6 +151,10 @@ def spin(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+# F.scaled_dot_product_attention itself, also within a block of `autoattn.use`, which puts autoattn in its place
+sdpa: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+
+
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Tensor:
     """PyTorch's FlashAttention-2 operator; tensors are [batch, heads, seq, head_dim]."""
     result: tuple[Tensor, ...] = torch._scaled_dot_product_flash_attention(

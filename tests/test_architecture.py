@@ -33,7 +33,9 @@ DOORS = {
     "pynvml": {"hardware.nvidia"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "transformers": {"cli"},
+    "transformers": {"cli", "integrations.huggingface"},
+    "diffusers": {"integrations.diffusers"},
+    "comfy": {"integrations.comfyui"},
     "huggingface_hub": {"cli"},
 }
 REPLACING = ("setattr", "delattr", "getattr", "patch", "object")  # monkeypatch.setattr, mock.patch.object, ...

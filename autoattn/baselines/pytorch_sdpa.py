@@ -288,8 +288,7 @@ def _blind(mask: Tensor | None) -> Tensor | None:
 
 def _attend(heads_q: int, heads_kv: int) -> Callable[..., Tensor]:
     """PyTorch's attention for as many heads."""
-    attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
-    return partial(attend, enable_gqa=True) if heads_q != heads_kv else attend
+    return partial(torch_private.sdpa, enable_gqa=True) if heads_q != heads_kv else torch_private.sdpa
 
 
 def is_mask_written_out(problem: Problem) -> bool:

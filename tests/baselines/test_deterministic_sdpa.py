@@ -175,7 +175,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
     def watched(*tensors: Tensor, **given: Any) -> Any:
         return Watched.apply(attention(*tensors, **given))
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch_private, "sdpa", watched)
     functional.forget()
     yield seen
     functional.forget()

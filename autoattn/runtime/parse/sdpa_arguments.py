@@ -64,12 +64,12 @@ def by_pytorch(query: Any, key: Any, value: Any, attn_mask: Any, **given: Any) -
     if attn_mask is not None:
         said["attn_mask"] = attn_mask
     if not _needs_the_formula(query, key, value):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **said)
+        return torch_private.sdpa(query, key, value, **said)
     if said.get("enable_gqa") and 0 in (*query.shape[-3:-2], *key.shape[-3:-2]):
         key, value = (_of_heads(tensor, query.shape[-3]) for tensor in (key, value))
         del said["enable_gqa"]
     with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **said)
+        return torch_private.sdpa(query, key, value, **said)
 
 
 def _needs_the_formula(*tensors: Any) -> bool:

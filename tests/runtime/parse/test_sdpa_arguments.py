@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import autoattn
-from autoattn import functional
+from autoattn import functional, torch_private
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError
 from autoattn.runtime.parse import sdpa_arguments
 
@@ -464,7 +464,7 @@ def test_the_formula_answers_calls_without_elements_that_a_backend_fails_on(
 
     backends: list[str] = []
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch_private, "sdpa", watched)
     tensor = torch.empty(shape, device=device)
     sdpa_arguments.by_pytorch(tensor, tensor, tensor, None)
     assert backends == ["formula" if by_formula else "any"]

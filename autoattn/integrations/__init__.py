@@ -1,0 +1,1 @@
+"""autoattn inside other libraries: adapters of their attention contracts to `autoattn.attention`."""

@@ -1,0 +1,9 @@
+"""Hugging Face Transformers: `attn_implementation="autoattn"` for every model that asks its attention registry.
+
+`register` adds two functions under that name: `attention_function` computes attention, and `mask_function` says which
+keys a query sees. A mask goes from the second to the first as a `StructuredMask` (causal, window, padding, packed
+sequences), because a tensor of all pairs would hide the structure from the kernels.
+"""
+
+from autoattn.integrations.huggingface.registration import NAME as NAME
+from autoattn.integrations.huggingface.registration import register as register

@@ -1,0 +1,185 @@
+"""The attention function that Transformers calls for `attn_implementation="autoattn"`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoattn import functional
+from autoattn.integrations.huggingface.structured_mask import StructuredMask
+from autoattn.integrations.once import warn_once
+from autoattn.runtime.parse import arguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Modifiers:
+    """What a layer changes its scores with, in the words of `autoattn.attention`."""
+
+    dropout: float
+    scale: float | None
+    softcap: float
+    sinks: Tensor | None
+
+    def words(self) -> dict[str, Any]:
+        return {"dropout": self.dropout, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | StructuredMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer.
+
+    Args:
+        module: the layer; `is_causal` of it counts where neither a mask nor the argument says otherwise.
+        query: [batch, heads_q, seq_q, head_dim]
+        key, value: [batch, heads_kv, seq_kv, head_dim], not repeated
+        attention_mask: what `mask_function.create_mask` returned, or a tensor [batch, 1 or heads_q, seq_q, seq_kv]
+            of a caller's own; bool (True attends) or numbers to add.
+        dropout: share of the weights that is dropped; models give 0 in evaluation.
+        scaling: 1 / sqrt(head_dim) when None.
+        sliding_window: keys that a query sees, itself among them. The mask says the same; this counts only for packed
+            sequences without a mask.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: [heads_q], a score of each head that takes part in the softmax and has no value (attention sinks).
+        position_bias: [1 or batch, heads_q, seq_q, seq_kv], added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1] int32, offsets of packed sequences in [batch * seq] tokens.
+        max_length_q, max_length_k: tokens of the longest of them.
+        others: what other attention functions read.
+
+    Returns:
+        (output [batch, seq_q, heads_q, head_dim of the values] contiguous, None): kernels have no weights.
+    """
+    _warn_of(module, query, value, others)
+    modifiers = _Modifiers(dropout=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    by_caller = cu_seq_lens_q is not None and cu_seq_lens_k is not None and position_bias is None
+    if by_caller and _may_be_packed(attention_mask):
+        if isinstance(attention_mask, StructuredMask):
+            causal, window = attention_mask.causal, attention_mask.window
+        else:
+            window = _window_of(sliding_window, key.shape[2], causal)
+        output = _packed(query, key, value, offsets, longest, causal, window, modifiers)
+    elif isinstance(attention_mask, StructuredMask):
+        output = _by_structure(query, key, value, attention_mask, position_bias, modifiers)
+    elif attention_mask is not None:
+        bias = attention_mask if position_bias is None else _biased(attention_mask, position_bias)
+        output = _turned(functional.attention(query, key, value, mask=bias, **modifiers.words()))
+    else:
+        output = _without_mask(query, key, value, causal, position_bias, modifiers)
+    return output, None
+
+
+def _window_of(sliding_window: int | None, keys: int, causal: bool) -> tuple[int, int] | None:
+    """(left, right) of a layer's window; None where it hides nothing of so many keys."""
+    if sliding_window is None or keys <= sliding_window:
+        return None
+    return sliding_window - 1, 0 if causal else sliding_window - 1
+
+
+def _without_mask(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None, modifiers: _Modifiers
+) -> Tensor:
+    """[batch, seq_q, heads_q, head_dim] where the layer says it all: one query sees every key, several up to theirs."""
+    queries = query.shape[2]
+    causal = causal and bool(queries > 1)
+    if causal and key.shape[2] > queries:  # a static cache that was empty: the keys behind are unfilled slots
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        bias = None if bias is None else bias[..., :queries]
+    words = {} if bias is None else {"bias": bias}
+    return _turned(functional.attention(query, key, value, causal=causal, **words, **modifiers.words()))
+
+
+def _may_be_packed(mask: Tensor | StructuredMask | None) -> bool:
+    """Whether offsets of a caller may say the sequences: a mask has none of its own, and no padding."""
+    return mask is None or (isinstance(mask, StructuredMask) and mask.packing is None and mask.padding is None)
+
+
+def _by_structure(
+    query: Tensor, key: Tensor, value: Tensor, mask: StructuredMask, bias: Tensor | None, modifiers: _Modifiers
+) -> Tensor:
+    """[batch, seq_q, heads_q, head_dim] of a call whose mask is no tensor."""
+    if mask.packed and (mask.packing is None or bias is not None):  # traced, or with a bias, which nothing packed takes
+        pairs = mask.pairs() if bias is None else _biased(mask.pairs(), bias)
+        return _turned(functional.attention(query, key, value, mask=pairs, **modifiers.words()))
+    if key.shape[2] > mask.keys:  # unfilled slots of a static cache
+        key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
+        bias = None if bias is None else bias[..., : mask.keys]
+    if mask.packing is not None:
+        offsets, longest = mask.packing.offsets, mask.packing.longest
+        return _packed(query, key, value, (offsets, offsets), (longest, longest), mask.causal, mask.window, modifiers)
+    words: dict[str, Any] = {}
+    if bias is not None:
+        words["bias"] = bias if mask.padding is None else _biased(mask.padding, bias)
+    elif mask.padding is not None:
+        words["mask"] = mask.padding
+    output = functional.attention(
+        query, key, value, causal=mask.causal, window=mask.window, **words, **modifiers.words()
+    )
+    return _turned(output)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Any, longest: Any, causal: bool,
+    window: tuple[int, int] | None, modifiers: _Modifiers,
+) -> Tensor:  # fmt: skip
+    """[batch, seq_q, heads_q, head_dim] of sequences that lie one behind the other in the rows.
+
+    Args:
+        offsets: those of queries and of keys, [sequences + 1] int32 in [batch * seq] tokens.
+        longest: tokens of the longest sequence of queries and of keys; None where nobody says.
+    """
+    batch, seq = query.shape[0], query.shape[2]
+    tokens = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [batch * seq, heads, head_dim]
+    bounds = (
+        batch * tensor.shape[2] if bound is None else int(bound)
+        for bound, tensor in zip(longest, (query, key), strict=True)
+    )
+    offsets = (lengths.to(torch.int32) for lengths in offsets)
+    output = functional.packed_attention(*tokens, *offsets, *bounds, causal=causal, window=window, **modifiers.words())
+    return output.unflatten(0, (batch, seq))
+
+
+def _biased(mask: Tensor, bias: Tensor) -> Tensor:
+    """A bias that hides what a mask hides; numbers of a mask are added."""
+    return torch.where(mask, bias, -torch.inf) if mask.dtype is torch.bool else mask + bias
+
+
+def _turned(output: Tensor) -> Tensor:
+    """[batch, heads, seq, head_dim] as Transformers wants it: [batch, seq, heads, head_dim] contiguous."""
+    return output.transpose(1, 2).contiguous()
+
+
+def _warn_of(module: torch.nn.Module, query: Tensor, value: Tensor, others: dict[str, Any]) -> None:
+    """Says once what a caller asks for in vain, and why a model runs no kernel."""
+    if torch.compiler.is_compiling():
+        return
+    if others.get("output_attentions"):
+        warn_once(
+            f"{type(module).__name__} is asked for attention weights, which autoattn's kernels do not have, so that it "
+            "returns None for them; set attn_implementation='eager' to get them"
+        )
+    reason = arguments.why_no_kernel(query, value)
+    if not reason and query.device.type != "cuda":
+        reason = f"the tensors are on the {query.device.type}, and the kernels run on GPUs"
+    if reason:
+        warn_once(f"PyTorch's attention computes {type(module).__name__} and no kernel of autoattn does: {reason}")
