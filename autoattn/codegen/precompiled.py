@@ -105,8 +105,9 @@ class PrecompiledKernel:
 def key_of(kind: KernelKind, variant: Variant, traits: Traits) -> str:
     """Names what a kernel was asked for."""
     facts = msgspec.to_builtins(traits)
-    if not traits.bias_alignment:  # as files are named that are older than this trait
-        del facts["bias_alignment"]
+    for younger in ("bias_alignment", "bias_shared"):  # as files are named that are older than these traits
+        if not facts[younger]:
+            del facts[younger]
     return digest_of(msgspec.json.encode([kind, variant, facts]).decode())
 
 
