@@ -61,8 +61,8 @@ FINALISTS = 16  # variants of a problem that meet in rounds, at most
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
-# The problems that rules speak of. Of 16 bits and many rows, the first variants of most rules are Gluon's, which take no
-# bias, and the last ones were measured to suit other problems; seeds of triton/forward know such problems.
+# The problems that rules speak of. Of 16 bits and many rows, the first variants of most rules are Gluon's, which take
+# no bias, and the last ones were measured to suit other problems; seeds of triton/forward know such problems.
 SCOPE = "(not bias_of_pairs or element_bytes == 4 or shared_rows < 80)"
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 PREDICTED = {DType.FLOAT16: 3600, Precision.TF32: 1200, Precision.IEEE: 1200}  # problems; the first, of 16 bits

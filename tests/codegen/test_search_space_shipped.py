@@ -132,6 +132,7 @@ def seeded() -> frozenset[Variant]:
         for batch in (1, 2, 16, 128)
     ]
     asked.append(problem(batch=1, heads_q=8, heads_kv=8, seq_q=1, seq_kv=8192, head_dim=128))
+    asked.append(problem(head_dim=64, modifiers=Modifiers(bias=Bias.ADDITIVE)))
     return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
 
 

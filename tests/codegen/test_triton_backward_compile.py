@@ -143,10 +143,10 @@ def test_backward_keys_loads_a_row_of_a_bias_that_queries_share_before_its_loop(
     loads = []
     for shared in (False, True):
         source = render.render(one, variant, replace(render.natural_traits(one), bias_shared=shared))
-        text = build(source, 90, "backward_keys").asm["ttgir"]
-        loads.append([tt for loop in text.split("scf.for")[2:] for tt in loop.split("scf.yield")[0].split() if tt == "tt.load"])
-    assert loads[0]
-    assert not loads[1]
+        _, _, *loops = build(source, 90, "backward_keys").asm["ttgir"].split("scf.for")  # the first is over heads
+        loads.append(sum(loop.split("scf.yield")[0].count("tt.load") for loop in loops))
+    assert loads[0] > 0
+    assert loads[1] == 0
 
 
 @pytest.mark.slow
