@@ -166,7 +166,8 @@ def expected(row: Row, tensors: Tensors) -> tuple[Tensor, ...]:
 
 def error_of(answer: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
     """The largest difference of any tensor, of its largest value."""
-    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(answer, right, strict=True))
+    pairs = ((ours.detach().float(), theirs.detach()) for ours, theirs in zip(answer, right, strict=True))
+    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
 
 
 def timed(call: Call) -> tuple[float, float, float]:
