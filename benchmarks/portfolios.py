@@ -65,6 +65,9 @@ SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
+# What is left to the seeds of triton/forward, which know such problems: beside a bias of pairs, in 16 bits and with
+# many rows, most first variants are Gluon's, which take no bias, and the last ones were measured to suit other problems.
+LEFT_OUT = {"biased_prompt": "bias_of_pairs and element_bytes < 4 and shared_rows >= 80"}
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
 PREDICTED = {DType.FLOAT16: 3000, Precision.TF32: 1200, Precision.IEEE: 1200}
@@ -227,14 +230,19 @@ def text_of(examples: Sequence[Example], tree: Tree) -> str:
     ]
     (unit,) = {example.device.capabilities.matrix_unit.value for example in examples}
     # What suits cards with other products, nobody measured.
-    whole = Question(fact=unit, below=1.0, then=(), otherwise=tree)
+    (left_out,) = LEFT_OUT
+    whole = Question(
+        fact=unit, below=1.0, then=(), otherwise=Question(fact=left_out, below=1.0, then=tree, otherwise=())
+    )
     names = _names({variant: None for variants in portfolio_tree.leaves(tree) for variant in variants})
     variants = {name: {"template": variant.template, "params": variant.as_dict()} for variant, name in names.items()}
     parts = [
         _lines("about", "[]", map(json.dumps, about)),
         f'  "version": {portfolio.VERSION}',
         f'  "operation": "{Op.FORWARD.value}"',
-        _lines("let", "{}", (f'"{name}": {json.dumps(text)}' for name, text in portfolio_tree.LET.items())),
+        _lines(
+            "let", "{}", (f'"{name}": {json.dumps(text)}' for name, text in {**portfolio_tree.LET, **LEFT_OUT}.items())
+        ),
         _lines("variants", "{}", (f'"{name}": {json.dumps(variant)}' for name, variant in variants.items())),
         f'  "tree": {_tree_text(whole, names, "  ")}',
     ]

@@ -114,8 +114,9 @@ def _told(facts: Any) -> Any:
     kind, traits = (builtins[0], builtins[2]) if isinstance(builtins, list) else (builtins["kind"], builtins["traits"])
     if kind["cache"] is None:
         del kind["cache"]
-    if not traits["bias_alignment"]:
-        del traits["bias_alignment"]
+    for younger in ("bias_alignment", "bias_shared"):
+        if not traits[younger]:
+            del traits[younger]
     return builtins
 
 

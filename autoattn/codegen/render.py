@@ -220,6 +220,7 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
         "bias": modifiers.bias.value,
         "bias_element": traits.bias,
         "bias_alignment": traits.bias_alignment,
+        "bias_shared": traits.bias_shared,
         "dropout": modifiers.dropout,
         "lse": traits.lse,
         "score_lines": score.triton() if score else [],

@@ -58,6 +58,7 @@ class Traits:
     # Elements that divide the number of keys, and every stride of a bias of pairs but the keys', which is 1; 0 means
     # anything goes, as for a bias that keys share. A bias is loaded as wide as this says.
     bias_alignment: int = 0
+    bias_shared: bool = False  # all queries share the row of a bias of pairs: its step from query to query is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

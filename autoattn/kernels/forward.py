@@ -59,8 +59,9 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
     alignment, wide = memory_of_views(map(View.of, tensors), addresses, element)
     if bias is None:
         return Traits(alignment=alignment, wide=wide, lse=lse)
-    aligned = bias_alignment(View.of(bias), bias.data_ptr(), bias.dtype)
-    return Traits(alignment=alignment, wide=wide, lse=lse, bias=BIAS_ELEMENT[bias.dtype], bias_alignment=aligned)
+    view, element = View.of(bias), BIAS_ELEMENT[bias.dtype]
+    aligned, shared = bias_alignment(view, bias.data_ptr(), bias.dtype), is_shared_by_queries(view)
+    return Traits(alignment=alignment, wide=wide, lse=lse, bias=element, bias_alignment=aligned, bias_shared=shared)
 
 
 def bias_alignment(bias: View, address: int, dtype: torch.dtype) -> int:
@@ -77,6 +78,11 @@ def bias_alignment(bias: View, address: int, dtype: torch.dtype) -> int:
         return 0
     widest = 16 // dtype.itemsize
     return 1 if address & ALIGNED or any(size % widest for size in (*steps, bias.shape[3])) else widest
+
+
+def is_shared_by_queries(bias: View) -> bool:
+    """Whether all queries share the row of a bias (Traits.bias_shared), [batch, heads, queries, keys], expanded."""
+    return bias.shape[2] > 1 and bias.strides[2] == 0
 
 
 def memory_of_views(views: Iterable[View], addresses: int, element: int) -> tuple[int, bool]:

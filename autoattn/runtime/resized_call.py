@@ -171,6 +171,7 @@ def _scores_of(
                 view = View((*whole[:2], 1, whole[3]), view.strides)
             scores = replace(scores, bias_strides=view.strides, bias_sizes=score_tensors.four(facts.shape))
             kind += view.shape[2] == whole[2], forward.bias_alignment(view, facts.address, facts.dtype)
+            kind += (forward.is_shared_by_queries(view),)
         elif name == "alibi_slopes":
             view = score_tensors.expanded(facts.shape, facts.strides, whole[:2])
             if view is None:

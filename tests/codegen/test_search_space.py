@@ -21,7 +21,7 @@ from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError, UsageError
 
@@ -262,6 +262,9 @@ def test_facts_speak_of_masks_layouts_and_modifiers() -> None:
     assert [facts_of(problem(**packed), A30)[name] for name in ("packed", "queries")] == [1, 200]
     changed = facts_of(problem(modifiers=Modifiers(score_mod="-score", bias=Bias.KEYS, sinks=True, dropout=True)), A30)
     assert all(changed[name] == 1 for name in ("on_scores", "score_mod", "biased", "sinks", "dropout"))
+    for bias in Bias:
+        facts = facts_of(problem(op=Op.BACKWARD, modifiers=Modifiers(bias=bias)), A30)
+        assert facts["bias_of_pairs"] == (bias not in (Bias.NONE, Bias.KEYS))
     wide = facts_of(problem(head_dim=192, head_dim_v=320), A30)
     assert [wide[name] for name in ("head_dim_v", "head_dim_v_padded", "head_dim_v_split")] == [320, 512, 320]
 

@@ -22,7 +22,7 @@ from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 from autoattn.shapes import shapes_file
@@ -137,6 +137,7 @@ def seeded() -> frozenset[Variant]:
         problem(batch=batch, heads_q=32, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=128, cache=KeyCache())
         for batch, heads_kv, seq_q, seq_kv in itertools.product((1, 8, 64), (8, 32), (1, 8), (512, 8192))
     ]
+    asked.append(problem(head_dim=64, modifiers=Modifiers(bias=Bias.ADDITIVE)))
     return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
 
 
@@ -207,6 +208,12 @@ FEW_QUERIES: list[dict[str, Any]] = [
     {"mask": Mask.window(500, 0)},
     {"modifiers": Modifiers(dropout=True)},
 ]
+CACHES: list[dict[str, Any]] = [
+    {"mask": Mask(), "cache": KeyCache()},
+    {"mask": Mask(), "cache": KeyCache(splits=4)},
+    {"mask": Mask.window(500, 0), "cache": KeyCache()},
+    {"mask": Mask(), "cache": KeyCache(), "layout": Layout.PACKED, "tokens_q": 8, "tokens_kv": 65536},
+]
 OTHER_KINDS = [
     *(problem(dtype=DType.FLOAT8, head_dim=head_dim, mask=Mask()) for head_dim in (16, 80, 128)),
     problem(dtype=DType.FLOAT8, mask=Mask.parse("blocks:16x16,0.5")),
@@ -220,6 +227,7 @@ OTHER_KINDS = [
     problem(numerics=Numerics.ONLINE),
     *(problem(batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, **facts) for facts in FEW_QUERIES),
     problem(batch=1, heads_q=4, heads_kv=1, seq_q=1024, seq_kv=1024),
+    *(problem(batch=8, heads_q=32, heads_kv=8, seq_q=1, seq_kv=8192, **facts) for facts in CACHES),
 ]
 
 
@@ -266,6 +274,7 @@ def test_every_shipped_choice_is_feasible_somewhere() -> None:
         for precision in (Precision.IEEE, Precision.TF32)
     ]
     kinds.append(problem(dtype=DType.BFLOAT16, batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, mask=Mask()))
+    kinds.append(problem(batch=8, heads_q=32, heads_kv=8, seq_q=1, seq_kv=65536, mask=Mask(), cache=KeyCache()))
     for asked in kinds:
         for _ in range(80):
             missing -= set(SHIPPED.params_of(next(SHIPPED.feasible(asked, H200, rng))).items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gradient_kernels
@@ -125,6 +126,27 @@ def test_tiles_lie_within_a_block_of_the_table() -> None:
             reason = points.why_infeasible(gradient_kernels.variant(**{tile: size}), one, device)
             assert (reason is None) is (size <= most), (tile, size, reason)
             assert reason is None or "block table" in reason or "block of the table" in reason
+
+
+@pytest.mark.slow
+def test_hoppers_default_beside_a_bias_keeps_its_loops_out_of_local_memory() -> None:
+    one, device = large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device_profiles.named("h200")
+    report = inspect(render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device)), 90)
+    assert report.spilled_bytes == 0
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+
+
+@pytest.mark.slow
+def test_backward_keys_loads_a_row_of_a_bias_that_queries_share_before_its_loop() -> None:
+    one, device = large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device_profiles.named("h200")
+    variant = search_space.load(gradient_kernels.TEMPLATE).default(one, device)
+    loads = []
+    for shared in (False, True):
+        source = render.render(one, variant, replace(render.natural_traits(one), bias_shared=shared))
+        _, _, *loops = build(source, 90, "backward_keys").asm["ttgir"].split("scf.for")  # the first is over heads
+        loads.append(sum(loop.split("scf.yield")[0].count("tt.load") for loop in loops))
+    assert loads[0] > 0
+    assert loads[1] == 0
 
 
 @pytest.mark.slow

@@ -117,6 +117,10 @@ def scores_of(
 ):
     """Scores of a block of keys, in powers of two; -inf where the mask hides the key."""
     o_n = start_n + tl.arange(0, BLOCK_N)
+    # [BLOCK_M, BLOCK_N]
+    m_b = (o_m < seq_q)[:, None] & (o_n < seq_kv)[None, :]
+    bias = tl.load(bias_ptr + o_m.to(tl.int64)[:, None] * stride_bs + o_n.to(tl.int64)[None, :] * stride_bn, mask=m_b,
+        other=0)
     m_d = tl.arange(0, 256) < HEAD_DIM
     # [256, BLOCK_N]
     if MASKED:
@@ -133,10 +137,6 @@ def scores_of(
         score_captured0_size0, score_captured0_size1)
     scores = softcap * tanh(scores / softcap)
     scores -= slope * tl.abs(o_m[:, None] + shift - o_n[None, :]).to(tl.float32)
-    # [BLOCK_M, BLOCK_N]
-    m_b = (o_m < seq_q)[:, None] & (o_n < seq_kv)[None, :]
-    bias = tl.load(bias_ptr + o_m.to(tl.int64)[:, None] * stride_bs + o_n.to(tl.int64)[None, :] * stride_bn, mask=m_b,
-        other=0)
     scores += bias.to(tl.float32)
     scores *= LOG2E
     if MASKED:

@@ -96,6 +96,22 @@ def test_biases_are_part_of_the_scores(child: Pool, bias: Bias) -> None:
     assert verdict.ok, verdict.reason
 
 
+@pytest.mark.parametrize("aligned", [0, 1])
+def test_a_row_of_a_bias_that_queries_share_is_part_of_their_scores(child: Pool, aligned: int) -> None:
+    one = problem(mask="causal", modifiers=Modifiers(bias=Bias.ADDITIVE), dtype=DType.FLOAT32)
+    traits = replace(render.natural_traits(one), bias_shared=True, bias_alignment=aligned)
+    verdict = judged(child, one, traits, make=interpreted.biased_by_row)
+    assert verdict.ok, verdict.reason
+
+
+def test_a_row_of_a_bias_that_queries_share_has_a_gradient(child: Pool) -> None:
+    one = problem(mask="full", modifiers=LEARNED, dtype=DType.FLOAT32)
+    traits = replace(render.natural_traits(one), bias_shared=True)
+    verdict = judged(child, one, traits, small=(37, 50), number=3)
+    assert gradient_check.SHARINGS[3][2], "queries share it"
+    assert verdict.ok, verdict.reason
+
+
 SCORE_MODS: tuple[dict[str, Any], ...] = (
     {"mask": "causal", "modifiers": Modifiers(score_mod="score * score / 4 - abs(q_idx - kv_idx) / 8", softcap=True)},
     {

@@ -132,6 +132,15 @@ def test_how_wide_a_bias_may_be_loaded_is_a_trait(dtype: torch.dtype, made: Any,
     assert forward.traits_of(zeros(2, 3, 4, 64), bias=bias).bias_alignment == alignment
 
 
+@pytest.mark.parametrize(
+    ("shape", "shared"), [((2, 3, 4, 40), False), ((1, 3, 1, 40), True), ((1, 1, 1, 1), True), ((2, 3, 4, 1), False)]
+)
+def test_whether_queries_share_the_row_of_a_bias_is_a_trait(shape: tuple[int, ...], shared: bool) -> None:
+    bias = zeros(*shape).expand(2, 3, 4, 40)
+    assert forward.traits_of(zeros(2, 3, 4, 64), bias=bias).bias_shared is shared
+    assert not forward.traits_of(zeros(2, 3, 1, 64), bias=zeros(2, 3, 1, 40)).bias_shared, "one query shares nothing"
+
+
 def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
     storage = torch.zeros(2 * 64 + 1, dtype=torch.int8)
     torn = torch.frombuffer(bytearray(storage.numpy().tobytes()), dtype=HALF, count=64, offset=1).reshape(1, 1, 1, 64)

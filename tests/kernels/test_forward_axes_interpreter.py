@@ -150,6 +150,17 @@ def test_every_modifier_matches_the_reference(child: Pool, point: dict[str, Any]
     assert result.ok, result
 
 
+@pytest.mark.parametrize("seq_kv", [35, 48], ids=["loaded one by one", "loaded by 16 bytes"])
+def test_a_row_of_a_bias_that_queries_share_matches_the_reference(child: Pool, seq_kv: int) -> None:
+    one = small(batch=2, seq_q=19, seq_kv=seq_kv, mask="causal", modifiers=MODIFIERS["additive"])
+    traits = interpreted.traits_for(one, interpreted.biased_by_row, lse=True)
+    assert traits.bias_shared
+    assert (traits.bias_alignment == 8) is (seq_kv == 48)
+    assert "stride_bs +" not in kernels.source(one, traits).text
+    result = run(child, one, interpreted.biased_by_row)
+    assert result.ok, result
+
+
 @pytest.mark.parametrize("name", PACKED_TOO)
 def test_every_modifier_of_packed_sequences_matches_the_reference(child: Pool, name: str) -> None:
     one = interpreted.packed(heads_q=2, heads_kv=1, mask="causal", modifiers=MODIFIERS[name])

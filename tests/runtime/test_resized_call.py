@@ -19,7 +19,7 @@ from torch import Tensor
 
 import autoattn
 from autoattn import functional
-from autoattn.cache import store
+from autoattn.cache import file_stamps, store
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op
 from autoattn.errors import TensorError
@@ -162,7 +162,7 @@ def test_a_new_length_of_a_known_class_is_neither_parsed_nor_planned_nor_looked_
     attend((2, 1, 1930), {})
     attend_packed([(3, 120), (5, 60)], {}, spare=1800)
     of_parse = ((arguments, "read"), (arguments, "read_packed"))
-    for module, name in (*of_parse, (planner, "plan"), (store, "stamps"), (store, "are_unchanged")):
+    for module, name in (*of_parse, (planner, "plan"), (file_stamps, "of"), (file_stamps, "are_unchanged")):
         monkeypatch.setattr(module, name, lambda *given, name=name, **words: pytest.fail(f"{name} was asked"))
     for length in range(1950, 2000):
         attend((2, 1, length), {})
@@ -185,7 +185,7 @@ def test_a_new_class_that_known_kernels_serve_asks_arithmetic_alone(
     for length in (1000, 1100):
         attend((8, 500, length), {})
     modules = {nvidia: ["present"], machine_code: ["find"], planner: ["prepare", "load_once"]}
-    modules[store] = ["stamps", "are_unchanged"]
+    modules[file_stamps] = ["of", "are_unchanged"]
     with monkeypatch.context() as patch:
         for module, names in modules.items():
             for name in names:

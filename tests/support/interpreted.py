@@ -202,6 +202,14 @@ def expanded(problem: Problem) -> Operands:
     )
 
 
+def biased_by_row(problem: Problem) -> Operands:
+    """All queries share the row of a bias of pairs: its step between queries is 0."""
+    whole = inside_nan(problem)
+    assert whole.bias is not None
+    row = whole.bias[:1, :1, :1]
+    return replace(whole, bias=row.expand(whole.bias.shape), narrow_bias=row)
+
+
 def rising(problem: Problem) -> Operands:
     """Each block of keys has far larger scores than the one before: by more than 2**8 from one to the next."""
     whole = dense(problem)
