@@ -66,7 +66,8 @@ BEHIND = 1.1  # times the last of these: what a variant counts as that is not am
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 # What is left to the seeds of triton/forward, which know such problems: beside a bias of pairs, in 16 bits and with
-# many rows, most first variants are Gluon's, which take no bias, and the last ones were measured to suit other problems.
+# many rows. Most first variants are Gluon's, which take no bias, and the last ones were measured to suit other
+# problems.
 LEFT_OUT = {"biased_prompt": "bias_of_pairs and element_bytes < 4 and shared_rows >= 80"}
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
