@@ -106,10 +106,10 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
 
 
 def variants_beside(told: explanations.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
-    """The entry's own kernel and runners-up, then the seeds of each template; without the one that ran."""
-    problem, variants = told.problem, []
+    """The planned kernel, the entry's and its runners-up, then seeds of each template; without the one that ran."""
+    problem, variants = told.problem, [] if told.variant is None else [told.variant]
     if told.entry is not None:
-        variants = [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
+        variants += [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
     if problem is not None and card is not None:
         variants += portfolio.starters_for(problem, card)
     return [variant for variant in dict.fromkeys(variants) if variant != ran]

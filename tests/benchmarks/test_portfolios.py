@@ -205,7 +205,8 @@ def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
         whole = portfolio.load(Op.FORWARD).tree
     finally:
         portfolio.load.cache_clear()
-    assert whole == Question(fact="wgmma", below=1.0, then=(), otherwise=tree)
+    measured = Question(fact="biased_prompt", below=1.0, then=tree, otherwise=())
+    assert whole == Question(fact="wgmma", below=1.0, then=(), otherwise=measured)
 
 
 def test_measurements_of_seeds_that_are_examined_are_refused() -> None:
