@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Alignment, Mask, MaskKind
+from autoattn.core.sequence_lengths import pairs_in_band, ramp
 from autoattn.core.tile_widths import padded
 from autoattn.errors import ProblemError
 
@@ -323,7 +324,7 @@ class Problem:
         return _packed_pairs(self)
 
     def _kept_pairs(self, seq_q: int, seq_kv: int) -> int:
-        return _pairs_in_band(*self.band(seq_q, seq_kv), seq_q, seq_kv)
+        return pairs_in_band(*self.band(seq_q, seq_kv), seq_q, seq_kv)
 
     def band(self, seq_q: int, seq_kv: int) -> tuple[int | None, int | None]:
         """(first, last): query i of a sequence sees the keys i + first..i + last; None is no bound."""
@@ -382,14 +383,8 @@ def _packed_pairs(problem: Problem) -> int:
     """The pairs of all sequences of a packed problem; asked several times while it is planned."""
     if (problem.seq_q, problem.tokens_q) == (problem.seq_kv, problem.tokens_kv):  # one band for all sequences
         band = problem.band(problem.seq_q, problem.seq_kv)
-        return sum(_pairs_in_band(*band, seq, seq) for seq in ramp(problem.batch, problem.seq_q, problem.tokens_q))
+        return sum(pairs_in_band(*band, seq, seq) for seq in ramp(problem.batch, problem.seq_q, problem.tokens_q))
     return sum(problem._kept_pairs(*lengths) for lengths in problem.lengths())
-
-
-def _pairs_in_band(first: int | None, last: int | None, seq_q: int, seq_kv: int) -> int:
-    """(query, key) pairs of a sequence whose query i sees the keys i + first..i + last."""
-    seen = seq_q * seq_kv if last is None else ramp_sum(last + 1, seq_q, seq_kv)
-    return seen if first is None else seen - ramp_sum(first, seq_q, seq_kv)
 
 
 SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call
@@ -400,32 +395,6 @@ _unsized_of = attrgetter(*_UNSIZED)
 _WRITE: tuple[Callable[[Problem, object], None], ...] = tuple(
     getattr(Problem, name).__set__ for name in (*_UNSIZED, *SIZES)
 )
-
-
-def ramp(count: int, longest: int, total: int) -> tuple[int, ...]:
-    """`count` lengths that sum to `total`, none above `longest`, the first one equal to it, the others rising.
-
-    Where so many cannot fill `total`, all are as long as they may be.
-    """
-    others = count - 1
-    rest = min(total - longest, others * longest)
-    lengths = [min(longest, 2 * rest * place // (others * (others + 1))) for place in range(1, others + 1)]
-    missing = rest - sum(lengths)
-    for place in reversed(range(others)):
-        if not missing:
-            break
-        more = min(longest - lengths[place], missing)
-        lengths[place] += more
-        missing -= more
-    return (longest, *lengths)
-
-
-def ramp_sum(offset: int, rows: int, most: int) -> int:
-    """The sum of min(max(row + offset, 0), most) over all rows from 0."""
-    first = min(max(0, -offset), rows)  # first row that counts
-    growing = min(max(first, most - offset), rows)  # first row that counts in full
-    steps = growing - first
-    return steps * (first + offset) + steps * (steps - 1) // 2 + (rows - growing) * most
 
 
 def digest(text: str) -> str:
