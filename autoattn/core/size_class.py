@@ -1,7 +1,8 @@
 """Classes of sizes: problems of one kind whose batch and lengths round down to the same numbers.
 
-Which kernel is best changes little over an eighth of an octave, or a half. So a choice is made once for a class, by
-the problem of its smallest sizes, and calls whose lengths never repeat find it made. The smallest decides because rules
+Which kernel is best changes little over an eighth of an octave, and over a half where a size is large: thousands of keys
+fill a card as tens of thousands do. So a choice is made once for a class, by the problem of its smallest sizes, and calls
+whose lengths never repeat find it made. The smallest decides because rules
 mostly ask whether there is enough work for a kernel: what it may run, all of the class may.
 """
 
@@ -14,11 +15,14 @@ from autoattn.core.mask import Alignment, MaskKind
 from autoattn.core.problem import SIZES, Problem
 
 BITS = 4  # that a rounded size keeps: 8 sizes an octave, and each below 16 by itself
-PACKED_BITS = 2  # the same of packed sequences, which differ in more sizes from batch to batch
+LARGE_BITS = 3  # the same from LARGE on: 4 sizes an octave
+LARGEST_BITS = PACKED_BITS = 2  # from LARGEST on, and of packed sequences, which differ in more sizes from batch to batch
+LARGE, LARGEST = 4096, 16384
 
 
 def rounded(size: int, bits: int = BITS) -> int:
-    """A size rounded down to so many binary digits, so that powers of two and lengths of few digits stay."""
+    """A size rounded down to so many binary digits, or fewer where it is large: powers of two stay, and small sizes."""
+    bits = min(bits, BITS if size < LARGE else LARGE_BITS if size < LARGEST else LARGEST_BITS)
     step = max(size.bit_length() - bits, 0)
     return size >> step << step
 

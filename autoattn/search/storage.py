@@ -234,11 +234,12 @@ def _mend(journal: Path) -> None:
         if data and not data.startswith(_FIRST_BYTES[: len(data)]):
             raise ValueError("it does not begin as a journal")
         end = data.rfind(b"\n") + 1
-        last = data.rfind(b"\n", 0, max(0, end - 1)) + 1
-        try:
-            json.loads(data[last:end] or b"{}")
-        except ValueError:
-            end = last
+        if end == len(data):  # else what follows is the line that was not written whole, and the one before it stays
+            last = data.rfind(b"\n", 0, max(0, end - 1)) + 1
+            try:
+                json.loads(data[last:end] or b"{}")
+            except ValueError:
+                end = last
         if end < len(data):
             file.truncate(end)
 

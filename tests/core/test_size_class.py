@@ -15,17 +15,21 @@ from autoattn.core.problem import SIZES, Problem
 
 
 @given(st.integers(1, 2**31))
-def test_a_rounded_size_is_at_most_an_eighth_smaller_and_rounds_to_itself(size: int) -> None:
+def test_a_rounded_size_is_at_most_an_eighth_smaller_or_a_third_where_it_is_large_and_rounds_to_itself(
+    size: int,
+) -> None:
     rounded = size_class.rounded(size)
-    assert size * 8 / 9 < rounded <= size
+    least = 8 / 9 if size < size_class.LARGE else 4 / 5 if size < size_class.LARGEST else 2 / 3
+    assert size * least < rounded <= size
     assert size_class.rounded(rounded) == rounded
     assert rounded.bit_length() == size.bit_length(), "no power of two lies between them"
 
 
-def test_sizes_keep_their_order_and_there_are_eight_an_octave() -> None:
-    rounded = [size_class.rounded(size) for size in range(1, 5000)]
+def test_sizes_keep_their_order_and_there_are_eight_an_octave_or_fewer_where_they_are_large() -> None:
+    rounded = [size_class.rounded(size) for size in range(1, 70000)]
     assert rounded == sorted(rounded)
-    assert len({size for size in rounded if 1024 <= size < 2048}) == 8
+    for begin, count in ((1024, 8), (2048, 8), (4096, 4), (8192, 4), (16384, 2), (32768, 2)):
+        assert len({size for size in rounded if begin <= size < 2 * begin}) == count
     assert rounded[:15] == list(range(1, 16))
 
 
