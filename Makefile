@@ -20,6 +20,9 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
+# Workers and child processes start in half the time where bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help tune precompiled test test-exhaustive test-gpu lint format report test-wheel clean
 
 help: ## List the targets

@@ -1,8 +1,8 @@
 """Classes of sizes: problems of one kind whose batch and lengths round down to the same numbers.
 
 Which kernel is best changes little over an eighth of an octave, and over a half where a size is large: thousands of
-keys fill a card as tens of thousands do. So a choice is made once for a class, by the problem of its smallest sizes, and
-calls whose lengths never repeat find it made. The smallest decides because rules mostly ask whether there is enough
+keys fill a card as tens of thousands do. So a choice is made once for a class, by the problem of its smallest sizes,
+and calls whose lengths never repeat find it made. The smallest decides because rules mostly ask whether there is enough
 work for a kernel: what it may run, all of the class may.
 """
 
