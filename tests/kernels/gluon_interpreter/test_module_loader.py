@@ -55,7 +55,7 @@ def problem(**changes: Any) -> Problem:
     return gluon_kernels.problem(**{"head_dim": 64, **changes})
 
 
-@pytest.mark.parametrize(("facts", "chosen"), CASES)
+@pytest.mark.parametrize(("facts", "chosen"), rarely(CASES, lambda case: CASES.index(case) not in (3, 6, 8, 9)))
 def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
     one = problem(**facts)
     assert said(source(one, lse=True, **{**BASE, **chosen}), one) == ""
