@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from autoattn.codegen import render, resources, search_space
 from autoattn.core import device_profiles
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Source, Traits, Variant
@@ -55,6 +56,8 @@ def kinds() -> Iterator[tuple[Problem, Traits]]:
         yield one, Traits(alignment=alignment, wide=wide, lse=lse)
     few = sizes | {"batch": 1, "heads_q": 8, "heads_kv": 2, "seq_q": 4}
     yield kernels.problem(dtype=DType.BFLOAT16, head_dim=64, **few), Traits(lse=True)
+    cached = sizes | {"seq_q": 1, "seq_kv": 65536}
+    yield kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="full", cache=KeyCache(page=16), **cached), Traits()
 
 
 def every_axis(arch: int) -> Iterator[Source]:

@@ -27,7 +27,7 @@ from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.gradient_problem import Learned
-from autoattn.runtime.prepared_call import Answer
+from autoattn.runtime.prepared_call import Answer, KernelCall
 from autoattn.runtime.torch_op.attention_schema import LEARNING, PACKED, SAME, TENSORS, library, named, operator
 from autoattn.runtime.training_call import TrainingCall
 from autoattn.tensors import operands
@@ -73,6 +73,9 @@ def at_once(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tens
         return None
     pass_of = known.forward if isinstance(known, TrainingCall) else known
     answer = pass_of(*tensors[:3], *others_of(tensors))
+    if isinstance(answer, Tensor) and not isinstance(pass_of, KernelCall):  # PyTorch's lies as its backend left it
+        given = named(tensors, words)
+        answer = as_given(as_read(answer, given), given["query"], given)
     return None if answer is None else _both(answer, tensors, words)
 
 

@@ -251,3 +251,17 @@ def test_who_imports_the_functions_has_the_operator_and_its_backward_pass() -> N
     root = CHECKOUT
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
     assert "autoattn_attention" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_what_pytorch_answers_lies_as_the_query_does_when_it_comes_again(layout: str) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return autoattn.attention(query, key, value, bias=bias, layout=layout)
+
+    def flat(*tensors: Tensor) -> Tensor:
+        return attend(*tensors).view(2, -1)  # of a tensor without gaps
+
+    compiled = torch.compile(flat, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        tensors = [*(torch.randn(2, 8, 8, 16) for _ in range(3)), torch.randn(8, 8)]
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors).flatten(1))
