@@ -80,17 +80,11 @@ def lines(subjects: Iterator[Subject], end: float, device: Device) -> Iterator[t
                 active.append((subject, subject.steps(shop)))
             if not active:
                 return
-            going = []
-            for subject, steps in active:
-                try:
-                    next(steps)
-                except StopIteration as finished:
-                    yield subject.problem, finished.value
-                else:
-                    going.append((subject, steps))
-            if len(going) == len(active):
+            finished, active = _stepped(active)
+            for subject, result in finished:
+                yield subject.problem, result
+            if not finished:
                 shop.wait()
-            active = going
 
 
 class Staged:
