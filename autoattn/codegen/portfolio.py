@@ -157,8 +157,13 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
 
 def was_measured_for(problem: Problem, device: Device) -> bool:
     """Whether what the portfolio holds for a problem rests on measurements of such problems."""
+    return has_measured_facts(problem) and bool(load(problem.op).suiting(problem, device))
+
+
+def has_measured_facts(problem: Problem) -> bool:
+    """Whether a problem has no fact that all problems lacked which were measured for portfolios."""
     plain = not problem.packed and not problem.mask.sparse and problem.modifiers == Modifiers()
-    return plain and problem.dtype is not DType.FLOAT8 and bool(load(problem.op).suiting(problem, device))
+    return plain and problem.dtype is not DType.FLOAT8
 
 
 def is_available(variant: Variant) -> bool:

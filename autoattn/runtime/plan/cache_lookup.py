@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -165,6 +165,11 @@ class _Lookup:
         self.work = tuned_entries.work_of(self.octaves, tuned.device)
         self.bucket = tuned_entries.bucket(problem, sizes)
 
+    @cached_property
+    def suiting(self) -> tuple[Variant, ...]:
+        """The portfolio's variants, whether or not they can run; near entries and sisters' ask for them too."""
+        return portfolio.load(self.problem.op).suiting(self.problem, self.tuned.device)
+
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
         explanation = (
@@ -201,7 +206,7 @@ class _Lookup:
         here, distance = self.octaves, tuned_entries.distance
         deterministic = self.problem.deterministic
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
-        rivalled = portfolio.was_measured_for(self.problem, self.tuned.device)
+        rivalled = portfolio.has_measured_facts(self.problem) and bool(self.suiting)
         related = [
             (neighbour.deterministic is not deterministic, octaves, neighbour.key, place, neighbour)
             for place, neighbour in enumerate(neighbours)
@@ -334,7 +339,7 @@ class _Lookup:
 
     def _of_portfolio(self) -> Variant | None:
         """The portfolio's first variant that can run."""
-        return next(self.rules.of_portfolio(self.problem, self.facts), None)
+        return next(self.rules.runnable(self.suiting, self.facts), None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
@@ -106,9 +106,9 @@ class KindRules:
             self._of_variants[variant] = rules
         return feasibility.first_broken(rules, facts) is None
 
-    def of_portfolio(self, problem: Problem, facts: DerivedFacts) -> Iterator[Variant]:
-        """The portfolio's variants of a problem that can run, best first; `facts` are its sizes."""
-        for variant in portfolio.load(problem.op).suiting(problem, self._device):
+    def runnable(self, variants: Iterable[Variant], facts: DerivedFacts) -> Iterator[Variant]:
+        """Those of a portfolio's variants that can run a problem of these sizes."""
+        for variant in variants:
             if portfolio.is_available(variant) and self.is_feasible(variant, facts):
                 yield variant
 
