@@ -16,9 +16,8 @@ from autoattn.core.problem import SIZES, Problem
 
 BITS = 4  # that a rounded size keeps: 8 sizes an octave, and each below 16 by itself
 LARGE_BITS = 3  # the same from LARGE on: 4 sizes an octave
-LARGEST_BITS = PACKED_BITS = (
-    2  # from LARGEST on, and of packed sequences, which differ in more sizes from batch to batch
-)
+LARGEST_BITS = 2  # from LARGEST on
+PACKED_BITS = 2  # of packed sequences, which differ in more sizes from batch to batch
 LARGE, LARGEST = 4096, 16384
 
 

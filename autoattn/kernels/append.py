@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autoattn.codegen import render
 from autoattn.codegen.argument_names import strides
 from autoattn.core.kernel_kind import AppendKind
 from autoattn.core.problem import DType
-from autoattn.errors import TensorError
-from autoattn.kernels import bound_launch, compiler
+from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Kernel
-from autoattn.kernels.forward import CACHE_POINTERS, DTYPE
+from autoattn.kernels.forward import DTYPE, cached
 from autoattn.tensors.appended import Append
 from autoattn.tensors.operands import View, empty_as
 
@@ -63,25 +61,6 @@ def bind(kernel: Kernel, given: Append) -> Bound:
     return bound_launch.bind(kernel, _grid(kernel, given), arguments, order, None)
 
 
-def load_once(kind: AppendKind, index: int) -> Kernel:
-    """A kernel on a card, compiled when it is first asked for.
-
-    Raises:
-        TensorError: it would have to be compiled while a CUDA graph is captured.
-    """
-    kernel = _loaded.get((kind, index))
-    if kernel is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise TensorError(
-                "an append in a CUDA graph must have its kernel, which is not loaded; call it once before"
-            )
-        kernel = _loaded[kind, index] = compiler.load(render.append_source(kind), torch.device("cuda", index))
-    return kernel
-
-
-_loaded: dict[tuple[AppendKind, int], Kernel] = {}
-
-
 def outputs(given: Append) -> tuple[Tensor | None, Tensor]:
     """Room for the rotated query, where there is a rotation, and for the lengths after the append."""
     rotation = given.rotation
@@ -100,17 +79,15 @@ def _grid(kernel: Kernel, given: Append) -> tuple[int]:
 
 def _arguments(given: Append, query: Tensor | None, total: Tensor) -> dict[str, object]:
     """All that a signature may name."""
-    rotation, cache = given.rotation, given.cache
+    rotation = given.rotation
     arguments: dict[str, object] = {
         "new_key_ptr": given.new_key,
         "new_value_ptr": given.new_value,
         "key_ptr": given.key,
         "value_ptr": given.value,
         "total_lengths_ptr": total,
-        **{name: getattr(cache, field) for name, field in CACHE_POINTERS.items()},
-        "stride_pb": 0 if cache.pages is None else cache.pages.stride(0),
+        **cached(given.cache),
         "seq_new": given.new_key.shape[2],
-        "capacity": cache.capacity,
         "heads_kv": given.new_key.shape[1],
     }
     views = {"nk": given.new_key, "nv": given.new_value, "k": given.key, "v": given.value}

@@ -67,7 +67,7 @@ def new_cached_attention(
     call = cache_arguments.read(query, cache, cu_seqlens_q, **given)
     plan = planner.plan(call, lse=return_lse, learns=False)
     offsets = cache.offsets if cu_seqlens_q is None else (cu_seqlens_q, *cache.offsets)
-    extras = call_cache.tensors_among((given["alibi_slopes"], given["sinks"]))
+    extras = _extras(given, ("alibi_slopes", "sinks"))
     return answer(call_key, (query, cache.key, cache.value, *offsets, *extras), call, plan, lse=return_lse)
 
 

@@ -50,12 +50,6 @@ class CacheTensors:
         given = self.lengths, self.block_table, self.rows, self.leftpad
         return tuple(tensor for tensor in given if tensor is not None)
 
-    @property
-    def words(self) -> str:
-        """Which of them are there."""
-        given = self.block_table, self.rows, self.leftpad
-        return "cache" + "".join("01"[tensor is not None] for tensor in given)
-
 
 def read(
     query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, max_length: int | None,
