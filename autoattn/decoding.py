@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
     from autoattn.runtime.parse.signatures import CacheArguments
 
-CACHE_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("block_table", "cache_rows", "leftpad", "cu_seqlens_q", "max_seqlen_q", "max_length", "window")),
-    **dict.fromkeys(("alibi_slopes", "sinks", "scale", "precision", "numerics")),
-    "causal": False, "softcap": 0.0, "splits": 0,
-}  # fmt: skip
-
 
 def cached_attention(
     query: Tensor,
@@ -130,10 +124,11 @@ def explain_cached(
     **given: Unpack[CacheArguments],
 ) -> Explanation:
     """What `cached_attention` does with the same arguments, and why; it compiles the kernel and runs nothing."""
-    arguments: dict[str, Any] = {**CACHE_DEFAULTS, **given}
-    places = {name: arguments.pop(name) for name in ("block_table", "leftpad")}
-    cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, rows=arguments.pop("cache_rows"), **places)
-    return planner.plan(cache_arguments.read(query, cache, **arguments), lse=return_lse, learns=False).explanation
+    others: dict[str, Any] = {**given}
+    places = {field: others.pop(name, None) for name, field in cache_arguments.PLACES.items()}
+    cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, **places)
+    call = cache_arguments.read(query, cache, **cache_arguments.complete(others))
+    return planner.plan(call, lse=return_lse, learns=False).explanation
 
 
 def flash_attn_with_kvcache(
@@ -246,7 +241,7 @@ def _appended(
         appended: tuple[Tensor, Tensor] = prepared(query, key_cache, value_cache, *offsets)
         return appended
     rest = dict(attend)
-    places = {"block_table": rest.pop("block_table"), "rows": rest.pop("cache_rows"), "leftpad": rest.pop("leftpad")}
+    places = {field: rest.pop(name) for name, field in cache_arguments.PLACES.items()}
     cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, **places)
     return call.new_append(  # type: ignore[no-any-return]
         call_key, query, cache, key, value, cos, sin, interleaved, moving, rest

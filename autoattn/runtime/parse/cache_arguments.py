@@ -25,6 +25,13 @@ from autoattn.tensors.operands import CachedKeys
 
 _CACHE_AXES = ("rows", "capacity", "heads", "head_dim")
 _PAGE_AXES = ("pages", "page", "heads", "head_dim")
+# Arguments of `cached_attention` that say where keys lie, and the fields of CacheTensors
+PLACES = {"block_table": "block_table", "cache_rows": "rows", "leftpad": "leftpad"}
+_DEFAULTS: dict[str, Any] = {  # of its other arguments
+    **dict.fromkeys(("cu_seqlens_q", "max_seqlen_q", "max_length", "window", "alibi_slopes", "sinks", "scale")),
+    **dict.fromkeys(("precision", "numerics")),
+    "causal": False, "softcap": 0.0, "splits": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,9 +101,8 @@ def read(
 
 
 def complete(given: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of `read` beside the tensors, those that are missing with their defaults."""
-    absent = dict.fromkeys(("max_seqlen_q", "max_length", "sinks", "precision", "numerics"))
-    return {**absent, **given}
+    """All arguments of `read` beside the tensors, those that are missing with the defaults of `cached_attention`."""
+    return {**_DEFAULTS, **given}
 
 
 def mask_of(causal: Any, window: Any, seq_q: int) -> Mask:
