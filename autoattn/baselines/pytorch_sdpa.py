@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -186,9 +187,7 @@ def _biased(
 ) -> Tensor:
     """PyTorch's attention with a bias as the caller gave it: a query that sees no key gives 0."""
     bias = bias[(None,) * (4 - bias.dim())]
-    if backend == SDPA:
-        return _with_bias(attend, query, key, value, bias, _blind(bias), scale)
-    with only_backend(backend):
+    with nullcontext() if backend == SDPA else only_backend(backend):
         return _with_bias(attend, query, key, value, bias, _blind(bias), scale)
 
 

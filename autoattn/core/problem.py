@@ -284,7 +284,7 @@ class Problem:
         tokens = f"_t{self.tokens_q}-{self.tokens_kv}" if self.packed else ""
         numerics = f"_{self.numerics.value}" if self.numerics is not Numerics.ANY else ""
         numerics += "_deterministic" * self.deterministic
-        cache = f"_{self.cache}".replace(":", "-").replace(",", "-").replace("=", "-") if self.cache is not None else ""
+        cache = "" if self.cache is None else "_" + re.sub("[:,=]", "-", str(self.cache))
         return (
             f"{self.op.value}_{self.family}_b{self.batch}_h{self.heads_q}-{self.heads_kv}"
             f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}{cache}"

@@ -110,6 +110,7 @@ def _resized(prepared: KernelCall, problem: Problem, views: tuple[View, View, Vi
         partials=forward.partials(kernel, problem, query),
         launch=forward.resize(prepared.launch, kernel, problem, (query, key, value, output), scores),
         others=prepared.others,
+        places=prepared.places,
     )
 
 
@@ -134,6 +135,12 @@ def _others(call: Call) -> tuple[str, ...]:
     return (*offsets, *(name for name in score_tensors.NAMES if getattr(operands, name) is not None))
 
 
+def _places(others: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Where among `_others` each tensor is that _BEHIND names, up to the last one that is there; None for no tensor."""
+    last = max(map(_BEHIND.index, others), default=-1)
+    return tuple(others.index(name) if name in others else None for name in _BEHIND[: last + 1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelCall:
     """An answer by a kernel of ours."""
@@ -147,6 +154,7 @@ class KernelCall:
     partials: int  # numbers
     launch: Bound
     others: tuple[str, ...] = ()  # fields of Operands and its cache: what the tensors behind query, key and value are
+    places: tuple[int | None, ...] = ()  # `_places` of these
     sees_switches: ClassVar[bool] = False
 
     @property
@@ -169,8 +177,7 @@ class KernelCall:
         )
         if others:
             others = score_tensors.as_read(self.others, others)
-            given = dict(zip(self.others, others, strict=True))
-            addresses += tuple([given[name].data_ptr() if name in given else 0 for name in _BEHIND])
+            addresses += tuple([0 if place is None else others[place].data_ptr() for place in self.places])
         if self.partials or recompute_counter.counting:
             self._launch_with_scratch(query, addresses)
         else:
@@ -192,7 +199,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> Kernel
     output, lse = (answer, None) if isinstance(answer, Tensor) else answer
     if kernel.compiled is None:  # Triton's interpreter compiles nothing
         return None
-    query = call.operands.query
+    query, others = call.operands.query, _others(call)
     needed = forward.zeros(kernel, call.problem, query)
     return KernelCall(
         kernel=kernel,
@@ -202,7 +209,8 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> Kernel
         tiles=forward.tiles(kernel, call.problem, query),
         partials=forward.partials(kernel, call.problem, query),
         launch=forward.bind(kernel, call.problem, call.operands, *made),
-        others=_others(call),
+        others=others,
+        places=_places(others),
     )
 
 

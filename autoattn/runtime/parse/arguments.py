@@ -260,10 +260,14 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, .
             f"head_dim must be at least 1, got {query.shape[-1]} of query, {value.shape[-1]} of value; check the axes"
         )
     heads = names.index("heads")
-    heads_q, heads_kv = query.shape[heads], key.shape[heads]
+    check_heads(query.shape[heads], key.shape[heads], "layout")
+
+
+def check_heads(heads_q: int, heads_kv: int, suspect: str) -> None:
+    """Refuses query heads that key heads cannot be shared among; `suspect` is what the caller should check."""
     if (heads_q == 0) != (heads_kv == 0) or (heads_kv and heads_q % heads_kv):
         raise TensorError(
-            f"query heads must be a multiple of key heads, got {heads_q} and {heads_kv}; check the layout or repeat "
+            f"query heads must be a multiple of key heads, got {heads_q} and {heads_kv}; check the {suspect} or repeat "
             "the key heads"
         )
 

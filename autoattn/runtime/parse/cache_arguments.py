@@ -142,7 +142,6 @@ def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> No
         check_tensor(name, tensor, query.device)
         if tensor.dtype != query.dtype:
             raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
-    heads_q, heads_kv = query.shape[-2], cache.key.shape[2]
     if cache.value.shape[:3] != cache.key.shape[:3]:
         raise TensorError(
             f"value_cache must have the key_cache's first axes {tuple(cache.key.shape[:3])}, got shape "
@@ -153,11 +152,7 @@ def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> No
             f"key_cache must have the query's head_dim {query.shape[-1]}, at least 1, got shape "
             f"{tuple(cache.key.shape)}; check the axes"
         )
-    if (heads_q == 0) != (heads_kv == 0) or (heads_kv and heads_q % heads_kv):
-        raise TensorError(
-            f"query heads must be a multiple of key heads, got {heads_q} and {heads_kv}; check the axes or repeat the "
-            "key heads"
-        )
+    arguments.check_heads(query.shape[-2], cache.key.shape[2], "axes")
     if paged and cache.key.shape[1] == 0:
         raise TensorError("a page of key_cache must hold at least 1 key, got pages of none; check the axes")
     _check_places(query, cache, batch)
