@@ -12,6 +12,7 @@ from autoattn import functional
 from autoattn.integrations.huggingface.structured_mask import StructuredMask
 from autoattn.integrations.once import warn_once
 from autoattn.runtime.parse import arguments
+from autoattn.runtime.plan import planner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -178,8 +179,5 @@ def _warn_of(module: torch.nn.Module, query: Tensor, value: Tensor, others: dict
             f"{type(module).__name__} is asked for attention weights, which autoattn's kernels do not have, so that it "
             "returns None for them; set attn_implementation='eager' to get them"
         )
-    reason = arguments.why_no_kernel(query, value)
-    if not reason and query.device.type != "cuda":
-        reason = f"the tensors are on the {query.device.type}, and the kernels run on GPUs"
-    if reason:
+    if reason := arguments.why_no_kernel(query, value) or planner.why_not_on(query.device):
         warn_once(f"PyTorch's attention computes {type(module).__name__} and no kernel of autoattn does: {reason}")
