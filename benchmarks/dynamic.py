@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 import triton
-from kept import keep
+from kept import keep, told
 
 import autoattn
 from autoattn.hardware import nvidia
@@ -278,10 +278,7 @@ def main() -> None:
     assert card is not None, "needs an NVIDIA GPU"
     print(f"# Lengths that never repeat, on an {card.full_name}\n")
     print(f"torch {torch.__version__}, triton {triton.__version__}: `python benchmarks/dynamic.py`\n")
-    lines = []
-    for line in table(asked.lengths, asked.row):
-        print(line, flush=True)
-        lines.append(line)
+    lines = told(table(asked.lengths, asked.row))
     if asked.write:
         keep(f"{card.name}_dynamic", "\n".join([f"# Lengths that never repeat, on an {card.full_name}", "", *lines]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
@@ -16,6 +17,15 @@ def keep(name: str, text: str) -> Path:
     path = RESULTS / f"{date.today()}_{name}.md"
     path.write_text(text.rstrip() + "\n", encoding="utf-8")
     return path
+
+
+def told(lines: Iterable[str]) -> list[str]:
+    """Prints lines as they come, and returns them."""
+    gathered = []
+    for line in lines:
+        print(line, flush=True)
+        gathered.append(line)
+    return gathered
 
 
 def tell(title: str, command: str, text: str, name: str | None) -> None:
