@@ -82,7 +82,7 @@ class FlashKernels:
         self._before = {name: torch.library.get_kernel(f"aten::{name}", dispatch_key) for name in kernels}
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for name, kernel in kernels.items():
-            self._library.impl(name, kernel, dispatch_key, with_keyset=True)
+            self._library.impl(name, kernel, dispatch_key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
         """Brings back the kernels that were there before."""
