@@ -31,7 +31,7 @@ from autoattn.search.work import Work
 # Without the card, once this share of the planned kernels is begun, each that makes a problem so many times faster is
 # followed by so many more, up to a multiple of the plan.
 EXPLORED = 2 / 3
-GAIN, PATIENCE, MOST = 1.03, 4, 2
+GAIN, PATIENCE, MOST = 1.05, 4, 1.5
 RANKING = 900.0  # of a kind without the card: its rehearsals take as long as 14 kernels that `cost_of` gives 64
 SEARCHING = 0.8  # share of a problem's work that its search is; the rest is rehearsals or finals
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
@@ -212,7 +212,7 @@ class _All:
             begin = now() if begin is None else begin
             heard_of += 1
             if search.gain > GAIN and shop.begun - begun > EXPLORED * planned:
-                kernels = max(kernels, min(MOST * planned, shop.begun - begun + PATIENCE))
+                kernels = max(kernels, min(math.ceil(MOST * planned), shop.begun - begun + PATIENCE))
             self.work.note(place, SEARCHING * min(1.0, heard_of / max(1, planned)))
             number, trials = numbers[search.recorded], search.contests[search.recorded].trials
             best = min((t.time_us for t in trials.values() if t.time_us is not None), default=None)
