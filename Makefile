@@ -59,7 +59,7 @@ format: $(READY) ## Put the code into the project's style
 
 docs: $(READY) ## Build the documentation's site into site/; a broken link or a missing page is an error
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . site
 
 # The wheel is built from the sdist; the one of the checkout is there to be compared with it.
 dist: $(READY) ## Build the sdist and the wheel of a release into dist/, and check what they hold

@@ -65,7 +65,7 @@ def test_the_sdist_holds_the_sources_the_documentation_and_the_tests() -> None:
         held = {name.partition("/")[2] for name in archive.getnames()}
     folders = ("autoattn", *DATA, "tests", "benchmarks", "docs", "examples")
     assert {str(path) for path in files_below(*folders)} <= held
-    assert {"hatch_build.py", "pyproject.toml", "mkdocs.yml", "README.md", "LICENSE", "CITATION.cff"} <= held
+    assert {"hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"} <= held
     assert not [name for name in held if LEFT_IN_THE_CHECKOUT & set(PurePosixPath(name).parts)]
 
 
@@ -88,7 +88,9 @@ def test_the_number_of_the_release_stands_in_one_place_and_heads_the_changelog()
     project = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r'^(?:version = .*|dynamic = .*"version".*)$', project, re.MULTILINE)[0].startswith("dynamic")
     changelog = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
-    versions = [version for version in re.findall(r"^## \[([^]]+)\]", changelog, re.MULTILINE) if version != "Unreleased"]
+    versions = [
+        version for version in re.findall(r"^## \[([^]]+)\]", changelog, re.MULTILINE) if version != "Unreleased"
+    ]
     assert versions[0] == __version__
 
 
