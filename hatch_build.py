@@ -1,4 +1,4 @@
-"""What a build adds to the checkout: search spaces as JSON in the wheel, and the README with links that work elsewhere."""
+"""What a build makes: search spaces as JSON in the wheel, and the README with links that work elsewhere."""
 
 from __future__ import annotations
 

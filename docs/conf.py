@@ -1,7 +1,7 @@
-"""Builds the documentation's site with Sphinx: `make docs`. The source folder is the checkout, the pages are Markdown.
+"""Builds the documentation's site with Sphinx: `make docs`. The source is the checkout, the pages are Markdown.
 
-Pages link to one another, and to files of the repository, as they do there. Links to files that are no pages lead to the
-repository. A link to nothing, and a page that no table of contents has, are errors of a strict build.
+Pages link to one another, and to files of the repository, as they do there. Links to files that are no pages lead to
+the repository. A link to nothing, and a page that no table of contents has, are errors of a strict build.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ HOME = "README"
 
 project = "autoattn"
 author = "The autoattn authors"
-copyright = author
 release = version = autoattn.__version__
 root_doc = HOME
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -34,10 +33,9 @@ suppress_warnings = ["myst.header"]  # results begin with headings of any level
 myst_heading_anchors = 3  # as GitHub makes them
 default_role = "literal"  # `names` in docstrings
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
+autodoc_typehints = "none"  # docstrings have types with their shapes; overloads would hide the arguments
+smartquotes = False  # options begin with two hyphens
 maximum_signature_line_length = 100
-python_display_short_literal_types = True
 
 html_theme = "furo"
 html_title = f"autoattn {release}"
@@ -48,19 +46,26 @@ html_theme_options = {
     "top_of_page_buttons": ["view"],
 }  # fmt: skip
 
-# A relative link: neither a scheme nor the anchor alone.
-LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
+# A relative link, by its text, path and anchor: neither a scheme nor the anchor alone.
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+PAGE = re.compile(r"[\w./-]+\.md")
 
 
 def on_source_read(app: Any, name: str, source: list[str]) -> None:
-    """Adds what a page has on the site alone, and leads links to what is no page into the repository."""
+    """Adds what a page has on the site alone. Links to what is no page lead into the repository.
+
+    A link whose text is the name of a page gets the title of the page or of the section.
+    """
     folder = posixpath.dirname(name)
 
-    def of_the_site(found: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(folder, found[2]))
-        if not (ROOT / path).exists() or Path(path).suffix in (".md", ".svg"):
-            return found[0]
-        return f"{found[1]}{REPOSITORY}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{found[3]}"
+    def of_the_site(link: re.Match[str]) -> str:
+        text, target, anchor = link[1], link[2], link[3] or ""
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if Path(path).suffix == ".md":
+            return f"[{'' if PAGE.fullmatch(text) else text}]({target}{anchor})"
+        if not (ROOT / path).exists() or Path(path).suffix == ".svg":
+            return link[0]
+        return f"[{text}]({REPOSITORY}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{anchor})"
 
     source[0] = LINK.sub(of_the_site, source[0])
     if name == HOME:

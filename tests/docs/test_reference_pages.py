@@ -7,6 +7,8 @@ import re
 
 from checkout_paths import CHECKOUT
 
+from autoattn.core import device_profiles, triton_release
+
 DOCS = CHECKOUT / "docs"
 CODE = {path: path.read_text(encoding="utf-8") for path in sorted((CHECKOUT / "autoattn").rglob("*.py"))}
 
@@ -61,3 +63,12 @@ def test_every_module_that_the_glossary_names_is_there() -> None:
     modules = re.findall(r"\(`([a-z_/]+\.py)`\)", (DOCS / "glossary.md").read_text(encoding="utf-8"))
     assert len(modules) >= 7
     assert [name for name in modules if not (CHECKOUT / "autoattn" / name).exists()] == []
+
+
+def test_the_table_of_versions_and_cards_has_what_is_supported() -> None:
+    page = (DOCS / "support.md").read_text(encoding="utf-8")
+    oldest, *_, newest = triton_release.SUPPORTED
+    assert f"| Triton | {oldest} to {newest}," in page
+    assert f"| PyTorch | {triton_release.TORCH[oldest]} or newer |" in page
+    cards = page.partition("## Cards")[2].replace(" ", "").lower()
+    assert [one.name for one in device_profiles.all_devices() if one.name.partition("-")[0] not in cards] == []
