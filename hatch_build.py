@@ -42,6 +42,6 @@ class ReadmeOfTheRelease(MetadataHookInterface):
         """Makes links to files of the repository absolute; an image needs the file itself, not its page."""
         home = metadata["urls"]["Repository"]
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        text = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{home}/raw/main/", text)
-        text = re.sub(r"(?<!!)(\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{home}/blob/main/", text)
+        text = re.sub(r'(<img src=")(?!https?:)', rf"\g<1>{home}/raw/main/", text)
+        text = re.sub(r"(\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{home}/blob/main/", text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -30,6 +30,7 @@ include_patterns = [
 exclude_patterns = [".*", "site", "dist", "**/__pycache__"]
 suppress_warnings = ["myst.header"]  # results begin with headings of any level
 
+myst_enable_extensions = ["html_image"]
 myst_heading_anchors = 3  # as GitHub makes them
 default_role = "literal"  # `names` in docstrings
 autodoc_member_order = "bysource"

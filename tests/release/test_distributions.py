@@ -78,7 +78,7 @@ def test_the_metadata_is_valid_and_its_description_links_to_nothing_relative() -
     assert str(facts.requires_python) == ">=3.10"
     assert set(facts.provides_extra or ()) == {"dev", "docs", "grpc", "integrations", "mysql", "postgresql"}
     assert {"torch>=2.11", "triton<3.10,>=3.6"} <= {str(one).replace(" ", "") for one in facts.requires_dist or ()}
-    links = re.findall(r"\]\(([^)]*)\)", facts.description or "")
+    links = re.findall(r"(?:\]\(|src=\")([^)\"]*)", facts.description or "")
     assert len(links) > 10
     assert [link for link in links if not link.startswith("https://")] == []
 
