@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autoattn.runtime.run.recompute_counter import counting_redone
     from autoattn.runtime.warm_up import warm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place of the number: pyproject.toml reads it
 __all__ = [
     "Attention",
     "AutoattnError",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from typing import Any
 
 import formula
 import pytest
 import torch
-from checkout_paths import CHECKOUT
 from torch import Tensor
 
 import autoattn
@@ -389,13 +387,3 @@ def test_pitfall_17_a_sequence_gives_the_same_bits_whatever_stands_beside_it() -
     query, key, value = three(5, 7)
     alone = autoattn.attention(query[:1], key[:1], value[:1], softcap=3.0)
     assert torch.equal(autoattn.attention(query, key, value, softcap=3.0)[:1], alone)
-
-
-# --- the page that describes them -------------------------------------------------------------------------------------
-
-
-def test_the_examples_of_the_documentation_run() -> None:
-    page = (CHECKOUT / "docs" / "functions.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(examples) > 10
-    exec("\n".join(examples), {})
