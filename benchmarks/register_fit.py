@@ -48,10 +48,9 @@ def main() -> None:
         DATA.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         print(f"{len(rows)} kernels in {DATA.name}")
         return
-    print(
-        "| products | kernels | in the fit | constant | scores | query | keys | rms of the fit | most over the limit, near the best | left out |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    columns = ["products", "kernels", "fitted", "constant", "scores", "query", "keys", "rms error"]
+    columns += ["most over the limit", "left out"]
+    print(f"| {' | '.join(columns)} |\n|---{'|--:' * (len(columns) - 1)}|")
     for name in NAMES:
         print(fitted(name, [row for row in read() if _products_of(row) == name]))
 

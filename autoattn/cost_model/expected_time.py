@@ -32,8 +32,8 @@ class _Registers:
     most: float  # times the limit: no variant that was compiled wants more and came within 5% of the best prediction
 
 
-# `python benchmarks/register_fit.py` fits them to 355 kernels for sm_80 that a search for shapes.yaml compiled with Triton
-# 3.6; for those that spill little, the root mean square error is 27 to 35 registers.
+# `python benchmarks/register_fit.py` fits them to 355 kernels that a search for shapes.yaml compiled for sm_80 with
+# Triton 3.6. For kernels that spill little, the root mean square error is 27 to 35 registers.
 _IN_16_BITS = _Registers(constant=102, scores=1.35, query=0.0, keys=1.0, most=2.0)
 _TF32 = _Registers(constant=83, scores=1.75, query=0.65, keys=1.65, most=1.5)
 _IN_PARTS = _Registers(constant=56, scores=4.9, query=1.55, keys=1.1, most=3.1)
