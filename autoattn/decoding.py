@@ -30,6 +30,8 @@ def cached_attention(
     block_table: Tensor | None = None,
     cache_rows: Tensor | None = None,
     leftpad: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_length: int | None = None,
@@ -53,8 +55,8 @@ def cached_attention(
         query: [batch, seq_q, heads_q, head_dim], or [tokens_q, heads_q, head_dim] with cu_seqlens_q; float16, bfloat16
             or float32.
         key_cache: [rows, capacity, heads_kv, head_dim], or [pages, page, heads_kv, head_dim] with block_table; a page
-            has any size from 1. Any strides: a cache with heads before keys is given as a transposed view, and key and
-            value may be views of one tensor.
+            has any size from 1. In the query's dtype, or float8_e4m3fn under queries of 16 bits. Any strides: a cache
+            with heads before keys is given as a transposed view, and key and value may be views of one tensor.
         value_cache: the same, with a head dim of its own if need be.
         lengths: [batch] int32: keys of each sequence, the new queries' own included; 0 gives 0. Kernels take more than
             the cache holds as what it holds.
@@ -63,6 +65,8 @@ def cached_attention(
         cache_rows: [batch] int32: which row of a contiguous cache a sequence has; its own number when None.
         leftpad: [batch] int32: where the keys begin in the row of a contiguous cache; lengths count from the row's
             begin all the same.
+        key_scale, value_scale: float32 that expands to [batch, heads_kv]: what the numbers of a float8 cache are
+            multiplied by; 1 when None.
         cu_seqlens_q: [batch + 1] int32: where the queries of each sequence begin, and where the last ones end.
         max_seqlen_q: a bound of their lengths; all tokens when None.
         max_length: a bound of the lengths for the choice of a kernel; what the cache holds when None.
@@ -85,11 +89,12 @@ def cached_attention(
     if not (window is alibi_slopes is sinks is precision is numerics is None):
         seldom = window, alibi_slopes, sinks, precision, numerics
     bound = None if max_length is None else cache_arguments.bound_of(max_length)
-    given_offsets = cu_seqlens_q, lengths, block_table, cache_rows, leftpad
+    key_scale, value_scale = cache_arguments.with_scales(key_cache, key_scale, value_scale)
+    given_offsets = cu_seqlens_q, lengths, block_table, cache_rows, leftpad, key_scale, value_scale
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     words = (
-        "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, causal, softcap, scale,
-        splits, return_lse, max_seqlen_q, bound,
+        "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, key_scale is None,
+        causal, softcap, scale, splits, return_lse, max_seqlen_q, bound,
     )  # fmt: skip
     tensors = query, key_cache, value_cache, *offsets
     answer: Answer | None
@@ -105,8 +110,9 @@ def cached_attention(
                 call_cache.guard_on_cache(tensors, words, prepared)
             return answer
     cache = CacheTensors(
-        key=key_cache, value=value_cache, lengths=lengths, block_table=block_table, rows=cache_rows, leftpad=leftpad
-    )
+        key=key_cache, value=value_cache, lengths=lengths, block_table=block_table, rows=cache_rows, leftpad=leftpad,
+        key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
     return call.new_cached_attention(
         call_key, query, cache, cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_length=max_length, causal=causal,
         window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale, splits=splits,
@@ -125,6 +131,8 @@ def explain_cached(
 ) -> Explanation:
     """What `cached_attention` does with the same arguments, and why; it compiles the kernel and runs nothing."""
     others: dict[str, Any] = {**given}
+    scales = cache_arguments.with_scales(key_cache, others.get("key_scale"), others.get("value_scale"))
+    others["key_scale"], others["value_scale"] = scales
     places = {field: others.pop(name, None) for name, field in cache_arguments.PLACES.items()}
     cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, **places)
     call = cache_arguments.read(query, cache, **cache_arguments.complete(others))
@@ -182,7 +190,9 @@ def flash_attn_with_kvcache(
         cache_seqlens: [batch] int32 or a number: keys before the append; all of the cache when None
         cache_batch_idx, cache_leftpad: [batch] int32, of contiguous caches; rows must differ where keys are appended
         num_splits: programs that may share the keys of a sequence; 0 is as many as are fastest
-        qv, cu_seqlens_k_new, rotary_seqlens, q_descale, k_descale, v_descale: None
+        k_descale, v_descale: float32 [batch, heads_kv] of a float8 cache: what its numbers are multiplied by; new keys
+            and values are divided by them
+        qv, cu_seqlens_k_new, rotary_seqlens, q_descale: None
         attention_chunk: 0
         scheduler_metadata, pack_gqa, sm_margin: change no result, and are not used
 
@@ -196,21 +206,22 @@ def flash_attn_with_kvcache(
     """
     for name, there in (
         ("qv", qv), ("cu_seqlens_k_new", cu_seqlens_k_new), ("rotary_seqlens", rotary_seqlens),
-        ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale),
-        ("attention_chunk", attention_chunk or None),
+        ("q_descale", q_descale), ("attention_chunk", attention_chunk or None),
     ):  # fmt: skip
         if there is not None:
-            raise TensorError(f"{name} must be left out, got one; caches are of 16 or 32 bits, and new keys padded")
+            raise TensorError(f"{name} must be left out, got one; queries are of 16 or 32 bits, and new keys padded")
     if page_table is not None:
         if block_table is not None:
             raise TensorError("block_table and page_table are one argument, got both; leave one of them out")
         block_table = page_table
     window = None if tuple(window_size) == (-1, -1) else tuple(window_size)
+    key_scale, value_scale = cache_arguments.with_scales(k_cache, k_descale, v_descale)
     lengths = append_arguments.lengths_of(cache_seqlens, q, k_cache, block_table, cu_seqlens_q, appends=k is not None)
     attend: dict[str, Any] = {
         "block_table": block_table, "cache_rows": cache_batch_idx, "leftpad": cache_leftpad,
         "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "scale": softmax_scale, "splits": num_splits,
+        "key_scale": key_scale, "value_scale": value_scale,
     }  # fmt: skip
     if k is not None or v is not None:
         moving = causal or window is not None
@@ -227,7 +238,8 @@ def _appended(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Appends after all arguments were checked; the query to attend with, and the lengths after the append."""
     cos, sin, interleaved, moving = rotary
-    given_offsets = lengths, attend["block_table"], attend["cache_rows"], key, value, cos, sin
+    scales = attend["key_scale"], attend["value_scale"]
+    given_offsets = lengths, attend["block_table"], attend["cache_rows"], key, value, *scales, cos, sin
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     seldom = None
     if attend["window"] is not None or attend["alibi_slopes"] is not None:

@@ -17,6 +17,8 @@ AXES = {
     "g": "bhs",  # gradient of the bias, whose keys lie side by side
     "t": "bh",  # counts of a block table
     "p": "b",  # pages of a cache
+    "kf": "bh",  # factors of keys in a cache of float8
+    "vf": "bh",  # factors of its values
     "nk": "bhsd",  # new keys of a cache
     "nv": "bhsd",  # new values
 }

@@ -109,11 +109,13 @@ def key_of(kind: KernelKind, variant: Variant, traits: Traits) -> str:
 
 
 def _told(facts: Any) -> Any:
-    """Facts as JSON has them; a kernel without cache and bias says nothing of them, as older files do."""
+    """Facts as JSON has them; a kernel without cache, float8 in it, or bias says nothing of them, as older files do."""
     builtins = msgspec.to_builtins(facts)
     kind, traits = (builtins[0], builtins[2]) if isinstance(builtins, list) else (builtins["kind"], builtins["traits"])
     if kind["cache"] is None:
         del kind["cache"]
+    elif not kind["cache"]["float8"]:
+        del kind["cache"]["float8"]
     for younger in ("bias_alignment", "bias_shared"):
         if not traits[younger]:
             del traits[younger]

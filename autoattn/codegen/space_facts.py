@@ -20,7 +20,7 @@ SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left"))  # what 
 HEADS = ("heads_q", "heads_kv", "group_size")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
-    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
+    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "key_bytes", "float8", "float8_cache"),
     *("packed", "cached", "page", "max_splits", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "bias_of_pairs", "learned_bias", "sinks", "dropout"),
@@ -72,7 +72,9 @@ def kind_facts(
         "numerics": numerics.value,
         "deterministic": int(deterministic),
         "element_bytes": kind.dtype.bytes,
+        "key_bytes": kind.key_dtype.bytes,
         "float8": int(kind.dtype is DType.FLOAT8),
+        "float8_cache": int(kind.key_dtype is not kind.dtype),
         "packed": int(kind.packed),
         "cached": int(kind.cache is not None),
         "page": kind.cache.page if kind.cache is not None else 0,

@@ -10,7 +10,8 @@ from autoattn.errors import ProblemError
 MAX_PAGE = 2**20  # keys of a page
 MAX_SPLITS = 2**16  # programs that a caller may name
 _TEXT = re.compile(
-    r"(?:contiguous|paged:(?P<page>[0-9]{1,7}))(?P<rows>,rows)?(?P<leftpad>,leftpad)?(?:,splits=(?P<splits>[0-9]{1,5}))?"
+    r"(?:contiguous|paged:(?P<page>[0-9]{1,7}))(?P<float8>,float8_e4m3)?(?P<rows>,rows)?(?P<leftpad>,leftpad)?"
+    r"(?:,splits=(?P<splits>[0-9]{1,5}))?"
 )
 
 
@@ -23,6 +24,7 @@ class KeyCache:
     """
 
     page: int = 0  # keys of a page, which a table of pages finds; 0 is a contiguous cache
+    float8: bool = False  # keys and values are float8_e4m3, with scales, under queries of 16 bits
     rows: bool = False  # a tensor says which row of a contiguous cache each sequence has
     leftpad: bool = False  # a tensor says where the keys of each sequence begin in its row
     splits: int = 0  # programs that may share the keys of a sequence; 0 is as many as are fastest
@@ -43,7 +45,7 @@ class KeyCache:
 
     @classmethod
     def parse(cls, text: str) -> KeyCache:
-        """Reads `contiguous` or `paged:KEYS`, with options behind commas: `rows`, `leftpad`, `splits=NUMBER`.
+        """Reads `contiguous` or `paged:KEYS`, and behind commas `float8_e4m3`, `rows`, `leftpad`, `splits=NUMBER`.
 
         Raises:
             ProblemError: the text is none of them.
@@ -51,17 +53,19 @@ class KeyCache:
         match = _TEXT.fullmatch(str(text))
         if match is None or match["page"] == "0":
             raise ProblemError(
-                "cache must be contiguous or paged:KEYS (as paged:16), maybe with ,rows ,leftpad or ,splits=NUMBER "
-                f"behind it in this order, got {text!r}; correct it"
+                "cache must be contiguous or paged:KEYS (as paged:16), maybe with ,float8_e4m3 ,rows ,leftpad or "
+                f",splits=NUMBER behind it in this order, got {text!r}; correct it"
             )
         return cls(
             page=int(match["page"] or 0),
+            float8=match["float8"] is not None,
             rows=match["rows"] is not None,
             leftpad=match["leftpad"] is not None,
             splits=int(match["splits"] or 0),
         )
 
     def __str__(self) -> str:
-        options = [name for name in ("rows", "leftpad") if getattr(self, name)]
+        options = ["float8_e4m3"] if self.float8 else []
+        options += [name for name in ("rows", "leftpad") if getattr(self, name)]
         options += [f"splits={self.splits}"] if self.splits else []
         return ",".join([f"paged:{self.page}" if self.page else "contiguous", *options])

@@ -217,6 +217,7 @@ class Problem:
             "gradients": self.op is not Op.FORWARD,
             "float8": self.dtype is DType.FLOAT8,
             "a block table": self.mask.sparse,
+            "float32 under a cache of float8": self.caches_float8 and self.dtype is DType.FLOAT32,
             "a causal mask aligned top-left": self.mask.alignment is Alignment.TOP_LEFT,
             "a bias": self.modifiers.bias is not Bias.NONE,
             "dropout": self.modifiers.dropout,
@@ -260,6 +261,21 @@ class Problem:
     def packed(self) -> bool:
         """Whether sequences of their own lengths stand one behind the other."""
         return self.layout is Layout.PACKED
+
+    @property
+    def caches_float8(self) -> bool:
+        """Whether keys and values lie in a cache of float8, with scales."""
+        return self.cache is not None and self.cache.float8
+
+    @property
+    def loads_float8(self) -> bool:
+        """Whether some tensor is float8."""
+        return self.dtype is DType.FLOAT8 or self.caches_float8
+
+    @property
+    def key_bytes(self) -> int:
+        """Of one element of a key or a value."""
+        return DType.FLOAT8.bytes if self.caches_float8 else self.dtype.bytes
 
     @property
     def group_size(self) -> int:
@@ -353,7 +369,8 @@ class Problem:
         """
         queries = self.heads_q * (self.tokens_q if self.packed else self.batch * self.seq_q)
         keys = self.heads_kv * (self.tokens_kv if self.packed else self.batch * self.seq_kv)
-        read = (queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)) * self.dtype.bytes
+        read = queries * self.head_dim * self.dtype.bytes
+        read += keys * (self.head_dim + self.head_dim_v) * self.key_bytes
         output = queries * self.head_dim_v * self.dtype.output.bytes
         return 2 * read + 2 * output + 4 * queries if self.op is Op.BACKWARD else read + output
 

@@ -29,12 +29,14 @@ def scattered(
 
     Args:
         key: [batch, heads_kv, seq_kv, head_dim]
-        value: [batch, heads_kv, seq_kv, head_dim_v]
+        value: [batch, heads_kv, seq_kv, head_dim_v]; those of a cache of float8 are rounded to it.
         counts: keys of each sequence.
 
     Returns:
         key and value of the cache, as views with heads before keys, and where each sequence has its own.
     """
+    if cache.float8:
+        key, value = (tensor.to(torch.float8_e4m3fn) for tensor in (key, value))
     batch, _, most, _ = key.shape
     device = key.device
     pads = torch.zeros(batch, dtype=torch.int64)

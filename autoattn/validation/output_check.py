@@ -205,7 +205,9 @@ def case_of(
     expected, expected_lse = attention_formula.attention(problem, operands, rows=positions)
     allowed = _allowed(problem, operands, expected, positions)
     if scores in RISES:  # a float32 score rounds at its own size, here and in PyTorch in another order
-        allowed += RISES[scores] * torch.finfo(torch.float32).eps * float(_tame(operands.value).abs().max())
+        largest = float(_tame(operands.value.float()).abs().max())
+        largest *= 1.0 if operands.value_scale is None else float(operands.value_scale.max())
+        allowed += RISES[scores] * torch.finfo(torch.float32).eps * largest
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,

@@ -6,6 +6,7 @@ What lies on the GPU is not read: kernels clamp lengths to what the cache holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from autoattn.tensors.operands import CachedKeys
 _CACHE_AXES = ("rows", "capacity", "heads", "head_dim")
 _PAGE_AXES = ("pages", "page", "heads", "head_dim")
 # Arguments of `cached_attention` that say where keys lie, and the fields of CacheTensors
-PLACES = {"block_table": "block_table", "cache_rows": "rows", "leftpad": "leftpad"}
+PLACES = {
+    **{"block_table": "block_table", "cache_rows": "rows", "leftpad": "leftpad"},
+    **{"key_scale": "key_scale", "value_scale": "value_scale"},
+}
+FLOAT8 = torch.float8_e4m3fn
 _DEFAULTS: dict[str, Any] = {  # of its other arguments
     **dict.fromkeys(("cu_seqlens_q", "max_seqlen_q", "max_length", "window", "alibi_slopes", "sinks", "scale")),
     **dict.fromkeys(("precision", "numerics")),
@@ -44,6 +49,8 @@ class CacheTensors:
     block_table: Tensor | None = None  # [batch, pages of a sequence] int32
     rows: Tensor | None = None  # [batch] int32
     leftpad: Tensor | None = None  # [batch] int32
+    key_scale: Tensor | None = None  # float32 that expands to [batch, heads_kv]; a cache of float8 has both
+    value_scale: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -53,8 +60,8 @@ class CacheTensors:
 
     @property
     def offsets(self) -> tuple[Tensor, ...]:
-        """Those that are there, beside key and value, in the order of kernels.forward.CACHE_POINTERS."""
-        given = self.lengths, self.block_table, self.rows, self.leftpad
+        """Those that are there, beside key and value, in the order of kernels.forward.CACHE_POINTERS and the scales."""
+        given = self.lengths, self.block_table, self.rows, self.leftpad, self.key_scale, self.value_scale
         return tuple(tensor for tensor in given if tensor is not None)
 
 
@@ -89,15 +96,71 @@ def read(
         "tokens_q": (query.shape[0] or 1) if packed else 0,
         "tokens_kv": min((bound or 1) * (batch or 1), MAX_SIZE) if packed else 0,
         "cache": KeyCache(
-            page=page, rows=cache.rows is not None, leftpad=cache.leftpad is not None, splits=splits_of(splits)
+            page=page,
+            float8=cache.key.dtype is FLOAT8,
+            rows=cache.rows is not None,
+            leftpad=cache.leftpad is not None,
+            splits=splits_of(splits),
         ),
     }
     cached = CachedKeys(
         lengths=cache.lengths, capacity=capacity, pages=cache.block_table, rows=cache.rows, leftpad=cache.leftpad
     )
-    tensors = {"cu_seqlens_q": cu_seqlens_q, "cache": cached, **changed.operands}
+    tensors = {"cu_seqlens_q": cu_seqlens_q, "cache": cached, **scales_of(cache, batch), **changed.operands}
     three = view, cache.key.transpose(1, 2), cache.value.transpose(1, 2)
     return arguments.call_of(three, (batch, seq_q, bound), query.dtype, {**DEFAULTS, **given}, facts, tensors)
+
+
+def with_scales(
+    key_cache: Any, key_scale: Tensor | None, value_scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of a cache, where it is of float8 those that are missing as 1."""
+    if not isinstance(key_cache, Tensor) or key_cache.dtype is not FLOAT8:
+        return key_scale, value_scale
+    return (
+        _one(key_cache.device) if key_scale is None else key_scale,
+        _one(key_cache.device) if value_scale is None else value_scale,
+    )
+
+
+@lru_cache(maxsize=64)
+def _one(device: torch.device) -> Tensor:
+    """A scale of 1, which prepared calls and CUDA graphs keep reading.
+
+    Raises:
+        TensorError: it would have to be written while a CUDA graph is captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise TensorError("a float8 cache in a CUDA graph must have its scales, got none; give them, or call it before")
+    return torch.ones((), device=device)
+
+
+def scales_of(cache: CacheTensors, batch: int) -> dict[str, Tensor]:
+    """The scales of a float8 cache as [batch, heads_kv] views; empty for other caches.
+
+    Raises:
+        TensorError: a scale does not fit, or the cache has no use for it.
+    """
+    shape, scales = (batch, cache.key.shape[2]), {}
+    for name in ("key_scale", "value_scale"):
+        scale = getattr(cache, name)
+        if scale is None:
+            continue
+        if cache.key.dtype is not FLOAT8:
+            raise TensorError(
+                f"{name} belongs to caches of float8_e4m3fn, got one of {cache.key.dtype}; multiply by it instead"
+            )
+        check_tensor(name, scale, cache.key.device)
+        fits = scale.dim() <= 2 and all(
+            size in (1, whole) for size, whole in zip(reversed(scale.shape), reversed(shape), strict=False)
+        )
+        if scale.dtype is not torch.float32 or not fits:
+            raise TensorError(
+                f"{name} must be float32 and expand to [sequences, heads_kv] = {shape}, got {scale.dtype} of shape "
+                f"{tuple(scale.shape)}; reshape or cast it"
+            )
+        scales[name] = scale.expand(shape)
+    return scales
 
 
 def complete(given: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +203,11 @@ def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> No
     for name, tensor in (("key_cache", cache.key), ("value_cache", cache.value)):
         _check_dense(name, tensor, _PAGE_AXES if paged else _CACHE_AXES)
         check_tensor(name, tensor, query.device)
-        if tensor.dtype != query.dtype:
+        if tensor.dtype is FLOAT8 and query.dtype not in (torch.float16, torch.bfloat16, FLOAT8):
+            raise TensorError(
+                f"{name} of float8_e4m3fn must have queries of float16 or bfloat16, got {query.dtype}; cast the query"
+            )
+        if tensor.dtype != query.dtype and (tensor.dtype is not FLOAT8 or tensor.dtype != cache.key.dtype):
             raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
     if cache.value.shape[:3] != cache.key.shape[:3]:
         raise TensorError(
@@ -168,7 +235,10 @@ def _check_dense(name: str, tensor: Any, axes: tuple[str, ...]) -> None:
             f"{name} must be [{', '.join(axes)}], got shape {tuple(tensor.shape)}; add, merge or swap axes"
         )
     if tensor.dtype not in DTYPE and tensor.dtype is not torch.float64:
-        raise TensorError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; cast it")
+        raise TensorError(
+            f"{name} must be float16, bfloat16, float32, float64 or, as a cache, float8_e4m3fn, got "
+            f"{tensor.dtype}; cast it"
+        )
 
 
 def _check_places(query: Tensor, cache: CacheTensors, batch: int) -> None:

@@ -45,6 +45,8 @@ class CacheArguments(TypedDict, total=False):
     block_table: Tensor | None
     cache_rows: Tensor | None
     leftpad: Tensor | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
     max_length: int | None
