@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         explain_cached,
         explain_packed,
         explain_sdpa,
+        merge_states,
         packed_attention,
     )
     from autoattn.integrations.torch import use
@@ -42,6 +43,7 @@ __all__ = [
     "explain_packed",
     "explain_sdpa",
     "masks",
+    "merge_states",
     "packed_attention",
     "use",
     "warm",
@@ -61,6 +63,7 @@ _HOMES = {
     "explain_cached": "autoattn.decoding",
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",
+    "merge_states": "autoattn.decoding",
     "packed_attention": "autoattn.functional",
     "use": "autoattn.integrations.torch",
     "warm": "autoattn.runtime.warm_up",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
-from autoattn.runtime import call, call_cache
-from autoattn.runtime.parse import append_arguments, cache_arguments
+from autoattn.runtime import call, call_cache, merge
+from autoattn.runtime.parse import append_arguments, cache_arguments, merge_arguments, prefix_arguments
 from autoattn.runtime.parse.cache_arguments import CacheTensors
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.explanations import Explanation
 from autoattn.runtime.prepared_call import Answer
-from autoattn.tensors import cu_seqlens
+from autoattn.tensors import cu_seqlens, operands
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,6 +37,7 @@ def cached_attention(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_length: int | None = None,
+    shared_prefix: int = 0,
     causal: bool | str = False,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
@@ -70,6 +73,9 @@ def cached_attention(
         cu_seqlens_q: [batch + 1] int32: where the queries of each sequence begin, and where the last ones end.
         max_seqlen_q: a bound of their lengths; all tokens when None.
         max_length: a bound of the lengths for the choice of a kernel; what the cache holds when None.
+        shared_prefix: keys at the begin of each sequence that are the same for all of them: whole pages, if there are
+            any. They are read once, where the first sequence has them, and no length may be below. It changes no result
+            but for rounding; without a window and slopes.
         causal, window: as in `attention`: the last query of a sequence stands at its last key.
         softcap, alibi_slopes, sinks, scale, precision, numerics: as in `attention`.
         splits: programs that may share the keys of a sequence; 0 is as many as are fastest. Above 0, what else is in a
@@ -85,6 +91,14 @@ def cached_attention(
         ProblemError: a size is not supported.
         CacheError: a cache file is damaged or newer.
     """
+    if shared_prefix:
+        return _with_prefix(
+            query, key_cache, value_cache, lengths, shared_prefix, sinks, return_lse=return_lse,
+            block_table=block_table, cache_rows=cache_rows, leftpad=leftpad, key_scale=key_scale,
+            value_scale=value_scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_length=max_length,
+            causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale, splits=splits,
+            precision=precision, numerics=numerics,
+        )  # fmt: skip
     seldom = None
     if not (window is alibi_slopes is sinks is precision is numerics is None):
         seldom = window, alibi_slopes, sinks, precision, numerics
@@ -120,6 +134,50 @@ def cached_attention(
     )  # fmt: skip
 
 
+def _with_prefix(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, prefix: int, sinks: Tensor | None, *,
+    return_lse: bool, **given: Any,
+) -> Answer:  # fmt: skip
+    """`cached_attention` in two levels: all queries with the prefix, each sequence's with what follows, both merged."""
+    two = prefix_arguments.read(query, key_cache, value_cache, lengths, prefix, given)
+    output, lse = cached_attention(*two.of_prefix, **two.prefix_words, return_lse=True)
+    own_output, own_lse = cached_attention(*two.of_rest, **two.rest_words, sinks=sinks, return_lse=True)
+    output, lse = prefix_arguments.as_queries(output, lse, query)
+    merged = merge_states(output, lse, own_output, own_lse)
+    return merged if return_lse else merged[0]
+
+
+def merge_states(
+    output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor, *, layout: str = "bshd"
+) -> tuple[Tensor, Tensor]:
+    """One output of two, each of which comes from some of the keys of the same queries.
+
+    The outputs may come from any function here that gives an LSE, FlashAttention's included; FlashInfer's LSE is in
+    powers of two, and becomes natural times ln(2). Gradients, where they are needed, are those of plain PyTorch.
+
+    Args:
+        output, other_output: [batch, seq, heads, head_dim], with layout "bhsd" [batch, heads, seq, head_dim], or
+            packed [tokens, heads, head_dim].
+        lse, other_lse: [batch, heads, seq] or [heads, tokens] float32, in natural logarithms; -inf is of no key, and
+            what the output holds there is left out.
+
+    Returns:
+        (output, lse) of all keys, in the same layout.
+
+    Raises:
+        TensorError: the tensors are not two outputs of the same queries.
+    """
+    call_key = call_cache.key(output, other_output, output, (lse, other_lse), ("merge", layout), None)
+    prepared = call_cache.find(call_key)
+    order = merge_arguments.layout_of(output, layout)
+    if prepared is not None:
+        merged, sums = prepared(output, other_output, output, lse, other_lse)
+    else:
+        parts = merge_arguments.read(output, lse, other_output, other_lse, order)
+        merged, sums = merge.merge(call_key, parts)
+    return operands.as_given(merged, order), sums[0] if order is Layout.PACKED else sums
+
+
 def explain_cached(
     query: Tensor,
     key_cache: Tensor,
@@ -131,6 +189,12 @@ def explain_cached(
 ) -> Explanation:
     """What `cached_attention` does with the same arguments, and why; it compiles the kernel and runs nothing."""
     others: dict[str, Any] = {**given}
+    if prefix := others.pop("shared_prefix", 0):
+        words = cache_arguments.complete_places(others)
+        two = prefix_arguments.read(query, key_cache, value_cache, lengths, prefix, words)
+        of_prefix = explain_cached(*two.of_prefix, **two.prefix_words, return_lse=True)
+        of_rest = explain_cached(*two.of_rest, **two.rest_words, return_lse=True)
+        return replace(of_rest, reasons=of_rest.reasons.after(lambda: f"shared prefix: {of_prefix.reason}"))
     scales = cache_arguments.with_scales(key_cache, others.get("key_scale"), others.get("value_scale"))
     others["key_scale"], others["value_scale"] = scales
     places = {field: others.pop(name, None) for name, field in cache_arguments.PLACES.items()}

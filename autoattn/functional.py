@@ -11,6 +11,7 @@ from torch import Tensor
 from autoattn import decoding
 from autoattn.decoding import cached_attention as cached_attention
 from autoattn.decoding import explain_cached as explain_cached
+from autoattn.decoding import merge_states as merge_states
 from autoattn.decoding import flash_attn_with_kvcache as flash_attn_with_kvcache
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.runtime import call, call_cache

@@ -126,6 +126,101 @@ def test_new_keys_are_divided_by_the_scale_of_a_float8_cache_and_saturate() -> N
     assert not keys[0, 4:].float().any()
 
 
+# --- parts that are merged --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+def test_outputs_of_some_keys_merge_into_the_output_of_all(layout: str) -> None:
+    key, value = (numbers(BATCH, CAPACITY, HEADS_KV, HEAD_DIM, seed=seed) for seed in (1, 2))
+    query, lengths = numbers(BATCH, 2, HEADS_Q, HEAD_DIM), torch.full((BATCH,), 5, dtype=torch.int32)
+    parts = [
+        autoattn.cached_attention(query, key[:, begin:], value[:, begin:], held, return_lse=True)
+        for begin, held in ((0, lengths), (5, LENGTHS - 5), (5, 0 * lengths))
+    ]
+    views = {
+        "bshd": lambda tensor: tensor,
+        "bhsd": lambda tensor: tensor.transpose(1, 2),
+        "packed": lambda tensor: tensor[0],
+    }
+    one, two, none = ((views[layout](output), lse[0] if layout == "packed" else lse) for output, lse in parts)
+    words = {"layout": layout} if layout != "packed" else {}
+    merged, lse = autoattn.merge_states(*one, *two, **words)
+    expected, expected_lse = autoattn.cached_attention(query, key, value, LENGTHS.clamp_min(5), return_lse=True)
+    torch.testing.assert_close(merged, views[layout](expected))
+    torch.testing.assert_close(lse, expected_lse[0] if layout == "packed" else expected_lse)
+    torch.testing.assert_close(autoattn.merge_states(*none, *one, **words), one)
+    nothing, lse = autoattn.merge_states(*none, *none, **words)
+    assert not nothing.any()
+    assert bool((lse == -torch.inf).all())
+
+
+def test_what_are_no_two_outputs_of_the_same_queries_is_refused() -> None:
+    output, lse = numbers(2, 3, 4, 8), numbers(2, 4, 3)
+    for changed, words in (
+        ((output, lse, output[:1], lse), "one shape"),
+        ((output, lse, output.half(), lse), "dtype and device"),
+        ((output, lse, output, lse[:, :2]), "other_lse must be"),
+        ((output, lse.double(), output, lse), "lse must be"),
+    ):
+        with pytest.raises(TensorError, match=words):
+            autoattn.merge_states(*changed)
+
+
+PREFIX_WORDS: dict[str, dict[str, Any]] = {
+    "several queries": {"causal": True},
+    "softcap and sinks": {"softcap": 3.0, "sinks": numbers(HEADS_Q, seed=8)},
+    "one query packed": {"cu_seqlens_q": torch.arange(BATCH + 1, dtype=torch.int32), "max_seqlen_q": 1},
+}
+
+
+@pytest.mark.parametrize("cache", ["pages", "rows"])
+@pytest.mark.parametrize("name", PREFIX_WORDS)
+def test_a_shared_prefix_changes_no_result(name: str, cache: str) -> None:
+    key, value, table = paged()
+    table[:, :2] = table[0, :2]
+    prefix, lengths, words = 2 * PAGE, torch.tensor([12, 10, 9], dtype=torch.int32), PREFIX_WORDS[name]
+    query = numbers(BATCH, 2, HEADS_Q, HEAD_DIM)
+    query = query[:, 0] if "cu_seqlens_q" in words else query
+    if cache == "pages":
+        three, place = (query, key, value), {"block_table": table}
+    else:
+        rows = torch.tensor([2, 0, 1], dtype=torch.int32)
+        three, place = (query, *(gathered(tensor, table)[[1, 2, 0]] for tensor in (key, value))), {"cache_rows": rows}
+    given = {**place, **words, "return_lse": True}
+    expected = autoattn.cached_attention(*three, lengths, **given)
+    torch.testing.assert_close(autoattn.cached_attention(*three, lengths, shared_prefix=prefix, **given), expected)
+    assert any("shared prefix" in step for step in autoattn.explain_cached(
+        *three, lengths, shared_prefix=prefix, **given
+    ).steps)  # fmt: skip
+
+
+def test_a_shared_prefix_is_read_where_the_first_sequence_has_it() -> None:
+    key, value, table = paged()
+    table[:, :2] = table[0, :2]
+    query, lengths = numbers(BATCH, 1, HEADS_Q, HEAD_DIM), torch.tensor([12, 10, 9], dtype=torch.int32)
+    expected = autoattn.cached_attention(query, key, value, lengths, block_table=table)
+    table[1:, :2] = 2**30
+    shared = autoattn.cached_attention(query, key, value, lengths, block_table=table, shared_prefix=2 * PAGE)
+    torch.testing.assert_close(shared, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shared_prefix": 5}, "whole number of pages"),
+        ({"shared_prefix": 12}, "less than the 12 keys"),
+        ({"shared_prefix": True}, "whole number of pages"),
+        ({"window": (3, 0)}, "leave one of them out"),
+        ({"alibi_slopes": torch.ones(HEADS_Q)}, "leave one of them out"),
+    ],
+)
+def test_a_prefix_that_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:
+    key, value, table = paged()
+    query = numbers(BATCH, 1, HEADS_Q, HEAD_DIM)
+    with pytest.raises(TensorError, match=words):
+        autoattn.cached_attention(query, key, value, LENGTHS, block_table=table, **{"shared_prefix": 4, **changes})
+
+
 # --- flash_attn_with_kvcache ------------------------------------------------------------------------------------------
 
 

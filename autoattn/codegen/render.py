@@ -100,6 +100,26 @@ def append_source(kind: AppendKind) -> Source:
     return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
 
 
+@lru_cache(maxsize=64)
+def merge_source(dtype: DType, head_dim: int) -> Source:
+    """The kernel that merges two partial outputs; it reads and writes each number once, and has no search space.
+
+    Args:
+        dtype: of the outputs.
+        head_dim: of a value.
+    """
+    variant = Variant.of("triton/merge", {})
+    template = _environment().get_template(f"{variant.template}.py.j2")
+    text = template.render(
+        element=ELEMENT[dtype],
+        head_dim=head_dim,
+        width=padded(head_dim),
+        rows=max(1, 1024 // padded(head_dim)),
+        strides=partial(argument_names.typed_strides, offset="i64", strided=True),
+    )
+    return Source(name="merge", text=_folded(text), variant=variant, traits=Traits(alignment=1))
+
+
 def forget() -> None:
     """Drops the texts that are kept."""
     source_of.cache_clear()

@@ -225,9 +225,9 @@ REPAIRS = (
         name="float8",
         releases="Triton 3.6 and newer, as far as is known",
         reason=(
-            "float32 that rounds up to the next power of two loses its exponent's carry as float8, numbers that are too "
-            "large become NaN or others, and NaN of float8 becomes 480. Cards round to nearest even, saturate and keep "
-            "NaN (PTX ISA, cvt.satfinite)"
+            "float32 that rounds up to the next power of two loses its exponent's carry as float8, numbers that are "
+            "too large become NaN or others, and NaN of float8 becomes 480. Cards round to nearest even, saturate and "
+            "keep NaN (PTX ISA, cvt.satfinite)"
         ),
         is_needed=_spoils_float8,
         apply=_mend_float8,

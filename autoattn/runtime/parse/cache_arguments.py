@@ -168,6 +168,11 @@ def complete(given: dict[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **given}
 
 
+def complete_places(given: dict[str, Any]) -> dict[str, Any]:
+    """All keyword arguments of `cached_attention`, those that are missing with their defaults."""
+    return {**_DEFAULTS, **dict.fromkeys(PLACES), **given}
+
+
 def mask_of(causal: Any, window: Any, seq_q: int) -> Mask:
     """The mask of queries behind a cache: a single one sees the last key, so that nothing behind it is hidden."""
     mask = mask_arguments.band(causal, window)

@@ -50,6 +50,7 @@ class CacheArguments(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
     max_length: int | None
+    shared_prefix: int
     causal: bool | str
     window: tuple[int, int] | None
     softcap: float
