@@ -45,6 +45,8 @@ def cached_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     splits: int = 0,
+    split_length: int = 0,
+    deterministic: bool = False,
     precision: str | None = None,
     numerics: str | None = None,
     return_lse: bool = False,
@@ -78,8 +80,12 @@ def cached_attention(
             but for rounding; without a window and slopes.
         causal, window: as in `attention`: the last query of a sequence stands at its last key.
         softcap, alibi_slopes, sinks, scale, precision, numerics: as in `attention`.
-        splits: programs that may share the keys of a sequence; 0 is as many as are fastest. Above 0, what else is in a
-            batch of a size changes no bits of a sequence.
+        splits: programs that may share the keys of a sequence; 0 is as many as are fastest.
+        split_length: keys that each of them has but the last, a power of two from 64 to 16,384; 0 is as many as are
+            fastest.
+        deterministic: whether a sequence has the same bits in every batch; splits and split_length ask for that too.
+            What else a batch holds, and how many sequences, then changes nothing; max_length and max_seqlen_q, or what
+            the cache holds where there is no bound, choose the kernel.
         return_lse: whether the log-sum-exp is returned too.
 
     Returns:
@@ -97,7 +103,7 @@ def cached_attention(
             block_table=block_table, cache_rows=cache_rows, leftpad=leftpad, key_scale=key_scale,
             value_scale=value_scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_length=max_length,
             causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale, splits=splits,
-            precision=precision, numerics=numerics,
+            split_length=split_length, deterministic=deterministic, precision=precision, numerics=numerics,
         )  # fmt: skip
     seldom = None
     if not (window is alibi_slopes is sinks is precision is numerics is None):
@@ -108,7 +114,7 @@ def cached_attention(
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     words = (
         "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, key_scale is None,
-        causal, softcap, scale, splits, return_lse, max_seqlen_q, bound,
+        causal, softcap, scale, splits, split_length, deterministic, return_lse, max_seqlen_q, bound,
     )  # fmt: skip
     tensors = query, key_cache, value_cache, *offsets
     answer: Answer | None
@@ -130,7 +136,8 @@ def cached_attention(
     return call.new_cached_attention(
         call_key, query, cache, cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_length=max_length, causal=causal,
         window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale, splits=splits,
-        precision=precision, numerics=numerics, return_lse=return_lse,
+        split_length=split_length, deterministic=deterministic, precision=precision, numerics=numerics,
+        return_lse=return_lse,
     )  # fmt: skip
 
 

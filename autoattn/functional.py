@@ -11,8 +11,8 @@ from torch import Tensor
 from autoattn import decoding
 from autoattn.decoding import cached_attention as cached_attention
 from autoattn.decoding import explain_cached as explain_cached
-from autoattn.decoding import merge_states as merge_states
 from autoattn.decoding import flash_attn_with_kvcache as flash_attn_with_kvcache
+from autoattn.decoding import merge_states as merge_states
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.runtime import call, call_cache
 from autoattn.runtime.parse import arguments, sdpa_arguments
@@ -457,7 +457,8 @@ def flash_attn_varlen_func(
         q: [tokens, heads, head_dim]
         k, v: the same, or [pages, page, heads_kv, head_dim] with block_table; pages have any size
         cu_seqlens_k: [sequences + 1] int32; None with block_table and seqused_k
-        deterministic, return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
+        deterministic: as in `flash_attn_func`; of paged keys: as in `cached_attention`
+        return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
         block_table: [sequences, pages of one] int32; what lies on the GPU is not read on the host, and there are no
             gradients and no dropout
         seqused_k: [sequences] int32: the lengths of paged keys; those of cu_seqlens_k when None
@@ -469,7 +470,7 @@ def flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, dropout_p, max_seqlen_q=max_seqlen_q,
             max_length=max_seqlen_k, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
             scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs, key_scale=k_descale,
-            value_scale=v_descale,
+            value_scale=v_descale, deterministic=deterministic,
         )  # fmt: skip
         return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
     of_pages = {

@@ -85,6 +85,32 @@ def test_paged_varlen_takes_lengths_or_offsets() -> None:
         torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("words", [{"deterministic": True}, {"splits": 1}, {"split_length": 64}], ids=str)
+def test_how_sequences_are_cut_changes_no_result(words: dict[str, Any]) -> None:
+    key, value, table = paged()
+    query = numbers(BATCH, 1, HEADS_Q, HEAD_DIM)
+    expected = autoattn.cached_attention(query, key, value, LENGTHS, block_table=table)
+    torch.testing.assert_close(
+        autoattn.cached_attention(query, key, value, LENGTHS, block_table=table, **words), expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"deterministic": 1}, "True or False"),
+        ({"split_length": 100}, "power of two"),
+        ({"split_length": 64.0}, "whole number of keys"),
+        ({"deterministic": True, "cu_seqlens_q": torch.arange(BATCH + 1, dtype=torch.int32)}, "max_seqlen_q"),
+    ],
+)
+def test_a_way_to_cut_sequences_that_is_none_is_refused(words: dict[str, Any], message: str) -> None:
+    key, value, table = paged()
+    query = numbers(BATCH, *([] if "cu_seqlens_q" in words else [1]), HEADS_Q, HEAD_DIM)
+    with pytest.raises((TensorError, ProblemError), match=message):
+        autoattn.cached_attention(query, key, value, LENGTHS, block_table=table, **words)
+
+
 # --- caches of float8 -------------------------------------------------------------------------------------------------
 
 HALF_QUERY = numbers(BATCH, 1, HEADS_Q, HEAD_DIM).half()
@@ -212,6 +238,7 @@ def test_a_shared_prefix_is_read_where_the_first_sequence_has_it() -> None:
         ({"shared_prefix": True}, "whole number of pages"),
         ({"window": (3, 0)}, "leave one of them out"),
         ({"alibi_slopes": torch.ones(HEADS_Q)}, "leave one of them out"),
+        ({"deterministic": True}, "leave one of them out"),
     ],
 )
 def test_a_prefix_that_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:

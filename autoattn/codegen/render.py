@@ -272,6 +272,7 @@ def _cache_facts(kind: KernelKind) -> dict[str, object]:
         "page": cache.page if cache is not None else 0,
         "cache_rows": cache is not None and cache.rows,
         "leftpad": cache is not None and cache.leftpad,
+        "split_length": cache.split_length if cache is not None else 0,
     }
 
 

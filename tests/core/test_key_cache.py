@@ -15,7 +15,7 @@ from autoattn.errors import ProblemError
 TEXTS = (
     "contiguous",
     "contiguous,rows",
-    "contiguous,leftpad,splits=4",
+    "contiguous,leftpad,splits=4,split_length=64",
     "paged:1",
     "paged:256,splits=1",
     "paged:16,float8_e4m3",
@@ -42,6 +42,7 @@ def test_other_texts_are_refused(text: str) -> None:
         ({"page": 16, "rows": True}, "contiguous caches"),
         ({"page": 16, "leftpad": True}, "contiguous caches"),
         ({"splits": -1}, "splits must be"),
+        ({"split_length": 96}, "power of two from 64"),
     ],
 )
 def test_facts_that_contradict_are_refused(facts: dict[str, Any], words: str) -> None:

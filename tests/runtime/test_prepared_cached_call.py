@@ -92,6 +92,24 @@ def test_scales_of_one_are_one_prepared_call(hopper: Launches) -> None:
     same(hopper.ordinary[0], hopper.prepared[0])
 
 
+INVARIANT: tuple[dict[str, Any], ...] = ({"deterministic": True}, {"splits": 1}, {"split_length": 1024})
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("words", INVARIANT, ids=str)
+def test_batches_of_all_sizes_get_the_kernel_of_one_where_bits_must_not_depend_on_the_batch(
+    words: dict[str, Any],
+) -> None:
+    def variant(batch: int, **words: Any) -> object:
+        key = torch.zeros(batch, 4096, 2, 16, dtype=HALF)
+        lengths = torch.zeros(batch, dtype=torch.int32)
+        query = torch.zeros(batch, 1, 4, 16, dtype=HALF)
+        return autoattn.explain_cached(query, key, key, lengths, **words).variant
+
+    assert variant(1, **words) == variant(200, **words)
+    assert variant(1) != variant(200)
+
+
 def test_a_bound_of_lengths_is_rounded_up_so_that_it_changes_rarely(card: Launches) -> None:
     for bound in (33, 40, 64):
         tensors, words = step(5)

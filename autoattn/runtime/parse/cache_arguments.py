@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import DEFAULTS
-from autoattn.core.key_cache import KeyCache
+from autoattn.core.key_cache import INVARIANT_SPLITS, KeyCache
 from autoattn.core.mask import Alignment, Mask
 from autoattn.core.problem import MAX_SIZE, Layout
 from autoattn.errors import TensorError
@@ -35,7 +35,7 @@ FLOAT8 = torch.float8_e4m3fn
 _DEFAULTS: dict[str, Any] = {  # of its other arguments
     **dict.fromkeys(("cu_seqlens_q", "max_seqlen_q", "max_length", "window", "alibi_slopes", "sinks", "scale")),
     **dict.fromkeys(("precision", "numerics")),
-    "causal": False, "softcap": 0.0, "splits": 0,
+    "causal": False, "softcap": 0.0, "splits": 0, "split_length": 0, "deterministic": False,
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class CacheTensors:
 
 def read(
     query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, max_length: int | None,
-    splits: int, **given: Any,
+    splits: int, split_length: int, deterministic: bool, **given: Any,
 ) -> Call:  # fmt: skip
     """The call that the arguments of `autoattn.cached_attention` pose.
 
@@ -100,7 +100,7 @@ def read(
             float8=cache.key.dtype is FLOAT8,
             rows=cache.rows is not None,
             leftpad=cache.leftpad is not None,
-            splits=splits_of(splits),
+            **_cut(splits, split_length, deterministic, packed=packed and max_seqlen_q is None),
         ),
     }
     cached = CachedKeys(
@@ -192,6 +192,27 @@ def splits_of(splits: Any) -> int:
     if isinstance(splits, bool) or not isinstance(splits, int) or splits < 0:
         raise TensorError(f"splits must be a whole number from 0 (the fastest), got {splits!r:.60}; correct it")
     return splits
+
+
+def _cut(splits: Any, split_length: Any, deterministic: Any, *, packed: bool) -> dict[str, int]:
+    """How a sequence may be cut, as facts of a KeyCache.
+
+    Args:
+        packed: whether queries are packed, with no bound of their lengths.
+    """
+    if not isinstance(deterministic, bool):
+        raise TensorError(f"deterministic must be True or False, got {deterministic!r:.60}; correct it")
+    if isinstance(split_length, bool) or not isinstance(split_length, int):
+        raise TensorError(f"split_length must be a whole number of keys, got {split_length!r:.60}; correct it")
+    number = splits_of(splits)
+    if deterministic and packed:
+        raise TensorError(
+            "deterministic must come with max_seqlen_q where queries are packed, got None, which depends on the batch; "
+            "give it"
+        )
+    if deterministic and not number and not split_length:
+        number = INVARIANT_SPLITS
+    return {"splits": number, "split_length": split_length}
 
 
 def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from autoattn.errors import TensorError
 
-_OF_ALL = ("softcap", "scale", "precision", "numerics")  # arguments that both calls have as they are
+# Arguments that both calls have as they are
+_OF_ALL = "softcap", "scale", "precision", "numerics", "splits", "split_length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +35,11 @@ def read(query: Any, key_cache: Any, value_cache: Any, lengths: Any, prefix: Any
     Raises:
         TensorError: the prefix does not fit the cache or the other arguments.
     """
+    if given["deterministic"]:
+        raise TensorError(
+            "deterministic gives each sequence bits of its own, got it with shared_prefix, which reads keys for all of "
+            "them at once; leave one of them out"
+        )
     for name in ("window", "alibi_slopes", "leftpad"):
         if given[name] is not None:
             raise TensorError(
@@ -54,7 +60,7 @@ def read(query: Any, key_cache: Any, value_cache: Any, lengths: Any, prefix: Any
     rest: dict[str, Any] = {**given, "block_table": None if table is None else table[:, prefix // page :]}
     if given["max_length"] is not None:
         rest["max_length"] = max(given["max_length"] - prefix, 1)
-    words = {name: given[name] for name in _OF_ALL} | {"splits": given["splits"], "max_length": prefix}
+    words = {name: given[name] for name in _OF_ALL} | {"max_length": prefix}
     words |= {name: _of_first(given[name]) for name in ("key_scale", "value_scale")}
     if table is not None:
         words["block_table"] = table[:1, : prefix // page]

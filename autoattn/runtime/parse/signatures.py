@@ -58,6 +58,8 @@ class CacheArguments(TypedDict, total=False):
     sinks: Tensor | None
     scale: float | None
     splits: int
+    split_length: int
+    deterministic: bool
     precision: str | None
     numerics: str | None
 
