@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoattn.nn.attention import Attention
     from autoattn.nn.dilated import dilated_attention
     from autoattn.nn.multihead import MultiheadAttention
+    from autoattn.runtime.parse.cache_arguments import CacheTensors
     from autoattn.runtime.plan.explanations import Explanation
     from autoattn.runtime.run.recompute_counter import counting_redone
     from autoattn.runtime.warm_up import warm
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention",
     "AutoattnError",
+    "CacheTensors",
     "Explanation",
     "Mask",
     "MultiheadAttention",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "Attention": "autoattn.nn.attention",
     "AutoattnError": "autoattn.errors",
+    "CacheTensors": "autoattn.runtime.parse.cache_arguments",
     "Explanation": "autoattn.runtime.plan.explanations",
     "Mask": "autoattn.core.mask",
     "MultiheadAttention": "autoattn.nn.multihead",

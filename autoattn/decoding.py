@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from autoattn.runtime.parse.signatures import CacheArguments
 
+# Arguments of an attention behind an append, as the key of the append has them
+_SELDOM = "window", "alibi_slopes", "sinks", "precision", "numerics"
+_WORDS = "causal", "softcap", "scale", "splits", "split_length", "deterministic", "max_seqlen_q", "max_length"
+
 
 def cached_attention(
     query: Tensor,
@@ -312,12 +316,11 @@ def _appended(
     scales = attend["key_scale"], attend["value_scale"]
     given_offsets = lengths, attend["block_table"], attend["cache_rows"], key, value, *scales, cos, sin
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
-    seldom = None
-    if attend["window"] is not None or attend["alibi_slopes"] is not None:
-        seldom = attend["window"], attend["alibi_slopes"]
+    rare = tuple(attend.get(name) for name in _SELDOM)
+    seldom = None if all(argument is None for argument in rare) else rare
     words = (
-        "append", interleaved, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
-        attend["cu_seqlens_q"] is None, attend["causal"], attend["softcap"], attend["scale"], attend["splits"],
+        "append", interleaved, moving, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
+        attend["cu_seqlens_q"] is None, *(attend.get(name) for name in _WORDS),
     )  # fmt: skip
     call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
@@ -329,6 +332,33 @@ def _appended(
     return call.new_append(  # type: ignore[no-any-return]
         call_key, query, cache, key, value, cos, sin, interleaved, moving, rest
     )
+
+
+def append_and_attend(
+    query: Tensor, key: Tensor | None, value: Tensor | None, cache: CacheTensors, *, return_lse: bool = False,
+    **given: Any,
+) -> Answer:  # fmt: skip
+    """Writes new keys and values behind the lengths of a cache, in place, and attends with them.
+
+    Args:
+        query: [batch, seq_q, heads_q, head_dim]
+        key, value: [batch, seq_new, heads_kv, head_dim]
+        cache: its lengths are those before the append.
+        given: the other arguments of `cached_attention`.
+
+    Raises:
+        TensorError: the arguments do not make one call; nothing was written then.
+        ProblemError: a size is not supported; nothing was written then.
+    """
+    scales = cache_arguments.with_scales(cache.key, cache.key_scale, cache.value_scale)
+    attend: dict[str, Any] = {
+        "block_table": cache.block_table, "cache_rows": cache.rows, "leftpad": cache.leftpad, "cu_seqlens_q": None,
+        "key_scale": scales[0], "value_scale": scales[1], **given,
+    }  # fmt: skip
+    query, lengths = _appended(
+        query, cache.key, cache.value, cache.lengths, key, value, (None, None, False, False), attend
+    )
+    return cached_attention(query, cache.key, cache.value, lengths, return_lse=return_lse, **attend)
 
 
 def paged_varlen(

@@ -41,15 +41,25 @@ _DEFAULTS: dict[str, Any] = {  # of its other arguments
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheTensors:
-    """The tensors of a call on a cache, as a caller gives them."""
+    """The tensors of a cache of keys and values: those that `cached_attention` takes, for a module.
 
-    key: Tensor  # [rows, capacity, heads_kv, head_dim] or [pages, page, heads_kv, head_dim]
-    value: Tensor  # the same with a head dim of its own
-    lengths: Tensor  # [batch] int32
-    block_table: Tensor | None = None  # [batch, pages of a sequence] int32
-    rows: Tensor | None = None  # [batch] int32
-    leftpad: Tensor | None = None  # [batch] int32
-    key_scale: Tensor | None = None  # float32 that expands to [batch, heads_kv]; a cache of float8 has both
+    Attributes:
+        key: [rows, capacity, heads_kv, head_dim], or with block_table [pages, page, heads_kv, head_dim]; any strides.
+        value: the same, with a head dim of its own.
+        lengths: [batch] int32: the keys of each sequence.
+        block_table: [batch, pages of a sequence] int32: which pages have its keys.
+        rows: [batch] int32: its row in a contiguous cache; its own number when None.
+        leftpad: [batch] int32: where its keys begin in the row.
+        key_scale, value_scale: float32 that expands to [batch, heads_kv]: what float8 numbers are multiplied by.
+    """
+
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    block_table: Tensor | None = None
+    rows: Tensor | None = None
+    leftpad: Tensor | None = None
+    key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
     @property
