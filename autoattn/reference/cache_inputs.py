@@ -19,7 +19,7 @@ MOST_PAD = 7  # keys of left padding
 
 def held_apart(problem: Problem) -> Problem:
     """The problem whose keys and values are those of a cache's sequences, each in a row of its own."""
-    return replace(problem, cache=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0)
+    return replace(problem, cache=None, key_lengths=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0)
 
 
 def scattered(

@@ -149,7 +149,8 @@ def hides_pairs(problem: Problem) -> bool:
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
     """The same kind of problem, small: two sequences and two key heads, so that every stride counts."""
     group = GROUPS[number % len(GROUPS)]
-    small_problem = replace(problem, heads_q=2 * group, heads_kv=2, mask=_small_mask(problem.mask, number))
+    mask = _small_mask(problem.mask, number)
+    small_problem = replace(problem, heads_q=2 * group, heads_kv=2, mask=mask, key_lengths=None)
     if not problem.packed:
         layout = (Layout.BHSD, Layout.BSHD)[number // len(GROUPS) % 2]
         return replace(small_problem, batch=2, layout=layout, seq_q=seq_q, seq_kv=seq_kv)
