@@ -30,8 +30,8 @@ def tokens(count: int, layout: str = "bshd") -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("words", [{}, {"window": (5, 0), "softcap": 2.0}], ids=str)
 def test_steps_of_generation_give_what_one_call_on_all_tokens_does(layout: str, words: dict[str, Any]) -> None:
-    causal = {} if "window" in words else {"causal": True}
-    module = autoattn.Attention(layout=layout, **words, **causal)
+    facts: dict[str, Any] = words if "window" in words else {"causal": True}
+    module = autoattn.Attention(layout=layout, **facts)
     cache, three = empty_cache(), tokens(11, layout)
     axis = 1 if layout == "bshd" else 2
     outputs = []
