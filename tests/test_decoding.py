@@ -16,6 +16,7 @@ from autoattn.errors import ProblemError, TensorError
 
 BATCH, HEADS_Q, HEADS_KV, HEAD_DIM, PAGE, CAPACITY = 3, 4, 2, 16, 4, 12
 LENGTHS = torch.tensor([0, 5, 11], dtype=torch.int32)
+FLOAT8 = torch.float8_e4m3fn
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -313,11 +314,24 @@ def test_torch_compile_calls_them_between_graphs() -> None:
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 LONG = torch.tensor([12, 0, 0], dtype=torch.int32)
+EIGHT = torch.zeros(10, 4, 2, 16).to(FLOAT8)
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a table that is too short": ({"cache_seqlens": LONG + 1, "k": None, "v": None}, "at most the 12 keys"),
     "a cache that is too small": ({"cache_seqlens": LONG}, "room for the appended keys"),
     "more new keys than a cache holds": ({"k": numbers(3, 13, 2, 16), "v": numbers(3, 13, 2, 16)}, "room for"),
     "pages of mixed dtypes": ({"v_cache": torch.zeros(10, 4, 2, 16).half()}, "the query's dtype"),
+    "float8 values beside keys of another dtype": (
+        {"q": HALF_QUERY, "k_cache": torch.zeros(10, 4, 2, 16).half(), "v_cache": EIGHT},
+        "the key_cache's dtype",
+    ),
+    "new keys of another dtype for a float8 cache": (
+        {"q": HALF_QUERY, "k_cache": EIGHT, "v_cache": EIGHT},
+        "k must have the query's dtype",
+    ),
+    "scales of other heads": (
+        {"q": HALF_QUERY, "k_cache": EIGHT, "v_cache": EIGHT, "k_descale": torch.ones(3, 4)},
+        "key_scale must be float32",
+    ),
     "lengths of another dtype": ({"cache_seqlens": LENGTHS.long()}, "must be int32"),
     "lengths on another device": ({"cache_seqlens": LENGTHS.to("meta")}, "on the query's device"),
     "rotary tables that are too short": (
@@ -357,6 +371,7 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(name: str) -> None:
     assert "\n" not in str(raised.value)
     assert "k_cache" in changes or torch.equal(given["k_cache"], key)
     assert "v_cache" in changes or torch.equal(given["v_cache"], value)
+    assert "v_cache" not in changes or not given["v_cache"].float().any()
 
 
 def test_rows_that_are_named_twice_are_refused_with_an_append() -> None:

@@ -243,8 +243,12 @@ def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> No
             raise TensorError(
                 f"{name} of float8_e4m3fn must have queries of float16 or bfloat16, got {query.dtype}; cast the query"
             )
-        if tensor.dtype != query.dtype and (tensor.dtype is not FLOAT8 or tensor.dtype != cache.key.dtype):
+        if tensor.dtype is not query.dtype and tensor.dtype is not FLOAT8:
             raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
+    if cache.value.dtype is not cache.key.dtype:
+        raise TensorError(
+            f"value_cache must have the key_cache's dtype {cache.key.dtype}, got {cache.value.dtype}; cast one of them"
+        )
     if cache.value.shape[:3] != cache.key.shape[:3]:
         raise TensorError(
             f"value_cache must have the key_cache's first axes {tuple(cache.key.shape[:3])}, got shape "
