@@ -65,6 +65,7 @@ def test_signatures_are_those_of_pytorch_and_flashattention() -> None:
     assert names_of(functional.flash_attn_varlen_func) == [
         *tensors, *((name, NEEDED, False) for name in lengths), *FLASH, ("block_table", None, False),
         ("seqused_k", None, True), ("num_splits", 0, True),
+        ("k_descale", None, True), ("v_descale", None, True),
     ]  # fmt: skip
 
 

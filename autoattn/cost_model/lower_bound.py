@@ -60,7 +60,7 @@ def least_report(problem: Problem, device: Device, params: Mapping[str, Value], 
     else:
         loop[product] = 1
         if product == "HMMA" and block_m >= WARP_ROWS * warps and params["products"] not in BFLOAT16_PARTS:
-            loop["LDSM.M88.4"] = block_n * (depth + depth_v) * problem.dtype.bytes / MATRICES_BYTES
+            loop["LDSM.M88.4"] = block_n * (depth + depth_v) * problem.key_bytes / MATRICES_BYTES
     if int(params["num_stages"]) > 1:
         loop["LDGSTS"] = 1
     return StaticReport(

@@ -15,6 +15,7 @@ from autoattn.codegen.resources import read_yaml
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import MAX_SIZE, SWITCHES, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expressions import language
 from autoattn.expressions.language import SCORE_NAMES
@@ -191,6 +192,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             op=point.get("operation", Op.FORWARD),
             deterministic=point.get("deterministic", False),
             cache=point.get("cache"),
+            key_lengths=point.get("lengths"),
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
@@ -306,6 +308,11 @@ def _cache(key: str, value: object) -> KeyCache:
     return KeyCache.parse(str(value))
 
 
+def _key_lengths(key: str, value: object) -> KeyLengths:
+    """How long the sequences in a cache are."""
+    return KeyLengths.parse(str(value))
+
+
 def _score_mod(key: str, value: object) -> str:
     """An expression, checked here, so that the file's writer learns of a slip before anything is tuned."""
     if not isinstance(value, str):
@@ -336,6 +343,7 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "operation": _operation,
     "deterministic": _deterministic,
     "cache": _cache,
+    "lengths": _key_lengths,
     "score_mod": _score_mod,
     "bias": _bias,
     **dict.fromkeys(SWITCHES, _switch),
