@@ -9,7 +9,7 @@ import jinja2
 
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
-from autoattn.core.kernel_kind import AppendKind, KernelKind
+from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded, pieces
@@ -101,21 +101,18 @@ def append_source(kind: AppendKind) -> Source:
 
 
 @lru_cache(maxsize=64)
-def merge_source(dtype: DType, head_dim: int) -> Source:
-    """The kernel that merges two partial outputs; it reads and writes each number once, and has no search space.
-
-    Args:
-        dtype: of the outputs.
-        head_dim: of a value.
-    """
+def merge_source(kind: MergeKind) -> Source:
+    """The kernel that merges two partial outputs; it reads and writes each number once, and has no search space."""
     variant = Variant.of("triton/merge", {})
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
-        element=ELEMENT[dtype],
-        head_dim=head_dim,
-        width=padded(head_dim),
-        rows=max(1, 1024 // padded(head_dim)),
-        strides=partial(argument_names.typed_strides, offset="i64", strided=True),
+        element=ELEMENT[kind.first],
+        second_element=ELEMENT[kind.second],
+        head_dim=kind.head_dim,
+        width=padded(kind.head_dim),
+        rows=max(1, 1024 // padded(kind.head_dim)),
+        dense=kind.dense,
+        strides=partial(argument_names.typed_strides, offset="i64", strided=not kind.dense),
     )
     return Source(name="merge", text=_folded(text), variant=variant, traits=Traits(alignment=1))
 

@@ -71,3 +71,13 @@ class AppendKind:
     interleaved: bool = False  # pairs are neighbours: (0, 1), (2, 3); else halves of the rotated elements
     tables: DType = DType.FLOAT32  # of cosines and sines
     wide: bool = False  # offsets inside one row of the cache, or a page, can pass 2**31 elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeKind:
+    """All that the text of a kernel that merges two partial outputs depends on."""
+
+    first: DType  # of the first output, and of the merged one
+    second: DType
+    head_dim: int  # of a value
+    dense: bool  # whether rows lie without gaps and begin at multiples of 16 bytes and of 16 elements

@@ -5,14 +5,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from autoattn.codegen.argument_names import strides
+from autoattn.core.kernel_kind import MergeKind
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Kernel
+from autoattn.kernels.forward import DTYPE
 from autoattn.tensors.operands import empty_as
 from autoattn.tensors.partial_outputs import PartialOutputs
 
+DIVISOR = 16  # elements of strides and head dims, and bytes of addresses, of rows that are read 16 bytes at a time
 # The addresses that a bound launch takes, in its order
 POINTERS = "first_ptr", "second_ptr", "output_ptr", "first_lse_ptr", "second_lse_ptr", "lse_ptr"
+
+
+def kind_of(parts: PartialOutputs) -> MergeKind:
+    """The kind of kernel that merges two outputs."""
+    first, second = parts.first, parts.second
+    rows = all(
+        output.stride(3) == 1 and not any(step % DIVISOR for step in output.stride()[:3]) for output in (first, second)
+    )
+    dense = rows and first.shape[3] % DIVISOR == 0 and (first.data_ptr() | second.data_ptr()) % DIVISOR == 0
+    return MergeKind(first=DTYPE[first.dtype], second=DTYPE[second.dtype], head_dim=first.shape[3], dense=dense)
 
 
 def launch(kernel: Kernel, parts: PartialOutputs) -> tuple[Tensor, Tensor]:
@@ -20,6 +33,11 @@ def launch(kernel: Kernel, parts: PartialOutputs) -> tuple[Tensor, Tensor]:
     output, lse = outputs(parts)
     kernel.launch(_grid(kernel, parts), _arguments(parts, output, lse))
     return output, lse
+
+
+def launch_in_place(kernel: Kernel, parts: PartialOutputs) -> None:
+    """The same, over the first output and its LSE."""
+    kernel.launch(_grid(kernel, parts), _arguments(parts, parts.first, parts.first_lse))
 
 
 def bind(kernel: Kernel, parts: PartialOutputs) -> Bound:

@@ -12,7 +12,6 @@ from torch import Tensor
 from autoattn.codegen import render
 from autoattn.kernels import merge as merge_kernel
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.forward import DTYPE
 from autoattn.reference import merge_formula
 from autoattn.runtime import call_cache, loaded_kernels
 from autoattn.runtime.call_cache import Key
@@ -59,7 +58,7 @@ def merge(call_key: Key | None, parts: PartialOutputs) -> tuple[Tensor, Tensor]:
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if learns or planner.why_not_on(parts.first.device) is not None or parts.first.dtype is torch.float64:
         return merge_formula.merge(parts)
-    source = render.merge_source(DTYPE[parts.first.dtype], parts.first.shape[3])
+    source = render.merge_source(merge_kernel.kind_of(parts))
     kernel = loaded_kernels.find(source, parts.first.device.index, "a merge")
     output, lse = merge_kernel.launch(kernel, parts)
     if call_key is not None:
