@@ -1,0 +1,1 @@
+"""One attention over the ranks of a process group: context parallelism."""
