@@ -9,7 +9,7 @@ import jinja2
 
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
-from autoattn.core.kernel_kind import AppendKind, KernelKind
+from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded, pieces
@@ -96,6 +96,25 @@ def append_source(kind: AppendKind) -> Source:
         )
     )
     return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
+
+
+@lru_cache(maxsize=64)
+def merge_source(kind: MergeKind) -> Source:
+    """The kernel that merges partial outputs; it has no search space, since memory alone decides its time."""
+    variant, width = Variant.of("triton/merge", {}), padded(kind.head_dim)
+    text = (
+        _environment()
+        .get_template(f"{variant.template}.py.j2")
+        .render(
+            total_element=ELEMENT[kind.total],
+            element=ELEMENT[kind.dtype],
+            head_dim=kind.head_dim,
+            width=width,
+            rows=max(4096 // width, 8),
+            aligned=kind.head_dim % 16 == 0,
+        )
+    )
+    return Source(name="merge", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=False))
 
 
 def forget() -> None:

@@ -53,6 +53,15 @@ def shares_kernels(problem: Problem, other: Problem) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MergeKind:
+    """What the text of a kernel serves that merges outputs of the same queries on different keys."""
+
+    total: DType  # of the running output
+    dtype: DType  # of the one that is merged into it
+    head_dim: int  # of the values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppendKind:
     """What the text of a kernel serves that appends keys and values to a cache."""
 

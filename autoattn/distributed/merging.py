@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from autoattn.codegen import render
 from autoattn.distributed.rectangles import Span
+from autoattn.kernels import merge as merge_kernel
+from autoattn.runtime.plan import planner
 
 
 class MergedOutput:
@@ -61,12 +64,25 @@ class MergedOutput:
 
 
 def merge(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Writes output and LSE of all keys of two calls over those of the first.
+    """Writes output and LSE of all keys of two calls over those of the first: by a kernel on a GPU.
 
     Args:
         total, output: [..., seq, heads, head_dim]
         total_lse, lse: [..., heads, seq]; where both are -inf, the total stays.
     """
+    if 0 in total.shape:
+        return
+    kind = merge_kernel.kind_of(total, output)
+    if total.device.type == "cuda" and kind is not None and planner.why_not_on(total.device) is None:
+        kernel = planner.load_once(render.merge_source(kind), total.device.index)
+        tensors = (total, total_lse, output, lse)
+        merge_kernel.launch(kernel, *(tensor if total.dim() == 4 else tensor[None] for tensor in tensors))
+    else:
+        merge_by_formula(total, total_lse, output, lse)
+
+
+def merge_by_formula(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tensor) -> None:
+    """The same in plain PyTorch."""
     both = torch.logaddexp(total_lse, lse)
     weight = torch.exp(lse - both).nan_to_num(nan=0.0).transpose(-1, -2)[..., None]
     total.copy_(torch.lerp(total.to(lse.dtype), output.to(lse.dtype), weight))
