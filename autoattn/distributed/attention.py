@@ -41,7 +41,7 @@ def context_attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_attention(
     query: Tensor,
     key: Tensor,
@@ -136,13 +136,11 @@ def _alone(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The plain call, of a group with one rank."""
     if cu_seqlens is None:
-        answer: Tensor | tuple[Tensor, Tensor] = functional.attention(query, key, value, layout=layout, **given)
-        return answer
+        return functional.attention(query, key, value, layout=layout, **given)
     offsets = shards.offsets_of(cu_seqlens)
     tensor = offset_tensors.of_numbers(offsets, query.device)
     longest = max(end - begin for begin, end in pairwise(offsets))
-    answer = functional.packed_attention(query, key, value, tensor, tensor, longest, longest, **given)
-    return answer
+    return functional.packed_attention(query, key, value, tensor, tensor, longest, longest, **given)
 
 
 def _read(
@@ -157,7 +155,7 @@ def _read(
     sharding, method, layout = choices
     order = arguments.layout_of(layout) if cu_seqlens is None else Layout.PACKED
     three = arguments.autocast(query, key, value)
-    _check_tensors(*three, order)
+    _check_tensors(three[0], three[1], three[2], order)
     if order is Layout.BHSD:
         three = tuple(tensor.transpose(1, 2) for tensor in three)
     axis = 0 if order is Layout.PACKED else 1
@@ -205,7 +203,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, order: Layout) -> 
     if query.dtype is torch.float8_e4m3fn:
         raise TensorError("context_attention takes no float8_e4m3fn, got it; cast query, key and value to bfloat16")
     if 0 in (query.shape[0], query.shape[names.index("heads")]) and order is not Layout.PACKED:
-        raise TensorError(f"a call over ranks needs a sequence and a head, got shape {tuple(query.shape)}; leave it out")
+        raise TensorError(f"a call over ranks must have a sequence and a head, got {tuple(query.shape)}; leave it out")
 
 
 def _split(tokens: int, ranks: Ranks, sharding: str, cu_seqlens: Any, seq_len: int | None) -> Split:
@@ -213,7 +211,7 @@ def _split(tokens: int, ranks: Ranks, sharding: str, cu_seqlens: Any, seq_len: i
     if cu_seqlens is not None:
         total = shards.offsets_of(cu_seqlens)[-1]
         if seq_len is not None:
-            raise UsageError(f"cu_seqlens says the tokens of all ranks, got seq_len={seq_len!r} beside it; leave it out")
+            raise UsageError(f"seq_len must not be given with cu_seqlens, got {seq_len!r}; leave it out")
     else:
         total = ranks.size * tokens if seq_len is None else arguments.length_of("seq_len", seq_len)
     split = shards.split_of(ranks, sharding, cu_seqlens, total)

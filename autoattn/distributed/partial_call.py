@@ -111,10 +111,10 @@ def differentiate(
     if not _choices.takes(tensors, words, learns=True):
         return _by_formula(three, window, terms, packing, answer, pulls)
     learns = [True] * 3 + [name == "alibi_slopes" and terms.learns_slopes for name in _LEARNING[3:]]
-    gradients = torch.ops.autoattn.attention_backward.default(
+    query, key, value, *slopes = torch.ops.autoattn.attention_backward.default(
         *pulls, answer[0], answer[1].contiguous(), *tensors, learns=learns, **words
     )
-    return Gradients(*gradients[:3], gradients[3] if terms.learns_slopes else None)
+    return Gradients(query, key, value, slopes[0] if slopes else None)
 
 
 def _posed(
@@ -149,9 +149,11 @@ def _by_function(
         "sinks": sinks, "alibi_slopes": slopes,
     }  # fmt: skip
     if packing is None:
-        return functional.attention(*three, layout=Layout.BSHD.value, return_lse=True, **words)
+        answer: tuple[Tensor, Tensor] = functional.attention(*three, layout=Layout.BSHD.value, return_lse=True, **words)
+        return answer
     lengths = packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv
-    return functional.packed_attention(*three, *lengths, return_lse=True, **words)
+    answer = functional.packed_attention(*three, *lengths, return_lse=True, **words)
+    return answer[0], answer[1]
 
 
 def _by_formula(

@@ -100,7 +100,7 @@ class _ContextAttention(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, pull: Tensor | None, pull_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, slopes, output, lse = ctx.saved_tensors
         terms, ranks, plan = ctx.given
@@ -208,9 +208,7 @@ def _narrowed(tensor: Tensor, span: Span, axis: int) -> Tensor:
     return tensor.narrow(axis, span[0], span[1] - span[0])
 
 
-def _sinks_gradient(
-    sinks: Tensor, answer: tuple[Tensor, Tensor], pulls: tuple[Tensor, Tensor | None]
-) -> Tensor:
+def _sinks_gradient(sinks: Tensor, answer: tuple[Tensor, Tensor], pulls: tuple[Tensor, Tensor | None]) -> Tensor:
     """The share of the rank's queries in the gradient of the sinks, [heads_q]."""
     (output, lse), (pull, pull_lse) = answer, pulls
     moved = -(output.to(lse.dtype) * pull).sum(-1).transpose(-1, -2)  # [..., heads, seq]

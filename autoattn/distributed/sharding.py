@@ -18,7 +18,7 @@ class Sharding(str, Enum):
     The sizes of what two ranks hold differ by at most one token, whatever the lengths of the documents.
     """
 
-    ZIGZAG = "zigzag"  # 2 * ranks chunks; rank r holds chunks r and 2 * ranks - 1 - r: as much of a causal mask as others
+    ZIGZAG = "zigzag"  # 2 * ranks chunks, of which rank r holds r and 2 * ranks - 1 - r: equal shares of a causal mask
     CONTIGUOUS = "contiguous"  # one chunk a rank
     STRIPE = "stripe"  # every ranks-th token
 
@@ -64,9 +64,7 @@ def layout(offsets: tuple[int, ...], ranks: int, sharding: Sharding) -> tuple[tu
         turns = [(rank - begin) % ranks for rank in range(ranks)]
         for rank, start, length, step in _DIVISIONS[sharding](end - begin, turns):
             if length:
-                held[rank].append(
-                    Piece(document=document, begin=ends[rank], start=start, length=length, step=step)
-                )
+                held[rank].append(Piece(document=document, begin=ends[rank], start=start, length=length, step=step))
                 ends[rank] += length
     return tuple(map(tuple, held))
 
@@ -89,8 +87,7 @@ def _contiguous(length: int, turns: list[int]) -> list[tuple[int, int, int, int]
     base, rest = divmod(length, len(turns))
     sizes = [base + (turn < rest) for turn in turns]
     return [
-        (rank, start, size, 1)
-        for rank, (start, size) in enumerate(zip(accumulate([0, *sizes]), sizes, strict=False))
+        (rank, start, size, 1) for rank, (start, size) in enumerate(zip(accumulate([0, *sizes]), sizes, strict=False))
     ]
 
 

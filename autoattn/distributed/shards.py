@@ -156,7 +156,7 @@ class _Unshard(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, pull: Tensor) -> tuple[Tensor | None, ...]:
         split, ranks = ctx.given
         pull = pull.contiguous().clone()

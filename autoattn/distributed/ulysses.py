@@ -44,22 +44,24 @@ def attend(
     """
     packed = query.dim() == 3
     copies = max(ranks.size // key.shape[-2], 1)
-    three = [query, *(_repeated(tensor, copies) for tensor in (key, value))]
-    whole = [_Heads.apply(tensor[None] if packed else tensor, split, ranks) for tensor in three]
+    given = [query, *(_repeated(tensor, copies) for tensor in (key, value))]
+    whole: list[Any] = [_Heads.apply(tensor[None] if packed else tensor, split, ranks) for tensor in given]
     heads = whole[0].shape[2]
     own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
     words |= {
         "sinks": None if sinks is None else sinks[own],
         "alibi_slopes": None if alibi_slopes is None else alibi_slopes[..., own],
-        "return_lse": True,
     }
     if packed:
         offsets = _offsets(split, query.device)
         longest = max((end - begin for begin, end in zip(split.offsets, split.offsets[1:], strict=False)), default=0)
-        made = functional.packed_attention(*(each[0] for each in whole), offsets, offsets, longest, longest, **words)
+        query, key, value = (each[0] for each in whole)
+        made = functional.packed_attention(
+            query, key, value, offsets, offsets, longest, longest, return_lse=True, **words
+        )
         output, lse = made[0][None], made[1][None]
     else:
-        output, lse = functional.attention(*whole, layout="bshd", **words)
+        output, lse = functional.attention(*whole, layout="bshd", return_lse=True, **words)
     output = _Tokens.apply(output, split, ranks)
     lse = _Tokens.apply(lse.transpose(1, 2)[..., None], split, ranks)[..., 0].transpose(1, 2)
     return (output[0], lse[0]) if packed else (output, lse)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.problem import Layout
-from autoattn.runtime.torch_op import attention_schema
 from autoattn.runtime.torch_op import attention_op_backward as attention_op_backward  # registers the backward pass
+from autoattn.runtime.torch_op import attention_schema
 from autoattn.runtime.torch_op.kernel_choices import KernelChoices
 
 NAME = "autoattn"
