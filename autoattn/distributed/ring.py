@@ -136,7 +136,7 @@ def _backward(
     query, *own = three
     axis = plan.axis
     query_sum, *own_sums = (Sum(tensor.shape, axis) for tensor in three)
-    slopes_grad: Tensor | None = None
+    slopes_grad = torch.zeros_like(terms.slopes) if terms.slopes is not None and terms.learns_slopes else None
     returning: tuple[int, Return] | None = None
     for number, keys in enumerate(_arrivals(own, ranks, plan)):
         key_sums = [Sum(tensor.shape, axis) for tensor in keys]
@@ -153,8 +153,8 @@ def _backward(
             query_sum.add(made.query, call.queries)
             key_sums[0].add(made.key, call.keys)
             key_sums[1].add(made.value, call.keys)
-            if made.slopes is not None:
-                slopes_grad = made.slopes if slopes_grad is None else slopes_grad + made.slopes
+            if slopes_grad is not None and made.slopes is not None:
+                slopes_grad = slopes_grad + made.slopes
         gradients = [total.result(tensor) for total, tensor in zip(key_sums, keys, strict=True)]
         begun = Return(ranks, plan.schedule.hops[number], plan.indices[number], gradients, own, axis)
         if returning is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoattn
 from autoattn import distributed
 from autoattn.distributed.sharding import Sharding
+from autoattn.errors import UsageError
 
 METHODS = ("ring", "allgather", "ulysses", "auto")
 TOLERANCE = 1e-9
@@ -111,7 +114,12 @@ class ContextCall:
         offsets = torch.tensor(self.divided["cu_seqlens"], dtype=torch.int32)
         total = int(offsets[-1])
         return autoattn.packed_attention(
-            **tensors, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=total, max_seqlen_kv=total, **self.words
+            **tensors,
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=total,
+            max_seqlen_kv=total,
+            **self.words,
         )
 
     def faults(self, group: dist.ProcessGroup) -> list[str]:
@@ -148,18 +156,19 @@ class ContextCall:
         """Output, LSE, and gradients by name for weights that are random functions of the place."""
         leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
         output, lse = attend(leaves)
-        axis = self.axis
-        weights = [_weights(tuple(self._sizes(each, at)), self.seed) for each, at in ((output, axis), (lse, lse.dim() - 1))]
+        axis, last = self.axis, lse.dim() - 1
+        weights = [_weights(self._sizes(each, at), self.seed) for each, at in ((output, axis), (lse, last))]
         loss = (output * own(weights[0], axis)).sum()
         if self.lse_gradient:
-            loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * own(weights[1], lse.dim() - 1)).sum()
+            loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * own(weights[1], last)).sum()
         gradients = torch.autograd.grad(loss, list(leaves.values()))
         return output.detach(), lse.detach(), {n: g.clone() for n, g in zip(leaves, gradients, strict=True)}
 
-    def _sizes(self, tensor: Tensor, axis: int) -> list[int]:
+    def _sizes(self, tensor: Tensor, axis: int) -> tuple[int, ...]:
+        """Of such a tensor of all tokens."""
         sizes = list(tensor.shape)
         sizes[axis] = self.tokens if self.documents is None else sum(self.documents)
-        return sizes
+        return tuple(sizes)
 
 
 def _weights(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -169,3 +178,96 @@ def _weights(shape: tuple[int, ...], seed: int) -> Tensor:
 def faults(group: dist.ProcessGroup, calls: list[ContextCall]) -> list[str]:
     """What is wrong on this rank of calls over the group."""
     return [fault for call in calls for fault in call.faults(group)]
+
+
+# --- What a rank refuses ----------------------------------------------------------------------------------------------
+
+
+def refusal(group: dist.ProcessGroup, shapes: dict[int, tuple[int, ...]], words: dict[str, Any]) -> str:
+    """The error of a call of random tensors, with its class; "" where there is none.
+
+    Args:
+        shapes: of query, key and value alike on each rank.
+    """
+    tensors = [torch.randn(shapes[dist.get_rank(group)]) for _ in range(3)]
+    words = {name: torch.ones(2) if given == "tensor" else given for name, given in words.items()}
+    try:
+        distributed.context_attention(*tensors, **{"group": group, **words})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def plain(group: dist.ProcessGroup) -> bool:
+    """Whether a group of one rank gives the plain call's bits, packed and not."""
+    query, key, value = torch.randn(3, 1, 2, 9, 8)
+    dense = distributed.context_attention(query, key, value, group=group, causal=True)
+    packed = distributed.context_attention(
+        *(each[0].transpose(0, 1) for each in (query, key, value)),
+        group=group,
+        cu_seqlens=[0, 4, 9],
+        causal=True,
+        method="ulysses",
+    )
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    alone = autoattn.packed_attention(
+        *(each[0].transpose(0, 1) for each in (query, key, value)), offsets, offsets, 5, 5, causal=True
+    )
+    return torch.equal(dense, autoattn.attention(query, key, value, causal=True)) and torch.equal(packed, alone)
+
+
+def divided(group: dist.ProcessGroup) -> list[str]:
+    """What is wrong of tensors that are divided and put together again."""
+    wrong = []
+    for sharding in Sharding:
+        for words, length in (({}, 13), ({"cu_seqlens": [0, 5, 5, 13]}, 13), ({}, 1), ({}, 0)):
+            whole = torch.arange(2.0 * length).view(2, length).requires_grad_()
+            part = distributed.shard(whole, 1, group, sharding, **words)
+            again = distributed.unshard(part, -1, group, sharding, **words)
+            positions = distributed.position_ids(length, group, sharding, **words)
+            begins = 0 if not words else 5 * (part[0].long() >= 5)
+            (gradient,) = torch.autograd.grad((again * again.detach()).sum(), whole)
+            expected = torch.zeros_like(whole).index_fill(1, part[0].long(), float(dist.get_world_size(group)))
+            right = torch.equal(again, whole) and torch.equal(positions, part[0].long() - begins)
+            if not right or not torch.equal(gradient, expected * whole):
+                wrong.append(f"{sharding.value} of {length} tokens with {words}")
+    return wrong
+
+
+def by_mesh(group: dist.ProcessGroup) -> str:
+    """The error of a mesh with two axes, where one of a single axis gives what the group gives."""
+    size = dist.get_world_size(group)
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "context"))
+    query, key, value = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank(group)))
+    inner = mesh["context"]
+    outputs = [distributed.context_attention(query, key, value, group=each) for each in (inner, inner.get_group())]
+    assert torch.equal(*outputs)
+    try:
+        distributed.context_attention(query, key, value, group=mesh)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def after_a_death(group: dist.ProcessGroup, dies: int) -> str:
+    """The error of a call that was made before, after a rank has ended."""
+    assert refusal(group, dict.fromkeys(range(2), (1, 1, 2, 4)), {}) == ""
+    if dist.get_rank(group) == dies:
+        os._exit(1)
+    return refusal(group, dict.fromkeys(range(2), (1, 1, 2, 4)), {})
+
+
+def by_pytorchs_ring(group: dist.ProcessGroup) -> float:
+    """The largest difference of PyTorch's ring over autoattn's operator to one process's call."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    whole = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, ...]:
+        mask = "causal" if is_causal else "full"
+        return torch.ops.autoattn.attention(query, key, value, mask=mask, return_lse=True)
+
+    query, key, value = (distributed.shard(tensor, 2, group) for tensor in whole)
+    output, *_ = _attention._templated_ring_attention(group, 2, attend, query, key, value, is_causal=True)
+    expected = distributed.shard(autoattn.attention(*whole, causal=True), 2, group)
+    return (output - expected).abs().max().item()
