@@ -1,6 +1,8 @@
 """Measures attention over the GPUs of one host, beside PyTorch's own ring and all-gather.
 
-python benchmarks/context_parallel.py [--ranks 2] [--tokens 8192,16384] [--rows causal,packed,window] [--write]
+python benchmarks/context_parallel.py [--ranks 2] [--tokens 8192,16384] [--rows causal,packed,window] [--simulate]
+    [--write]
+python benchmarks/context_parallel.py --short [--ranks 1]    the published sizes of a ring over one rank and more
 
 Without torchrun, the script starts a process for each rank. Efficiency is that of ring-flash-attention's README: calls
 of one rank on its own tokens a second, over calls of all ranks a second times their number, since N ranks have N * N
@@ -11,6 +13,7 @@ of a call on them alone. The simulation computes the same hops from the times of
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket
 import statistics
@@ -330,6 +333,29 @@ def table(bench: Bench, rows: Iterable[Row], *, simulates: bool) -> Iterable[str
         yield from simulation(bench, simulations, speed)
 
 
+SHORT_DIM = 64  # the published table does not say it
+
+
+def short_table(bench: Bench) -> Iterable[str]:
+    """Forward passes in float32 without a mask, by the sizes of a published ring (ring_v2_collective)."""
+    yield "| implementation | ranks | batch | seq len | heads | time (ms) | memory (MB) | throughput (tok/s) |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for batch, seq, heads in itertools.product((1, 2), (512, 1024), (8, 16)):
+        shape = batch, heads, seq // bench.size, SHORT_DIM
+        query, key, value = (torch.randn(shape, device=bench.device) for _ in range(3))
+
+        def call() -> Tensor:
+            return distributed.context_attention(query, key, value, group=bench.group)  # noqa: B023 - called here
+
+        with torch.no_grad():
+            seconds = bench.slowest(call)
+            torch.cuda.reset_peak_memory_stats()
+            call()
+        memory = torch.cuda.max_memory_allocated() / 2**20
+        sizes = f"{bench.size} | {batch} | {seq} | {heads}"
+        yield f"| context_attention, ring | {sizes} | {seconds * 1e3:.3f} | {memory:.2f} | {batch * seq / seconds:.0f} |"
+
+
 def simulation(bench: Bench, measured_rows: Iterable[tuple[Any, ...]], speed: tuple[float, float]) -> Iterable[str]:
     """Efficiency of autoattn's ring, or of its all-gather for windows, by the number of ranks."""
     yield "| row | tokens a rank | passes | " + " | ".join(map(str, SIMULATED)) + " | error at this number |"
@@ -351,7 +377,7 @@ def run(rank: int, size: int, given: argparse.Namespace) -> None:
     mesh = init_device_mesh("cuda", (size,))
     bench = Bench(group=mesh.get_group(), mesh=mesh, rank=rank, size=size, device=device)
     rows = [Row(name=name, tokens=int(tokens)) for name in given.rows.split(",") for tokens in given.tokens.split(",")]
-    lines = table(bench, rows, simulates=given.simulate)
+    lines = short_table(bench) if given.short else table(bench, rows, simulates=given.simulate)
     if rank == 0:
         card = torch.cuda.get_device_name(device)
         print(f"{size} x {card}, PyTorch {torch.__version__}, {HEADS}/{HEADS_KV} heads, D{HEAD_DIM}, bfloat16\n")
@@ -370,6 +396,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=0, help="processes to start; all GPUs when 0")
     parser.add_argument("--tokens", default="8192,32768", help="of a rank")
     parser.add_argument("--rows", default="causal,packed,window", help="kinds of attention")
+    parser.add_argument("--short", action="store_true", help="short sequences in float32 instead")
     parser.add_argument("--simulate", action="store_true", help="simulate other numbers of ranks")
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results")
     given = parser.parse_args()
