@@ -16,107 +16,24 @@ import argparse
 import itertools
 import os
 import socket
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from context_simulation import link, simulation
 from kept import keep, told
+from rank_timing import DTYPE, HEAD_DIM, HEADS, HEADS_KV, Bench, Call, Row
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoattn
 from autoattn import distributed
-from autoattn.distributed import partial_call, schedule
-from autoattn.distributed.partial_call import Terms
-from autoattn.distributed.rectangles import Reach, Rectangle
-from autoattn.distributed.schedule import Hop, Method, Split
+from autoattn.distributed.schedule import Split
 from autoattn.distributed.sharding import Sharding
-
-HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
-DTYPE = torch.bfloat16
-DOCUMENTS = (0.05, 0.4, 0.02, 0.2, 0.08, 0.25)  # shares of a packed sequence
-WINDOW = (4096, 0)
-SIMULATED = (2, 4, 8, 16, 32, 64)
-REPEATS = 7
-Call = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One kind of attention on so many tokens a rank."""
-
-    name: str
-    tokens: int  # of a rank
-
-    def offsets(self, ranks: int) -> list[int]:
-        """Where documents begin and the last ends, among the tokens of all ranks."""
-        if self.name != "packed":
-            return [0, self.tokens * ranks]
-        lengths = [int(share * self.tokens) * ranks for share in DOCUMENTS[:-1]]
-        return list(accumulate([0, *lengths, self.tokens * ranks - sum(lengths)]))
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Arguments of the call."""
-        return {"window": WINDOW} if self.name == "window" else {"causal": True}
-
-
-@dataclass(slots=True)
-class Bench:
-    """This process among the ranks."""
-
-    group: dist.ProcessGroup
-    mesh: DeviceMesh
-    rank: int
-    size: int
-    device: torch.device
-    call_times: dict[Any, float] = field(default_factory=dict)  # of single calls, in seconds
-
-    def slowest(self, call: Call) -> float:
-        """Seconds of a call, the median of the slowest rank's."""
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(REPEATS):
-            dist.barrier(self.group)
-            times.append(self._timed(call))
-        longest = torch.tensor([statistics.median(times)], device=self.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
-        return longest.item()
-
-    def alone(self, call: Call) -> float:
-        """Seconds of a call that no other rank takes part in."""
-        for _ in range(3):
-            call()
-        return statistics.median(self._timed(call) for _ in range(REPEATS))
-
-    def _timed(self, call: Call, count: int = 3) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3 / count
-
-    def tensors(self, tokens: int, *, learns: bool, packed: bool) -> list[Tensor]:
-        """Query, key, value and the output's gradient, [batch, seq, heads, head_dim] or [tokens, heads, head_dim]."""
-        torch.manual_seed(self.rank)
-        shapes = [(tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
-        made = [torch.randn(shape if packed else (1, *shape), device=self.device, dtype=DTYPE) for shape in shapes]
-        return [*(tensor.requires_grad_(learns) for tensor in made[:3]), made[3]]
-
-    def sinks(self, row: Row) -> dict[str, Tensor]:
-        """Of rows that have some."""
-        return {"sinks": torch.zeros(HEADS, device=self.device)} if row.name == "window" else {}
 
 
 def stepped(attend: Callable[[], Tensor], learners: Sequence[Tensor], pull: Tensor, *, learns: bool) -> Call:
@@ -179,109 +96,6 @@ def by_pytorch(bench: Bench, row: Row, *, rotation: str, backend: SDPBackend, he
             )
 
         return bench.slowest(stepped(attend, learners, pull, learns=learns))
-
-
-# --- Simulation -------------------------------------------------------------------------------------------------------
-
-
-def link(bench: Bench) -> tuple[float, float]:
-    """Bytes a second that a rank sends and receives at once, and the seconds of a small exchange."""
-    if bench.size == 1:
-        return 300e9, 20e-6  # NVLink of an H100 or H200, beside computation
-
-    def exchange(count: int) -> float:
-        sent, received = (torch.zeros(count, dtype=torch.uint8, device=bench.device) for _ in range(2))
-        after, before = (bench.rank + 1) % bench.size, (bench.rank - 1) % bench.size
-
-        def call() -> None:
-            operations = [
-                dist.P2POp(dist.isend, sent, group=bench.group, group_peer=after),
-                dist.P2POp(dist.irecv, received, group=bench.group, group_peer=before),
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-        return bench.slowest(call)
-
-    large = 2**26
-    latency = exchange(1024)
-    return large / max(exchange(large) - latency, 1e-9), latency
-
-
-def call_time(bench: Bench, call: tuple[Rectangle, ...], *, packed: bool, learns: bool) -> float:
-    """Seconds of one partial call, both passes or the forward one; measured once for each size."""
-    last = call[-1]
-    sizes = tuple(
-        (each.queries[1] - each.queries[0], each.keys[1] - each.keys[0]) for each in (call if packed else [last])
-    )
-    key = sizes, last.window, packed, learns
-    if key not in bench.call_times:
-        queries, keys = (sum(size[axis] for size in sizes) for axis in (0, 1))
-        query, _, _, pull = bench.tensors(queries, learns=False, packed=packed)
-        _, *pair, _ = bench.tensors(keys, learns=False, packed=packed)
-        terms = Terms(scale=None, softcap=0.0, deterministic=False, learns=learns)
-        packing = partial_call.Packing.of(list(_moved(sizes)), bench.device) if packed else None
-        given = (query, pair[0], pair[1]), last.window, terms, packing
-
-        def run() -> None:
-            made = partial_call.attend(*given, None)
-            if learns:
-                partial_call.differentiate(*given, made, (pull, None))
-
-        bench.call_times[key] = bench.alone(run)
-    return bench.call_times[key]
-
-
-def _moved(sizes: Iterable[tuple[int, int]]) -> Iterable[Rectangle]:
-    queries = keys = 0
-    for size_q, size_kv in sizes:
-        yield Rectangle(queries=(queries, queries + size_q), keys=(keys, keys + size_kv))
-        queries, keys = queries + size_q, keys + size_kv
-
-
-def simulated(bench: Bench, row: Row, ranks: int, speed: tuple[float, float], *, learns: bool) -> float:
-    """Seconds of the slowest of so many ranks: a hop's keys come beside the computation of the hop before."""
-    split = Split(offsets=tuple(row.offsets(ranks)), ranks=ranks, sharding=Sharding.ZIGZAG)
-    reach = Reach(left=WINDOW[0], right=0) if row.name == "window" else Reach(right=0)
-    method = Method.ALLGATHER if row.name == "window" else Method.RING
-    times = []
-    for rank in {0, ranks // 2, ranks - 1}:
-        plan = schedule.plan(split, rank, reach, method)
-        seconds = computing = 0.0
-        for number, hop in enumerate(plan.hops):
-            coming = _traffic(hop, rank, speed) * (2 if learns else 1)
-            seconds += max(coming - computing, 0.0)
-            computing = _computing(bench, hop, packed=row.name == "packed", learns=learns, merges=number > 0)
-            seconds += computing
-        returning = _traffic(plan.hops[-1], rank, speed) if learns and plan.hops else 0.0
-        times.append(seconds + returning)
-    return max(times)
-
-
-def _computing(bench: Bench, hop: Hop, *, packed: bool, learns: bool, merges: bool) -> float:
-    seconds = 0.0
-    for call in hop.calls:
-        calls: Iterable[tuple[Rectangle, ...]] = [call] if packed else [(each,) for each in call]
-        for each in calls:
-            seconds += call_time(bench, each, packed=packed, learns=learns)
-            if merges:  # a float32 total is read and written, for outputs and for gradients of queries
-                rows = sum(rectangle.queries[1] - rectangle.queries[0] for rectangle in each)
-                seconds += rows * HEADS * HEAD_DIM * 10 * (2 if learns else 1) / memory_speed(bench)
-    return seconds
-
-
-def _traffic(hop: Hop, rank: int, speed: tuple[float, float]) -> float:
-    tokens = sum(source.length for source in hop.sources if source.rank != rank)
-    rate, latency = speed
-    return tokens * HEADS_KV * HEAD_DIM * 2 * 2 / rate + latency if tokens else 0.0
-
-
-def memory_speed(bench: Bench) -> float:
-    """Bytes a second of a copy in the card's memory."""
-    if "memory" not in bench.call_times:
-        numbers = torch.zeros(2**27, device=bench.device)
-        bench.call_times["memory"] = 2 * numbers.nbytes / bench.alone(lambda: numbers.add_(1.0))
-    return bench.call_times["memory"]
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -352,21 +166,8 @@ def short_table(bench: Bench) -> Iterable[str]:
             torch.cuda.reset_peak_memory_stats()
             call()
         memory = torch.cuda.max_memory_allocated() / 2**20
-        sizes = f"{bench.size} | {batch} | {seq} | {heads}"
-        yield f"| context_attention, ring | {sizes} | {seconds * 1e3:.3f} | {memory:.2f} | {batch * seq / seconds:.0f} |"
-
-
-def simulation(bench: Bench, measured_rows: Iterable[tuple[Any, ...]], speed: tuple[float, float]) -> Iterable[str]:
-    """Efficiency of autoattn's ring, or of its all-gather for windows, by the number of ranks."""
-    yield "| row | tokens a rank | passes | " + " | ".join(map(str, SIMULATED)) + " | error at this number |"
-    yield "|---" * (len(SIMULATED) + 4) + "|"
-    for row, passes, learns, alone, own in measured_rows:
-        shares = []
-        for ranks in SIMULATED:
-            ideal = alone if row.name == "window" else alone * ranks
-            shares.append(f"{ideal / simulated(bench, row, ranks, speed, learns=learns):.1%}")
-        error = f"{simulated(bench, row, bench.size, speed, learns=learns) / own - 1:+.1%}"
-        yield f"| {row.name} | {row.tokens} | {passes} | " + " | ".join([*shares, error]) + " |"
+        numbers = f"{seconds * 1e3:.3f} | {memory:.2f} | {batch * seq / seconds:.0f}"
+        yield f"| context_attention, ring | {bench.size} | {batch} | {seq} | {heads} | {numbers} |"
 
 
 def run(rank: int, size: int, given: argparse.Namespace) -> None:
