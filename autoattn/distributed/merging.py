@@ -90,11 +90,15 @@ def merge_by_formula(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tens
 
 
 class Sum:
-    """A sum of gradients of some tokens each, in float32 (float64 for float64), in the order of its additions."""
+    """A sum of gradients of some tokens each, in the order of its additions.
 
-    def __init__(self, shape: torch.Size, axis: int) -> None:
+    It is kept in float32 (float64 for float64) if it is wide; else each token has two summands at most, whose sum is
+    rounded once.
+    """
+
+    def __init__(self, shape: torch.Size, axis: int, *, wide: bool) -> None:
         """Of a tensor with the tokens on an axis."""
-        self._shape, self._axis = shape, axis
+        self._shape, self._axis, self._wide = shape, axis, wide
         self._whole: Tensor | None = None  # the only summand as it came, as long as there is no other
         self._total: Tensor | None = None
 
@@ -108,7 +112,8 @@ class Sum:
 
     def add_at(self, summand: Tensor, index: Tensor) -> None:
         """The same for tokens of any places."""
-        self._started(summand).index_add_(self._axis, index, summand.to(self._started(summand).dtype))
+        total = self._started(summand)
+        total.index_add_(self._axis, index, summand.to(total.dtype))
 
     def result(self, like: Tensor) -> Tensor:
         """The sum in the dtype of `like`; 0 without summands."""
@@ -118,8 +123,9 @@ class Sum:
 
     def _started(self, summand: Tensor) -> Tensor:
         if self._total is None:
-            kind = torch.promote_types(summand.dtype, torch.float32)
-            zeros = torch.zeros(self._shape, dtype=kind, device=summand.device)
-            self._total = zeros if self._whole is None else self._whole.to(kind)
-            self._whole = None
+            kind = torch.promote_types(summand.dtype, torch.float32) if self._wide else summand.dtype
+            if self._whole is None:
+                self._total = torch.zeros(self._shape, dtype=kind, device=summand.device)
+            else:
+                self._total, self._whole = self._whole.to(kind), None
         return self._total

@@ -105,7 +105,7 @@ class _ContextAttention(torch.autograd.Function):
         query, key, value, sinks, slopes, output, lse = ctx.saved_tensors
         terms, ranks, plan = ctx.given
         terms = terms if slopes is None else replace(terms, slopes=slopes)
-        pull = torch.zeros_like(output) if pull is None else pull
+        pull = torch.zeros_like(output) if pull is None else pull.contiguous() if 0 in pull.stride() else pull
         answer, pulls = (output, lse), (pull, pull_lse)
         gradients, slopes_grad = _backward((query, key, value), answer, pulls, terms, ranks, plan)
         sinks_grad = None if sinks is None else _sinks_gradient(sinks, answer, pulls)
@@ -135,11 +135,12 @@ def _backward(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
     query, *own = three
     axis = plan.axis
-    query_sum, *own_sums = (Sum(tensor.shape, axis) for tensor in three)
+    query_sum = Sum(query.shape, axis, wide=plan.schedule.coverage > 2)
+    own_sums = [Sum(tensor.shape, axis, wide=ranks.size > 2) for tensor in own]
     slopes_grad = torch.zeros_like(terms.slopes) if terms.slopes is not None and terms.learns_slopes else None
     returning: tuple[int, Return] | None = None
     for number, keys in enumerate(_arrivals(own, ranks, plan)):
-        key_sums = [Sum(tensor.shape, axis) for tensor in keys]
+        key_sums = [Sum(tensor.shape, axis, wide=True) for tensor in keys]
         for call in plan.calls[number]:
             rows = (
                 tuple(_narrowed(tensor, call.queries, axis) for tensor in (answer[0], pulls[0])),

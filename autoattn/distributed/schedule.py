@@ -1,7 +1,7 @@
 """What a rank computes and sends, hop by hop: pure arithmetic, the same on every rank.
 
 A hop brings keys and values of other ranks, no more of them than some query of the rank sees. The ring has a hop for
-each rank of which it sees something; all-gather has one hop, whose keys are in the order of their positions.
+each rank; all-gather has one hop, whose keys are in the order of their positions.
 """
 
 from __future__ import annotations
@@ -117,17 +117,20 @@ def _coverage(spans: list[Span]) -> int:
 
 
 def _ring(split: Split, rank: int, reach: Reach) -> Iterable[Hop]:
-    """The rank's own keys, then those of the ranks before it; a rank that is so far away sends straight to it."""
+    """The rank's own keys, then those of the ranks before it; a rank that is so far away sends straight to it.
+
+    A hop is there even where the rank neither sends nor receives: all ranks then send in one order, so that no two wait
+    for one another.
+    """
     for away in range(split.ranks):
         source, target = (rank - away) % split.ranks, (rank + away) % split.ranks
         found, spans = _seen_of(split, rank, source, reach)
         _, needed = _seen_of(split, target, rank, reach)
-        if spans or needed:
-            yield Hop(
-                sources=(Transfer(rank=source, spans=spans),) if spans else (),
-                targets=(Transfer(rank=target, spans=needed),) if needed else (),
-                calls=rectangles.grouped(found),
-            )
+        yield Hop(
+            sources=(Transfer(rank=source, spans=spans),) if spans else (),
+            targets=(Transfer(rank=target, spans=needed),) if needed else (),
+            calls=rectangles.grouped(found),
+        )
 
 
 @lru_cache(maxsize=4096)

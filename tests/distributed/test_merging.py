@@ -61,10 +61,20 @@ def test_many_parts_of_bfloat16_are_summed_in_float32() -> None:
 
 
 def test_gradients_of_bfloat16_are_summed_in_float32() -> None:
-    total = Sum(torch.Size((1, 4)), 1)
+    total = Sum(torch.Size((1, 4)), 1, wide=True)
     total.add(torch.full((1, 4), 256.0, dtype=torch.bfloat16), (0, 4))
     for _ in range(4):
         total.add(torch.ones(1, 2, dtype=torch.bfloat16), (1, 3))  # 257 is no number of bfloat16
     total.add_at(torch.full((1, 1), 2.0, dtype=torch.bfloat16), torch.tensor([3]))
     assert total.result(torch.empty(0)).tolist() == [[256.0, 260.0, 260.0, 258.0]]
-    assert Sum(torch.Size((2,)), 0).result(torch.ones(2)).tolist() == [0.0, 0.0]
+    assert Sum(torch.Size((2,)), 0, wide=True).result(torch.ones(2)).tolist() == [0.0, 0.0]
+
+
+def test_two_gradients_of_bfloat16_are_summed_in_place() -> None:
+    first, second = torch.randn(2, 1, 4).bfloat16()
+    expected = first.clone()
+    expected[:, 1:3] = (first.float() + second.float()).bfloat16()[:, 1:3]
+    total = Sum(torch.Size((1, 4)), 1, wide=False)
+    total.add(first, (0, 4))
+    total.add(second[:, 1:3], (1, 3))
+    assert torch.equal(total.result(first), expected)

@@ -134,6 +134,7 @@ def test_a_causal_zigzag_has_one_call_a_hop_and_a_half_of_the_pairs_in_each() ->
 def test_a_window_brings_only_the_keys_that_it_reaches() -> None:
     ring = plan_of(8, 2, Reach(left=4, right=0), Method.RING)
     assert [source.rank for hop in ring.hops for source in hop.sources] == [2, 1, 3]
+    assert len(ring.hops) == 8  # all ranks send in one order
     gathered = plan_of(8, 2, Reach(left=4, right=0), Method.ALLGATHER)
     assert [source.length for source in gathered.hops[0].sources] == [4, 16, 4]
     assert gathered.coverage == 1
@@ -141,7 +142,7 @@ def test_a_window_brings_only_the_keys_that_it_reaches() -> None:
 
 def test_later_keys_do_not_come_to_a_contiguous_rank() -> None:
     hops = plan_of(4, 1, Reach(right=0), Method.RING, Sharding.CONTIGUOUS).hops
-    assert [[source.rank for source in hop.sources] for hop in hops] == [[1], [0], []]
+    assert [[source.rank for source in hop.sources] for hop in hops] == [[1], [0], [], []]
 
 
 def test_documents_of_packed_sequences_are_one_call_a_hop() -> None:
