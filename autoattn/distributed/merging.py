@@ -10,23 +10,27 @@ from torch import Tensor
 from autoattn.codegen import render
 from autoattn.distributed.rectangles import Span
 from autoattn.kernels import merge as merge_kernel
+from autoattn.kernels.forward import lse_dtype
 from autoattn.runtime.plan import planner
 
 
 class MergedOutput:
     """The output of queries on the keys of several calls, as of one softmax.
 
-    Attributes:
-        wide: whether sums are kept in the LSE's dtype; else each query is in two calls at most, whose outputs are
-            merged and rounded once.
+    Parts are kept as they are until two of them have the same query.
     """
 
-    def __init__(self, shape: torch.Size, axis: int, *, wide: bool) -> None:
-        """Of an output with the queries on an axis."""
-        self._shape, self._axis = shape, axis
-        self.wide = wide
-        self._output: Tensor | None = None
-        self._lse: Tensor | None = None
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, axis: int, *, wide: bool) -> None:
+        """Of an output with the queries on an axis.
+
+        Args:
+            wide: whether sums are kept in the LSE's dtype; else each query is in two parts at most, whose outputs are
+                merged and rounded once.
+        """
+        self._axis, self._dtype, self._lse_dtype = axis, dtype, lse_dtype(dtype)
+        self._total_dtype = self._lse_dtype if wide else dtype
+        self._outputs = Parts(shape, axis)
+        self._lses = Parts(torch.Size((*shape[:axis], shape[-2], shape[axis])), -1)
 
     def add(self, output: Tensor, lse: Tensor, rows: Span) -> None:
         """Merges a call on some of the queries.
@@ -35,32 +39,65 @@ class MergedOutput:
             output: a new tensor, which may be kept.
             lse: [..., queries], natural logarithms; -inf for a query that sees no key.
         """
-        if self._output is None and rows == (0, self._shape[self._axis]):
-            self._output, self._lse = (output.to(lse.dtype) if self.wide else output), lse
+        if self._outputs.keep(output, rows) and self._lses.keep(lse, rows):
             return
-        total, total_lse = self._begun(output, lse)
+        total, total_lse = self._merged(output.device)
         length = rows[1] - rows[0]
         merge(total.narrow(self._axis, rows[0], length), total_lse.narrow(-1, rows[0], length), output, lse)
 
     def count(self, sinks: Tensor) -> None:
         """Gives each head's sink its share of the softmax."""
-        output, before = self._begun(sinks, None)
+        output, before = self._merged(sinks.device)
         lse = torch.logaddexp(before, sinks.to(before.dtype)[:, None])
-        weight = torch.exp(before - lse).transpose(-1, -2)[..., None]
-        self._output, self._lse = (output * weight).to(output.dtype), lse
+        output.mul_(torch.exp(before - lse).transpose(-1, -2)[..., None])
+        before.copy_(lse)
 
-    def result(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Output in the query's dtype, and LSE; 0 and -inf for queries of which no call was."""
-        output, lse = self._begun(like, None)
-        return output.to(like.dtype), lse
+    def result(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Output and LSE; 0 and -inf for queries of which no call was."""
+        output = self._outputs.joined(device, self._dtype, 0.0)
+        return output, self._lses.joined(device, self._lse_dtype, -math.inf)
 
-    def _begun(self, output: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self._output is None or self._lse is None:
-            kind = lse.dtype if lse is not None else torch.promote_types(output.dtype, torch.float32)
-            self._output = output.new_zeros(self._shape, dtype=kind if self.wide else output.dtype)
-            heads_first = self._output[..., 0].transpose(-1, -2)
-            self._lse = torch.full(heads_first.shape, -math.inf, dtype=kind, device=output.device)
-        return self._output, self._lse
+    def _merged(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The same, to be written over."""
+        output = self._outputs.joined(device, self._total_dtype, 0.0)
+        return output, self._lses.joined(device, self._lse_dtype, -math.inf)
+
+
+class Parts:
+    """Parts of a tensor that have no token twice, as they came, until the whole is asked for."""
+
+    def __init__(self, shape: torch.Size, axis: int) -> None:
+        """Of a tensor with the tokens on an axis."""
+        self._shape, self._axis = shape, axis
+        self._parts: list[tuple[Span, Tensor]] = []
+        self._whole: Tensor | None = None
+
+    def keep(self, part: Tensor, tokens: Span) -> bool:
+        """Keeps a part, unless the whole was asked for or another one has some of its tokens."""
+        if self._whole is not None or any(begin < tokens[1] and tokens[0] < end for (begin, end), _ in self._parts):
+            return False
+        self._parts.append((tokens, part))
+        return True
+
+    def joined(self, device: torch.device, dtype: torch.dtype, fill: float) -> Tensor:
+        """The whole; `fill` where there is no part."""
+        if self._whole is None:
+            self._whole = self._join(device, dtype, fill)
+            self._parts.clear()
+        elif self._whole.dtype is not dtype:
+            self._whole = self._whole.to(dtype)
+        return self._whole
+
+    def _join(self, device: torch.device, dtype: torch.dtype, fill: float) -> Tensor:
+        parts = sorted(self._parts, key=lambda each: each[0])
+        begins, ends = [begin for (begin, _), _ in parts], [end for (_, end), _ in parts]
+        if parts and [0, *ends] == [*begins, self._shape[self._axis]]:
+            tensors = [part for _, part in parts]
+            return (tensors[0] if len(parts) == 1 else torch.cat(tensors, self._axis)).to(dtype)
+        whole = torch.full(self._shape, fill, dtype=dtype, device=device)
+        for (begin, end), part in parts:
+            whole.narrow(self._axis, begin, end - begin).copy_(part)
+        return whole
 
 
 def merge(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tensor) -> None:
@@ -98,34 +135,24 @@ class Sum:
 
     def __init__(self, shape: torch.Size, axis: int, *, wide: bool) -> None:
         """Of a tensor with the tokens on an axis."""
-        self._shape, self._axis, self._wide = shape, axis, wide
-        self._whole: Tensor | None = None  # the only summand as it came, as long as there is no other
-        self._total: Tensor | None = None
+        self._axis, self._wide = axis, wide
+        self._parts = Parts(shape, axis)
 
     def add(self, summand: Tensor, tokens: Span) -> None:
-        """Adds the gradient of some of the tokens."""
-        if self._whole is None and self._total is None and tokens == (0, self._shape[self._axis]):
-            self._whole = summand
-            return
-        length = tokens[1] - tokens[0]
-        self._started(summand).narrow(self._axis, tokens[0], length).add_(summand)
+        """Adds the gradient of some of the tokens; a new tensor, which may be kept."""
+        if not self._parts.keep(summand, tokens):
+            self._total(summand).narrow(self._axis, tokens[0], tokens[1] - tokens[0]).add_(summand)
 
     def add_at(self, summand: Tensor, index: Tensor) -> None:
         """The same for tokens of any places."""
-        total = self._started(summand)
+        total = self._total(summand)
         total.index_add_(self._axis, index, summand.to(total.dtype))
 
     def result(self, like: Tensor) -> Tensor:
         """The sum in the dtype of `like`; 0 without summands."""
-        if self._whole is not None:
-            return self._whole.to(like.dtype)
-        return like.new_zeros(self._shape) if self._total is None else self._total.to(like.dtype)
+        return self._parts.joined(like.device, like.dtype, 0.0)
 
-    def _started(self, summand: Tensor) -> Tensor:
-        if self._total is None:
-            kind = torch.promote_types(summand.dtype, torch.float32) if self._wide else summand.dtype
-            if self._whole is None:
-                self._total = torch.zeros(self._shape, dtype=kind, device=summand.device)
-            else:
-                self._total, self._whole = self._whole.to(kind), None
-        return self._total
+    def _total(self, summand: Tensor) -> Tensor:
+        """The sum so far, to be added to."""
+        kind = torch.promote_types(summand.dtype, torch.float32) if self._wide else summand.dtype
+        return self._parts.joined(summand.device, kind, 0.0)

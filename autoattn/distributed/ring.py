@@ -118,7 +118,7 @@ def _forward(
     query, axis = three[0], plan.axis
     early = sinks if plan.settles_sinks else None
     shape = torch.Size((*query.shape[:-1], three[2].shape[-1]))
-    merged = MergedOutput(shape, axis, wide=plan.schedule.coverage > 2 or early is not sinks)
+    merged = MergedOutput(shape, query.dtype, axis, wide=plan.schedule.coverage > 2 or early is not sinks)
     for number, keys in enumerate(_arrivals(three[1:], ranks, plan)):
         for call in plan.calls[number]:
             parts = _parts((query, *keys), call, axis)
@@ -126,7 +126,7 @@ def _forward(
             merged.add(*made, call.queries)
     if sinks is not None and early is None:
         merged.count(sinks)
-    return merged.result(query)
+    return merged.result(query.device)
 
 
 def _backward(

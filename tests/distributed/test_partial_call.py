@@ -43,10 +43,10 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 def by_halves(query: Tensor, key: Tensor, value: Tensor, pull: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Output and gradients of two calls on half of the keys each."""
     halves = [(query, *(tensor[:, half : half + 32] for tensor in (key, value))) for half in (0, 32)]
-    merged = merging.MergedOutput(query.shape, 1, wide=True)
+    merged = merging.MergedOutput(query.shape, query.dtype, 1, wide=True)
     for three in halves:
         merged.add(*partial_call.attend(three, (-1, -1), TERMS, None, None), (0, 32))
-    answer = merged.result(query)
+    answer = merged.result(query.device)
     made = [partial_call.differentiate(three, (-1, -1), TERMS, None, answer, (pull, None)) for three in halves]
     first, second = made
     return answer[0], [
