@@ -77,44 +77,44 @@ def digest_of_source(problem: Problem, variant: Variant, release: str | None = N
 def append_source(kind: AppendKind) -> Source:
     """The kernel that appends keys and values to a cache; it has no search space, since it moves a few rows."""
     offset = "i64" if kind.wide else "i32"
-    variant = Variant.of("triton/append", {})
-    text = (
-        _environment()
-        .get_template(f"{variant.template}.py.j2")
-        .render(
-            element=ELEMENT[kind.dtype],
-            table_element=ELEMENT[kind.tables],
-            head_dim=kind.head_dim,
-            head_dim_v=kind.head_dim_v,
-            width=padded(kind.head_dim),
-            width_v=padded(kind.head_dim_v),
-            page=kind.page,
-            cache_rows=kind.rows,
-            rotary_dim=kind.rotary_dim,
-            interleaved=kind.interleaved,
-            strides=partial(argument_names.typed_strides, offset=offset, strided=True),
-        )
+    return _unsearched(
+        "append",
+        wide=kind.wide,
+        element=ELEMENT[kind.dtype],
+        table_element=ELEMENT[kind.tables],
+        head_dim=kind.head_dim,
+        head_dim_v=kind.head_dim_v,
+        width=padded(kind.head_dim),
+        width_v=padded(kind.head_dim_v),
+        page=kind.page,
+        cache_rows=kind.rows,
+        rotary_dim=kind.rotary_dim,
+        interleaved=kind.interleaved,
+        strides=partial(argument_names.typed_strides, offset=offset, strided=True),
     )
-    return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
 
 
 @lru_cache(maxsize=64)
 def merge_source(kind: MergeKind) -> Source:
     """The kernel that merges partial outputs; it has no search space, since memory alone decides its time."""
-    variant, width = Variant.of("triton/merge", {}), padded(kind.head_dim)
-    text = (
-        _environment()
-        .get_template(f"{variant.template}.py.j2")
-        .render(
-            total_element=ELEMENT[kind.total],
-            element=ELEMENT[kind.dtype],
-            head_dim=kind.head_dim,
-            width=width,
-            rows=max(4096 // width, 8),
-            aligned=kind.head_dim % 16 == 0,
-        )
+    width = padded(kind.head_dim)
+    return _unsearched(
+        "merge",
+        wide=False,
+        total_element=ELEMENT[kind.total],
+        element=ELEMENT[kind.dtype],
+        head_dim=kind.head_dim,
+        width=width,
+        rows=max(4096 // width, 8),
+        aligned=kind.head_dim % 16 == 0,
     )
-    return Source(name="merge", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=False))
+
+
+def _unsearched(name: str, *, wide: bool, **facts: object) -> Source:
+    """A kernel of the template of a name, which has no variants."""
+    variant = Variant.of(f"triton/{name}", {})
+    text = _environment().get_template(f"{variant.template}.py.j2").render(**facts)
+    return Source(name=name, text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=wide))
 
 
 def forget() -> None:

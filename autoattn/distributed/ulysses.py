@@ -45,7 +45,7 @@ def attend(
     packed = query.dim() == 3
     copies = max(ranks.size // key.shape[-2], 1)
     given = [query, *(_repeated(tensor, copies) for tensor in (key, value))]
-    whole: list[Any] = [_Heads.apply(tensor[None] if packed else tensor, split, ranks) for tensor in given]
+    whole: list[Any] = [_Exchange.apply(tensor[None] if packed else tensor, split, ranks, True) for tensor in given]
     heads = whole[0].shape[2]
     own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
     words |= {
@@ -62,8 +62,8 @@ def attend(
         output, lse = made[0][None], made[1][None]
     else:
         output, lse = functional.attention(*whole, layout="bshd", return_lse=True, **words)
-    output = _Tokens.apply(output, split, ranks)
-    lse = _Tokens.apply(lse.transpose(1, 2)[..., None], split, ranks)[..., 0].transpose(1, 2)
+    output = _Exchange.apply(output, split, ranks, False)
+    lse = _Exchange.apply(lse.transpose(1, 2)[..., None], split, ranks, False)[..., 0].transpose(1, 2)
     return (output[0], lse[0]) if packed else (output, lse)
 
 
@@ -112,27 +112,14 @@ def _to_tokens(tensor: Tensor, split: Split, ranks: Ranks) -> Tensor:
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
-class _Heads(torch.autograd.Function):
-    """All tokens of some heads, of some tokens of all heads."""
+class _Exchange(torch.autograd.Function):
+    """All tokens of some heads, of some tokens of all heads; or the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split: Split, ranks: Ranks) -> Tensor:
-        ctx.given = split, ranks
-        return _to_heads(tensor, split, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, pull: Tensor) -> tuple[Tensor | None, ...]:
-        return _Tokens.apply(pull, *ctx.given), None, None
-
-
-class _Tokens(torch.autograd.Function):
-    """Some tokens of all heads, of all tokens of some heads."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split: Split, ranks: Ranks) -> Tensor:
-        ctx.given = split, ranks
-        return _to_tokens(tensor, split, ranks)
+    def forward(ctx: Any, tensor: Tensor, split: Split, ranks: Ranks, to_heads: bool) -> Tensor:
+        ctx.given = split, ranks, not to_heads
+        return (_to_heads if to_heads else _to_tokens)(tensor, split, ranks)
 
     @staticmethod
     def backward(ctx: Any, pull: Tensor) -> tuple[Tensor | None, ...]:
-        return _Heads.apply(pull, *ctx.given), None, None
+        return _Exchange.apply(pull, *ctx.given), None, None, None

@@ -52,6 +52,11 @@ def test_pytorchs_ring_runs_over_the_operator(ranks: Ranks) -> None:
     assert max(ranks.run(4, context_calls.by_pytorchs_ring)) < 1e-5
 
 
+def test_a_dtensor_is_refused_with_the_way_to_its_part(ranks: Ranks) -> None:
+    errors = ranks.run(2, context_calls.of_dtensors)
+    assert errors == ["query must be this rank's plain tensor, got DTensor; give its to_local()"] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

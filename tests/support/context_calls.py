@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoattn
 from autoattn import distributed
 from autoattn.distributed.sharding import Sharding
-from autoattn.errors import UsageError
+from autoattn.errors import TensorError, UsageError
 
 METHODS = ("ring", "allgather", "ulysses", "auto")
 TOLERANCE = 1e-9
@@ -255,6 +255,19 @@ def after_a_death(group: dist.ProcessGroup, dies: int) -> str:
     if dist.get_rank(group) == dies:
         os._exit(1)
     return refusal(group, dict.fromkeys(range(2), (1, 1, 2, 4)), {})
+
+
+def of_dtensors(group: dist.ProcessGroup) -> str:
+    """The error of tensors that know how they are divided."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    tensor = DTensor.from_local(torch.ones(1, 2, 4, 8), mesh, [Shard(2)])
+    try:
+        distributed.context_attention(tensor, tensor, tensor, group=group)
+    except TensorError as error:
+        return str(error)
+    return ""
 
 
 def by_pytorchs_ring(group: dist.ProcessGroup) -> float:
