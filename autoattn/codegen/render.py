@@ -77,44 +77,47 @@ def digest_of_source(problem: Problem, variant: Variant, release: str | None = N
 def append_source(kind: AppendKind) -> Source:
     """The kernel that appends keys and values to a cache; it has no search space, since it moves a few rows."""
     offset = "i64" if kind.wide else "i32"
-    variant = Variant.of("triton/append", {})
-    text = (
-        _environment()
-        .get_template(f"{variant.template}.py.j2")
-        .render(
-            element=ELEMENT[kind.dtype],
-            table_element=ELEMENT[kind.tables],
-            head_dim=kind.head_dim,
-            head_dim_v=kind.head_dim_v,
-            width=padded(kind.head_dim),
-            width_v=padded(kind.head_dim_v),
-            page=kind.page,
-            cache_rows=kind.rows,
-            float8_cache=kind.float8,
-            cache_element=ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
-            rotary_dim=kind.rotary_dim,
-            interleaved=kind.interleaved,
-            strides=partial(argument_names.typed_strides, offset=offset, strided=True),
-        )
+    return _unsearched(
+        "append",
+        wide=kind.wide,
+        element=ELEMENT[kind.dtype],
+        table_element=ELEMENT[kind.tables],
+        head_dim=kind.head_dim,
+        head_dim_v=kind.head_dim_v,
+        width=padded(kind.head_dim),
+        width_v=padded(kind.head_dim_v),
+        page=kind.page,
+        cache_rows=kind.rows,
+        float8_cache=kind.float8,
+        cache_element=ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
+        rotary_dim=kind.rotary_dim,
+        interleaved=kind.interleaved,
+        strides=partial(argument_names.typed_strides, offset=offset, strided=True),
     )
-    return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
 
 
 @lru_cache(maxsize=64)
 def merge_source(kind: MergeKind) -> Source:
-    """The kernel that merges two partial outputs; it reads and writes each number once, and has no search space."""
-    variant = Variant.of("triton/merge", {})
-    template = _environment().get_template(f"{variant.template}.py.j2")
-    text = template.render(
+    """The kernel that merges two partial outputs; it has no search space, since memory alone decides its time."""
+    width = padded(kind.head_dim)
+    return _unsearched(
+        "merge",
+        wide=False,
         element=ELEMENT[kind.first],
         second_element=ELEMENT[kind.second],
         head_dim=kind.head_dim,
-        width=padded(kind.head_dim),
-        rows=max(1, 1024 // padded(kind.head_dim)),
+        width=width,
+        rows=max(8, 4096 // width),
         dense=kind.dense,
         strides=partial(argument_names.typed_strides, offset="i64", strided=not kind.dense),
     )
-    return Source(name="merge", text=_folded(text), variant=variant, traits=Traits(alignment=1))
+
+
+def _unsearched(name: str, *, wide: bool, **facts: object) -> Source:
+    """A kernel of the template of a name, which has no variants."""
+    variant = Variant.of(f"triton/{name}", {})
+    text = _environment().get_template(f"{variant.template}.py.j2").render(**facts)
+    return Source(name=name, text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=wide))
 
 
 def forget() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from autoattn.codegen import render
 from autoattn.kernels import merge as merge_kernel
 from autoattn.kernels.bound_launch import Bound
+from autoattn.kernels.compiler import Kernel
+from autoattn.kernels.forward import DTYPE
 from autoattn.reference import merge_formula
 from autoattn.runtime import call_cache, loaded_kernels
 from autoattn.runtime.call_cache import Key
@@ -56,13 +58,31 @@ def merge(call_key: Key | None, parts: PartialOutputs) -> tuple[Tensor, Tensor]:
     """
     tensors = parts.first, parts.second, parts.first_lse, parts.second_lse
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if learns or planner.why_not_on(parts.first.device) is not None or parts.first.dtype is torch.float64:
+    if learns or not _has_kernel(parts):
         return merge_formula.merge(parts)
-    source = render.merge_source(merge_kernel.kind_of(parts))
-    kernel = loaded_kernels.find(source, parts.first.device.index, "a merge")
+    kernel = _kernel_of(parts)
     output, lse = merge_kernel.launch(kernel, parts)
     if call_key is not None:
         kept = (tuple(output.shape), output.stride())
         prepared = MergeCall(output=kept, lse=tuple(lse.shape), launch=merge_kernel.bind(kernel, parts))
         call_cache.keep(call_key, prepared)
     return output, lse
+
+
+def merge_in_place(parts: PartialOutputs) -> None:
+    """Merges over the first output and its LSE; autograd sees nothing of it."""
+    if _has_kernel(parts):
+        merge_kernel.launch_in_place(_kernel_of(parts), parts)
+        return
+    output, lse = merge_formula.merge(parts)
+    parts.first.copy_(output)
+    parts.first_lse.copy_(lse)
+
+
+def _has_kernel(parts: PartialOutputs) -> bool:
+    types = {parts.first.dtype, parts.second.dtype}
+    return types <= DTYPE.keys() and planner.why_not_on(parts.first.device) is None
+
+
+def _kernel_of(parts: PartialOutputs) -> Kernel:
+    return loaded_kernels.find(render.merge_source(merge_kernel.kind_of(parts)), parts.first.device.index, "a merge")

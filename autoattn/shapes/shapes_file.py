@@ -19,6 +19,7 @@ from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expressions import language
 from autoattn.expressions.language import SCORE_NAMES
+from autoattn.shapes import ranks
 
 VERSION = 1
 MAX_PROBLEMS = 10_000  # weeks of tuning; more is a slip of the pen in a grid
@@ -80,9 +81,10 @@ def parse(document: object, name: str) -> list[NamedProblem]:
             if budget < 0:
                 raise ShapesError(f"{where} takes the file above {MAX_PROBLEMS} problems; shorten its lists")
             for point in _grid(values):
-                owners = groups_of.setdefault(_problem(point, where), [])
-                if group not in owners:
-                    owners.append(group)
+                for problem in _problems(point, where):
+                    owners = groups_of.setdefault(problem, [])
+                    if group not in owners:
+                        owners.append(group)
     return [NamedProblem(problem=problem, groups=tuple(owners)) for problem, owners in groups_of.items()]
 
 
@@ -161,6 +163,17 @@ def _grid(values: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
     """Every combination, as nested loops would go: the last key changes fastest."""
     for point in itertools.product(*values.values()):
         yield dict(zip(values, point, strict=True))
+
+
+def _problems(point: Mapping[str, Any], where: str) -> list[Problem]:
+    """The problem that a point says, or those of one of the ranks that share its sequence."""
+    whole = _problem(point, where)
+    if "ranks" not in point:
+        return [whole]
+    try:
+        return ranks.problems(whole, point["ranks"])
+    except ProblemError as problem:
+        raise ShapesError(f"{where}: {problem}") from None
 
 
 def _problem(point: Mapping[str, Any], where: str) -> Problem:
@@ -344,6 +357,7 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "deterministic": _deterministic,
     "cache": _cache,
     "lengths": _key_lengths,
+    "ranks": _size,
     "score_mod": _score_mod,
     "bias": _bias,
     **dict.fromkeys(SWITCHES, _switch),
