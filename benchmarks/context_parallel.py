@@ -142,7 +142,9 @@ def table(bench: Bench, rows: Iterable[Row], *, simulates: bool) -> Iterable[str
                 simulations.append((row, passes, learns, alone, own))
     if simulates:
         yield ""
-        yield f"link {speed[0] / 1e9:.0f} GB/s each way, {speed[1] * 1e6:.0f} us; simulated efficiency by ranks:"
+        source = "assumed" if bench.size == 1 else "measured"
+        link_speed = f"{speed[0] / 1e9:.0f} GB/s each way and {speed[1] * 1e6:.0f} us, {source}"
+        yield f"Simulated efficiency by ranks; the link has {link_speed}:"
         yield ""
         yield from simulation(bench, simulations, speed)
 

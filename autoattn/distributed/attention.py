@@ -245,7 +245,7 @@ def _method(
             "alibi_slopes need method ulysses, or method allgather with a causal mask or window and another sharding "
             f"than stripe, got method {chosen.value} with {split.sharding.value}; change the method"
         )
-    if slopes is not None and slopes.dim() > 1 and len(split.offsets) > 2:
+    if slopes is not None and slopes.dim() > 1 and three[0].dim() == 3:
         raise TensorError(
             f"alibi_slopes must be [heads_q] for packed documents over ranks, got shape {tuple(slopes.shape)}; give "
             "all documents the same"

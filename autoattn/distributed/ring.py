@@ -142,12 +142,9 @@ def _backward(
     for number, keys in enumerate(_arrivals(own, ranks, plan)):
         key_sums = [Sum(tensor.shape, axis, wide=True) for tensor in keys]
         for call in plan.calls[number]:
-            rows = (
-                tuple(_narrowed(tensor, call.queries, axis) for tensor in (answer[0], pulls[0])),
-                tuple(None if each is None else _narrowed(each, call.queries, -1) for each in (answer[1], pulls[1])),
-            )
-            (output, pull), (lse, pull_lse) = rows
-            assert lse is not None
+            output, pull = (_narrowed(tensor, call.queries, axis) for tensor in (answer[0], pulls[0]))
+            lse = _narrowed(answer[1], call.queries, -1)
+            pull_lse = None if pulls[1] is None else _narrowed(pulls[1], call.queries, -1)
             made = partial_call.differentiate(
                 _parts((query, *keys), call, axis), call.window, terms, call.packing, (output, lse), (pull, pull_lse)
             )

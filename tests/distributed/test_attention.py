@@ -65,8 +65,11 @@ def test_a_dtensor_is_refused_with_the_way_to_its_part(ranks: Ranks) -> None:
         ({"layout": "sbhd"}, "TensorError: layout must be bhsd or bshd, got 'sbhd'; correct it"),
         ({"seq_len": 11}, r"TensorError: rank 0 must have 6 of 11 tokens on 2 ranks, got 4; divide them with .*shard"),
         ({"seq_len": 8, "cu_seqlens": [0, 8]}, "TensorError: query must be .tokens, heads, head_dim., got shape"),
-        ({"method": "ring", "alibi_slopes": "tensor", "causal": True}, "UsageError: alibi_slopes need method ulysses"),
-        ({"method": "allgather", "alibi_slopes": "tensor"}, "UsageError: alibi_slopes need method ulysses"),
+        (
+            {"method": "ring", "alibi_slopes": "of heads", "causal": True},
+            "UsageError: alibi_slopes need method ulysses",
+        ),
+        ({"method": "allgather", "alibi_slopes": "of heads"}, "UsageError: alibi_slopes need method ulysses"),
         ({"window": (1,)}, r"TensorError: window must be two whole numbers \(left, right\)"),
         ({"softcap": -1.0}, "TensorError: softcap must be a finite number from 0"),
         ({"deterministic": 1}, "TensorError: deterministic must be True or False"),
@@ -97,6 +100,12 @@ def test_what_one_rank_refuses_is_told_to_the_others(ranks: Ranks) -> None:
     errors = ranks.run(2, context_calls.refusal, {0: SHAPE, 1: (2, 4, 8)}, {})
     assert errors[0].startswith("UsageError: rank 1 of the group refused the call: query must be [batch, heads, seq, ")
     assert errors[1].startswith("TensorError: query must be [batch, heads, seq, head_dim], got shape (2, 4, 8)")
+
+
+def test_documents_over_ranks_have_the_same_slopes(ranks: Ranks) -> None:
+    words = {"cu_seqlens": [0, 3, 8], "causal": True, "alibi_slopes": "of documents and heads"}
+    errors = ranks.run(2, context_calls.refusal, dict.fromkeys(range(2), (4, 2, 8)), words)
+    assert all("alibi_slopes must be [heads_q] for packed documents over ranks, got shape (2, 2)" in e for e in errors)
 
 
 def test_heads_that_ranks_cannot_share_are_refused_by_ulysses(ranks: Ranks) -> None:

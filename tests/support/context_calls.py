@@ -190,7 +190,8 @@ def refusal(group: dist.ProcessGroup, shapes: dict[int, tuple[int, ...]], words:
         shapes: of query, key and value alike on each rank.
     """
     tensors = [torch.randn(shapes[dist.get_rank(group)]) for _ in range(3)]
-    words = {name: torch.ones(2) if given == "tensor" else given for name, given in words.items()}
+    slopes = {"of heads": torch.ones(2), "of documents and heads": torch.ones(2, 2)}
+    words = {name: slopes[given] if name == "alibi_slopes" else given for name, given in words.items()}
     try:
         distributed.context_attention(*tensors, **{"group": group, **words})
     except Exception as error:
