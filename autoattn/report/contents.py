@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,52 +12,23 @@ from autoattn.cache import sister_cards
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Interval
-from autoattn.core.trial import Energy, Evidence, Measurement
+from autoattn.core.trial import Evidence
 from autoattn.cost_model import accuracy, published_times
 from autoattn.cost_model.published_times import Published
-from autoattn.report import attendance, charts, figures, history, listing
-from autoattn.report.charts import Detail, Parallel, Strips
-from autoattn.report.commands import rendering, reproduce
+from autoattn.report import attendance, charts, figures, groups, history, listing, strips, timings
+from autoattn.report.charts import Detail, Parallel
+from autoattn.report.commands import longer, rendering, reproduce
 from autoattn.report.finals_table import Contestant, contestants
 from autoattn.report.history import History, Importance, Reason
 from autoattn.report.listing import Choice, Difference, Listing, Shelf
 from autoattn.report.plot import Plot
+from autoattn.report.strips import Strips
+from autoattn.report.timings import Part, Timing
 
 if TYPE_CHECKING:
     from autoattn.cache.file_format import CacheFile
 
 Homes = Mapping[tuple[str, str], Path]  # device and problem key -> the cache folder of the entry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """One row of a problem's comparison."""
-
-    name: str
-    kernel: bool  # the entry's own kernel, not a rival
-    chosen: bool  # what a call runs on
-    median_us: float
-    p20_us: float
-    p80_us: float
-    tflops: float
-    lead: float | Interval  # its time over the kernel's; above 1 the kernel is faster
-    max_error: float | None
-    joules: float | None  # of one call
-    watts: float | None
-    share: float  # its time over the slowest one's, 0..1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one unit of the GPU would need alone, as the model sees it."""
-
-    name: str
-    time_us: float
-    share: float  # over the longest part's, 0..1
-    bound: bool  # the unit that the model expects to bind
-
-    def __str__(self) -> str:
-        return f"{self.name} {figures.microseconds(self.time_us)} us"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +44,7 @@ class Card:
     parts: tuple[Part, ...]
     choices: tuple[Choice, ...]
     reproduce: str  # the command that searches again
+    longer: str  # the command that searches with the largest effort
     render: str  # the command that writes the kernel
     source: Listing
     difference: Difference | None  # from the runner-up; None without one
@@ -107,7 +78,6 @@ class Ranking:
 
     measured: bool
     cards: tuple[Card, ...]
-    mean: float | None  # geometric mean of the leads over each problem's best rival; None where there is none
     faster: int  # problems on which the kernel beats the best rival that it met
     even: int
     with_rivals: int
@@ -168,24 +138,57 @@ def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
     Args:
         homes: the cache folder of each entry, where the journals of the searches lie; None leaves them out.
     """
-    sections = []
-    shelf, detail = Shelf(), Detail.among(sum(len(file.entries) for file in files))
-    for file in sorted(files, key=lambda file: file.device):
-        for op in sorted({entry.problem.op.value for entry in file.entries.values()}):
-            sections.append(_section(file, op, homes or {}, shelf, detail))
-    return sorted(sections, key=lambda section: section.measured is None)  # what was measured comes first
+    detail = Detail.among(sum(len(file.entries) for file in files))
+    parts = sorted((_part(file, op) for file in files for op in _operations(file)), key=_place)
+    shelf = Shelf()
+    # All differences come before all kernels: a command writes a kernel, and a difference takes two of them.
+    for part in parts:
+        for entry in part.entries:
+            shelf.difference(entry, _anchor(part.file.device, entry.problem.key))
+    return [_section(part, homes or {}, shelf, detail) for part in parts]
 
 
-def _section(file: CacheFile, op: str, homes: Homes, shelf: Shelf, detail: Detail) -> Section:
-    device = charts.device_of(file.device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The entries of one section."""
+
+    file: CacheFile
+    op: str
+    measured: tuple[CacheEntry, ...]
+    predicted: tuple[CacheEntry, ...]
+
+    @property
+    def entries(self) -> tuple[CacheEntry, ...]:
+        """Measured first, so that a text stands beside a measurement where it can."""
+        return self.measured + self.predicted
+
+
+def _operations(file: CacheFile) -> list[str]:
+    return sorted({entry.problem.op.value for entry in file.entries.values()})
+
+
+def _part(file: CacheFile, op: str) -> _Part:
     entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
-    entries.sort(key=lambda entry: entry.problem.order)
-    measured = [entry for entry in entries if entry.evidence is Evidence.MEASURED]
-    predicted = [entry for entry in entries if entry.evidence is not Evidence.MEASURED]
-    # Measured first, so that the source stands beside a measurement where it can.
+    entries.sort(key=lambda entry: groups.order(entry.problem))
+    return _Part(
+        file=file,
+        op=op,
+        measured=tuple(entry for entry in entries if entry.evidence is Evidence.MEASURED),
+        predicted=tuple(entry for entry in entries if entry.evidence is not Evidence.MEASURED),
+    )
+
+
+def _place(part: _Part) -> tuple[bool, str, int]:
+    """What was measured comes first, and forward before backward."""
+    return not part.measured, part.file.device, groups.OPERATIONS[part.op]
+
+
+def _section(part: _Part, homes: Homes, shelf: Shelf, detail: Detail) -> Section:
+    file, op = part.file, part.op
+    device = charts.device_of(file.device)
     rankings = [
         _ranking([_card(entry, file.device, device, homes, shelf, detail) for entry in kind], device) if kind else None
-        for kind in (measured, predicted)
+        for kind in (part.measured, part.predicted)
     ]
     return Section(
         device=file.device,
@@ -195,8 +198,8 @@ def _section(file: CacheFile, op: str, homes: Homes, shelf: Shelf, detail: Detai
         anchor=_anchor(file.device, op),
         measured=rankings[0],
         predicted=rankings[1],
-        standings=_standings(measured),
-        versions=tuple(sorted({figures.versions(entry) for entry in entries})),
+        standings=_standings(part.measured),
+        versions=tuple(sorted({figures.versions(entry) for entry in part.entries})),
         facts=device,
     )
 
@@ -212,13 +215,12 @@ def _ranking(cards: list[Card], device: Device | None) -> Ranking:
     return Ranking(
         measured=measured,
         cards=tuple(cards),
-        mean=figures.geometric_mean(map(figures.middle, leads)) if leads else None,
         faster=sum(figures.standing(lead) == "good" for lead in leads),
         even=sum(map(figures.even, leads)),
         with_rivals=len(leads),
         met=attendance.met([card.entry for card in cards if card.best is not None]),
         attendance=tuple(attendance.sentences(entries)),
-        strips=charts.strips(entries) if measured else None,
+        strips=strips.strips(entries) if measured else None,
         roofline=charts.roofline(entries, device, measured=measured),
         outcomes=dict(outcomes.most_common()),
         reasons=tuple(history.reasons(histories)),
@@ -249,11 +251,12 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
         entry=entry,
         best=None if rival is None else (rival[0], figures.lead_over(entry, figures.others(entry)[0])),
         peak_share=charts.peak_share(entry, device),
-        timings=_timings(entry),
+        timings=timings.timings(entry),
         contestants=contestants(entry, name),
-        parts=_parts(entry),
+        parts=timings.parts(entry),
         choices=listing.choices(entry),
         reproduce=reproduce(entry, name),
+        longer=longer(entry, name),
         render=rendering(entry, name),
         source=shelf.listing(entry, anchor),
         difference=shelf.difference(entry, anchor),
@@ -264,58 +267,7 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
     )
 
 
-def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
-    """The kernel and its rivals, fastest first; empty where nothing was measured."""
-    own = entry.measurement
-    if own is None:
-        return ()
-    slowest = max([own.median_us, *(rival.measurement.median_us for rival in entry.rivals)])
-
-    def row(
-        name: str, measurement: Measurement, lead: float | Interval, error: float | None, energy: Energy | None
-    ) -> Timing:
-        return Timing(
-            name=name,
-            kernel=measurement is own,
-            chosen=name == figures.choice(entry),
-            median_us=measurement.median_us,
-            p20_us=measurement.p20_us,
-            p80_us=measurement.p80_us,
-            tflops=measurement.tflops,
-            lead=lead,
-            max_error=error,
-            joules=energy.joules if energy is not None else None,
-            watts=energy.watts if energy is not None else None,
-            share=_share(measurement.median_us, slowest),
-        )
-
-    best = entry.finals.finalists[0] if entry.finals is not None else None
-    error = best.max_error if best is not None else entry.verdict.max_error if entry.verdict is not None else None
-    timings = [row(entry.template, own, 1.0, error, best.energy if best is not None else None)]
-    for rival in entry.rivals:
-        timings.append(
-            row(rival.name, rival.measurement, figures.lead_over(entry, rival), rival.max_error, rival.energy)
-        )
-    return tuple(sorted(timings, key=lambda timing: (timing.median_us, timing.name)))
-
-
-def _parts(entry: CacheEntry) -> tuple[Part, ...]:
-    if entry.prediction is None:
-        return ()
-    parts = entry.prediction.parts_us
-    longest = max(parts.values(), default=0.0)
-    return tuple(
-        Part(name=name, time_us=time_us, share=_share(time_us, longest), bound=name == entry.prediction.bound)
-        for name, time_us in sorted(parts.items(), key=lambda part: -part[1])
-    )
-
-
-def _share(value: float, largest: float) -> float:
-    share = value / largest if largest else 0.0
-    return min(1.0, max(0.0, share)) if math.isfinite(share) else 0.0
-
-
-def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
+def _standings(entries: tuple[CacheEntry, ...]) -> tuple[Standing, ...]:
     leads: dict[str, list[float | Interval]] = {}
     for entry in entries:
         for rival in entry.rivals:

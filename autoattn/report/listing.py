@@ -51,6 +51,7 @@ class Shelf:
     """All texts of a report: each is shown once, as long as there is room."""
 
     room: int = ROOM
+    _differences: dict[str, Difference | None] = field(default_factory=dict)  # anchor -> that of its card
     _shown: dict[str, str] = field(default_factory=dict)  # text -> anchor of the card that shows it
 
     def listing(self, entry: CacheEntry, anchor: str) -> Listing:
@@ -68,7 +69,12 @@ class Shelf:
         return Listing(text=text, note=note)
 
     def difference(self, entry: CacheEntry, anchor: str) -> Difference | None:
-        """From the runner-up's text to the winner's; None without a runner-up."""
+        """From the runner-up's text to the winner's, for the card `anchor`; None without a runner-up."""
+        if anchor not in self._differences:
+            self._differences[anchor] = self._difference(entry, anchor)
+        return self._differences[anchor]
+
+    def _difference(self, entry: CacheEntry, anchor: str) -> Difference | None:
         if not entry.candidates:
             return None
         runner_up = entry.candidates[0]
