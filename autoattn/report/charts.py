@@ -33,7 +33,7 @@ FAILED = {
     Outcome.INTERPRETER_CRASH: ("s1", "triangle"),
 }
 OURS = "s0"
-DASHES = ("dashed", "dotted", "long")  # classes of the roofs, so that each differs from the others
+DASHES = ("dashed", "dotted", "long", "dashdot")  # classes of the roofs, so that each differs from the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,8 +61,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The measured kernels of one section against one rival."""
+    """The measured kernels of one kind and dtype of a section against one rival."""
 
+    group: str  # kind and dtype
     name: str
     problems: int
     mean: float  # geometric mean of the leads
@@ -268,12 +269,15 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
 
 
 def _standings(entries: tuple[CacheEntry, ...]) -> tuple[Standing, ...]:
-    leads: dict[str, list[float | Interval]] = {}
-    for entry in entries:
-        for rival in entry.rivals:
-            leads.setdefault(rival.name, []).append(figures.lead_over(entry, rival))
+    leads: dict[tuple[str, str], list[float | Interval]] = {}
+    for entry in entries:  # in the order of their groups
+        group = f"{groups.kind_of(entry.problem)}, {groups.dtype_of(entry.problem)}"
+        for rival in sorted(entry.rivals, key=lambda rival: rival.name):
+            leads.setdefault((group, rival.name), []).append(figures.lead_over(entry, rival))
+    ordered = {group: None for group, _ in leads}
     return tuple(
         Standing(
+            group=group,
             name=name,
             problems=len(ratios),
             mean=figures.geometric_mean(map(figures.middle, ratios)),
@@ -282,5 +286,7 @@ def _standings(entries: tuple[CacheEntry, ...]) -> tuple[Standing, ...]:
             faster=sum(figures.standing(lead) == "good" for lead in ratios),
             even=sum(map(figures.even, ratios)) if any(isinstance(lead, Interval) for lead in ratios) else None,
         )
-        for name, ratios in sorted(leads.items())
+        for group in ordered
+        for (own, name), ratios in sorted(leads.items())
+        if own == group
     )

@@ -40,6 +40,11 @@ class Overview:
         return self.met - len(self.behind)
 
     @property
+    def devices(self) -> int:
+        """Devices with measured problems."""
+        return len({group.device for group in self.groups})
+
+    @property
     def kinds(self) -> dict[str, str]:
         """The kinds of the groups, and what each means."""
         shown = {group.kind for group in self.groups}
