@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from autoattn.cli import completion, options
+from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,6 +60,10 @@ def command(
     ] = "problem",
     reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
     json: options.Json = False,
+    format: Annotated[
+        Literal["table", "json", "csv", "parquet"],
+        typer.Option("--format", help="json: as --json; csv, parquet: a row for each entry, to stdout (docs/frames.md)."),
+    ] = "table",
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
 
@@ -77,7 +83,10 @@ def command(
     files = [pair for overlay in combined for pair in overlay.files]
     chosen.check_route(entry for _, file in files for entry in file.entries.values())
     shown = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
-    if json:
+    if format in ("csv", "parquet"):
+        print_rows(format, ((folder, file.device, entry) for folder, file, entries in shown for entry in entries))
+        return
+    if json or format == "json":
         terminal.print_json(
             [
                 {"cache": str(folder), "device": file.device, "fingerprint": file.fingerprint, "entries": entries}
@@ -97,6 +106,25 @@ def command(
         print_sisters(console, device, cache)
     print_left_out(console, combined)
     print_availability(console, (entry for _, _, entries in shown for entry in entries))
+
+
+def print_rows(format: str, placed: Iterable[tuple[Path, str, CacheEntry]]) -> None:
+    """Prints a row for each (cache folder, device, entry), as CSV or as Parquet.
+
+    Raises:
+        UsageError: Parquet would go to a terminal.
+        HostError: Parquet needs a package that is not installed.
+    """
+    from autoattn import frames
+    from autoattn.report import files
+
+    rows = frames.entry_rows(placed)
+    if format == "csv":
+        sys.stdout.write(files.csv_text(list(frames.ENTRIES), rows))
+    elif sys.stdout.isatty():
+        raise UsageError("--format parquet must go to a file, got a terminal; add > entries.parquet")
+    else:
+        sys.stdout.buffer.write(frames.parquet(rows, frames.ENTRIES))
 
 
 def overlays(device: str | None, cache: Path | None) -> list[Overlay]:

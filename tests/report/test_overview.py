@@ -14,6 +14,7 @@ from report_pages import Page, file_of, sections_of
 
 from autoattn import report
 from autoattn.cache import store
+from autoattn.codegen import search_space
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Numerics, Op, Precision
@@ -97,7 +98,9 @@ def test_predictions_are_counted_and_never_averaged() -> None:
 
 
 def test_forward_stands_before_backward_and_the_largest_problem_first() -> None:
-    large, gradient = entry_of(1.1, batch=8), entry_of(1.1, op=Op.BACKWARD)
+    large, problem = entry_of(1.1, batch=8), samples.problem(op=Op.BACKWARD)
+    variant = search_space.load("triton/backward").default(problem, samples.H200)
+    gradient = samples.tuned(problem, variant)
     text = report.html_text(sections_of(gradient, entry_of(1.1, batch=2), large, entry_of(1.1, batch=4)))
     page = Page(text)
     assert re.findall(r'<h2 class="device">NVIDIA H200, (\w+)</h2>', text) == ["forward", "backward"]
