@@ -170,8 +170,12 @@ def parquet(rows: Rows, columns: Mapping[str, str]) -> bytes:
 
 def _placed(cache: Path | str | None) -> list[tuple[Path, str, CacheEntry]]:
     overlays = inventory.overlays(None if cache is None else Path(cache), nvidia.fingerprint_of)
-    placed = [(place.folder, overlay.device, place.entry) for overlay in overlays for place in overlay.counting.values()]
-    return sorted(placed, key=lambda item: (item[1], groups.OPERATIONS[item[2].problem.op.value], groups.order(item[2].problem)))
+    overlays.sort(key=lambda overlay: (overlay.device, groups.OPERATIONS[overlay.op.value]))
+    return [
+        (place.folder, overlay.device, place.entry)
+        for overlay in overlays
+        for place in sorted(overlay.counting.values(), key=lambda place: groups.order(place.entry.problem))
+    ]
 
 
 def _key_facts(device: str, entry: CacheEntry) -> dict[str, object]:

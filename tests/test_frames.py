@@ -94,7 +94,9 @@ def test_a_benchmark_has_its_samples_as_floats_and_another_csv_is_refused(tmp_pa
 def test_without_pandas_a_sentence_says_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     for call in (frames.entries, frames.rivals, frames.trials, frames.finals, frames.bench):
-        with pytest.raises(HostError, match=r"need pandas, which is not installed; run pip install 'autoattn\[frames\]'"):
+        with pytest.raises(
+            HostError, match=r"need pandas, which is not installed; run pip install 'autoattn\[frames\]'"
+        ):
             call(folder)
 
 
@@ -133,4 +135,4 @@ def test_the_examples_of_the_page_run(folder: Path, monkeypatch: pytest.MonkeyPa
     names = {"journal": journal_of(folder), "samples_file": samples_of(folder), "csv": "bench.csv"}
     for example in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
         exec(example, names)
-    assert list(names["rounds"].median().sort_values().index)[0] == "finalist 0"  # type: ignore[attr-defined]
+    assert names["rounds"].median().idxmin() == "finalist 0"  # type: ignore[attr-defined]

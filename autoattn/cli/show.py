@@ -60,9 +60,11 @@ def command(
     ] = "problem",
     reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
     json: options.Json = False,
-    format: Annotated[
+    output_format: Annotated[
         Literal["table", "json", "csv", "parquet"],
-        typer.Option("--format", help="json: as --json; csv, parquet: a row for each entry, to stdout (docs/frames.md)."),
+        typer.Option(
+            "--format", help="json: as --json; csv, parquet: a row for each entry, to stdout (docs/frames.md)."
+        ),
     ] = "table",
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
@@ -83,10 +85,12 @@ def command(
     files = [pair for overlay in combined for pair in overlay.files]
     chosen.check_route(entry for _, file in files for entry in file.entries.values())
     shown = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
-    if format in ("csv", "parquet"):
-        print_rows(format, ((folder, file.device, entry) for folder, file, entries in shown for entry in entries))
+    if output_format in ("csv", "parquet"):
+        print_rows(
+            output_format, ((folder, file.device, entry) for folder, file, entries in shown for entry in entries)
+        )
         return
-    if json or format == "json":
+    if json or output_format == "json":
         terminal.print_json(
             [
                 {"cache": str(folder), "device": file.device, "fingerprint": file.fingerprint, "entries": entries}
@@ -108,7 +112,7 @@ def command(
     print_availability(console, (entry for _, _, entries in shown for entry in entries))
 
 
-def print_rows(format: str, placed: Iterable[tuple[Path, str, CacheEntry]]) -> None:
+def print_rows(output_format: str, placed: Iterable[tuple[Path, str, CacheEntry]]) -> None:
     """Prints a row for each (cache folder, device, entry), as CSV or as Parquet.
 
     Raises:
@@ -119,7 +123,7 @@ def print_rows(format: str, placed: Iterable[tuple[Path, str, CacheEntry]]) -> N
     from autoattn.report import files
 
     rows = frames.entry_rows(placed)
-    if format == "csv":
+    if output_format == "csv":
         sys.stdout.write(files.csv_text(list(frames.ENTRIES), rows))
     elif sys.stdout.isatty():
         raise UsageError("--format parquet must go to a file, got a terminal; add > entries.parquet")

@@ -108,9 +108,7 @@ def fenced(text: str, language: str = "") -> Verbatim:
     return Verbatim(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
 
-def _facts(
-    sections: list[contents.Section], command: str, comparison: baseline.Comparison | None
-) -> dict[str, object]:
+def _facts(sections: list[contents.Section], command: str, comparison: baseline.Comparison | None) -> dict[str, object]:
     return {
         "sections": sections,
         "overview": overview.of(sections),

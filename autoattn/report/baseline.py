@@ -49,9 +49,7 @@ def compare(folder: str, before: Iterable[CacheFile], after: Iterable[CacheFile]
     changes = [_change(difference) for difference in found]
     changes.sort(key=lambda change: (KINDS.index(change.kind), -(change.ratio or 0.0)))
     changed = sum(difference.second is not None for difference in found)
-    return Comparison(
-        folder=folder, changes=tuple(changes), same=sum(len(file.entries) for file in after) - changed
-    )
+    return Comparison(folder=folder, changes=tuple(changes), same=sum(len(file.entries) for file in after) - changed)
 
 
 def _change(difference: inventory.Difference) -> Change:

@@ -164,6 +164,4 @@ def _not_installed(cards: Iterable[Card]) -> list[tuple[str, str]]:
         for name, reason in (card.entry.absent or {}).items()
         if reason.startswith("not installed")
     )
-    return [
-        (attendance.title(name), f"{count} problems have not met it") for name, count in sorted(missing.items())
-    ]
+    return [(attendance.title(name), f"{count} problems have not met it") for name, count in sorted(missing.items())]

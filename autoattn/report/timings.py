@@ -71,9 +71,7 @@ def timings(entry: CacheEntry) -> tuple[Timing, ...]:
     error = best.max_error if best is not None else entry.verdict.max_error if entry.verdict is not None else None
     rows = [row(entry.template, own, 1.0, error, best.energy if best is not None else None)]
     for rival in entry.rivals:
-        rows.append(
-            row(rival.name, rival.measurement, figures.lead_over(entry, rival), rival.max_error, rival.energy)
-        )
+        rows.append(row(rival.name, rival.measurement, figures.lead_over(entry, rival), rival.max_error, rival.energy))
     return tuple(sorted(rows, key=lambda timing: (timing.median_us, timing.name)))
 
 
