@@ -25,7 +25,7 @@ def command(
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")] = Path("report"),
 ) -> None:
-    """Write a report of what was tuned: DIR/report.html (one file that needs no other), and its summary DIR/report.md."""
+    """Write a report of what was tuned: DIR/report.html, one file that needs no other, and a summary, DIR/report.md."""
     from autoattn import report
 
     for path in report.build(cache, out, against):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
-import markupsafe
 
 from autoattn.cache import inventory
 from autoattn.errors import StateError
@@ -74,7 +73,7 @@ def html_text(
     """
     facts = _facts(sections, command, comparison)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    script = {"script": markupsafe.Markup(SCRIPT), "script_digest": digest}
+    script = {"script": SCRIPT, "script_digest": digest}
     return environment(autoescape=True).get_template("report.html.j2").render(facts | script)
 
 

@@ -108,6 +108,31 @@ def test_every_chart_has_a_size_and_marks(window: Browser, page: Path, width: in
     assert min(strips) > 100
 
 
+def test_a_link_opens_its_card_and_all_that_it_is_folded_in(window: Browser, page: Path) -> None:
+    window.open(page, width=DESKTOP)
+    window.run("document.querySelector('table.summary a').click()")
+    window.run("new Promise(done => setTimeout(done, 50))")
+    opened = "[...document.querySelectorAll('details.card[open] .inside')].filter(one => one.checkVisibility())"
+    assert window.run(f"'#' + {opened}.at(0).id === document.querySelector('table.summary a').hash")
+    assert window.complaints() == []
+
+
+def test_rows_are_filtered_and_sorted_offline(window: Browser, page: Path) -> None:
+    window.open(page, width=DESKTOP)
+    rows = "[...document.querySelector('table.summary').tBodies[0].rows].filter(row => row.checkVisibility())"
+    times = f"{rows}.map(row => parseFloat(row.querySelector('[data-label=\"Median us\"]').textContent))"
+    window.run("document.querySelectorAll('table.summary th button')[2].click()")
+    ascending = window.run(times)
+    assert ascending == sorted(ascending)
+    window.run("document.querySelectorAll('table.summary th button')[2].click()")
+    assert window.run(times) == ascending[::-1]
+    window.run("document.querySelector('.filter input').value = 'D64 full'")
+    window.run("document.querySelector('.filter input').dispatchEvent(new Event('input'))")
+    names = window.run(f"{rows}.map(row => row.cells[0].textContent)")
+    assert 0 < len(names) < len(ascending)
+    assert all("D64" in name and "full" in name for name in names)
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_all_text_can_be_read(window: Browser, page: Path, dark: bool) -> None:
     window.open(page, width=DESKTOP, dark=dark)
