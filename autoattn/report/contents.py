@@ -139,13 +139,9 @@ def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
     Args:
         homes: the cache folder of each entry, where the journals of the searches lie; None leaves them out.
     """
-    detail = Detail.among(sum(len(file.entries) for file in files))
+    count = sum(len(file.entries) for file in files)
+    shelf, detail = Shelf.among(count), Detail.among(count)
     parts = sorted((_part(file, op) for file in files for op in _operations(file)), key=_place)
-    shelf = Shelf()
-    # All differences come before all kernels: a command writes a kernel, and a difference takes two of them.
-    for part in parts:
-        for entry in part.entries:
-            shelf.difference(entry, _anchor(part.file.device, entry.problem.key))
     return [_section(part, homes or {}, shelf, detail) for part in parts]
 
 

@@ -13,8 +13,9 @@ from autoattn.errors import AutoattnError
 from autoattn.report import figures
 from autoattn.search.importance import params_of
 
-# Characters of kernels and differences in one report; beyond it a command stands in their place.
-ROOM = 1_300_000
+# Characters of kernels and differences in a report of at most a hundred problems, and of each problem in a larger one;
+# beyond it a command stands in their place. The shipped caches need nearly as much.
+ROOM, ROOM_OF_PROBLEM = 1_300_000, 13_000
 CONTEXT = 2  # lines around a difference
 
 
@@ -51,8 +52,12 @@ class Shelf:
     """All texts of a report: each is shown once, as long as there is room."""
 
     room: int = ROOM
-    _differences: dict[str, Difference | None] = field(default_factory=dict)  # anchor -> that of its card
     _shown: dict[str, str] = field(default_factory=dict)  # text -> anchor of the card that shows it
+
+    @classmethod
+    def among(cls, problems: int) -> Shelf:
+        """As much room as a report of so many problems has."""
+        return cls(room=max(ROOM, ROOM_OF_PROBLEM * problems))
 
     def listing(self, entry: CacheEntry, anchor: str) -> Listing:
         """The winner's text for the card `anchor`."""
@@ -70,11 +75,6 @@ class Shelf:
 
     def difference(self, entry: CacheEntry, anchor: str) -> Difference | None:
         """From the runner-up's text to the winner's, for the card `anchor`; None without a runner-up."""
-        if anchor not in self._differences:
-            self._differences[anchor] = self._difference(entry, anchor)
-        return self._differences[anchor]
-
-    def _difference(self, entry: CacheEntry, anchor: str) -> Difference | None:
         if not entry.candidates:
             return None
         runner_up = entry.candidates[0]
