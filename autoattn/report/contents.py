@@ -139,53 +139,26 @@ def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
     Args:
         homes: the cache folder of each entry, where the journals of the searches lie; None leaves them out.
     """
+    sections = []
     count = sum(len(file.entries) for file in files)
     shelf, detail = Shelf.among(count), Detail.among(count)
-    parts = sorted((_part(file, op) for file in files for op in _operations(file)), key=_place)
-    return [_section(part, homes or {}, shelf, detail) for part in parts]
+    for file in sorted(files, key=lambda file: file.device):
+        operations = {entry.problem.op.value for entry in file.entries.values()}
+        for op in sorted(operations, key=groups.OPERATIONS.__getitem__):
+            sections.append(_section(file, op, homes or {}, shelf, detail))
+    return sorted(sections, key=lambda section: section.measured is None)  # what was measured comes first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """The entries of one section."""
-
-    file: CacheFile
-    op: str
-    measured: tuple[CacheEntry, ...]
-    predicted: tuple[CacheEntry, ...]
-
-    @property
-    def entries(self) -> tuple[CacheEntry, ...]:
-        """Measured first, so that a text stands beside a measurement where it can."""
-        return self.measured + self.predicted
-
-
-def _operations(file: CacheFile) -> list[str]:
-    return sorted({entry.problem.op.value for entry in file.entries.values()})
-
-
-def _part(file: CacheFile, op: str) -> _Part:
+def _section(file: CacheFile, op: str, homes: Homes, shelf: Shelf, detail: Detail) -> Section:
+    device = charts.device_of(file.device)
     entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
     entries.sort(key=lambda entry: groups.order(entry.problem))
-    return _Part(
-        file=file,
-        op=op,
-        measured=tuple(entry for entry in entries if entry.evidence is Evidence.MEASURED),
-        predicted=tuple(entry for entry in entries if entry.evidence is not Evidence.MEASURED),
-    )
-
-
-def _place(part: _Part) -> tuple[bool, str, int]:
-    """What was measured comes first, and forward before backward."""
-    return not part.measured, part.file.device, groups.OPERATIONS[part.op]
-
-
-def _section(part: _Part, homes: Homes, shelf: Shelf, detail: Detail) -> Section:
-    file, op = part.file, part.op
-    device = charts.device_of(file.device)
+    measured = [entry for entry in entries if entry.evidence is Evidence.MEASURED]
+    predicted = [entry for entry in entries if entry.evidence is not Evidence.MEASURED]
+    # Measured first, so that the source stands beside a measurement where it can.
     rankings = [
         _ranking([_card(entry, file.device, device, homes, shelf, detail) for entry in kind], device) if kind else None
-        for kind in (part.measured, part.predicted)
+        for kind in (measured, predicted)
     ]
     return Section(
         device=file.device,
@@ -195,8 +168,8 @@ def _section(part: _Part, homes: Homes, shelf: Shelf, detail: Detail) -> Section
         anchor=_anchor(file.device, op),
         measured=rankings[0],
         predicted=rankings[1],
-        standings=_standings(part.measured),
-        versions=tuple(sorted({figures.versions(entry) for entry in part.entries})),
+        standings=_standings(measured),
+        versions=tuple(sorted({figures.versions(entry) for entry in entries})),
         facts=device,
     )
 
@@ -264,7 +237,7 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
     )
 
 
-def _standings(entries: tuple[CacheEntry, ...]) -> tuple[Standing, ...]:
+def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
     leads: dict[tuple[str, str], list[float | Interval]] = {}
     for entry in entries:  # in the order of their groups
         group = f"{groups.kind_of(entry.problem)}, {groups.dtype_of(entry.problem)}"
