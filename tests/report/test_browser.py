@@ -10,6 +10,7 @@ import pytest
 import samples
 import searched
 from browser import Browser
+from checkout_paths import CHECKOUT
 
 from autoattn import report
 from autoattn.cache import store
@@ -115,6 +116,26 @@ def test_a_link_opens_its_card_and_all_that_it_is_folded_in(window: Browser, pag
     opened = "[...document.querySelectorAll('details.card[open] .inside')].filter(one => one.checkVisibility())"
     assert window.run(f"'#' + {opened}.at(0).id === document.querySelector('table.summary a').hash")
     assert window.complaints() == []
+
+
+def test_the_head_of_a_table_stays_while_its_rows_scroll(window: Browser, page: Path) -> None:
+    window.open(page, width=DESKTOP, height=160)
+    window.run("document.querySelector('.rows:has(table.summary)').scrollTo(0, 80)")
+    place = "document.querySelector('{}').getBoundingClientRect().top"
+    scrolled = "document.querySelector('.rows:has(table.summary)').scrollTop"
+    assert window.run(scrolled) > 40
+    head = window.run(place.format("table.summary th")) - window.run(place.format(".rows:has(table.summary)"))
+    assert abs(head) < 3
+
+
+@pytest.mark.exhaustive
+def test_the_report_of_the_shipped_caches_fits_a_phone(window: Browser, tmp_path: Path) -> None:
+    page, summary = report.build(CHECKOUT / "cache", tmp_path)
+    assert window.open(page, width=PHONE) < SECONDS
+    assert window.run("document.documentElement.scrollHeight") < 20_000  # pixels
+    assert window.run(BEYOND) == []
+    assert "is left out to keep this file small" not in page.read_text()
+    assert len(summary.read_bytes()) <= report.MARKDOWN_BYTES
 
 
 def test_rows_are_filtered_and_sorted_offline(window: Browser, page: Path) -> None:
