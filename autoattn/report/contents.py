@@ -142,7 +142,7 @@ def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
     sections = []
     count = sum(len(file.entries) for file in files)
     shelf, detail = Shelf.among(count), Detail.among(count)
-    for file in sorted(files, key=lambda file: file.device):
+    for file in sorted(files, key=lambda file: (file.device, groups.OPERATIONS[file.op.value])):
         operations = {entry.problem.op.value for entry in file.entries.values()}
         for op in sorted(operations, key=groups.OPERATIONS.__getitem__):
             sections.append(_section(file, op, homes or {}, shelf, detail))

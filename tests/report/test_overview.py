@@ -18,7 +18,7 @@ from autoattn.codegen import search_space
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Numerics, Op, Precision
-from autoattn.report import baseline, charts, groups, overview, strips
+from autoattn.report import baseline, charts, contents, groups, overview, strips
 
 
 def entry_of(ratio: float, **changes: object) -> CacheEntry:
@@ -101,7 +101,8 @@ def test_forward_stands_before_backward_and_the_largest_problem_first() -> None:
     large, problem = entry_of(1.1, batch=8), samples.problem(op=Op.BACKWARD)
     variant = search_space.load("triton/backward").default(problem, samples.H200)
     gradient = samples.tuned(problem, variant)
-    text = report.html_text(sections_of(gradient, entry_of(1.1, batch=2), large, entry_of(1.1, batch=4)))
+    forward = [entry_of(1.1, batch=2), large, entry_of(1.1, batch=4)]
+    text = report.html_text(contents.gather([replace(file_of(gradient), op=Op.BACKWARD), file_of(*forward)]))
     page = Page(text)
     assert re.findall(r'<h2 class="device">NVIDIA H200, (\w+)</h2>', text) == ["forward", "backward"]
     rows = [row[0] for row in page.rows if len(row) > 6 and row[0].startswith("bf16")]
