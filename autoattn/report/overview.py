@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoattn.core.trial import Evidence
+from autoattn.core.cache_entry import CacheEntry
+from autoattn.core.paired_stats import Interval
 from autoattn.report import attendance, figures, groups
 from autoattn.report.contents import Card, Section
 from autoattn.report.groups import Group
@@ -33,11 +34,6 @@ class Overview:
     groups: tuple[Group, ...]
     trust: tuple[str, ...]  # sentences
     steps: tuple[Step, ...]
-
-    @property
-    def ahead(self) -> int:
-        """Measured problems whose kernel is faster than every rival that it met."""
-        return self.met - len(self.behind)
 
     @property
     def devices(self) -> int:
@@ -98,12 +94,13 @@ def _trust(cards: Sequence[Card], predicted: int) -> list[str]:
             f"All {len(entries)} measured kernels passed the gate: each agrees with a float64 reference "
             f"in {sum(entry.verdict.checks for entry in entries if entry.verdict is not None):,} checks together."
         )
-        known = sum(entry.finals is not None for entry in entries)
+        leads = [card.best[1] for card in cards if card.best is not None]
+        known = sum(isinstance(lead, Interval) for lead in leads)
         lines.append(
-            f"{known} of {len(entries)} rest on interleaved finals whose ratios have 95% intervals"
-            + ("." if known == len(entries) else "; the others are of older versions and have medians alone.")
+            f"{known} of {len(leads)} ratios have a 95% interval from interleaved rounds"
+            + ("." if known == len(leads) else "; the others are ratios of two medians.")
         )
-        lines += [f"Absent from the finals: {words}." for words in _absences(cards)]
+        lines += [f"Absent from the finals: {words}." for words in filter(None, [_absences(entries)])]
     lines += [f"{predicted} problems are predicted: no mean, chart or ranking here counts them."] if predicted else []
     doubts = {
         "finals ended undecided": sum(entry.finals is not None and not entry.finals.decided for entry in entries),
@@ -115,13 +112,12 @@ def _trust(cards: Sequence[Card], predicted: int) -> list[str]:
     return lines + [f"{count} {words}." for words, count in doubts.items() if count]
 
 
-def _absences(cards: Sequence[Card]) -> list[str]:
-    """Who was absent, in how many problems; in one sentence."""
-    entries = [card.entry for card in cards]
+def _absences(entries: Sequence[CacheEntry]) -> str:
+    """Who was absent, and in how many problems; "" where nobody was."""
     words = [f"{attendance.title(row.name)} in {row.absent.total()}" for row in attendance.of(entries) if row.absent]
     old = sum(entry.absent is None for entry in entries)
     words += [f"not recorded for {old} of {len(entries)}, which met PyTorch's backends alone"] if old else []
-    return ["; ".join(words)] if words else []
+    return "; ".join(words)
 
 
 def _steps(sections: Sequence[Section], cards: Sequence[Card], behind: Sequence[Card]) -> list[Step]:
@@ -156,11 +152,10 @@ def _steps(sections: Sequence[Section], cards: Sequence[Card], behind: Sequence[
     return steps or [Step(words="Nothing: every kernel is ahead of all that it met.")]
 
 
-def _not_installed(cards: Iterable[Card]) -> list[tuple[str, str]]:
+def _not_installed(cards: Sequence[Card]) -> list[tuple[str, str]]:
     missing = Counter(
         name
         for card in cards
-        if card.entry.evidence is Evidence.MEASURED
         for name, reason in (card.entry.absent or {}).items()
         if reason.startswith("not installed")
     )
