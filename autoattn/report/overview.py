@@ -116,7 +116,7 @@ def _absences(entries: Sequence[CacheEntry]) -> str:
     """Who was absent, and in how many problems; "" where nobody was."""
     words = [f"{attendance.title(row.name)} in {row.absent.total()}" for row in attendance.of(entries) if row.absent]
     old = sum(entry.absent is None for entry in entries)
-    words += [f"not recorded for {old} of {len(entries)}, which met PyTorch's backends alone"] if old else []
+    words += [f"not recorded for {old} of {len(entries)}, which met PyTorch's backends or nobody"] if old else []
     return "; ".join(words)
 
 
