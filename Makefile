@@ -23,7 +23,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 # Workers and child processes start in half the time where bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help tune precompiled test test-exhaustive test-gpu lint format report test-wheel clean
+.PHONY: help tune precompiled test test-exhaustive test-gpu lint format report docs dist test-wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,20 +57,34 @@ format: $(READY) ## Put the code into the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY) ## Build the documentation's site into site/; a broken link or a missing page is an error
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . site
+
+# The wheel is built from the sdist; the one of the checkout is there to be compared with it.
+dist: $(READY) ## Build the sdist and the wheel of a release into dist/, and check what they hold
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . > dist.log 2>&1 || { cat dist.log >&2; exit 1; }
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/checkout .
+	rm dist.log
+	AUTOATTN_DIST="$(CURDIR)/dist" $(PYTEST) tests/release
+
 # Away from the checkout, so that the tests meet the wheel's package and files. PyPI's torch brings gigabytes of CUDA.
-test-wheel: ## Install the wheel with WHEEL_PINS into a fresh WHEEL_VENV and run the tests there
+test-wheel: dist ## Install the wheel with WHEEL_PINS into a fresh WHEEL_VENV, tune a problem and run the tests there
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "autoattn needs Python 3.10 or newer, got $$($(PYTHON) --version); run make PYTHON=python3.11" >&2; exit 2; }
 	rm -rf $(WHEEL_VENV)
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
-	$(WHEEL_VENV)/bin/python -m pip install --quiet "$$(ls $(WHEEL_VENV)/dist/*.whl)[dev]" $(WHEEL_PINS)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet dist/*.whl $(WHEEL_PINS)
+	cd $(WHEEL_VENV) && bin/autoattn tune --device a30 --dtype bfloat16 --batch 1 --heads 1 --seq-q 128 --head-dim 16 \
+		--effort instant --cache tuned
+	$(WHEEL_VENV)/bin/python -m pip install --quiet "$$(ls dist/*.whl)[dev]" $(WHEEL_PINS)
 	$(WHEEL_VENV)/bin/python -m pip list --format freeze | grep -E "^(torch|triton|numpy|autoattn)=="
 	cd $(WHEEL_VENV) && bin/pytest --rootdir "$(CURDIR)" -c "$(CURDIR)/pyproject.toml" -p no:cacheprovider \
 		-m "not gpu and not exhaustive" $(PARALLEL) "$(CURDIR)/tests"
 
 clean: ## Remove the virtual environment
-	rm -rf $(VENV) $(WHEEL_VENV)
+	rm -rf $(VENV) $(WHEEL_VENV) dist site
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -16,20 +16,23 @@ if TYPE_CHECKING:
         explain_cached,
         explain_packed,
         explain_sdpa,
+        merge_states,
         packed_attention,
     )
     from autoattn.integrations.torch import use
     from autoattn.nn.attention import Attention
     from autoattn.nn.dilated import dilated_attention
     from autoattn.nn.multihead import MultiheadAttention
+    from autoattn.runtime.parse.cache_arguments import CacheTensors
     from autoattn.runtime.plan.explanations import Explanation
     from autoattn.runtime.run.recompute_counter import counting_redone
     from autoattn.runtime.warm_up import warm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place of the number: pyproject.toml reads it
 __all__ = [
     "Attention",
     "AutoattnError",
+    "CacheTensors",
     "Explanation",
     "Mask",
     "MultiheadAttention",
@@ -42,6 +45,7 @@ __all__ = [
     "explain_packed",
     "explain_sdpa",
     "masks",
+    "merge_states",
     "packed_attention",
     "use",
     "warm",
@@ -50,6 +54,7 @@ __all__ = [
 _HOMES = {
     "Attention": "autoattn.nn.attention",
     "AutoattnError": "autoattn.errors",
+    "CacheTensors": "autoattn.runtime.parse.cache_arguments",
     "Explanation": "autoattn.runtime.plan.explanations",
     "Mask": "autoattn.core.mask",
     "MultiheadAttention": "autoattn.nn.multihead",
@@ -61,6 +66,7 @@ _HOMES = {
     "explain_cached": "autoattn.decoding",
     "explain_packed": "autoattn.functional",
     "explain_sdpa": "autoattn.functional",
+    "merge_states": "autoattn.decoding",
     "packed_attention": "autoattn.functional",
     "use": "autoattn.integrations.torch",
     "warm": "autoattn.runtime.warm_up",

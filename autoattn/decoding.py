@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
-from autoattn.runtime import call, call_cache
-from autoattn.runtime.parse import append_arguments, cache_arguments
+from autoattn.runtime import call, call_cache, merge
+from autoattn.runtime.parse import append_arguments, cache_arguments, merge_arguments, prefix_arguments
 from autoattn.runtime.parse.cache_arguments import CacheTensors
 from autoattn.runtime.plan import planner
 from autoattn.runtime.plan.explanations import Explanation
 from autoattn.runtime.prepared_call import Answer
-from autoattn.tensors import cu_seqlens
+from autoattn.tensors import cu_seqlens, operands
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from autoattn.runtime.parse.signatures import CacheArguments
+
+# Arguments of an attention behind an append, as the key of the append has them
+_SELDOM = "window", "alibi_slopes", "sinks", "precision", "numerics"
+_WORDS = "causal", "softcap", "scale", "splits", "split_length", "deterministic", "max_seqlen_q", "max_length"
 
 
 def cached_attention(
@@ -30,9 +36,12 @@ def cached_attention(
     block_table: Tensor | None = None,
     cache_rows: Tensor | None = None,
     leftpad: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_length: int | None = None,
+    shared_prefix: int = 0,
     causal: bool | str = False,
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
@@ -40,6 +49,8 @@ def cached_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     splits: int = 0,
+    split_length: int = 0,
+    deterministic: bool = False,
     precision: str | None = None,
     numerics: str | None = None,
     return_lse: bool = False,
@@ -53,8 +64,8 @@ def cached_attention(
         query: [batch, seq_q, heads_q, head_dim], or [tokens_q, heads_q, head_dim] with cu_seqlens_q; float16, bfloat16
             or float32.
         key_cache: [rows, capacity, heads_kv, head_dim], or [pages, page, heads_kv, head_dim] with block_table; a page
-            has any size from 1. Any strides: a cache with heads before keys is given as a transposed view, and key and
-            value may be views of one tensor.
+            has any size from 1. In the query's dtype, or float8_e4m3fn under queries of 16 bits. Any strides: a cache
+            with heads before keys is given as a transposed view, and key and value may be views of one tensor.
         value_cache: the same, with a head dim of its own if need be.
         lengths: [batch] int32: keys of each sequence, the new queries' own included; 0 gives 0. Kernels take more than
             the cache holds as what it holds.
@@ -63,13 +74,22 @@ def cached_attention(
         cache_rows: [batch] int32: which row of a contiguous cache a sequence has; its own number when None.
         leftpad: [batch] int32: where the keys begin in the row of a contiguous cache; lengths count from the row's
             begin all the same.
+        key_scale, value_scale: float32 that expands to [batch, heads_kv]: what the numbers of a float8 cache are
+            multiplied by; 1 when None.
         cu_seqlens_q: [batch + 1] int32: where the queries of each sequence begin, and where the last ones end.
         max_seqlen_q: a bound of their lengths; all tokens when None.
         max_length: a bound of the lengths for the choice of a kernel; what the cache holds when None.
+        shared_prefix: keys at the begin of each sequence that are the same for all of them: whole pages, if there are
+            any. They are read once, where the first sequence has them, and no length may be below. It changes no result
+            but for rounding; without a window and slopes.
         causal, window: as in `attention`: the last query of a sequence stands at its last key.
         softcap, alibi_slopes, sinks, scale, precision, numerics: as in `attention`.
-        splits: programs that may share the keys of a sequence; 0 is as many as are fastest. Above 0, what else is in a
-            batch of a size changes no bits of a sequence.
+        splits: programs that may share the keys of a sequence; 0 is as many as are fastest.
+        split_length: keys that each of them has but the last, a power of two from 64 to 16,384; 0 is as many as are
+            fastest.
+        deterministic: whether a sequence has the same bits in every batch; splits and split_length ask for that too.
+            What else a batch holds, and how many sequences, then changes nothing; max_length and max_seqlen_q, or what
+            the cache holds where there is no bound, choose the kernel.
         return_lse: whether the log-sum-exp is returned too.
 
     Returns:
@@ -81,15 +101,24 @@ def cached_attention(
         ProblemError: a size is not supported.
         CacheError: a cache file is damaged or newer.
     """
+    if shared_prefix:
+        return _with_prefix(
+            query, key_cache, value_cache, lengths, shared_prefix, sinks, return_lse=return_lse,
+            block_table=block_table, cache_rows=cache_rows, leftpad=leftpad, key_scale=key_scale,
+            value_scale=value_scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_length=max_length,
+            causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, scale=scale, splits=splits,
+            split_length=split_length, deterministic=deterministic, precision=precision, numerics=numerics,
+        )  # fmt: skip
     seldom = None
     if not (window is alibi_slopes is sinks is precision is numerics is None):
         seldom = window, alibi_slopes, sinks, precision, numerics
     bound = None if max_length is None else cache_arguments.bound_of(max_length)
-    given_offsets = cu_seqlens_q, lengths, block_table, cache_rows, leftpad
+    key_scale, value_scale = cache_arguments.with_scales(key_cache, key_scale, value_scale)
+    given_offsets = cu_seqlens_q, lengths, block_table, cache_rows, leftpad, key_scale, value_scale
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     words = (
-        "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, causal, softcap, scale,
-        splits, return_lse, max_seqlen_q, bound,
+        "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, key_scale is None,
+        causal, softcap, scale, splits, split_length, deterministic, return_lse, max_seqlen_q, bound,
     )  # fmt: skip
     tensors = query, key_cache, value_cache, *offsets
     answer: Answer | None
@@ -105,13 +134,59 @@ def cached_attention(
                 call_cache.guard_on_cache(tensors, words, prepared)
             return answer
     cache = CacheTensors(
-        key=key_cache, value=value_cache, lengths=lengths, block_table=block_table, rows=cache_rows, leftpad=leftpad
-    )
+        key=key_cache, value=value_cache, lengths=lengths, block_table=block_table, rows=cache_rows, leftpad=leftpad,
+        key_scale=key_scale, value_scale=value_scale,
+    )  # fmt: skip
     return call.new_cached_attention(
         call_key, query, cache, cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_length=max_length, causal=causal,
         window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, scale=scale, splits=splits,
-        precision=precision, numerics=numerics, return_lse=return_lse,
+        split_length=split_length, deterministic=deterministic, precision=precision, numerics=numerics,
+        return_lse=return_lse,
     )  # fmt: skip
+
+
+def _with_prefix(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, prefix: int, sinks: Tensor | None, *,
+    return_lse: bool, **given: Any,
+) -> Answer:  # fmt: skip
+    """`cached_attention` in two levels: all queries with the prefix, each sequence's with what follows, both merged."""
+    two = prefix_arguments.read(query, key_cache, value_cache, lengths, prefix, given)
+    output, lse = cached_attention(*two.of_prefix, **two.prefix_words, return_lse=True)
+    own_output, own_lse = cached_attention(*two.of_rest, **two.rest_words, sinks=sinks, return_lse=True)
+    output, lse = prefix_arguments.as_queries(output, lse, query)
+    merged = merge_states(output, lse, own_output, own_lse)
+    return merged if return_lse else merged[0]
+
+
+def merge_states(
+    output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor, *, layout: str = "bshd"
+) -> tuple[Tensor, Tensor]:
+    """One output of two, each of which comes from some of the keys of the same queries.
+
+    The outputs may come from any function here that gives an LSE, FlashAttention's included; FlashInfer's LSE is in
+    powers of two, and becomes natural times ln(2). Gradients, where they are needed, are those of plain PyTorch.
+
+    Args:
+        output, other_output: [batch, seq, heads, head_dim], with layout "bhsd" [batch, heads, seq, head_dim], or
+            packed [tokens, heads, head_dim].
+        lse, other_lse: [batch, heads, seq] or [heads, tokens] float32, in natural logarithms; -inf is of no key, and
+            what the output holds there is left out.
+
+    Returns:
+        (output, lse) of all keys, in the same layout.
+
+    Raises:
+        TensorError: the tensors are not two outputs of the same queries.
+    """
+    call_key = call_cache.key(output, other_output, output, (lse, other_lse), ("merge", layout), None)
+    prepared = call_cache.find(call_key)
+    order = merge_arguments.layout_of(output, layout)
+    if prepared is not None:
+        merged, sums = prepared(output, other_output, output, lse, other_lse)
+    else:
+        parts = merge_arguments.read(output, lse, other_output, other_lse, order)
+        merged, sums = merge.merge(call_key, parts)
+    return operands.as_given(merged, order), sums[0] if order is Layout.PACKED else sums
 
 
 def explain_cached(
@@ -125,6 +200,14 @@ def explain_cached(
 ) -> Explanation:
     """What `cached_attention` does with the same arguments, and why; it compiles the kernel and runs nothing."""
     others: dict[str, Any] = {**given}
+    if prefix := others.pop("shared_prefix", 0):
+        words = cache_arguments.complete_places(others)
+        two = prefix_arguments.read(query, key_cache, value_cache, lengths, prefix, words)
+        of_prefix = explain_cached(*two.of_prefix, **two.prefix_words, return_lse=True)
+        of_rest = explain_cached(*two.of_rest, **two.rest_words, return_lse=True)
+        return replace(of_rest, reasons=of_rest.reasons.after(lambda: f"shared prefix: {of_prefix.reason}"))
+    scales = cache_arguments.with_scales(key_cache, others.get("key_scale"), others.get("value_scale"))
+    others["key_scale"], others["value_scale"] = scales
     places = {field: others.pop(name, None) for name, field in cache_arguments.PLACES.items()}
     cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, **places)
     call = cache_arguments.read(query, cache, **cache_arguments.complete(others))
@@ -182,7 +265,9 @@ def flash_attn_with_kvcache(
         cache_seqlens: [batch] int32 or a number: keys before the append; all of the cache when None
         cache_batch_idx, cache_leftpad: [batch] int32, of contiguous caches; rows must differ where keys are appended
         num_splits: programs that may share the keys of a sequence; 0 is as many as are fastest
-        qv, cu_seqlens_k_new, rotary_seqlens, q_descale, k_descale, v_descale: None
+        k_descale, v_descale: float32 [batch, heads_kv] of a float8 cache: what its numbers are multiplied by; new keys
+            and values are divided by them
+        qv, cu_seqlens_k_new, rotary_seqlens, q_descale: None
         attention_chunk: 0
         scheduler_metadata, pack_gqa, sm_margin: change no result, and are not used
 
@@ -196,21 +281,22 @@ def flash_attn_with_kvcache(
     """
     for name, there in (
         ("qv", qv), ("cu_seqlens_k_new", cu_seqlens_k_new), ("rotary_seqlens", rotary_seqlens),
-        ("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale),
-        ("attention_chunk", attention_chunk or None),
+        ("q_descale", q_descale), ("attention_chunk", attention_chunk or None),
     ):  # fmt: skip
         if there is not None:
-            raise TensorError(f"{name} must be left out, got one; caches are of 16 or 32 bits, and new keys padded")
+            raise TensorError(f"{name} must be left out, got one; queries are of 16 or 32 bits, and new keys padded")
     if page_table is not None:
         if block_table is not None:
             raise TensorError("block_table and page_table are one argument, got both; leave one of them out")
         block_table = page_table
     window = None if tuple(window_size) == (-1, -1) else tuple(window_size)
+    key_scale, value_scale = cache_arguments.with_scales(k_cache, k_descale, v_descale)
     lengths = append_arguments.lengths_of(cache_seqlens, q, k_cache, block_table, cu_seqlens_q, appends=k is not None)
     attend: dict[str, Any] = {
         "block_table": block_table, "cache_rows": cache_batch_idx, "leftpad": cache_leftpad,
         "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "scale": softmax_scale, "splits": num_splits,
+        "key_scale": key_scale, "value_scale": value_scale,
     }  # fmt: skip
     if k is not None or v is not None:
         moving = causal or window is not None
@@ -227,14 +313,14 @@ def _appended(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Appends after all arguments were checked; the query to attend with, and the lengths after the append."""
     cos, sin, interleaved, moving = rotary
-    given_offsets = lengths, attend["block_table"], attend["cache_rows"], key, value, cos, sin
+    scales = attend["key_scale"], attend["value_scale"]
+    given_offsets = lengths, attend["block_table"], attend["cache_rows"], key, value, *scales, cos, sin
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
-    seldom = None
-    if attend["window"] is not None or attend["alibi_slopes"] is not None:
-        seldom = attend["window"], attend["alibi_slopes"]
+    rare = tuple(attend.get(name) for name in _SELDOM)
+    seldom = None if all(argument is None for argument in rare) else rare
     words = (
-        "append", interleaved, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
-        attend["cu_seqlens_q"] is None, attend["causal"], attend["softcap"], attend["scale"], attend["splits"],
+        "append", interleaved, moving, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
+        attend["cu_seqlens_q"] is None, *(attend.get(name) for name in _WORDS),
     )  # fmt: skip
     call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
@@ -246,6 +332,33 @@ def _appended(
     return call.new_append(  # type: ignore[no-any-return]
         call_key, query, cache, key, value, cos, sin, interleaved, moving, rest
     )
+
+
+def append_and_attend(
+    query: Tensor, key: Tensor | None, value: Tensor | None, cache: CacheTensors, *, return_lse: bool = False,
+    **given: Any,
+) -> Answer:  # fmt: skip
+    """Writes new keys and values behind the lengths of a cache, in place, and attends with them.
+
+    Args:
+        query: [batch, seq_q, heads_q, head_dim]
+        key, value: [batch, seq_new, heads_kv, head_dim]
+        cache: its lengths are those before the append.
+        given: the other arguments of `cached_attention`.
+
+    Raises:
+        TensorError: the arguments do not make one call; nothing was written then.
+        ProblemError: a size is not supported; nothing was written then.
+    """
+    scales = cache_arguments.with_scales(cache.key, cache.key_scale, cache.value_scale)
+    attend: dict[str, Any] = {
+        "block_table": cache.block_table, "cache_rows": cache.rows, "leftpad": cache.leftpad, "cu_seqlens_q": None,
+        "key_scale": scales[0], "value_scale": scales[1], **given,
+    }  # fmt: skip
+    query, lengths = _appended(
+        query, cache.key, cache.value, cache.lengths, key, value, (None, None, False, False), attend
+    )
+    return cached_attention(query, cache.key, cache.value, lengths, return_lse=return_lse, **attend)
 
 
 def paged_varlen(

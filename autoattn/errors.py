@@ -14,6 +14,7 @@ AutoattnError
     ├── CacheError      a cache file that is damaged, newer, foreign or cannot be written
     ├── StorageError    a server of trials that cannot be reached, read or written
     ├── HostError       what the machine lacks: a folder to write, room on a disk, a program
+    ├── GroupError      ranks of a process group that end, or do not answer in time
     ├── CompileError    a kernel that the compiler refuses
     ├── InterpretationError   a kernel that Gluon's interpreter cannot run
     └── SynchronizationError  a kernel that deadlocks, misses a barrier or touches memory that is not its own
@@ -80,6 +81,10 @@ class StorageError(StateError):
 
 class HostError(StateError):
     """What the machine lacks: a folder that can be written, room on a disk, a program, a worker that starts."""
+
+
+class GroupError(StateError):
+    """Ranks of a process group that end, or do not answer in time."""
 
 
 class CompileError(StateError):

@@ -12,6 +12,7 @@ from autoattn import decoding
 from autoattn.decoding import cached_attention as cached_attention
 from autoattn.decoding import explain_cached as explain_cached
 from autoattn.decoding import flash_attn_with_kvcache as flash_attn_with_kvcache
+from autoattn.decoding import merge_states as merge_states
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
 from autoattn.runtime import call, call_cache
 from autoattn.runtime.parse import arguments, sdpa_arguments
@@ -447,6 +448,8 @@ def flash_attn_varlen_func(
     *,
     seqused_k: Tensor | None = None,
     num_splits: int = 0,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), and FlashAttention-3's seqused_k.
 
@@ -454,21 +457,29 @@ def flash_attn_varlen_func(
         q: [tokens, heads, head_dim]
         k, v: the same, or [pages, page, heads_kv, head_dim] with block_table; pages have any size
         cu_seqlens_k: [sequences + 1] int32; None with block_table and seqused_k
-        deterministic, return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
+        deterministic: as in `flash_attn_func`; of paged keys: as in `cached_attention`
+        return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
         block_table: [sequences, pages of one] int32; what lies on the GPU is not read on the host, and there are no
             gradients and no dropout
         seqused_k: [sequences] int32: the lengths of paged keys; those of cu_seqlens_k when None
         num_splits: of paged keys: programs that may share the keys of a sequence; 0 is as many as are fastest
+        k_descale, v_descale: float32 [sequences, heads_kv] of paged keys in float8: what their numbers stand for
     """
     if block_table is not None:
         result = decoding.paged_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, dropout_p, max_seqlen_q=max_seqlen_q,
             max_length=max_seqlen_k, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-            scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs,
+            scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs, key_scale=k_descale,
+            value_scale=v_descale, deterministic=deterministic,
         )  # fmt: skip
         return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
-    if seqused_k is not None or num_splits:
-        name = "seqused_k" if seqused_k is not None else "num_splits"
+    of_pages = {
+        "seqused_k": seqused_k,
+        "num_splits": num_splits or None,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    if name := next((name for name, given in of_pages.items() if given is not None), ""):
         raise TensorError(f"{name} belongs to paged keys, got no block_table; give cu_seqlens_k the lengths")
     result = packed_attention(
         q, k, v, cu_seqlens_q, cast(Tensor, cu_seqlens_k), max_seqlen_q, max_seqlen_k, causal=causal,

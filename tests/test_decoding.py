@@ -16,6 +16,7 @@ from autoattn.errors import ProblemError, TensorError
 
 BATCH, HEADS_Q, HEADS_KV, HEAD_DIM, PAGE, CAPACITY = 3, 4, 2, 16, 4, 12
 LENGTHS = torch.tensor([0, 5, 11], dtype=torch.int32)
+FLOAT8 = torch.float8_e4m3fn
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -85,6 +86,169 @@ def test_paged_varlen_takes_lengths_or_offsets() -> None:
         torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("words", [{"deterministic": True}, {"splits": 1}, {"split_length": 64}], ids=str)
+def test_how_sequences_are_cut_changes_no_result(words: dict[str, Any]) -> None:
+    key, value, table = paged()
+    query = numbers(BATCH, 1, HEADS_Q, HEAD_DIM)
+    expected = autoattn.cached_attention(query, key, value, LENGTHS, block_table=table)
+    torch.testing.assert_close(
+        autoattn.cached_attention(query, key, value, LENGTHS, block_table=table, **words), expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"deterministic": 1}, "True or False"),
+        ({"split_length": 100}, "power of two"),
+        ({"split_length": 64.0}, "whole number of keys"),
+        ({"deterministic": True, "cu_seqlens_q": torch.arange(BATCH + 1, dtype=torch.int32)}, "max_seqlen_q"),
+    ],
+)
+def test_a_way_to_cut_sequences_that_is_none_is_refused(words: dict[str, Any], message: str) -> None:
+    key, value, table = paged()
+    query = numbers(BATCH, *([] if "cu_seqlens_q" in words else [1]), HEADS_Q, HEAD_DIM)
+    with pytest.raises((TensorError, ProblemError), match=message):
+        autoattn.cached_attention(query, key, value, LENGTHS, block_table=table, **words)
+
+
+# --- caches of float8 -------------------------------------------------------------------------------------------------
+
+HALF_QUERY = numbers(BATCH, 1, HEADS_Q, HEAD_DIM).half()
+SCALES = {
+    "for all": (torch.tensor(0.5), torch.tensor([2.0])),
+    "for each head": (torch.tensor([0.5, 0.25]), None),
+    "for each sequence and head": (torch.rand(BATCH, 2) + 0.5, torch.rand(BATCH, 2) + 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_numbers_of_a_float8_cache_are_multiplied_by_their_scales(name: str) -> None:
+    key, value, table = paged()
+    key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+    key_scale, value_scale = SCALES[name]
+    output, lse = autoattn.cached_attention(
+        HALF_QUERY, key, value, LENGTHS, block_table=table, key_scale=key_scale, value_scale=value_scale,
+        return_lse=True,
+    )  # fmt: skip
+    assert output.dtype is torch.float16
+    whole = [
+        gathered(tensor.float(), table) * (1.0 if scale is None else scale.expand(BATCH, 2)[:, None, :, None])
+        for tensor, scale in ((key, key_scale), (value, value_scale))
+    ]
+    expected, expected_lse = autoattn.cached_attention(HALF_QUERY.float(), *whole, LENGTHS, return_lse=True)
+    torch.testing.assert_close(output.float(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=2e-3, atol=2e-3)
+
+
+def test_new_keys_are_divided_by_the_scale_of_a_float8_cache_and_saturate() -> None:
+    keys, values = (torch.zeros(1, CAPACITY, HEADS_KV, HEAD_DIM, dtype=torch.float8_e4m3fn) for _ in range(2))
+    new = torch.linspace(-3.0, 3.0, 2 * HEAD_DIM).view(1, 1, 2, HEAD_DIM).half()
+    functional.flash_attn_with_kvcache(
+        HALF_QUERY[:1], keys, values, new, new, cache_seqlens=3, k_descale=torch.full((1, 2), 0.5),
+        v_descale=torch.full((1, 2), 1e-3),
+    )  # fmt: skip
+    assert torch.equal(keys[0, 3].float(), (2.0 * new[0, 0].float()).to(torch.float8_e4m3fn).float())
+    assert values.float().abs().max() == 448.0
+    assert not keys[0, 4:].float().any()
+
+
+# --- parts that are merged --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+def test_outputs_of_some_keys_merge_into_the_output_of_all(layout: str) -> None:
+    key, value = (numbers(BATCH, CAPACITY, HEADS_KV, HEAD_DIM, seed=seed) for seed in (1, 2))
+    query, lengths = numbers(BATCH, 2, HEADS_Q, HEAD_DIM), torch.full((BATCH,), 5, dtype=torch.int32)
+    parts = [
+        autoattn.cached_attention(query, key[:, begin:], value[:, begin:], held, return_lse=True)
+        for begin, held in ((0, lengths), (5, LENGTHS - 5), (5, 0 * lengths))
+    ]
+    views = {
+        "bshd": lambda tensor: tensor,
+        "bhsd": lambda tensor: tensor.transpose(1, 2),
+        "packed": lambda tensor: tensor[0],
+    }
+    one, two, none = ((views[layout](output), lse[0] if layout == "packed" else lse) for output, lse in parts)
+    words = {"layout": layout} if layout != "packed" else {}
+    merged, lse = autoattn.merge_states(*one, *two, **words)
+    expected, expected_lse = autoattn.cached_attention(query, key, value, LENGTHS.clamp_min(5), return_lse=True)
+    torch.testing.assert_close(merged, views[layout](expected))
+    torch.testing.assert_close(lse, expected_lse[0] if layout == "packed" else expected_lse)
+    torch.testing.assert_close(autoattn.merge_states(*none, *one, **words), one)
+    nothing, lse = autoattn.merge_states(*none, *none, **words)
+    assert not nothing.any()
+    assert bool((lse == -torch.inf).all())
+
+
+def test_what_are_no_two_outputs_of_the_same_queries_is_refused() -> None:
+    output, lse = numbers(2, 3, 4, 8), numbers(2, 4, 3)
+    for changed, words in (
+        ((output, lse, output[:1], lse), "one shape"),
+        ((output, lse, output.half(), lse), "dtype and device"),
+        ((output, lse, output, lse[:, :2]), "other_lse must be"),
+        ((output, lse.double(), output, lse), "lse must be"),
+    ):
+        with pytest.raises(TensorError, match=words):
+            autoattn.merge_states(*changed)
+
+
+PREFIX_WORDS: dict[str, dict[str, Any]] = {
+    "several queries": {"causal": True},
+    "softcap and sinks": {"softcap": 3.0, "sinks": numbers(HEADS_Q, seed=8)},
+    "one query packed": {"cu_seqlens_q": torch.arange(BATCH + 1, dtype=torch.int32), "max_seqlen_q": 1},
+}
+
+
+@pytest.mark.parametrize("cache", ["pages", "rows"])
+@pytest.mark.parametrize("name", PREFIX_WORDS)
+def test_a_shared_prefix_changes_no_result(name: str, cache: str) -> None:
+    key, value, table = paged()
+    table[:, :2] = table[0, :2]
+    prefix, lengths, words = 2 * PAGE, torch.tensor([12, 10, 9], dtype=torch.int32), PREFIX_WORDS[name]
+    query = numbers(BATCH, 2, HEADS_Q, HEAD_DIM)
+    query = query[:, 0] if "cu_seqlens_q" in words else query
+    if cache == "pages":
+        three, place = (query, key, value), {"block_table": table}
+    else:
+        rows = torch.tensor([2, 0, 1], dtype=torch.int32)
+        three, place = (query, *(gathered(tensor, table)[[1, 2, 0]] for tensor in (key, value))), {"cache_rows": rows}
+    given = {**place, **words, "return_lse": True}
+    expected = autoattn.cached_attention(*three, lengths, **given)
+    torch.testing.assert_close(autoattn.cached_attention(*three, lengths, shared_prefix=prefix, **given), expected)
+    assert any("shared prefix" in step for step in autoattn.explain_cached(
+        *three, lengths, shared_prefix=prefix, **given
+    ).steps)  # fmt: skip
+
+
+def test_a_shared_prefix_is_read_where_the_first_sequence_has_it() -> None:
+    key, value, table = paged()
+    table[:, :2] = table[0, :2]
+    query, lengths = numbers(BATCH, 1, HEADS_Q, HEAD_DIM), torch.tensor([12, 10, 9], dtype=torch.int32)
+    expected = autoattn.cached_attention(query, key, value, lengths, block_table=table)
+    table[1:, :2] = 2**30
+    shared = autoattn.cached_attention(query, key, value, lengths, block_table=table, shared_prefix=2 * PAGE)
+    torch.testing.assert_close(shared, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shared_prefix": 5}, "whole number of pages"),
+        ({"shared_prefix": 12}, "less than the 12 keys"),
+        ({"shared_prefix": True}, "whole number of pages"),
+        ({"window": (3, 0)}, "leave one of them out"),
+        ({"alibi_slopes": torch.ones(HEADS_Q)}, "leave one of them out"),
+        ({"deterministic": True}, "leave one of them out"),
+    ],
+)
+def test_a_prefix_that_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> None:
+    key, value, table = paged()
+    query = numbers(BATCH, 1, HEADS_Q, HEAD_DIM)
+    with pytest.raises(TensorError, match=words):
+        autoattn.cached_attention(query, key, value, LENGTHS, block_table=table, **{"shared_prefix": 4, **changes})
+
+
 # --- flash_attn_with_kvcache ------------------------------------------------------------------------------------------
 
 
@@ -150,11 +314,24 @@ def test_torch_compile_calls_them_between_graphs() -> None:
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 LONG = torch.tensor([12, 0, 0], dtype=torch.int32)
+EIGHT = torch.zeros(10, 4, 2, 16).to(FLOAT8)
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a table that is too short": ({"cache_seqlens": LONG + 1, "k": None, "v": None}, "at most the 12 keys"),
     "a cache that is too small": ({"cache_seqlens": LONG}, "room for the appended keys"),
     "more new keys than a cache holds": ({"k": numbers(3, 13, 2, 16), "v": numbers(3, 13, 2, 16)}, "room for"),
     "pages of mixed dtypes": ({"v_cache": torch.zeros(10, 4, 2, 16).half()}, "the query's dtype"),
+    "float8 values beside keys of another dtype": (
+        {"q": HALF_QUERY, "k_cache": torch.zeros(10, 4, 2, 16).half(), "v_cache": EIGHT},
+        "the key_cache's dtype",
+    ),
+    "new keys of another dtype for a float8 cache": (
+        {"q": HALF_QUERY, "k_cache": EIGHT, "v_cache": EIGHT},
+        "k must have the query's dtype",
+    ),
+    "scales of other heads": (
+        {"q": HALF_QUERY, "k_cache": EIGHT, "v_cache": EIGHT, "k_descale": torch.ones(3, 4)},
+        "key_scale must be float32",
+    ),
     "lengths of another dtype": ({"cache_seqlens": LENGTHS.long()}, "must be int32"),
     "lengths on another device": ({"cache_seqlens": LENGTHS.to("meta")}, "on the query's device"),
     "rotary tables that are too short": (
@@ -172,6 +349,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an argument that nobody has": ({"qv": numbers(3, 1, 4, 16)}, "qv must be left out"),
     "two tables": ({"page_table": LENGTHS}, "one argument"),
     "splits below 0": ({"num_splits": -1}, "splits must be"),
+    "scales of a cache that has none": ({"k_descale": torch.ones(3, 2)}, "belongs to caches of float8"),
+    "float8 under queries of 32 bits": ({"k_cache": torch.zeros(10, 4, 2, 16).to(torch.float8_e4m3fn)}, "float16 or"),
     "a causal mask at the top": ({"q": numbers(3, 2, 4, 16), "causal": "top-left"}, "top-left"),
 }
 
@@ -190,8 +369,9 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(name: str) -> None:
     with pytest.raises((TensorError, ProblemError), match=words) as raised:
         functional.flash_attn_with_kvcache(**given)
     assert "\n" not in str(raised.value)
-    assert torch.equal(given["k_cache"], key)
+    assert "k_cache" in changes or torch.equal(given["k_cache"], key)
     assert "v_cache" in changes or torch.equal(given["v_cache"], value)
+    assert "v_cache" not in changes or not given["v_cache"].float().any()
 
 
 def test_rows_that_are_named_twice_are_refused_with_an_append() -> None:

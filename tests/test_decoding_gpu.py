@@ -93,3 +93,64 @@ def test_an_append_writes_in_place_what_the_attention_then_reads() -> None:
     longer = [length + 3 for length in lengths]
     torch.testing.assert_close(output.float(), expected(query, key, value, table, longer), rtol=2e-2, atol=2e-2)
     assert held.tolist() == lengths, "the caller's own"
+
+
+def test_a_float8_cache_gives_what_its_numbers_times_their_scales_do() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    key, value, table = paged(3)
+    lengths, scales = [0, 33, 190], (torch.tensor([0.5, 2.0], device="cuda"), torch.rand(3, HEADS_KV, device="cuda"))
+    query, held = numbers(3, 2, HEADS, DIM), torch.tensor(lengths, device="cuda").int()
+    key8, value8 = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+    words = {"block_table": table, "causal": True, "key_scale": scales[0], "value_scale": scales[1]}
+    output = autoattn.cached_attention(query, key8, value8, held, **words)
+    assert autoattn.explain_cached(query, key8, value8, held, **words).route == "kernel"
+    right = expected(query, key8.float() * scales[0][:, None], value8, table, lengths)
+    right *= scales[1].repeat_interleave(HEADS // HEADS_KV, 1)[:, None, :, None]
+    torch.testing.assert_close(output.float(), right, rtol=3e-2, atol=2e-2)
+    new = numbers(3, 1, HEADS_KV, DIM)
+    functional.flash_attn_with_kvcache(
+        query[:, :1], key8, value8, new, new, cache_seqlens=held, block_table=table, k_descale=scales[0].expand(3, 2)
+    )
+    stored = key8[table[1].long()].flatten(0, 1)[33]
+    assert torch.equal(stored.float(), (new[1, 0].float() / scales[0][:, None]).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_shared_prefix_changes_no_result(queries: int) -> None:
+    key, value, table = paged(9)
+    table[:, :7] = table[0, :7]
+    query, lengths = numbers(9, queries, HEADS, DIM), [192, *range(120, 128)]
+    held = torch.tensor(lengths, device="cuda").int()
+    words = {"block_table": table, "causal": True, "return_lse": True}
+    output, lse = autoattn.cached_attention(query, key, value, held, **words)
+    for _ in range(2):  # the second call is prepared
+        shared, shared_lse = autoattn.cached_attention(query, key, value, held, shared_prefix=7 * PAGE, **words)
+        torch.testing.assert_close(shared, output, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(shared_lse, lse, rtol=1e-3, atol=1e-3)
+
+
+def test_batches_of_all_sizes_give_a_sequence_the_same_bits_where_that_is_asked() -> None:
+    key, value, table = paged(40)
+    query = numbers(40, 1, HEADS, DIM)
+    held = torch.randint(0, PAGE * PAGES, (40,), device="cuda").int()
+    for words in ({"deterministic": True}, {"splits": 1}, {"split_length": 64}):
+        whole = autoattn.cached_attention(query, key, value, held, block_table=table, **words)
+        for first, last in ((0, 1), (3, 8), (7, 40)):
+            some = slice(first, last)
+            part = autoattn.cached_attention(query[some], key, value, held[some], block_table=table[some], **words)
+            assert torch.equal(part, whole[some]), words
+
+
+def test_lengths_that_lie_stop_at_the_end_of_the_cache() -> None:
+    key, value, table = paged(2)
+    query, new = numbers(2, 1, HEADS, DIM), numbers(2, 3, HEADS_KV, DIM)
+    whole = torch.tensor([PAGE * PAGES, 0], device="cuda").int()
+    honest = autoattn.cached_attention(query, key, value, whole, block_table=table)
+    held = torch.tensor([2**31 - 1, -5], device="cuda").int()
+    assert torch.equal(autoattn.cached_attention(query, key, value, held, block_table=table), honest)
+    before = key.clone()
+    functional.flash_attn_with_kvcache(
+        query, key, value, new, new, cache_seqlens=held[:1].expand(2).contiguous(), block_table=table
+    )
+    assert torch.equal(key, before)

@@ -23,7 +23,8 @@ SCHEMA = 1
 _UNTOLD = (
     *(("finals", None), ("worst", None), ("lead", None), ("energy", None), ("rms_error", None)),
     *(("objective", "time"), ("mark", None), ("code", ""), ("deterministic", False), ("learned_slopes", False)),
-    *(("checked", ""), ("absent", None), ("cache", None)),
+    *(("checked", ""), ("absent", None), ("cache", None), ("key_lengths", None)),
+    *(("float8", False), ("split_length", 0)),  # of a cache of keys
 )
 MAX_BYTES = 64 * 1024 * 1024
 

@@ -54,6 +54,7 @@ def command(
     precision: options.Precision = None,
     numerics: options.Numerics = None,
     key_cache: options.KeyCache = None,
+    key_lengths: options.KeyLengths = None,
     operation: options.Operation = None,
     deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
@@ -65,9 +66,8 @@ def command(
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        key_cache=key_cache, operation=_operation(operation, training, given=dtype is not None),
-        deterministic=deterministic,
-        modifiers=modifier,
+        key_cache=key_cache, key_lengths=key_lengths, deterministic=deterministic,
+        operation=_operation(operation, training, given=dtype is not None), modifiers=modifier,
     )  # fmt: skip
     named = options.problems_of(shapes, group, problem)
     for shape in named:

@@ -26,6 +26,9 @@ def command(
     batch: Annotated[
         int | None, typer.Option("--batch", help="Sequences of --model's problems; 1 if left out.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Of a group that share --model's sequences.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a shapes file with comments that explain every key: some problems to change, or those of a model.
@@ -36,12 +39,12 @@ def command(
     from autoattn.shapes import starter_file
 
     if model is None:
-        for name, given in (("--lengths", lengths), ("--dtype", dtype), ("--batch", batch)):
+        for name, given in (("--lengths", lengths), ("--dtype", dtype), ("--batch", batch), ("--ranks", ranks)):
             if given is not None:
                 raise UsageError(f"{name} is a choice for --model, got no --model; add it, or edit the file")
         text, notes = starter_file.write(starter_file.STARTER), tuple[str, ...]()
     else:
-        document, notes = models.document(model, dtype=dtype, batch=batch, lengths=lengths)
+        document, notes = models.document(model, dtype=dtype, batch=batch, lengths=lengths, ranks=ranks)
         about = [f"Model {terminal.printable(model)}.", *(f"Note: {terminal.printable(note)}." for note in notes), ""]
         text = starter_file.write(document, [*about, *starter_file.HEAD])
     try:

@@ -15,7 +15,7 @@ WAY_OUT = "name a config.json, or a folder that holds one"
 
 
 def document(
-    model: str, *, dtype: str | None, batch: int | None, lengths: str | None
+    model: str, *, dtype: str | None, batch: int | None, lengths: str | None, ranks: int | None = None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The shapes document of a model, and what somebody should know of it, a sentence each.
 
@@ -23,6 +23,7 @@ def document(
         model: the path of a config.json or of its folder, or a name that transformers or huggingface_hub has at hand.
         dtype, batch: in place of the config's, and of 1.
         lengths: tokens, between commas.
+        ranks: of a group that share each sequence.
 
     Raises:
         ShapesError: there is no such config, or problems cannot say its attention.
@@ -30,7 +31,8 @@ def document(
     """
     wanted = options.lengths("--lengths", lengths) if lengths is not None else None
     config = model_config.read(_config(model), model)
-    made = model_config.document(config, dtype=dtype, batch=batch if batch is not None else 1, lengths=wanted)
+    batch = batch if batch is not None else 1
+    made = model_config.document(config, dtype=dtype, batch=batch, lengths=wanted, ranks=ranks)
     shapes_file.parse(made, f"--model {model}")  # what no kernel takes is refused before anything is written or tuned
     return made, model_config.notes(config, dtype=dtype, lengths=wanted)
 

@@ -144,6 +144,15 @@ KeyCache = Annotated[
         rich_help_panel=ONE,
     ),
 ]
+KeyLengths = Annotated[
+    str | None,
+    typer.Option(
+        "--key-lengths",
+        metavar="LENGTHS",
+        help="Keys of the sequences in the cache, as uniform:100-4000; all have --seq-kv when left out.",
+        rich_help_panel=ONE,
+    ),
+]
 Operation = Annotated[
     str | None,
     typer.Option(
@@ -190,6 +199,7 @@ def problem_of(
     precision: str | None,
     numerics: str | None,
     key_cache: str | None,
+    key_lengths: str | None,
     operation: str | None,
     deterministic: bool,
     modifiers: list[str] | None,
@@ -203,7 +213,7 @@ def problem_of(
     needed = {"--dtype": dtype, "--heads": heads, "--seq-q": seq_q, "--head-dim": head_dim}
     missing = [name for name, value in needed.items() if value is None]
     optional = (
-        *(batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, key_cache),
+        *(batch, heads_kv, seq_kv, head_dim_v, mask, layout, tokens, precision, numerics, key_cache, key_lengths),
         operation,
         *(deterministic or None, modifiers or None),
     )
@@ -227,6 +237,7 @@ def problem_of(
         "layout": layout if layout is not None else "bhsd",
         **({"numerics": numerics} if numerics is not None else {}),
         **({"cache": key_cache} if key_cache is not None else {}),
+        **({"lengths": key_lengths} if key_lengths is not None else {}),
         **({"operation": operation} if operation is not None else {}),
         **({"deterministic": True} if deterministic else {}),
         **({"head_dim_v": head_dim_v} if head_dim_v is not None else {}),

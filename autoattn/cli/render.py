@@ -53,6 +53,7 @@ def command(
     precision: options.Precision = None,
     numerics: options.Numerics = None,
     key_cache: options.KeyCache = None,
+    key_lengths: options.KeyLengths = None,
     operation: options.Operation = None,
     deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
@@ -64,7 +65,8 @@ def command(
     problem = options.problem_of(
         dtype=dtype, batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         head_dim_v=head_dim_v, mask=mask, layout=layout, tokens=tokens, precision=precision, numerics=numerics,
-        key_cache=key_cache, operation=operation, deterministic=deterministic, modifiers=modifier,
+        key_cache=key_cache, key_lengths=key_lengths, operation=operation, deterministic=deterministic,
+        modifiers=modifier,
     )  # fmt: skip
     if problem is None:
         raise UsageError("render needs a problem: --dtype, --heads, --seq-q and --head-dim, got none of them; add them")

@@ -81,6 +81,7 @@ def command(
     precision: options.Precision = None,
     numerics: options.Numerics = None,
     key_cache: options.KeyCache = None,
+    key_lengths: options.KeyLengths = None,
     operation: options.Operation = None,
     deterministic: options.Deterministic = False,
     modifier: options.Modifiers = None,
@@ -108,8 +109,8 @@ def command(
     parts: dict[str, Any] = {
         "heads": heads, "heads_kv": heads_kv, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim,
         "head_dim_v": head_dim_v, "mask": mask, "layout": layout, "tokens": tokens, "precision": precision,
-        "numerics": numerics, "key_cache": key_cache, "operation": operation, "deterministic": deterministic,
-        "modifiers": modifier or None,
+        "numerics": numerics, "key_cache": key_cache, "key_lengths": key_lengths, "operation": operation,
+        "deterministic": deterministic, "modifiers": modifier or None,
     }  # fmt: skip
     if model is not None:
         if shapes is not None or any(value is not None and value is not False for value in parts.values()):

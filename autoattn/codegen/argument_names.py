@@ -17,6 +17,14 @@ AXES = {
     "g": "bhs",  # gradient of the bias, whose keys lie side by side
     "t": "bh",  # counts of a block table
     "p": "b",  # pages of a cache
+    "kf": "bh",  # factors of keys in a cache of float8
+    "vf": "bh",  # factors of its values
+    "mf": "bhsd",  # the first of two outputs that are merged
+    "ms": "bhsd",  # the second
+    "mo": "bhsd",  # what they are merged into
+    "lf": "bhs",  # LSE of the first
+    "ls": "bhs",  # of the second
+    "lo": "bhs",  # of both
     "nk": "bhsd",  # new keys of a cache
     "nv": "bhsd",  # new values
 }

@@ -109,11 +109,16 @@ def key_of(kind: KernelKind, variant: Variant, traits: Traits) -> str:
 
 
 def _told(facts: Any) -> Any:
-    """Facts as JSON has them; a kernel without cache and bias says nothing of them, as older files do."""
+    """Facts as JSON has them; a kernel names of caches, biases and their options those alone that it has, as older
+    files do."""
     builtins = msgspec.to_builtins(facts)
     kind, traits = (builtins[0], builtins[2]) if isinstance(builtins, list) else (builtins["kind"], builtins["traits"])
     if kind["cache"] is None:
         del kind["cache"]
+    else:
+        for younger in ("float8", "split_length"):
+            if not kind["cache"][younger]:
+                del kind["cache"][younger]
     for younger in ("bias_alignment", "bias_shared"):
         if not traits[younger]:
             del traits[younger]

@@ -9,7 +9,7 @@ import jinja2
 
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
-from autoattn.core.kernel_kind import AppendKind, KernelKind
+from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded, pieces
@@ -77,25 +77,47 @@ def digest_of_source(problem: Problem, variant: Variant, release: str | None = N
 def append_source(kind: AppendKind) -> Source:
     """The kernel that appends keys and values to a cache; it has no search space, since it moves a few rows."""
     offset = "i64" if kind.wide else "i32"
-    variant = Variant.of("triton/append", {})
-    text = (
-        _environment()
-        .get_template(f"{variant.template}.py.j2")
-        .render(
-            element=ELEMENT[kind.dtype],
-            table_element=ELEMENT[kind.tables],
-            head_dim=kind.head_dim,
-            head_dim_v=kind.head_dim_v,
-            width=padded(kind.head_dim),
-            width_v=padded(kind.head_dim_v),
-            page=kind.page,
-            cache_rows=kind.rows,
-            rotary_dim=kind.rotary_dim,
-            interleaved=kind.interleaved,
-            strides=partial(argument_names.typed_strides, offset=offset, strided=True),
-        )
+    return _unsearched(
+        "append",
+        wide=kind.wide,
+        element=ELEMENT[kind.dtype],
+        table_element=ELEMENT[kind.tables],
+        head_dim=kind.head_dim,
+        head_dim_v=kind.head_dim_v,
+        width=padded(kind.head_dim),
+        width_v=padded(kind.head_dim_v),
+        page=kind.page,
+        cache_rows=kind.rows,
+        float8_cache=kind.float8,
+        cache_element=ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
+        rotary_dim=kind.rotary_dim,
+        interleaved=kind.interleaved,
+        strides=partial(argument_names.typed_strides, offset=offset, strided=True),
     )
-    return Source(name="append", text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=kind.wide))
+
+
+@lru_cache(maxsize=64)
+def merge_source(kind: MergeKind) -> Source:
+    """The kernel that merges two partial outputs; it has no search space, since memory alone decides its time."""
+    width = padded(kind.head_dim)
+    return _unsearched(
+        "merge",
+        wide=False,
+        element=ELEMENT[kind.first],
+        second_element=ELEMENT[kind.second],
+        head_dim=kind.head_dim,
+        width=width,
+        rows=max(8, 4096 // width),
+        dense=kind.dense,
+        strides=partial(argument_names.typed_strides, offset="i64", strided=not kind.dense),
+    )
+
+
+def _unsearched(name: str, *, wide: bool, **facts: object) -> Source:
+    """A kernel of the template of a name, which has no variants."""
+    variant = Variant.of(f"triton/{name}", {})
+    text = _environment().get_template(f"{variant.template}.py.j2").render(**facts)
+    return Source(name=name, text=_folded(text), variant=variant, traits=Traits(alignment=1, wide=wide))
 
 
 def forget() -> None:
@@ -153,8 +175,9 @@ def _why_no_bound(variant: Variant, problem: Problem, traits: Traits) -> str | N
 def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     """The traits of contiguous tensors: a row of `head_dim` elements decides what divides the strides."""
     alignment = 16 // problem.dtype.bytes  # elements in the widest load of one thread, 16 bytes
-    while problem.head_dim % alignment or problem.head_dim_v % alignment:
-        alignment //= 2
+    keys = alignment * problem.dtype.bytes // problem.key_bytes  # elements of a key in as many bytes
+    while problem.head_dim % alignment or any(dim % keys for dim in (problem.head_dim, problem.head_dim_v)):
+        alignment, keys = alignment // 2, keys // 2
     # A step in the sequence passes all heads, unless a head's rows lie together.
     heads = 1 if problem.layout is Layout.BHSD else problem.heads_q
     # Pages are found one by one, wherever they lie.
@@ -199,6 +222,9 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
         "dtype": kind.dtype.value,
         "element": ELEMENT[kind.dtype],
         "element_bytes": kind.dtype.bytes,
+        "key_element": ELEMENT[kind.key_dtype],
+        "key_bytes": kind.key_dtype.bytes,
+        "float8_cache": kind.key_dtype is not kind.dtype,
         "input_precision": products if products != AS_ASKED else kind.precision.value,
         "head_dim": kind.head_dim,
         "head_dim_v": kind.head_dim_v,
@@ -246,6 +272,7 @@ def _cache_facts(kind: KernelKind) -> dict[str, object]:
         "page": cache.page if cache is not None else 0,
         "cache_rows": cache is not None and cache.rows,
         "leftpad": cache is not None and cache.leftpad,
+        "split_length": cache.split_length if cache is not None else 0,
     }
 
 

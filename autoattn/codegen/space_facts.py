@@ -20,8 +20,9 @@ SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left"))  # what 
 HEADS = ("heads_q", "heads_kv", "group_size")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
-    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "float8"),
-    *("packed", "cached", "page", "max_splits", "split", "head_dim_split", "head_dim_v_split"),
+    *("dtype", "precision", "numerics", "deterministic", "element_bytes", "key_bytes", "float8", "float8_cache"),
+    *("cached", "page", "max_splits", "split_length", "batch_invariant"),
+    *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "biased", "bias_of_pairs", "learned_bias", "sinks", "dropout"),
 )
@@ -72,11 +73,15 @@ def kind_facts(
         "numerics": numerics.value,
         "deterministic": int(deterministic),
         "element_bytes": kind.dtype.bytes,
+        "key_bytes": kind.key_dtype.bytes,
         "float8": int(kind.dtype is DType.FLOAT8),
+        "float8_cache": int(kind.key_dtype is not kind.dtype),
         "packed": int(kind.packed),
         "cached": int(kind.cache is not None),
         "page": kind.cache.page if kind.cache is not None else 0,
         "max_splits": kind.cache.splits if kind.cache is not None else 0,
+        "split_length": kind.cache.split_length if kind.cache is not None else 0,
+        "batch_invariant": int(kind.cache is not None and kind.cache.batch_invariant),
         **_split_facts(kind),
         **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),

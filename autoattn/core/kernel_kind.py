@@ -31,6 +31,11 @@ class KernelKind:
     packed: bool
     cache: KeyCache | None = None  # the size of its pages is a number of the text
 
+    @property
+    def key_dtype(self) -> DType:
+        """Of keys and values."""
+        return DType.FLOAT8 if self.cache is not None and self.cache.float8 else self.dtype
+
 
 def of(problem: Problem) -> KernelKind:
     """The kind of kernel that a problem needs."""
@@ -56,12 +61,23 @@ def shares_kernels(problem: Problem, other: Problem) -> bool:
 class AppendKind:
     """What the text of a kernel serves that appends keys and values to a cache."""
 
-    dtype: DType
+    dtype: DType  # of new keys and values
     head_dim: int
     head_dim_v: int
     page: int = 0  # keys of a page; 0 is a contiguous cache
     rows: bool = False  # as of KeyCache
+    float8: bool = False  # as of KeyCache
     rotary_dim: int = 0  # elements of a head that are rotated; 0 is none
     interleaved: bool = False  # pairs are neighbours: (0, 1), (2, 3); else halves of the rotated elements
     tables: DType = DType.FLOAT32  # of cosines and sines
     wide: bool = False  # offsets inside one row of the cache, or a page, can pass 2**31 elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeKind:
+    """All that the text of a kernel that merges two partial outputs depends on."""
+
+    first: DType  # of the first output, and of the merged one
+    second: DType
+    head_dim: int  # of a value
+    dense: bool  # whether rows lie without gaps and begin at multiples of 16 bytes and of 16 elements

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.sequence_lengths import pairs_in_band, ramp
+from autoattn.core.sequence_lengths import KeyLengths, pairs_in_band, ramp
 from autoattn.core.tile_widths import padded
 from autoattn.errors import ProblemError
 
@@ -151,6 +151,7 @@ class Problem:
     op: Op = Op.FORWARD
     deterministic: bool = False  # of gradients: each call on the same inputs gives the same bits; outputs always do
     cache: KeyCache | None = None  # where keys and values lie, when not in tensors of their own
+    key_lengths: KeyLengths | None = None  # of the sequences in a cache, when it is tuned; all have seq_kv when None
 
     def __post_init__(self) -> None:
         if self.head_dim_v == 0 and not isinstance(self.head_dim_v, bool):
@@ -206,6 +207,11 @@ class Problem:
             )
         if self.cache is not None:
             self._check_cache()
+        if self.key_lengths is not None and (self.cache is None or self.key_lengths.longest > self.seq_kv):
+            came = "no cache" if self.cache is None else f"{self.key_lengths} and seq_kv {self.seq_kv}"
+            raise ProblemError(
+                f"lengths belong to sequences in a cache of at most seq_kv keys, got {came}; correct one of them"
+            )
         if self.packed and self.mask.alignment is Alignment.TOP_LEFT:
             raise ProblemError(
                 "packed sequences align a causal mask bottom-right, got top-left; use F.scaled_dot_product_attention "
@@ -217,6 +223,7 @@ class Problem:
             "gradients": self.op is not Op.FORWARD,
             "float8": self.dtype is DType.FLOAT8,
             "a block table": self.mask.sparse,
+            "float32 under a cache of float8": self.caches_float8 and self.dtype is DType.FLOAT32,
             "a causal mask aligned top-left": self.mask.alignment is Alignment.TOP_LEFT,
             "a bias": self.modifiers.bias is not Bias.NONE,
             "dropout": self.modifiers.dropout,
@@ -262,6 +269,21 @@ class Problem:
         return self.layout is Layout.PACKED
 
     @property
+    def caches_float8(self) -> bool:
+        """Whether keys and values lie in a cache of float8, with scales."""
+        return self.cache is not None and self.cache.float8
+
+    @property
+    def loads_float8(self) -> bool:
+        """Whether some tensor is float8."""
+        return self.dtype is DType.FLOAT8 or self.caches_float8
+
+    @property
+    def key_bytes(self) -> int:
+        """Of one element of a key or a value."""
+        return DType.FLOAT8.bytes if self.caches_float8 else self.dtype.bytes
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key head."""
         return self.heads_q // self.heads_kv
@@ -285,6 +307,7 @@ class Problem:
         numerics = f"_{self.numerics.value}" if self.numerics is not Numerics.ANY else ""
         numerics += "_deterministic" * self.deterministic
         cache = "" if self.cache is None else "_" + re.sub("[:,=]", "-", str(self.cache))
+        cache += "" if self.key_lengths is None else "_" + re.sub("[:,]", "-", str(self.key_lengths))
         return (
             f"{self.op.value}_{self.family}_b{self.batch}_h{self.heads_q}-{self.heads_kv}"
             f"_q{self.seq_q}_k{self.seq_kv}_{mask}_{self.layout.value}{tokens}{numerics}{cache}"
@@ -309,6 +332,9 @@ class Problem:
         """(queries, keys) of each sequence. A packed problem does not say them, so this is a mix that fits: the longest
         comes first, the others rise like a ramp.
         """
+        if self.key_lengths is not None:
+            queries = ramp(self.batch, self.seq_q, self.tokens_q) if self.packed else (self.seq_q,) * self.batch
+            return tuple(zip(queries, self.key_lengths.drawn(self.batch), strict=True))
         if not self.packed:
             return ((self.seq_q, self.seq_kv),) * self.batch
         queries = ramp(self.batch, self.seq_q, self.tokens_q)
@@ -319,6 +345,8 @@ class Problem:
         """(query, key) pairs that the mask keeps, in one head of all sequences."""
         if self.mask.sparse:
             return self.batch * round(self.seq_q * self.seq_kv * self.mask.density)
+        if self.key_lengths is not None:
+            return sum(self._kept_pairs(*lengths) for lengths in self.lengths())
         if not self.packed:
             return self.batch * self._kept_pairs(self.seq_q, self.seq_kv)
         return _packed_pairs(self)
@@ -353,7 +381,10 @@ class Problem:
         """
         queries = self.heads_q * (self.tokens_q if self.packed else self.batch * self.seq_q)
         keys = self.heads_kv * (self.tokens_kv if self.packed else self.batch * self.seq_kv)
-        read = (queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)) * self.dtype.bytes
+        if self.key_lengths is not None:
+            keys = self.heads_kv * sum(self.key_lengths.drawn(self.batch))
+        read = queries * self.head_dim * self.dtype.bytes
+        read += keys * (self.head_dim + self.head_dim_v) * self.key_bytes
         output = queries * self.head_dim_v * self.dtype.output.bytes
         return 2 * read + 2 * output + 4 * queries if self.op is Op.BACKWARD else read + output
 
@@ -370,6 +401,7 @@ class Problem:
         choices = [self.numerics.value] if self.numerics is not Numerics.ANY else []
         choices += ["deterministic"] * self.deterministic
         choices += [] if self.cache is None else [f"cache {self.cache}"]
+        choices += [] if self.key_lengths is None else [f"lengths {self.key_lengths}"]
         name = "" if self.op is Op.FORWARD else f"{self.op.value} "
         name += f"{dtype} B{self.batch} H{heads} {self.seq_q}x{self.seq_kv} {dims} {mask}{layout}"
         return " ".join([name, *self.modifiers.names, *choices])

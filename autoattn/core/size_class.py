@@ -12,12 +12,13 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 from autoattn.core.mask import Alignment, MaskKind
-from autoattn.core.problem import SIZES, Problem
+from autoattn.core.problem import MAX_SIZE, SIZES, Problem
 
 BITS = 4  # that a rounded size keeps: 8 sizes an octave, and each below 16 by itself
 LARGE_BITS = 3  # the same from LARGE on: 4 sizes an octave
 LARGEST_BITS = 2  # from LARGEST on
 PACKED_BITS = 2  # of packed sequences, which differ in more sizes from batch to batch
+INVARIANT_BATCH = 8  # sequences of the batch for which a kernel is chosen that serves batches of all sizes alike
 LARGE, LARGEST = 4096, 16384
 
 
@@ -35,6 +36,15 @@ def rounding(*, packed: bool) -> Callable[[int], int]:
 
 _round = lru_cache(maxsize=1 << 14)(rounded)
 _round_packed = lru_cache(maxsize=1 << 14)(partial(rounded, bits=PACKED_BITS))
+
+
+def regardless_of_batch(problem: Problem) -> Problem:
+    """The problem that speaks for all batches of a problem where the bits of a sequence must be the same in each; any
+    other problem speaks for itself."""
+    if problem.cache is None or not problem.cache.batch_invariant:
+        return problem
+    tokens_q, tokens_kv = (INVARIANT_BATCH * seq * problem.packed for seq in (problem.seq_q, problem.seq_kv))
+    return problem.resized(INVARIANT_BATCH, problem.seq_q, problem.seq_kv, tokens_q, min(tokens_kv, MAX_SIZE))
 
 
 def representative(problem: Problem) -> Problem:

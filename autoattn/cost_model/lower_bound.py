@@ -7,7 +7,7 @@ and the roofline count in it as they do in a prediction. docs/model.md says how 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoattn.codegen import search_space
@@ -31,7 +31,7 @@ def least_us(problem: Problem, device: Device, variant: Variant) -> float:
     if search_space.load(variant.template).specialised:
         return 0.0
     params = search_space.load(variant.template).params_of(variant)
-    reports = (_least_report(problem, device, params, product) for product in _products(problem, device, params))
+    reports = (least_report(problem, device, params, product) for product in _products(problem, device, params))
     return min(
         predictor.predict(problem, device, variant, fewer).time_us
         for report in reports
@@ -39,7 +39,7 @@ def least_us(problem: Problem, device: Device, variant: Variant) -> float:
     )
 
 
-def _least_report(problem: Problem, device: Device, params: dict[str, Value], product: str) -> StaticReport:
+def least_report(problem: Problem, device: Device, params: Mapping[str, Value], product: str) -> StaticReport:
     """The least machine code of a variant; `product` is the opcode of its tensor cores, or FFMA."""
     block_m, block_n, warps = (int(params[name]) for name in ("BLOCK_M", "BLOCK_N", "num_warps"))
     threads = WARP * warps
@@ -60,7 +60,7 @@ def _least_report(problem: Problem, device: Device, params: dict[str, Value], pr
     else:
         loop[product] = 1
         if product == "HMMA" and block_m >= WARP_ROWS * warps and params["products"] not in BFLOAT16_PARTS:
-            loop["LDSM.M88.4"] = block_n * (depth + depth_v) * problem.dtype.bytes / MATRICES_BYTES
+            loop["LDSM.M88.4"] = block_n * (depth + depth_v) * problem.key_bytes / MATRICES_BYTES
     if int(params["num_stages"]) > 1:
         loop["LDGSTS"] = 1
     return StaticReport(
@@ -75,13 +75,17 @@ def _least_report(problem: Problem, device: Device, params: dict[str, Value], pr
     )
 
 
-def _products(problem: Problem, device: Device, params: dict[str, Value]) -> tuple[str, ...]:
+def _products(problem: Problem, device: Device, params: Mapping[str, Value]) -> tuple[str, ...]:
     """The opcodes that a variant's products may become."""
-    if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE and params["products"] == "as_asked":
-        return ("FFMA",)
-    if device.capabilities.matrix_unit is MatrixUnit.MMA or int(params["num_warps"]) < WARPGROUP_WARPS:
-        return ("HMMA",)
-    return "HMMA", "HGMMA.64x64x16.F32.BF16.RS"
+    product = product_of(problem, params)
+    warpgroups = device.capabilities.matrix_unit is not MatrixUnit.MMA and int(params["num_warps"]) >= WARPGROUP_WARPS
+    return (product, "HGMMA.64x64x16.F32.BF16.RS") if warpgroups and product == "HMMA" else (product,)
+
+
+def product_of(problem: Problem, params: Mapping[str, Value]) -> str:
+    """The opcode of a variant's products where no warpgroup works on them."""
+    asked = problem.precision if params["products"] == "as_asked" else None
+    return "FFMA" if problem.dtype is DType.FLOAT32 and asked is Precision.IEEE else "HMMA"
 
 
 def _with_fewer_blocks(device: Device, report: StaticReport) -> Iterator[StaticReport]:

@@ -11,14 +11,14 @@ from autoattn.core.problem import DType
 from autoattn.kernels import bound_launch
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Kernel
-from autoattn.kernels.forward import DTYPE, cached
+from autoattn.kernels.forward import DTYPE, cached, key_factors
 from autoattn.tensors.appended import Append
 from autoattn.tensors.operands import View, empty_as
 
 # The addresses that a bound launch takes, in its order, of what there is
 POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "lengths_ptr", "pages_ptr", "cache_rows_ptr", "new_key_ptr"),
-    *("new_value_ptr", "cos_ptr", "sin_ptr", "total_lengths_ptr", "output_ptr"),
+    *("new_value_ptr", "key_scale_ptr", "value_scale_ptr", "cos_ptr", "sin_ptr", "total_lengths_ptr", "output_ptr"),
 )
 
 
@@ -26,11 +26,12 @@ def kind_of(given: Append) -> AppendKind:
     """The kind of kernel that an append needs."""
     rotation, page = given.rotation, given.key.shape[2] if given.cache.pages is not None else 0
     return AppendKind(
-        dtype=DTYPE[given.key.dtype],
+        dtype=DTYPE[given.new_key.dtype],
         head_dim=given.key.shape[3],
         head_dim_v=given.value.shape[3],
         page=page,
         rows=given.cache.rows is not None,
+        float8=given.key_scale is not None,
         rotary_dim=0 if rotation is None else rotation.rotary_dim,
         interleaved=rotation is not None and rotation.interleaved,
         tables=DType.FLOAT32 if rotation is None else DTYPE[rotation.cos.dtype],
@@ -87,6 +88,7 @@ def _arguments(given: Append, query: Tensor | None, total: Tensor) -> dict[str, 
         "value_ptr": given.value,
         "total_lengths_ptr": total,
         **cached(given.cache),
+        **key_factors(given.key_scale, given.value_scale),
         "seq_new": given.new_key.shape[2],
         "heads_kv": given.new_key.shape[1],
     }

@@ -34,6 +34,7 @@ POINTERS = (
     *("scratch_ptr", "arrivals_ptr", "partial_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"),
     *("bias_ptr", "slopes_ptr", "sinks_ptr"),
     *CACHE_POINTERS,
+    *("key_scale_ptr", "value_scale_ptr"),  # of a float8 cache
 )
 # The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
 SIZED = (
@@ -57,6 +58,10 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
             raise TensorError(f"tensors must start at a multiple of their element size, {element} bytes; clone them")
         addresses |= address
     alignment, wide = memory_of_views(map(View.of, tensors), addresses, element)
+    if len(tensors) > 1 and tensors[1].element_size() < element:  # a cache of float8, whose rows have fewer bytes
+        narrow = tensors[1].element_size()
+        steps, _ = memory_of_views(map(View.of, tensors[1:3]), 0, narrow)
+        alignment = min(alignment, max(1, steps * narrow // element))
     if bias is None:
         return Traits(alignment=alignment, wide=wide, lse=lse)
     view, element = View.of(bias), BIAS_ELEMENT[bias.dtype]
@@ -264,7 +269,7 @@ def launch_arguments(
     if operands.table is not None:
         arguments |= listed(operands.table)
     if operands.cache is not None:
-        arguments |= cached(operands.cache)
+        arguments |= cached(operands.cache) | key_factors(operands.key_scale, operands.value_scale)
     if kernel.manifest.descriptors:
         if columns is not None:
             tensors["value_columns"] = arguments["value_columns_ptr"] = columns
@@ -343,6 +348,15 @@ def cached(cache: CachedKeys) -> dict[str, Tensor | int | None]:
         "capacity": cache.capacity,
         "stride_pb": 0 if pages is None else pages.stride(0),
     }
+
+
+def key_factors(key_scale: Tensor | None, value_scale: Tensor | None) -> dict[str, Tensor | int | None]:
+    """The scales of a float8 cache, [batch, heads_kv], by the names of a signature; empty without them."""
+    arguments: dict[str, Tensor | int | None] = {}
+    for name, axes, scale in (("key_scale_ptr", "kf", key_scale), ("value_scale_ptr", "vf", value_scale)):
+        if scale is not None:
+            arguments |= {name: scale, **dict(zip(strides(axes), scale.stride(), strict=True))}
+    return arguments
 
 
 def listed(table: BlockTable, prefix: str = "") -> dict[str, Tensor | int | float | None]:

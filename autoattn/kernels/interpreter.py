@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
@@ -164,6 +165,40 @@ def _patch_once() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_patched
 
 
+# --- numbers of float8 ------------------------------------------------------------------------------------------------
+
+
+_NAN = {"fp16": 0x7E00, "bf16": 0x7FC0, "fp32": 0x7FC00000}
+
+
+def _spoils_float8() -> bool:
+    """Whether a number that rounds up to the next power of two, one that is too large, or NaN becomes another one."""
+    from triton.runtime import interpreter
+
+    numbers = np.array([127.0, 1000.0], dtype=np.float32)
+    rounded = interpreter._convert_float(numbers, tl.float32, tl.float8e4nv, interpreter._ir.ROUNDING_MODE.RTNE)
+    nan = interpreter._convert_float(np.array([0x7F], dtype=np.uint8), tl.float8e4nv, tl.float32, None)
+    return rounded.view(np.uint8).tolist() != [0x70, 0x7E] or not np.isnan(nan.view(np.float32)).all()
+
+
+def _mend_float8() -> None:
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_as_cards_do(numbers: Any, kind: Any, wanted: Any, rounding: Any) -> Any:
+        if kind == tl.float32 and wanted == tl.float8e4nv:
+            exact = torch.from_numpy(numbers.view(np.float32)).clamp(-448.0, 448.0)
+            return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        converted = convert(numbers, kind, wanted, rounding)
+        if kind == tl.float8e4nv and wanted.name in _NAN:
+            nan = (numbers.view(np.uint8) & 0x7F) == 0x7F
+            return np.where(nan, converted.dtype.type(_NAN[wanted.name]), converted)
+        return converted
+
+    interpreter._convert_float = convert_as_cards_do
+
+
 REPAIRS = (
     Repair(
         name="index",
@@ -185,6 +220,17 @@ REPAIRS = (
         ),
         is_needed=_comparison_spoils_masks,
         apply=_mend_comparisons,
+    ),
+    Repair(
+        name="float8",
+        releases="Triton 3.6 and newer, as far as is known",
+        reason=(
+            "float32 that rounds up to the next power of two loses its exponent's carry as float8, numbers that are "
+            "too large become NaN or others, and NaN of float8 becomes 480. Cards round to nearest even, saturate and "
+            "keep NaN (PTX ISA, cvt.satfinite)"
+        ),
+        is_needed=_spoils_float8,
+        apply=_mend_float8,
     ),
     Repair(
         name="patches",

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from autoattn.tensors.appended import Append, Rotation
 
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
 
 def append(given: Append) -> tuple[Tensor | None, Tensor]:
     """Writes into the cache, in place.
@@ -22,6 +24,7 @@ def append(given: Append) -> tuple[Tensor | None, Tensor]:
     new_key = given.new_key
     if rotation is not None:
         new_key = rotated(new_key, positions, rotation)
+    new_key, new_value = _stored(new_key, given.key_scale), _stored(given.new_value, given.value_scale)
     for sequence in range(batch):
         inside = positions[sequence] < cache.capacity
         places = positions[sequence][inside]
@@ -33,13 +36,20 @@ def append(given: Append) -> tuple[Tensor | None, Tensor]:
                 torch.full_like(places, sequence) if cache.rows is None else cache.rows[sequence].expand(places.shape)
             )
         given.key[rows.long(), :, places] = new_key[sequence][:, inside].transpose(0, 1)
-        given.value[rows.long(), :, places] = given.new_value[sequence][:, inside].transpose(0, 1)
+        given.value[rows.long(), :, places] = new_value[sequence][:, inside].transpose(0, 1)
     query = None
     if rotation is not None:
         steps = torch.arange(rotation.query.shape[2], device=lengths.device) * int(rotation.moving)
         query = rotated(rotation.query, lengths[:, None] + steps, rotation)
     total = (lengths.clamp_max(cache.capacity) + seq_new).clamp_max(cache.capacity)
     return query, total.to(torch.int32)
+
+
+def _stored(new: Tensor, scale: Tensor | None) -> Tensor:
+    """New keys or values [batch, heads, seq, head_dim] as the cache stores them; in float8 too large ones saturate."""
+    if scale is None:
+        return new
+    return (new.float() / scale[:, :, None, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
 
 
 def rotated(tensor: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:

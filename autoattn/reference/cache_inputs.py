@@ -19,7 +19,7 @@ MOST_PAD = 7  # keys of left padding
 
 def held_apart(problem: Problem) -> Problem:
     """The problem whose keys and values are those of a cache's sequences, each in a row of its own."""
-    return replace(problem, cache=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0)
+    return replace(problem, cache=None, key_lengths=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0)
 
 
 def scattered(
@@ -29,12 +29,14 @@ def scattered(
 
     Args:
         key: [batch, heads_kv, seq_kv, head_dim]
-        value: [batch, heads_kv, seq_kv, head_dim_v]
+        value: [batch, heads_kv, seq_kv, head_dim_v]; those of a cache of float8 are rounded to it.
         counts: keys of each sequence.
 
     Returns:
         key and value of the cache, as views with heads before keys, and where each sequence has its own.
     """
+    if cache.float8:
+        key, value = (tensor.to(torch.float8_e4m3fn) for tensor in (key, value))
     batch, _, most, _ = key.shape
     device = key.device
     pads = torch.zeros(batch, dtype=torch.int64)

@@ -80,9 +80,9 @@ def make(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    def scale() -> Tensor | None:
+    def scale(there: bool) -> Tensor | None:
         """Another one at each call, so that a kernel which takes one for another is seen."""
-        return normal(problem.batch, problem.heads_kv).abs() + 0.5 if problem.dtype is DType.FLOAT8 else None
+        return normal(problem.batch, problem.heads_kv).abs() + 0.5 if there else None
 
     bias, narrow = _bias(problem, device, generator, sharing) if modifiers.bias is not Bias.NONE else (None, None)
     examples: dict[str, Any] = {
@@ -96,9 +96,9 @@ def make(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv if cache is None else None,
         cache=cache,
-        query_scale=scale(),
-        key_scale=scale(),
-        value_scale=scale(),
+        query_scale=scale(problem.dtype is DType.FLOAT8),
+        key_scale=scale(problem.loads_float8),
+        value_scale=scale(problem.loads_float8),
         bias=bias,
         narrow_bias=narrow,
         slopes=(2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)).expand(problem.batch, heads)

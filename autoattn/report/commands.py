@@ -49,6 +49,8 @@ def arguments(problem: Problem) -> str:
         words.append(f"--numerics {problem.numerics.value}")
     if problem.cache is not None:
         words.append(f"--key-cache {problem.cache}")
+    if problem.key_lengths is not None:
+        words.append(f"--key-lengths {problem.key_lengths}")
     if problem.op is not Op.FORWARD:
         words.append(f"--operation {problem.op.value}")
     if problem.deterministic:

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from autoattn.codegen import render
-from autoattn.core.kernel_kind import AppendKind
-from autoattn.errors import TensorError
 from autoattn.kernels import append as append_kernel
 from autoattn.kernels.bound_launch import Bound
-from autoattn.kernels.compiler import Kernel
 from autoattn.reference import append_formula
-from autoattn.runtime import call_cache
+from autoattn.runtime import call_cache, loaded_kernels
 from autoattn.runtime.call_cache import Key
-from autoattn.runtime.plan import planner
 from autoattn.tensors.appended import Append
 from autoattn.tensors.operands import View
 
@@ -65,26 +61,11 @@ def append(call_key: Key | None, query: Tensor, given: Append) -> tuple[Tensor, 
     if given.key.device.type != "cuda" or given.key.dtype is torch.float64:
         rotated, total = append_formula.append(given)
     else:
-        kernel = _kernel_of(append_kernel.kind_of(given), given.key.device.index)
+        source = render.append_source(append_kernel.kind_of(given))
+        kernel = loaded_kernels.find(source, given.key.device.index, "an append")
         rotated, total = append_kernel.launch(kernel, given)
         if call_key is not None:
             output = None if rotated is None else View.of(rotated.transpose(1, 2))
             shape = None if output is None else (tuple(output.shape), tuple(output.strides))
             call_cache.keep(call_key, AppendCall(output=shape, launch=append_kernel.bind(kernel, given)))
     return (query if rotated is None else rotated.transpose(1, 2)), total
-
-
-def _kernel_of(kind: AppendKind, index: int) -> Kernel:
-    """A kernel on a card, compiled when it is first asked for.
-
-    Raises:
-        TensorError: it would have to be compiled while a CUDA graph is captured.
-    """
-    if (kind, index) not in _loaded and torch.cuda.is_current_stream_capturing():
-        raise TensorError("an append in a CUDA graph must have its kernel, which is not loaded; call it once before")
-    kernel = planner.load_once(render.append_source(kind), index)
-    _loaded.add((kind, index))
-    return kernel
-
-
-_loaded: set[tuple[AppendKind, int]] = set()

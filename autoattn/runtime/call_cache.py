@@ -36,7 +36,7 @@ Key: TypeAlias = tuple[Hashable, ...]
 Words: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any]
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _WORDS = frozenset({type(None), bool, int, float, str, Mask})  # types whose values say all about an argument
-_FLOAT32 = torch.float32
+_FLOAT32, _FLOAT8 = torch.float32, torch.float8_e4m3fn
 _is = operator.is_
 _is_compiling = torch.compiler.is_dynamo_compiling
 _differentiates = torch.is_grad_enabled
@@ -118,7 +118,12 @@ def key(
         if query.is_neg() or key.is_neg() or value.is_neg():
             return None  # what lies in memory are other numbers
         dtype, device = query.dtype, query.device
-        if not (dtype is key.dtype is value.dtype and device == key.device == value.device):
+        # A cache of float8 comes with its scales, which tell its calls apart.
+        if not (
+            (dtype is key.dtype or key.dtype is _FLOAT8)
+            and key.dtype is value.dtype
+            and device == key.device == value.device
+        ):
             return None  # no such call is prepared: it is an error, or autocast gives it other tensors
         kind = "cuda" if query.is_cuda else "cpu"
         return (

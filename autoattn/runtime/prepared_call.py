@@ -34,7 +34,8 @@ Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
 # As forward.POINTERS ends
-_BEHIND = "cu_seqlens_q", "cu_seqlens_kv", *score_tensors.NAMES, *forward.CACHE_POINTERS.values()
+_SCALES = "key_scale", "value_scale"
+_BEHIND = "cu_seqlens_q", "cu_seqlens_kv", *score_tensors.NAMES, *forward.CACHE_POINTERS.values(), *_SCALES
 _SCRATCH_PLACE = forward.POINTERS.index("scratch_ptr")  # the first of three that most launches do without
 
 
@@ -132,6 +133,7 @@ def _others(call: Call) -> tuple[str, ...]:
     if operands.cache is not None:
         fields = forward.CACHE_POINTERS.values()
         offsets += [field for field in fields if getattr(operands.cache, field) is not None]
+        offsets += [name for name in _SCALES if getattr(operands, name) is not None]
     return (*offsets, *(name for name in score_tensors.NAMES if getattr(operands, name) is not None))
 
 

@@ -316,6 +316,7 @@ def kind_of(problem: Problem) -> Problem:
         heads_kv=1,
         seq_q=2,
         seq_kv=3,
+        key_lengths=None,
         tokens_q=2 if problem.packed else 0,
         tokens_kv=3 if problem.packed else 0,
         mask=mask,

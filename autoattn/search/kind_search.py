@@ -87,11 +87,6 @@ class KindSearch:
         for contest in self.contests.values():
             contest.hear()
 
-    def forget_waiting(self) -> None:
-        """Tries no more of what was enqueued."""
-        for contest in self.contests.values():
-            contest.forget_waiting()
-
     def more(self) -> bool:
         """Whether a problem may try another variant."""
         return any(self._open(contest) for contest in self.contests.values())

@@ -79,6 +79,12 @@ class Contest:
             if variant.template in self._studies:
                 self._studies[variant.template].enqueue([variant])
 
+    def offer(self, variants: Iterable[Variant]) -> None:
+        """Has arithmetic pick among these and random ones, where their template takes part and they are feasible."""
+        for variant in variants:
+            if variant.template in self._studies:
+                self._studies[variant.template].offer([variant])
+
     def propose(self, more: Callable[[], bool] = lambda: True) -> Variant | None:
         """The next variant to try; None when every feasible one was tried.
 
@@ -95,11 +101,6 @@ class Contest:
     def record(self, trial: Trial) -> None:
         """Takes what became of a variant that was proposed here, or for another problem of the kind."""
         self._studies[trial.variant.template].record(trial)
-
-    def forget_waiting(self) -> None:
-        """Tries no more of what was enqueued."""
-        for study in self._studies.values():
-            study.forget_waiting()
 
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is feasible here, and there is no trial of it yet."""

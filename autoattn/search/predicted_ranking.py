@@ -22,10 +22,6 @@ CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
-# A rehearsal takes seconds. So of runners-up few structures are rehearsed that nobody asked for before, and one whose
-# structure is new comes behind one that is no more than this much slower: that is about what the model errs by.
-NEW_STRUCTURE = 1.2
-MOST_NEW = 1  # runners-up of new structures
 REHEARSED = "rehearsed in an interpreter"
 
 Rehearse = Callable[[Sequence[Variant]], Sequence[Verdict | Failure]]
@@ -71,14 +67,13 @@ def rank(
     unknown: dict[Variant, Trial] = {}
     checks: dict[Variant, str] = {}
     rejected: dict[Variant, tuple[Outcome, str]] = {}
-    new = MOST_NEW
     while coming and len(passed) <= CANDIDATES and len(unknown) <= CANDIDATES:
         if set(passed) | set(unknown) <= {default}:  # the default, and who may win
             asked, coming = coming[:2], coming[2:]
         else:
-            asked = _runners_up(coming, elsewhere, known, 1 + CANDIDATES - len(passed), new)
+            # A rehearsal takes seconds: runners-up are of structures that were rehearsed before.
+            asked = [trial for trial in coming if known(trial.variant)][: 1 + CANDIDATES - len(passed)]
             coming = [trial for trial in coming if trial not in asked]
-            new -= sum(not known(trial.variant) for trial in asked)
             if not asked:
                 break
         for trial, check in zip(asked, _checks(asked, verified, rehearse), strict=True):
@@ -97,20 +92,6 @@ def rank(
     if kept is not None and not _beats(eligible[0], kept, arch):
         eligible = [kept, *(trial for trial in eligible if trial is not kept)]
     return Ranking(trials=tuple(eligible), checks=checks, rejected=rejected)
-
-
-def _runners_up(coming: Sequence[Trial], elsewhere: Set[Variant], known: Known, count: int, new: int) -> list[Trial]:
-    """The best so many trials that a check is worth, at most `new` of them of structures that nobody rehearsed."""
-    asked: list[Trial] = []
-    dear = {trial.variant: not known(trial.variant) for trial in coming}
-    worth = {trial.variant: _believed_us(trial, elsewhere) * NEW_STRUCTURE ** dear[trial.variant] for trial in coming}
-    for trial in sorted(coming, key=lambda trial: (worth[trial.variant], trial.digest)):
-        if len(asked) == count:
-            break
-        if new > 0 or not dear[trial.variant]:
-            new -= dear[trial.variant]
-            asked.append(trial)
-    return asked
 
 
 def _believed_us(trial: Trial, elsewhere: Set[Variant]) -> float:

@@ -16,14 +16,14 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Evidence
 from autoattn.core.variant import Variant
-from autoattn.cost_model import accuracy, lower_bound
+from autoattn.cost_model import accuracy, expected_time, lower_bound
 from autoattn.search import entry_builder, multi_template, storage
 from autoattn.search.entry_builder import Searched
 from autoattn.search.multi_template import Contest
 from autoattn.search.search_options import Options
 from autoattn.search.shared_trials import Ledger
 from autoattn.search.storage import Storage
-from autoattn.search.study import Bound, Study
+from autoattn.search.study import Arithmetic, Study
 from autoattn.search.trial_pipeline import Steps, Workshop
 
 MOST_ELSEWHERE = 6  # variants that were measured elsewhere, which a search tries
@@ -52,10 +52,18 @@ class ProblemRun:
         contest = Contest([self._study(space) for space in self.spaces.values()])
         contest.enqueue(self._known_variants(self.old)[:1] if self.old is not None else [])
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
-        contest.enqueue(theirs if not self.measured else [])
-        contest.enqueue(portfolio.starters_for(self.problem, self.device))
-        contest.enqueue([*self._elsewhere, *theirs])
+        starters = portfolio.starters_for(self.problem, self.device)
+        if self._asks_arithmetic:
+            contest.enqueue([*theirs[:1], *starters[:1]])
+            contest.offer([*theirs, *starters, *self._elsewhere])
+        else:
+            contest.enqueue([*starters, *self._elsewhere, *theirs])
         return contest
+
+    @property
+    def _asks_arithmetic(self) -> bool:
+        """Whether arithmetic picks what is compiled: without the card, where a variant costs its compiler alone."""
+        return not self.measured and not self.options.profile.seeds_only
 
     def search(self, contest: Contest) -> Searched:
         """The finished search."""
@@ -88,13 +96,16 @@ class ProblemRun:
             self.device,
             seed=self.options.seed,
             budget=self.options.budget,
-            bound=None if self.measured or self.options.profile.seeds_only else self._bound(space),
+            arithmetic=self._arithmetic(space) if self._asks_arithmetic else None,
         )
 
-    def _bound(self, space: SearchSpace) -> Bound:
-        """What a variant's prediction takes at least, less what the model errs by."""
+    def _arithmetic(self, space: SearchSpace) -> Arithmetic:
+        """What a variant's prediction takes at least, less what the model errs by, and what it may come to."""
         error = accuracy.error_of(space.template, self.device.arch)
-        return cache(lambda variant: lower_bound.least_us(self.problem, self.device, variant) / (1.0 + error))
+        return Arithmetic(
+            least_us=cache(lambda variant: lower_bound.least_us(self.problem, self.device, variant) / (1.0 + error)),
+            expected_us=cache(lambda variant: expected_time.expected_us(self.problem, self.device, variant)),
+        )
 
     def _known_variants(self, entry: CacheEntry) -> list[Variant]:
         """The winner and the runners-up, as far as the search space still holds them."""

@@ -47,7 +47,7 @@ class Profile:
     # seconds a call.
     search_seconds: float
     kernels: int  # new kernels without a GPU for a kind of problems, which all of them share
-    sibling_trials: int  # more of them for each further problem of the kind
+    sibling_kernels: float  # more of them for each further problem of the kind
     finalists: int
     final_seconds: float  # of rounds, at most: they end when all is decided
     energy_seconds: float  # of calls in a row for each contestant, to count its energy; 0 counts none
@@ -60,7 +60,7 @@ PROFILES = {
         trials=8,
         search_seconds=2.0,
         kernels=8,
-        sibling_trials=1,
+        sibling_kernels=1,
         finalists=3,
         final_seconds=0.4,
         energy_seconds=0.0,
@@ -70,8 +70,8 @@ PROFILES = {
     Effort.QUICK: Profile(
         trials=32,
         search_seconds=12.0,
-        kernels=14,
-        sibling_trials=1,
+        kernels=8,
+        sibling_kernels=0.5,
         finalists=5,
         final_seconds=2.0,
         energy_seconds=0.0,
@@ -80,8 +80,8 @@ PROFILES = {
     Effort.STANDARD: Profile(
         trials=32,
         search_seconds=180.0,
-        kernels=14,
-        sibling_trials=1,
+        kernels=8,
+        sibling_kernels=0.5,
         finalists=5,
         final_seconds=5.0,
         energy_seconds=0.3,
@@ -91,7 +91,7 @@ PROFILES = {
         trials=200,
         search_seconds=1800.0,
         kernels=200,
-        sibling_trials=24,
+        sibling_kernels=24,
         finalists=8,
         final_seconds=15.0,
         energy_seconds=1.0,

@@ -8,6 +8,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 import optuna
@@ -23,11 +24,18 @@ from autoattn.search.shared_trials import Ledger
 
 BAD = 1e12  # microseconds that a failed trial is told to have taken: the sampler must learn from failures
 STARTUP = 10  # random feasible variants between the seeds and the first that the sampler proposes
-DRAWS = 64  # random variants of which those with the smallest bounds are tried
+DRAWS = 64  # random variants of which those that are expected to be fastest are tried
 TOO_SLOW = "by arithmetic it takes longer than a variant that was tried"
 ATTEMPTS = 40  # proposals that may be infeasible or known before a random feasible variant takes their place
 
-Bound = Callable[[Variant], float]  # microseconds that a feasible variant takes at least, less what the model errs by
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """What is known of a feasible variant's time before anything is compiled, in microseconds."""
+
+    least_us: Callable[[Variant], float]  # less what the model errs by
+    expected_us: Callable[[Variant], float]  # infinite where it cannot be the fastest
+
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -70,18 +78,19 @@ class Study:
         seed: int,
         budget: int,
         sampler: Sampler = DEFAULT,
-        bound: Bound | None = None,
+        arithmetic: Arithmetic | None = None,
     ) -> None:
-        """Takes what bounds times from below, if anything does.
+        """Takes what arithmetic says of times, where the search is to ask it.
 
-        Then variants that could not be the fastest are left out, and after the seeds come the random variants with the
-        smallest bounds: no sampler learns as much from few trials.
+        Then variants that could not be the fastest are left out, and of those that were offered and of random ones come
+        first which are expected to be fastest: no sampler learns as much from few trials.
         """
         self.space, self.problem, self.device = space, problem, device
         self.trials: dict[Variant, Trial] = {}
         self.too_slow: dict[Variant, Trial] = {}  # what was left out, in no ledger: arithmetic says it again
-        self._bound = bound
-        self._drawn: list[Variant] = []  # at random, the smallest bound first
+        self._arithmetic = arithmetic
+        self._offered: list[Variant] = []
+        self._drawn: list[Variant] = []  # at random
         self.refused: dict[str, int] = {}  # why proposals were infeasible, in words -> how often
         self._pending: dict[Variant, optuna.Trial | None] = {}
         self._queue: deque[Variant] = deque()
@@ -104,9 +113,9 @@ class Study:
 
         By arithmetic; 0 where there is none, or nothing bounds its time.
         """
-        if self._bound is None or self._everything is not None or (favoured := self._favoured()) is None:
+        if self._arithmetic is None or (favoured := self._favoured()) is None:
             return 0.0
-        least = self._bound(favoured)
+        least = self._arithmetic.least_us(favoured)
         return self.best_us / least if least > 0 else 0.0
 
     @property
@@ -131,9 +140,11 @@ class Study:
             if not known and self.space.why_infeasible(variant, self.problem, self.device) is None:
                 self._queue.append(variant)
 
-    def forget_waiting(self) -> None:
-        """Tries no more of what was enqueued."""
-        self._queue.clear()
+    def offer(self, variants: Iterable[Variant]) -> None:
+        """Has these compared with random ones, where they are feasible; arithmetic picks what is tried."""
+        self._offered += [
+            variant for variant in variants if self.space.why_infeasible(variant, self.problem, self.device) is None
+        ]
 
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is feasible here, and there is no trial of it yet."""
@@ -206,10 +217,10 @@ class Study:
         return not tried and not self._is_too_slow(variant)
 
     def _is_too_slow(self, variant: Variant) -> bool:
-        """Whether the time of a variant is bounded from below by more than the best time and the bound's margin."""
-        if self._bound is None or math.isinf(self.best_us):
+        """Whether arithmetic says that a variant takes longer than the best one that was tried."""
+        if self._arithmetic is None or math.isinf(self.best_us):
             return False
-        if self._bound(variant) <= self.best_us:
+        if self._arithmetic.least_us(variant) <= self.best_us and math.isfinite(self._arithmetic.expected_us(variant)):
             return False
         self.too_slow.setdefault(variant, Trial(variant=variant, outcome=Outcome.TOO_SLOW, detail=TOO_SLOW))
         return True
@@ -227,7 +238,7 @@ class Study:
             return None
         if self._sampler is Sampler.ORDER:
             return self._first_new(self.space.feasible(self.problem, self.device))
-        if self._bound is not None:
+        if self._arithmetic is not None:
             return self._first_new(variant for variant in [self._favoured()] if variant is not None)
         if self.taken < STARTUP or self._sampler is Sampler.RANDOM:
             return self._random()
@@ -272,14 +283,17 @@ class Study:
         return self._first_new(variant for variant in walk if variant is not None)
 
     def _favoured(self) -> Variant | None:
-        """Of random variants the new one whose time has the smallest bound; None where there is none."""
-        assert self._bound is not None
+        """Of what was offered and of random variants the new one that is expected to be fastest; None if there is none.
+
+        What was offered goes first where arithmetic sees no difference.
+        """
+        assert self._arithmetic is not None
+        self._offered = [variant for variant in self._offered if self._new(variant)]
         self._drawn = [variant for variant in self._drawn if self._new(variant)]
-        if not self._drawn:
+        if not self._drawn and self._everything is None:
             draws = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(DRAWS))
-            hopeful = [variant for variant in dict.fromkeys(draws) if variant is not None and self._new(variant)]
-            self._drawn = sorted(hopeful, key=self._bound)
-        return next(iter(self._drawn), None)
+            self._drawn = [variant for variant in dict.fromkeys(draws) if variant is not None and self._new(variant)]
+        return min([*self._offered, *self._drawn], key=self._arithmetic.expected_us, default=None)
 
     def _first_new(self, variants: Iterable[Variant]) -> Variant | None:
         for variant in variants:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +28,10 @@ from autoattn.search.storage import Storage
 from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.search.work import Work
 
-SEEDS = 2 / 3  # of the kernels of a search without the card; the rest is drawn, those first that arithmetic favours
-# Once kernels are drawn, each that makes a problem so many times faster is followed by so many more, up to a multiple
-# of the plan.
-GAIN, PATIENCE, MOST = 1.03, 4, 2
+# Without the card, once this share of the planned kernels is begun, each that makes a problem so many times faster is
+# followed by so many more, up to a multiple of the plan.
+EXPLORED = 2 / 3
+GAIN, PATIENCE, MOST = 1.05, 4, 1.5
 RANKING = 900.0  # of a kind without the card: its rehearsals take as long as 14 kernels that `cost_of` gives 64
 SEARCHING = 0.8  # share of a problem's work that its search is; the rest is rehearsals or finals
 LISTEN_SECONDS = 0.2  # between two looks at what other processes are still trying
@@ -196,8 +197,6 @@ class _All:
         begun, heard_of, kernels = shop.begun, 0, planned
 
         def more() -> bool:
-            if cheap and not options.profile.seeds_only and shop.begun - begun >= SEEDS * planned:
-                search.forget_waiting()
             wanted = search.more() and (not cheap or shop.begun - begun < kernels)
             search.ended = not wanted
             return wanted
@@ -212,8 +211,8 @@ class _All:
             nonlocal begin, heard_of, kernels
             begin = now() if begin is None else begin
             heard_of += 1
-            if search.gain > GAIN and shop.begun - begun > SEEDS * planned:  # what is drawn pays
-                kernels = max(kernels, min(MOST * planned, shop.begun - begun + PATIENCE))
+            if search.gain > GAIN and shop.begun - begun > EXPLORED * planned:
+                kernels = max(kernels, min(math.ceil(MOST * planned), shop.begun - begun + PATIENCE))
             self.work.note(place, SEARCHING * min(1.0, heard_of / max(1, planned)))
             number, trials = numbers[search.recorded], search.contests[search.recorded].trials
             best = min((t.time_us for t in trials.values() if t.time_us is not None), default=None)
@@ -234,7 +233,8 @@ class _All:
     def _kernels(self, numbers: Sequence[int], *, known: bool = False) -> int:
         """New kernels for problems of one kind without the card, of which another one may be known already."""
         profile = self.options.profile
-        return profile.sibling_trials * (len(numbers) - (not known)) + profile.kernels * (not known)
+        siblings = math.ceil(profile.sibling_kernels * (len(numbers) - (not known)))
+        return siblings + (1 if known else profile.kernels)  # the known winner
 
     def _end(self, number: int, result: CacheEntry | str) -> None:
         """Keeps what came of a problem: its entry, or in words why there is none."""

@@ -106,14 +106,16 @@ def read(config: object, name: str) -> ModelConfig:
 
 
 def document(
-    config: ModelConfig, *, dtype: str | None = None, batch: int = 1, lengths: Sequence[int] | None = None
-) -> dict[str, Any]:
+    config: ModelConfig, *, dtype: str | None = None, batch: int = 1, lengths: Sequence[int] | None = None,
+    ranks: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """A shapes document of a model: prefill, training and decode, or inference and training of an encoder.
 
     Args:
         dtype: as in a shapes file; the config's when None, and bfloat16 where it has none.
         batch: sequences of each problem.
         lengths: tokens; LENGTHS, up to the model's longest, when None.
+        ranks: of a group that share each sequence, whose calls are a group of problems too.
     """
     seq = list(lengths) if lengths is not None else _lengths(config)
     heads_kv = {"heads_kv": config.heads_kv} if config.heads_kv != config.heads else {}
@@ -139,6 +141,11 @@ def document(
     if config.causal:
         cached = [f"1x{length}" for length in seq]
         groups["decode"] = {"description": "one new token on cached keys", "problems": [{"seq": cached}]}
+    if ranks is not None:
+        groups["context-parallel"] = {
+            "description": f"what each of {ranks} ranks computes of a whole sequence",
+            "problems": [{"seq": seq, "operation": ["forward", "backward"], "ranks": ranks}],
+        }
     return {"version": 1, "defaults": defaults, "groups": groups}
 
 

@@ -15,9 +15,11 @@ from autoattn.codegen.resources import read_yaml
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import MAX_SIZE, SWITCHES, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expressions import language
 from autoattn.expressions.language import SCORE_NAMES
+from autoattn.shapes import ranks
 
 VERSION = 1
 MAX_PROBLEMS = 10_000  # weeks of tuning; more is a slip of the pen in a grid
@@ -79,9 +81,10 @@ def parse(document: object, name: str) -> list[NamedProblem]:
             if budget < 0:
                 raise ShapesError(f"{where} takes the file above {MAX_PROBLEMS} problems; shorten its lists")
             for point in _grid(values):
-                owners = groups_of.setdefault(_problem(point, where), [])
-                if group not in owners:
-                    owners.append(group)
+                for problem in _problems(point, where):
+                    owners = groups_of.setdefault(problem, [])
+                    if group not in owners:
+                        owners.append(group)
     return [NamedProblem(problem=problem, groups=tuple(owners)) for problem, owners in groups_of.items()]
 
 
@@ -162,6 +165,17 @@ def _grid(values: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(values, point, strict=True))
 
 
+def _problems(point: Mapping[str, Any], where: str) -> list[Problem]:
+    """The problem that a point says, or those of one of the ranks that share its sequence."""
+    whole = _problem(point, where)
+    if "ranks" not in point:
+        return [whole]
+    try:
+        return ranks.problems(whole, point["ranks"])
+    except ProblemError as problem:
+        raise ShapesError(f"{where}: {problem}") from None
+
+
 def _problem(point: Mapping[str, Any], where: str) -> Problem:
     point = dict(point)
     for pair in ("seq", "tokens"):
@@ -191,6 +205,7 @@ def _problem(point: Mapping[str, Any], where: str) -> Problem:
             op=point.get("operation", Op.FORWARD),
             deterministic=point.get("deterministic", False),
             cache=point.get("cache"),
+            key_lengths=point.get("lengths"),
         ).simplified()
     except ProblemError as problem:
         raise ShapesError(f"{where}: {problem}") from None
@@ -306,6 +321,11 @@ def _cache(key: str, value: object) -> KeyCache:
     return KeyCache.parse(str(value))
 
 
+def _key_lengths(key: str, value: object) -> KeyLengths:
+    """How long the sequences in a cache are."""
+    return KeyLengths.parse(str(value))
+
+
 def _score_mod(key: str, value: object) -> str:
     """An expression, checked here, so that the file's writer learns of a slip before anything is tuned."""
     if not isinstance(value, str):
@@ -336,6 +356,8 @@ PARSERS: dict[str, Callable[[str, object], Any]] = {
     "operation": _operation,
     "deterministic": _deterministic,
     "cache": _cache,
+    "lengths": _key_lengths,
+    "ranks": _size,
     "score_mod": _score_mod,
     "bias": _bias,
     **dict.fromkeys(SWITCHES, _switch),

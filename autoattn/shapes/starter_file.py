@@ -55,6 +55,7 @@ Keys of a problem (required: dtype, batch, heads, seq, head_dim)
   operation: forward, or backward for the gradients, which only the card itself can tune
   deterministic: true for gradients that repeat to the bit
   cache: "paged:16" or contiguous, where keys lie in a cache (docs/kv-cache.md)
+  ranks: of a group that share the sequence (docs/context-parallel.md)
   numerics: any, or online for kernels whose time no growth of the scores changes
   {", ".join(name for name in SWITCHES if name != "learned_slopes")}: true if the call has it
   learned_slopes: true if slopes of alibi have a gradient

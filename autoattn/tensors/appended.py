@@ -34,4 +34,6 @@ class Append:
     key: Tensor  # the cache's, as of Operands
     value: Tensor
     cache: CachedKeys  # its lengths are those before the append
+    key_scale: Tensor | None = None  # [batch, heads_kv] float32, expanded: by which new keys are divided, in float8
+    value_scale: Tensor | None = None  # the same of new values
     rotation: Rotation | None = None

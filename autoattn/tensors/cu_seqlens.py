@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,18 @@ class _Contents:
 
 # id of a tensor -> what it holds. PyTorch's WeakIdKeyDictionary compares keys in Python, which takes ten times as long.
 known_contents: dict[int, _Contents] = {}
+
+
+def of_numbers(offsets: Sequence[int], device: torch.device) -> Tensor:
+    """[len(offsets)] int32 on a device, whose check reads nothing back; the copy to a GPU waits for nothing.
+
+    Args:
+        offsets: from 0 on, and never decreasing.
+    """
+    host = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+    tensor = host.to(device, non_blocking=True)
+    _keep(tensor, offsets)
+    return tensor
 
 
 def check_pair(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
@@ -94,11 +107,16 @@ def _contents(cu_seqlens: Tensor) -> _Contents:
         and known.tensor() is cu_seqlens
     ):
         return known
-    offsets = cu_seqlens.tolist()
+    return _keep(cu_seqlens, cu_seqlens.tolist())
+
+
+def _keep(cu_seqlens: Tensor, offsets: Sequence[int]) -> _Contents:
+    """Keeps what a tensor holds."""
     steps = [after - before for before, after in itertools.pairwise(offsets)]
+    place = id(cu_seqlens)
     contents = known_contents[place] = _Contents(
         tensor=weakref.ref(cu_seqlens, partial(_drop, place)),
-        version=version,
+        version=0 if cu_seqlens.is_inference() else cu_seqlens._version,
         address=cu_seqlens.data_ptr(),
         first=offsets[0],
         last=offsets[-1],

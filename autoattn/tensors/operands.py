@@ -114,7 +114,7 @@ class Operands:
     cu_seqlens_q: Tensor | None = None  # [batch + 1] int32: where each packed sequence begins, and where the last ends
     cu_seqlens_kv: Tensor | None = None
     query_scale: Tensor | None = None  # [batch, heads_kv] float32: what the stored float8 numbers are multiplied by
-    key_scale: Tensor | None = None
+    key_scale: Tensor | None = None  # those of a cache may be expanded
     value_scale: Tensor | None = None
     bias: Tensor | None = None  # [batch, heads_q, seq_q or 1 for keys alone, seq_kv], expanded; bool, or to be added
     narrow_bias: Tensor | None = None  # one that is added, before it was expanded: an axis that shares it is 1 long

@@ -34,6 +34,7 @@ from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula, inputs
 from autoattn.reference.inputs import LOUD_RISE, OUTGROWN_RISE, STEEP_RISE, Scores
 from autoattn.tensors.operands import Operands
+from autoattn.validation import batch_invariance
 
 ERROR_RATIO = 2.0  # times PyTorch's own error in the low precision
 FLOAT32_ULPS = {Precision.IEEE: 8, Precision.TF32: 8, Precision.TF32X3: 64}  # of the largest value
@@ -102,9 +103,41 @@ class Gate:
             for number, (pair, scores) in enumerate(facts)
         ]
 
+        self.invariant = problem.cache is not None and problem.cache.batch_invariant
+        if self.invariant:  # the last case
+            self.cases.append(_of_one_batch(problem, device, generator, tiny=tiny))
+
     def judge(self, kernel: Kernel) -> Verdict:
         """Runs every case; stops at the first that fails."""
-        return judge(kernel, self.cases, again=1 if self.tiny else len(self.cases))
+        verdict = judge(kernel, self.cases, again=1 if self.tiny else len(self.cases))
+        if not self.invariant or not verdict.ok:
+            return verdict
+        reason = _batch_dependence(kernel, self.cases[-1])
+        return replace(verdict, ok=not reason, checks=verdict.checks + 1, reason=reason)
+
+
+def _of_one_batch(problem: Problem, device: torch.device, generator: torch.Generator, *, tiny: bool) -> Case:
+    """Sequences of unequal lengths in one batch, for a kernel that must give each its own bits."""
+    lengths = batch_invariance.TINY_LENGTHS if tiny else batch_invariance.LENGTHS
+    queries, keys = zip(*lengths, strict=True)
+    facts = {"batch": len(lengths), "seq_q": max(queries), "seq_kv": max(keys)}
+    facts |= {"tokens_q": sum(queries), "tokens_kv": sum(keys)} if problem.packed else {}
+    together = replace(small(problem, max(queries), max(keys)), **facts)
+    return make_case(together, device, generator, guard=0, lengths=lengths)
+
+
+def _batch_dependence(kernel: Kernel, case: Case) -> str:
+    """Whether a sequence has other bits alone than in its batch, in words; empty where it has the same."""
+    together, _ = run(kernel, case)
+    for sequence in range(case.problem.batch):
+        apart = batch_invariance.alone(case.problem, case.operands, sequence)
+        if apart is None:
+            continue
+        problem, operands, rows = apart
+        output, _ = run(kernel, replace(case, problem=problem, operands=operands))
+        if not _same(together[:, :, rows] if problem.packed else together[rows], output):
+            return f"{case.problem}: a sequence has other bits alone than with those that share its batch"
+    return ""
 
 
 def hides_pairs(problem: Problem) -> bool:
@@ -116,7 +149,8 @@ def hides_pairs(problem: Problem) -> bool:
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
     """The same kind of problem, small: two sequences and two key heads, so that every stride counts."""
     group = GROUPS[number % len(GROUPS)]
-    small_problem = replace(problem, heads_q=2 * group, heads_kv=2, mask=_small_mask(problem.mask, number))
+    mask = _small_mask(problem.mask, number)
+    small_problem = replace(problem, heads_q=2 * group, heads_kv=2, mask=mask, key_lengths=None)
     if not problem.packed:
         layout = (Layout.BHSD, Layout.BSHD)[number // len(GROUPS) % 2]
         return replace(small_problem, batch=2, layout=layout, seq_q=seq_q, seq_kv=seq_kv)
@@ -205,7 +239,9 @@ def case_of(
     expected, expected_lse = attention_formula.attention(problem, operands, rows=positions)
     allowed = _allowed(problem, operands, expected, positions)
     if scores in RISES:  # a float32 score rounds at its own size, here and in PyTorch in another order
-        allowed += RISES[scores] * torch.finfo(torch.float32).eps * float(_tame(operands.value).abs().max())
+        largest = float(_tame(operands.value.float()).abs().max())
+        largest *= 1.0 if operands.value_scale is None else float(operands.value_scale.max())
+        allowed += RISES[scores] * torch.finfo(torch.float32).eps * largest
     name = f"{problem}{'' if scores is Scores.PLAIN else f' {scores.value}'}"
     return Case(
         name=name,

@@ -12,7 +12,15 @@ from autoattn.core.key_cache import KeyCache
 from autoattn.core.problem import Bias, DType, Modifiers, Op
 from autoattn.errors import ProblemError
 
-TEXTS = ("contiguous", "contiguous,rows", "contiguous,leftpad,splits=4", "paged:1", "paged:256,splits=1")
+TEXTS = (
+    "contiguous",
+    "contiguous,rows",
+    "contiguous,leftpad,splits=4,split_length=64",
+    "paged:1",
+    "paged:256,splits=1",
+    "paged:16,float8_e4m3",
+    "contiguous,float8_e4m3,rows",
+)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -34,6 +42,7 @@ def test_other_texts_are_refused(text: str) -> None:
         ({"page": 16, "rows": True}, "contiguous caches"),
         ({"page": 16, "leftpad": True}, "contiguous caches"),
         ({"splits": -1}, "splits must be"),
+        ({"split_length": 96}, "power of two from 64"),
     ],
 )
 def test_facts_that_contradict_are_refused(facts: dict[str, Any], words: str) -> None:
@@ -57,6 +66,15 @@ def test_what_no_cache_takes_is_refused(changes: dict[str, Any]) -> None:
     assert kernels.problem(**changes)
     with pytest.raises(ProblemError, match="attention on a cache takes"):
         kernels.problem(**changes, cache=KeyCache())
+
+
+def test_a_cache_of_float8_has_queries_of_16_bits_and_half_the_bytes() -> None:
+    float8 = KeyCache(page=16, float8=True)
+    with pytest.raises(ProblemError, match="float32 under a cache of float8"):
+        kernels.problem(dtype=DType.FLOAT32, cache=float8)
+    halved, whole = (kernels.problem(cache=cache, heads_q=2, heads_kv=2, seq_q=1) for cache in (float8, KeyCache()))
+    keys = 2 * halved.batch * halved.heads_kv * halved.seq_kv * halved.head_dim
+    assert whole.bytes() - halved.bytes() == keys
 
 
 def test_names_and_kinds_tell_caches_apart() -> None:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from checkout_paths import CHECKOUT
 
 PAGE = (CHECKOUT / "docs" / "integrations.md").read_text(encoding="utf-8")
@@ -18,6 +19,7 @@ EXAMPLES = {
 
 def run(title: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
+    torch.manual_seed(0)  # of a model's weights, which decide when a text ends
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # there may be no GPU
         for example in EXAMPLES[title]:

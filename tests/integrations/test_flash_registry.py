@@ -16,6 +16,7 @@ from torch.nn import attention
 from torch.nn import functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
 
 from autoattn.integrations.torch import NAME, flash_registry, register
+from autoattn.runtime.torch_op import kernel_choices
 
 aten = torch.ops.aten
 SDPA, SDPA_BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
@@ -69,7 +70,7 @@ def before() -> Iterator[list[str]]:
 @pytest.fixture
 def kernels(before: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[flash_registry.FlashKernels]:
     """autoattn in the place of those; calls of 16 queries and more are said to have a kernel."""
-    monkeypatch.setattr(flash_registry, "takes", lambda tensors, words, learns: tensors[0].shape[-2] >= 16)
+    monkeypatch.setattr(kernel_choices, "takes", lambda tensors, words, learns: tensors[0].shape[-2] >= 16)
     active = flash_registry.activate("CPU")
     yield active
     active.remove()

@@ -41,6 +41,7 @@ class Appending:
     head_dim_v: int = 16
     seq_new: int = 5
     seq_q: int = 3
+    float8: bool = False
 
     def given(self) -> Append:
         """Random tensors, the same at each call."""
@@ -49,6 +50,9 @@ class Appending:
         def normal(*shape: int) -> torch.Tensor:
             """A [batch, heads, seq, head_dim] view of [batch, seq, heads, head_dim]."""
             return torch.randn(shape, generator=generator).to(self.dtype).transpose(1, 2)
+
+        def stored(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(torch.float8_e4m3fn) if self.float8 else tensor
 
         batch = len(LENGTHS)
         lengths = torch.tensor(LENGTHS, dtype=torch.int32)
@@ -67,9 +71,12 @@ class Appending:
         return Append(
             new_key=normal(batch, self.seq_new, HEADS_KV, self.head_dim),
             new_value=normal(batch, self.seq_new, HEADS_KV, self.head_dim_v),
-            key=normal(count, page, HEADS_KV, self.head_dim),
-            value=normal(count, page, HEADS_KV, self.head_dim_v),
+            key=stored(normal(count, page, HEADS_KV, self.head_dim)),
+            value=stored(normal(count, page, HEADS_KV, self.head_dim_v)),
             cache=CachedKeys(lengths=lengths, capacity=CAPACITY, pages=pages, rows=rows),
+            # So small that some of the new numbers are more than float8 holds
+            key_scale=torch.tensor([0.003, 1.7]).expand(batch, 2) if self.float8 else None,
+            value_scale=torch.rand(batch, 2, generator=generator) if self.float8 else None,
             rotation=rotation,
         )
 
@@ -84,11 +91,11 @@ class Appending:
         if query is not None and kernel_query is not None:
             same_query = torch.equal(query, kernel_query)
         return {
-            "key": torch.equal(by_formula.key, by_kernel.key),
-            "value": torch.equal(by_formula.value, by_kernel.value),
+            "key": torch.equal(by_formula.key.float(), by_kernel.key.float()),
+            "value": torch.equal(by_formula.value.float(), by_kernel.value.float()),
             "query": same_query,
             "lengths": torch.equal(total, kernel_total),
-            "written": not torch.equal(before.key, by_kernel.key),
+            "written": not torch.equal(before.key.float(), by_kernel.key.float()),
         }
 
 
@@ -101,6 +108,7 @@ class Appending:
         Appending(page=1, rotary_dim=8, interleaved=True, dtype=torch.float32, tables=torch.float32),
         Appending(page=3, rotary_dim=16, moving=True, tables=torch.float32, seq_new=1, seq_q=1),
         Appending(page=36, head_dim=64, head_dim_v=80, seq_new=9),
+        Appending(page=4, rotary_dim=16, float8=True),
     ],
     ids=str,
 )
@@ -138,5 +146,6 @@ def test_the_kernel_compiles(arch: int) -> None:
             dtype=DType.FLOAT16, head_dim=80, head_dim_v=64, page=16, rotary_dim=32, interleaved=True, wide=True
         ),
         AppendKind(dtype=DType.FLOAT32, head_dim=64, head_dim_v=64, rows=True, rotary_dim=64),
+        *[AppendKind(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, page=16, float8=True)] * (arch >= 89),
     ):
         assert compiler.build(render.append_source(kind), arch).asm["cubin"]

@@ -39,6 +39,8 @@ CASES: tuple[tuple[str, bool, str, dict[str, Any]], ...] = (
     ("contiguous,rows", False, "full", {"PACK_GQA": 1, "SPLITS": 4}),
     ("paged:16", False, "causal", {"PACK_GQA": 1, "SPLITS": 4, "SHARED_PROGRAMS": 8}),
     ("contiguous", False, "window:9,3", {"SPLITS": 2, "SHARED_PROGRAMS": 64}),
+    ("paged:16,float8_e4m3", True, "causal", {"PACK_GQA": 1, "SPLITS": 2}),
+    ("contiguous,float8_e4m3", False, "window:9,3", {"softmax": "first_max"}),
     ("contiguous,leftpad", True, "causal", {}),
     ("contiguous,rows,leftpad", False, "window:9,3", {"SPLITS": 2}),
 )
@@ -110,7 +112,26 @@ def test_lengths_that_lie_stop_at_the_end_of_the_cache_and_at_zero(child: Pool, 
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["paged:16", "paged:3", "contiguous,rows,leftpad"])
+@pytest.mark.parametrize(("text", "packed"), [("paged:16,splits=4", True), ("contiguous,split_length=64", False)])
+def test_the_gate_asks_whether_a_sequence_has_the_same_bits_in_every_batch(
+    child: Pool, text: str, packed: bool
+) -> None:
+    one = cached.problem(KeyCache.parse(text), packed=packed, mask="full")
+    kind, source = rehearsal.structure(one, kernels.variant(SPLITS=2))
+    verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.ok, verdict.reason
+
+
+def test_the_gate_refuses_a_kernel_that_cuts_a_sequence_by_those_that_share_its_batch(child: Pool) -> None:
+    one = cached.problem(KeyCache(splits=4), mask="full")
+    source = kernels.source(one, SPLITS=4, SHARED_PROGRAMS=8)
+    verdict = child.result(Rehearse(problem=one, source=source), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert "other bits alone" in verdict.reason
+
+
+@pytest.mark.parametrize("text", ["paged:16", "paged:3", "contiguous,rows,leftpad", "paged:16,float8_e4m3"])
 @pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
 def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> None:
     one = cached.problem(KeyCache.parse(text), packed=layout is Layout.PACKED, mask="causal")
@@ -126,10 +147,12 @@ def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> 
         ("// PAGE, mask", "// PAGE * 0, mask"),  # the first page for all
         ("start_n // PAGE * PAGE", "start_n"),  # the first key of the page
         ("tl.load(lengths_ptr + i_b)", "capacity"),
+        ("tl.load(key_scale_ptr + ", "tl.load(value_scale_ptr + "),
+        ("share *= tl.load(value_scale_ptr + scaled", "share *= tl.load(value_scale_ptr + 0"),
     ],
 )
 def test_the_gate_refuses_a_kernel_that_reads_other_keys(child: Pool, right: str, wrong: str) -> None:
-    one = cached.problem(KeyCache(page=32))
+    one = cached.problem(KeyCache(page=32, float8="scale" in right))
     source = kernels.source(one)
     assert right in source.text
     broken = replace(source, text=source.text.replace(right, wrong))

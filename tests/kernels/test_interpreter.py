@@ -28,7 +28,7 @@ def in_interpreter(script: str) -> object:
 
 
 def test_each_repair_says_which_releases_need_it_and_why() -> None:
-    assert [repair.name for repair in interpreter.REPAIRS] == ["index", "comparison", "patches"]
+    assert [repair.name for repair in interpreter.REPAIRS] == ["index", "comparison", "float8", "patches"]
     assert all("Triton 3." in repair.releases and len(repair.reason) > 40 for repair in interpreter.REPAIRS)
 
 
@@ -46,7 +46,7 @@ def test_a_repair_is_applied_just_where_its_release_has_the_fault() -> None:
     names = in_interpreter(
         "import json; from autoattn.kernels import interpreter; print(json.dumps(interpreter.repair()))"
     )
-    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS + ["patches"]
+    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS + ["float8", "patches"]
 
 
 PLANTED = """

@@ -19,7 +19,9 @@ def made(one: Problem) -> Operands:
     return inputs.make(one, CPU, torch.Generator().manual_seed(0), lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("text", ["contiguous", "contiguous,rows", "contiguous,rows,leftpad", "paged:1", "paged:16"])
+@pytest.mark.parametrize(
+    "text", ["contiguous", "contiguous,rows", "contiguous,rows,leftpad", "paged:1", "paged:16", "paged:16,float8_e4m3"]
+)
 def test_a_cache_says_the_same_as_tensors_of_their_own(text: str) -> None:
     one = kernels.problem(batch=3, seq_q=3, mask="causal", cache=KeyCache.parse(text), layout=Layout.BSHD)
     operands = made(one)
@@ -34,9 +36,11 @@ def test_a_cache_says_the_same_as_tensors_of_their_own(text: str) -> None:
         alone = kernels.problem(batch=1, seq_q=3, seq_kv=max(keys, 1), mask="causal")
         part = Operands(
             query=plain.query[sequence : sequence + 1],
-            key=plain.key[sequence : sequence + 1, :, :keys],
-            value=plain.value[sequence : sequence + 1, :, :keys],
+            key=plain.key[sequence : sequence + 1, :, :keys].to(operands.key.dtype),
+            value=plain.value[sequence : sequence + 1, :, :keys].to(operands.key.dtype),
             scale=plain.scale,
+            key_scale=None if operands.key_scale is None else operands.key_scale[sequence : sequence + 1],
+            value_scale=None if operands.value_scale is None else operands.value_scale[sequence : sequence + 1],
         )
         expected, expected_lse = attention_formula.attention(alone, part)
         assert torch.equal(output[sequence], expected[0])

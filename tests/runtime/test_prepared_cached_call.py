@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from fake_device import Launches
-from noted_launches import card, nothing_prepared, same  # noqa: F401 - fixtures
+from noted_launches import card, hopper, nothing_prepared, same  # noqa: F401 - fixtures
 from torch import Tensor
 
 import autoattn
 from autoattn.runtime import call_cache
 
 HALF = torch.float16
-PAGED, ROWS, PADDED = "paged", "rows", "leftpad"
+PAGED, ROWS, PADDED, FLOAT8 = "paged", "rows", "leftpad", "float8"
 
 
 def step(
@@ -22,21 +22,37 @@ def step(
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors of one step, all of them new."""
     numbers = torch.full((2,), length, dtype=torch.int32)
-    shape = (8, 16, 2, 16) if kind == PAGED else (2, 64, 2, 16)
+    shape = (8, 16, 2, 16) if kind in (PAGED, FLOAT8) else (2, 64, 2, 16)
+    dtype = torch.float8_e4m3fn if kind == FLOAT8 else HALF
     query = torch.randn((2 * tokens, 4, 16) if packed else (2, tokens, 4, 16)).to(HALF)
     words: dict[str, Any] = {
         PAGED: {"block_table": torch.arange(8, dtype=torch.int32).view(2, 4)},
         ROWS: {"cache_rows": torch.arange(2, dtype=torch.int32)},
         PADDED: {"leftpad": torch.zeros(2, dtype=torch.int32)},
+        FLOAT8: {
+            "block_table": torch.arange(8, dtype=torch.int32).view(2, 4),
+            "key_scale": torch.rand(2),
+            "value_scale": torch.rand(2, 2),
+        },
     }[kind]
     if packed:
         words |= {"cu_seqlens_q": torch.arange(0, 2 * tokens + 1, tokens, dtype=torch.int32), "max_seqlen_q": tokens}
-    return [query, torch.zeros(shape, dtype=HALF), torch.zeros(shape, dtype=HALF), numbers], words
+    return [query, torch.zeros(shape).to(dtype), torch.zeros(shape).to(dtype), numbers], words
 
 
 @pytest.mark.parametrize("kind", [PAGED, ROWS, PADDED])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_prepared_call_launches_what_the_ordinary_one_does(kind: str, packed: bool, card: Launches) -> None:
+    check_prepared(kind, packed, card)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prepared_call_on_a_float8_cache_reads_the_scales_of_the_caller(packed: bool, hopper: Launches) -> None:
+    check_prepared(FLOAT8, packed, hopper)
+
+
+def check_prepared(kind: str, packed: bool, card: Launches) -> None:
+    """Compares the second call with the first."""
     (first, words), (second, other_words) = step(5, kind, packed=packed), step(6, kind, packed=packed)
     autoattn.cached_attention(*first, **words, return_lse=True)
     output, lse = autoattn.cached_attention(*second, **other_words, return_lse=True)
@@ -66,6 +82,32 @@ def test_lengths_that_grow_are_one_prepared_call(card: Launches) -> None:
         autoattn.cached_attention(*tensors, **words, max_length=64)
     assert (len(card.ordinary), len(card.prepared)) == (1, 18)
     assert call_cache.info().calls == 1
+
+
+def test_scales_of_one_are_one_prepared_call(hopper: Launches) -> None:
+    for length in (5, 6):
+        tensors, words = step(length, FLOAT8)
+        autoattn.cached_attention(*tensors, block_table=words["block_table"])
+    assert (len(hopper.ordinary), len(hopper.prepared)) == (1, 1)
+    same(hopper.ordinary[0], hopper.prepared[0])
+
+
+INVARIANT: tuple[dict[str, Any], ...] = ({"deterministic": True}, {"splits": 1}, {"split_length": 1024})
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("words", INVARIANT, ids=str)
+def test_batches_of_all_sizes_get_the_kernel_of_one_where_bits_must_not_depend_on_the_batch(
+    words: dict[str, Any],
+) -> None:
+    def variant(batch: int, **words: Any) -> object:
+        key = torch.zeros(batch, 4096, 2, 16, dtype=HALF)
+        lengths = torch.zeros(batch, dtype=torch.int32)
+        query = torch.zeros(batch, 1, 4, 16, dtype=HALF)
+        return autoattn.explain_cached(query, key, key, lengths, **words).variant
+
+    assert variant(1, **words) == variant(200, **words)
+    assert variant(1) != variant(200)
 
 
 def test_a_bound_of_lengths_is_rounded_up_so_that_it_changes_rarely(card: Launches) -> None:

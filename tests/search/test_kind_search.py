@@ -18,7 +18,7 @@ from autoattn.core.trial import Trial
 from autoattn.core.variant import Variant
 from autoattn.search.kind_search import KindSearch, cost_of, kinds_of
 from autoattn.search.multi_template import Contest
-from autoattn.search.study import Study
+from autoattn.search.study import Arithmetic, Study
 
 SHORT, LONG = (samples.problem(seq_q=length, seq_kv=length) for length in (256, 4096))
 
@@ -114,8 +114,11 @@ def test_a_search_of_seeds_alone_ends_with_them() -> None:
 def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_until_it_had_many() -> None:
     promises = {SHORT: 1.25, LONG: 1.5}
     contests = [
-        Contest([Study(None, SPACE, one, A30, seed=0, budget=24, bound=lambda _, one=one: 100.0 / promises[one])])
-        for one in promises
+        Contest(
+            [Study(None, SPACE, one, A30, seed=0, budget=24, arithmetic=Arithmetic(least_us=least, expected_us=least))]
+        )
+        for one, promise in promises.items()
+        for least in [lambda _, promise=promise: 100.0 / promise]
     ]
     search = KindSearch(contests, lambda problem, known: trial(known.variant, 100.0), budget=24, seeds_only=False)
     enqueue(search, SHORT, variant(1, 1))
@@ -130,13 +133,6 @@ def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_until_it_had_many
         search.record(trial(proposed, 100.0))
     # log(1.5) > log(1.25) > log(1.5) / 2 > log(1.5) / 3 > log(1.25) / 2
     assert problems == [LONG, SHORT, LONG, LONG]
-
-
-def test_what_waits_can_be_forgotten() -> None:
-    search = searched(SHORT, LONG)
-    enqueue(search, LONG, variant(1, 1))
-    search.forget_waiting()
-    assert not search.waiting
 
 
 @pytest.mark.parametrize(

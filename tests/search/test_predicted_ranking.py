@@ -117,24 +117,21 @@ def noting(rehearsed: list[Variant], right_ones: Sequence[Variant] = MANY) -> pr
     return rehearse
 
 
-@pytest.mark.parametrize(("lead", "asked"), [(1.15, False), (1.25, True)])
-def test_a_runner_up_of_a_new_structure_is_rehearsed_where_it_is_much_better_than_known_ones(
-    lead: float, asked: bool
-) -> None:
+def test_runners_up_are_rehearsed_where_their_structures_were_before() -> None:
     default, winner, new, *known = MANY
-    trials = [trial(default, 100.0), trial(winner, 105.0), trial(new, 120.0)]
-    trials += [trial(variant, 120.0 * lead) for variant in known]
+    trials = [trial(default, 100.0), trial(winner, 105.0), trial(new, 110.0)]
+    trials += [trial(variant, 120.0 + place) for place, variant in enumerate(known)]
     rehearsed: list[Variant] = []
-    ranked(*trials, default=default, rehearse=noting(rehearsed), known=lambda variant: variant != new)
-    assert rehearsed[:2] == [default, winner]
-    assert (new in rehearsed) is asked
+    ranking = ranked(*trials, default=default, rehearse=noting(rehearsed), known=lambda variant: variant in known)
+    assert rehearsed == [default, winner, *known[:4]]
+    assert [each.variant for each in ranking.trials] == rehearsed
 
 
-def test_few_new_structures_are_rehearsed_for_runners_up() -> None:
+def test_no_structure_is_rehearsed_for_a_runner_up_alone() -> None:
     rehearsed: list[Variant] = []
     trials = [trial(variant, 100.0 + place) for place, variant in enumerate(MANY)]
     ranking = ranked(*trials, default=MANY[0], rehearse=noting(rehearsed), known=lambda variant: False)
-    assert len(rehearsed) == 2 + predicted_ranking.MOST_NEW
+    assert rehearsed == MANY[:2]
     assert ranking.trials[0] is trials[0]
 
 

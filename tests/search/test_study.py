@@ -25,7 +25,7 @@ from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
 from autoattn.search import storage, study
 from autoattn.search.shared_trials import Ledger
-from autoattn.search.study import BAD, STARTUP, Study
+from autoattn.search.study import BAD, STARTUP, Arithmetic, Study
 
 TEMPLATE = "triton/forward"
 # 6 x 5 x 4 = 120 points, 60 of which are feasible.
@@ -41,6 +41,13 @@ def open_study(tmp_path: Path) -> Callable[..., Study]:
         return Study(Ledger(facts.pop("name", "one"), storage.journal(journal), facts["space"]), **facts)
 
     return opened
+
+
+def arithmetic(
+    least_us: Callable[[Variant], float], expected_us: Callable[[Variant], float] | None = None
+) -> Arithmetic:
+    """What the study is told of times; it expects the least where nothing else is said."""
+    return Arithmetic(least_us=least_us, expected_us=expected_us or least_us)
 
 
 def search(one: Study, count: int, outcome: Callable[[Variant], Trial] = trial) -> list[Variant]:
@@ -95,7 +102,7 @@ def test_the_queue_takes_each_variant_once_and_none_that_is_known_or_infeasible(
 
 def test_what_arithmetic_bounds_above_the_best_time_is_left_out_and_counted(open_study: Callable[..., Study]) -> None:
     """Before there is a time nothing is; what another problem's search tried all the same is no longer left out."""
-    one = open_study(bound=lambda of: 10.0 * int(of["a"]))
+    one = open_study(arithmetic=arithmetic(lambda of: 10.0 * int(of["a"])))
     slow, also, best, fast = variant(6, 4), variant(5, 3), variant(2, 2), variant(1, 1)
     one.enqueue([slow, best, also, fast])
     assert search(one, 3) == [slow, best, fast]
@@ -108,31 +115,41 @@ def test_what_arithmetic_bounds_above_the_best_time_is_left_out_and_counted(open
     assert also in one.trials
 
 
-def test_with_a_bound_the_seeds_come_first_and_then_what_it_favours(open_study: Callable[..., Study]) -> None:
-    one = open_study(bound=lambda of: float(int(of["b"])))
-    one.enqueue([variant(4, 4), variant(6, 4)])
-    found = search(one, 6)
-    assert found[:2] == [variant(4, 4), variant(6, 4)]
-    assert {each["b"] for each in found[2:]} == {0}, "the smallest bounds of all"
+def test_what_cannot_be_the_fastest_is_left_out_whatever_its_bound(open_study: Callable[..., Study]) -> None:
+    one = open_study(arithmetic=arithmetic(lambda of: 0.0, lambda of: math.inf if int(of["a"]) > 2 else 1.0))
+    one.enqueue([variant(2, 2), variant(6, 4), variant(1, 1)])
+    assert search(one, 2) == [variant(2, 2), variant(1, 1)]
+    assert [*one.too_slow] == [variant(6, 4)]
+
+
+def test_after_what_was_enqueued_comes_what_is_expected_to_be_fastest_of_the_offered_and_of_random_ones(
+    open_study: Callable[..., Study],
+) -> None:
+    one = open_study(arithmetic=arithmetic(lambda of: 0.0, lambda of: float(int(of["b"]) != 4)))
+    one.enqueue([variant(2, 2), variant(6, 2)])
+    one.offer([variant(4, 2), variant(6, 4)])
+    found = search(one, 4)
+    assert found[:3] == [variant(2, 2), variant(6, 2), variant(6, 4)]
+    assert found[3]["b"] == 4, "drawn at random, of those that are expected to be as fast"
+    assert variant(4, 2) not in found
+
+
+def test_what_was_offered_goes_before_random_ones_that_are_expected_to_be_as_fast(
+    open_study: Callable[..., Study],
+) -> None:
+    one = open_study(arithmetic=arithmetic(lambda of: 1.0))
+    one.offer([variant(6, 4), variant(4, 4)])
+    assert search(one, 2) == [variant(6, 4), variant(4, 4)]
 
 
 def test_a_study_promises_what_arithmetic_leaves_to_gain(open_study: Callable[..., Study]) -> None:
-    one = open_study(bound=lambda of: 1.0 + int(of["b"]))
+    one = open_study(arithmetic=arithmetic(lambda of: 1.0 + int(of["b"])))
     one.enqueue([variant(4, 4)])
     search(one, 1)
     assert one.promise == 44.0, "the best takes 44 us, and the least that another one may take is 1"
     assert open_study(name="other").promise == 0.0, "nothing bounds it"
-    free = open_study(name="free", bound=lambda of: 0.0)
+    free = open_study(name="free", arithmetic=arithmetic(lambda of: 0.0))
     assert free.promise == 0.0
-
-
-def test_what_is_forgotten_is_not_tried(open_study: Callable[..., Study]) -> None:
-    one = open_study(bound=lambda of: float(int(of["b"])))
-    one.enqueue([variant(4, 4), variant(6, 4)])
-    assert search(one, 1) == [variant(4, 4)]
-    one.forget_waiting()
-    assert not one.waiting
-    assert variant(6, 4) not in search(one, 5)
 
 
 def test_startup_is_random_and_then_the_sampler_takes_over(

@@ -12,6 +12,7 @@ import yaml
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
+from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ShapesError
 from autoattn.shapes import shapes_file
 
@@ -376,7 +377,7 @@ def test_published_tables_are_not_read() -> None:
 
 @pytest.mark.parametrize("key", ["batch", "seq", "mask", "causal", "dtype", "layout", "x" * 100_000])
 def test_long_values_are_cut_in_messages(key: str) -> None:
-    assert len(refusal(file_of({**ONE, key: "x" * 100_000}))) < 370
+    assert len(refusal(file_of({**ONE, key: "x" * 100_000}))) < 400
     assert len(refusal({"version": 1, "groups": {"g" * 100_000: None}})) < 350
 
 
@@ -401,3 +402,14 @@ def test_a_problem_may_lie_on_a_cache() -> None:
     assert the_problem(cache="contiguous,rows,splits=2").cache == KeyCache(rows=True, splits=2)
     with pytest.raises(ShapesError, match="cache must be contiguous or paged:KEYS"):
         the_problem(cache="paged:0")
+
+
+def test_sequences_in_a_cache_may_be_of_unequal_lengths() -> None:
+    uneven = the_problem(cache="paged:16", lengths="90,uniform:10-40")
+    assert uneven.key_lengths == KeyLengths(first=(90,), least=10, most=40)
+    for words, message in (
+        ({"cache": "paged:16", "lengths": 7}, "lengths must be uniform"),
+        ({"lengths": "uniform:1-2"}, "no cache"),
+    ):
+        with pytest.raises(ShapesError, match=message):
+            the_problem(**words)

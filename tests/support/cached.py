@@ -64,13 +64,14 @@ def operands(one: Problem, lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -
     table = torch.randperm(count, generator=places)[: one.batch * columns].view(one.batch, columns).int()
     if not one.cache.page and not one.cache.rows:
         count, table = one.batch, torch.arange(one.batch).int()[:, None]
-    key = torch.full((count, page, one.heads_kv, one.head_dim), math.nan, dtype=dtype)
-    value = torch.full((count, page, one.heads_kv, one.head_dim_v), math.nan, dtype=dtype)
+    stored = torch.float8_e4m3fn if one.caches_float8 else dtype
+    key = torch.full((count, page, one.heads_kv, one.head_dim), math.nan, dtype=stored)
+    value = torch.full((count, page, one.heads_kv, one.head_dim_v), math.nan, dtype=stored)
     for sequence, pad in enumerate(pads.tolist()):
         places_of = torch.arange(len(keys[sequence])) + pad
         rows = table[sequence, places_of // page].long()
-        key[rows, places_of % page] = keys[sequence]
-        value[rows, places_of % page] = values[sequence]
+        key[rows, places_of % page] = keys[sequence].to(stored)
+        value[rows, places_of % page] = values[sequence].to(stored)
         if one.cache.page:
             table[sequence, -(-lengths[sequence] // page) :] = GARBAGE
     cache = CachedKeys(
@@ -86,6 +87,10 @@ def operands(one: Problem, lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -
         key=key.transpose(1, 2),
         value=value.transpose(1, 2),
         scale=one.head_dim**-0.5,
+        key_scale=torch.rand(one.heads_kv, generator=numbers).add(0.5).expand(one.batch, -1)
+        if one.caches_float8
+        else None,
+        value_scale=torch.rand(one.batch, one.heads_kv, generator=numbers) + 0.5 if one.caches_float8 else None,
         cu_seqlens_q=torch.tensor([0, *QUERIES]).cumsum(0).int() if one.packed else None,
         cache=cache,
         softcap=2.0 if modifiers.softcap else 0.0,

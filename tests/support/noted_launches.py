@@ -15,6 +15,7 @@ from fake_device import CUDA, Launches
 from torch import Tensor
 
 from autoattn import functional
+from autoattn.core.device import Device
 from autoattn.core.variant import Source
 from autoattn.kernels.compiler import Kernel, load_module
 from autoattn.kernels.tma_descriptor import Descriptor
@@ -25,13 +26,23 @@ HALF = torch.float16
 @pytest.fixture
 def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Launches]:
     """As if the CPU's tensors were on an A30 for which nothing was tuned; gives the launches."""
+    yield from _launches_on(samples.A30, monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def hopper(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Launches]:
+    """The same on an H200, which knows float8."""
+    yield from _launches_on(samples.H200, monkeypatch, tmp_path)
+
+
+def _launches_on(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Launches]:
     launches = Launches()
 
     def load(source: Source, device: torch.device) -> Kernel:
         return Kernel(source=source, module=load_module(source), compiled=launches, device=CUDA, sm_count=132)
 
     fake_device.set_streams(monkeypatch, lambda index: ("stream of", index))
-    with fake_device.plan_on(monkeypatch, samples.A30, load, tmp_path) as launches.context:
+    with fake_device.plan_on(monkeypatch, device, load, tmp_path) as launches.context:
         yield launches
 
 

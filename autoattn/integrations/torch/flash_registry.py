@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Layout
-from autoattn.errors import UsageError
-from autoattn.runtime.plan import planner
-from autoattn.runtime.torch_op import attention_op, attention_schema
 from autoattn.runtime.torch_op import attention_op_backward as attention_op_backward  # registers the backward pass
+from autoattn.runtime.torch_op import attention_schema
+from autoattn.runtime.torch_op.kernel_choices import KernelChoices
 
 NAME = "autoattn"
 _LEARNS = [True, True, True] + [False] * (len(attention_schema.LEARNING) - 3)
-_REMEMBERED = 4096  # calls whose choice is kept
 
 
 def register() -> str:
@@ -45,24 +42,6 @@ def activate(dispatch_key: str = "CUDA") -> FlashKernels:
     return FlashKernels(dispatch_key)
 
 
-def takes(tensors: tuple[Any, ...], words: dict[str, Any], *, learns: bool) -> bool:
-    """Whether a kernel of autoattn answers a call of torch.ops.autoattn.attention.
-
-    Args:
-        tensors: query, key, value and the other tensors of the operator, in its order.
-        words: its keyword arguments.
-        learns: whether both passes must be kernels.
-    """
-    given = attention_schema.named(tensors, words)
-    try:
-        parsed = attention_op.read(given)
-        if learns:
-            return attention_op.plan_both(parsed, given).passes(parsed.problem) is not None
-        return planner.plan(parsed, lse=True, learns=False).explanation.route == KERNEL
-    except UsageError:  # PyTorch says whether it is a mistake
-        return False
-
-
 class FlashKernels:
     """Kernels of four operators, as long as `remove` was not called.
 
@@ -72,7 +51,7 @@ class FlashKernels:
 
     def __init__(self, dispatch_key: str) -> None:
         self.dispatch_key = dispatch_key
-        self._choices: dict[Any, bool] = {}
+        self._choices = KernelChoices()
         kernels: dict[str, Callable[..., Any]] = {
             "_scaled_dot_product_flash_attention": self._sdpa,
             "_scaled_dot_product_flash_attention_backward": self._sdpa_backward,
@@ -88,22 +67,11 @@ class FlashKernels:
         """Brings back the kernels that were there before."""
         self._library = None  # PyTorch drops what a library registered together with it
 
-    def _answer(self, tensors: tuple[Any, ...], words: dict[str, Any], *, learns: bool) -> bool:
-        """`takes`, remembered for sizes, strides and words."""
-        views = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors if tensor is not None)
-        key = views, tuple(words.items()), learns, tensors[0].device, torch.are_deterministic_algorithms_enabled()
-        choice = self._choices.get(key)
-        if choice is None:
-            if len(self._choices) >= _REMEMBERED:
-                self._choices.clear()
-            choice = self._choices[key] = takes(tensors, words, learns=learns)
-        return choice
-
     def _forward(self, tensors: tuple[Any, ...], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Output and LSE; None where the kernel before is to run."""
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors[:3])
         words = {**words, ("keep_lse" if learns else "return_lse"): True}
-        if not self._answer(tensors, words, learns=learns):
+        if not self._choices.takes(tensors, words, learns=learns):
             return None
         output, lse = torch.ops.autoattn.attention.default(*tensors, **words)
         return output, lse
@@ -113,7 +81,7 @@ class FlashKernels:
     ) -> list[Tensor] | None:
         """Gradients of query, key and value; None where the kernel before is to run."""
         words = {**words, "keep_lse": True}
-        if not self._answer(tensors, words, learns=True):
+        if not self._choices.takes(tensors, words, learns=True):
             return None
         gradients: list[Tensor] = torch.ops.autoattn.attention_backward.default(
             pull, None, output, lse, *tensors, learns=_LEARNS, **words

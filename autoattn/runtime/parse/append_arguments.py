@@ -9,7 +9,8 @@ from torch import Tensor
 
 from autoattn.errors import TensorError
 from autoattn.kernels.forward import DTYPE
-from autoattn.runtime.parse.cache_arguments import CacheTensors
+from autoattn.runtime.parse import cache_arguments
+from autoattn.runtime.parse.cache_arguments import FLOAT8, CacheTensors
 from autoattn.runtime.parse.modifier_arguments import check_tensor
 from autoattn.tensors.appended import Append, Rotation
 from autoattn.tensors.operands import CachedKeys
@@ -34,8 +35,9 @@ def read(
         TensorError: a tensor does not fit the cache; nothing was written.
     """
     batch = cache.lengths.shape[0]
-    _check_new("k", key, cache.key, batch)
-    _check_new("v", value, cache.value, batch)
+    dtype = query.dtype if cache.key.dtype is FLOAT8 else cache.key.dtype
+    _check_new("k", key, cache.key, batch, dtype)
+    _check_new("v", value, cache.value, batch, dtype)
     if key.shape[1] != value.shape[1]:
         raise TensorError(
             f"k and v must have as many new tokens, got {key.shape[1]} and {value.shape[1]}; correct one of them"
@@ -48,12 +50,13 @@ def read(
         key=cache.key.transpose(1, 2),
         value=cache.value.transpose(1, 2),
         cache=CachedKeys(lengths=cache.lengths, capacity=capacity, pages=cache.block_table, rows=cache.rows),
+        **cache_arguments.scales_of(cache, batch),
         rotation=_rotation(query, cos, sin, capacity, interleaved=interleaved, moving=moving, packed=packed),
     )
 
 
-def _check_new(name: str, new: Any, cache: Tensor, batch: int) -> None:
-    """Refuses new keys or values that do not fit the cache."""
+def _check_new(name: str, new: Any, cache: Tensor, batch: int, dtype: torch.dtype) -> None:
+    """Refuses new keys or values that do not fit the cache, or are not of the dtype; a float8 cache quantises them."""
     check_tensor(name, new, cache.device)
     wanted = (batch, *cache.shape[2:])
     if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != wanted:
@@ -61,8 +64,9 @@ def _check_new(name: str, new: Any, cache: Tensor, batch: int) -> None:
             f"{name} must be {_AXES} with batch, heads and head_dim {wanted} of the cache, got shape "
             f"{tuple(new.shape)}; check the axes"
         )
-    if new.dtype != cache.dtype:
-        raise TensorError(f"{name} must have the cache's dtype {cache.dtype}, got {new.dtype}; cast it")
+    if new.dtype != dtype:
+        whose = "query's" if cache.dtype is FLOAT8 else "cache's"
+        raise TensorError(f"{name} must have the {whose} dtype {dtype}, got {new.dtype}; cast it")
     if new.requires_grad and torch.is_grad_enabled():
         raise TensorError(f"an append gives no gradients, got a {name} that needs one; call it under torch.no_grad()")
 

@@ -6,13 +6,14 @@ What lies on the GPU is not read: kernels clamp lengths to what the cache holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import DEFAULTS
-from autoattn.core.key_cache import KeyCache
+from autoattn.core.key_cache import INVARIANT_SPLITS, KeyCache
 from autoattn.core.mask import Alignment, Mask
 from autoattn.core.problem import MAX_SIZE, Layout
 from autoattn.errors import TensorError
@@ -26,24 +27,40 @@ from autoattn.tensors.operands import CachedKeys
 _CACHE_AXES = ("rows", "capacity", "heads", "head_dim")
 _PAGE_AXES = ("pages", "page", "heads", "head_dim")
 # Arguments of `cached_attention` that say where keys lie, and the fields of CacheTensors
-PLACES = {"block_table": "block_table", "cache_rows": "rows", "leftpad": "leftpad"}
+PLACES = {
+    **{"block_table": "block_table", "cache_rows": "rows", "leftpad": "leftpad"},
+    **{"key_scale": "key_scale", "value_scale": "value_scale"},
+}
+FLOAT8 = torch.float8_e4m3fn
 _DEFAULTS: dict[str, Any] = {  # of its other arguments
     **dict.fromkeys(("cu_seqlens_q", "max_seqlen_q", "max_length", "window", "alibi_slopes", "sinks", "scale")),
     **dict.fromkeys(("precision", "numerics")),
-    "causal": False, "softcap": 0.0, "splits": 0,
+    "causal": False, "softcap": 0.0, "splits": 0, "split_length": 0, "deterministic": False,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheTensors:
-    """The tensors of a call on a cache, as a caller gives them."""
+    """The tensors of a cache of keys and values: those that `cached_attention` takes, for a module.
 
-    key: Tensor  # [rows, capacity, heads_kv, head_dim] or [pages, page, heads_kv, head_dim]
-    value: Tensor  # the same with a head dim of its own
-    lengths: Tensor  # [batch] int32
-    block_table: Tensor | None = None  # [batch, pages of a sequence] int32
-    rows: Tensor | None = None  # [batch] int32
-    leftpad: Tensor | None = None  # [batch] int32
+    Attributes:
+        key: [rows, capacity, heads_kv, head_dim], or with block_table [pages, page, heads_kv, head_dim]; any strides.
+        value: the same, with a head dim of its own.
+        lengths: [batch] int32: the keys of each sequence.
+        block_table: [batch, pages of a sequence] int32: which pages have its keys.
+        rows: [batch] int32: its row in a contiguous cache; its own number when None.
+        leftpad: [batch] int32: where its keys begin in the row.
+        key_scale, value_scale: float32 that expands to [batch, heads_kv]: what float8 numbers are multiplied by.
+    """
+
+    key: Tensor
+    value: Tensor
+    lengths: Tensor
+    block_table: Tensor | None = None
+    rows: Tensor | None = None
+    leftpad: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -53,14 +70,14 @@ class CacheTensors:
 
     @property
     def offsets(self) -> tuple[Tensor, ...]:
-        """Those that are there, beside key and value, in the order of kernels.forward.CACHE_POINTERS."""
-        given = self.lengths, self.block_table, self.rows, self.leftpad
+        """Those that are there, beside key and value, in the order of kernels.forward.CACHE_POINTERS and the scales."""
+        given = self.lengths, self.block_table, self.rows, self.leftpad, self.key_scale, self.value_scale
         return tuple(tensor for tensor in given if tensor is not None)
 
 
 def read(
     query: Tensor, cache: CacheTensors, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, max_length: int | None,
-    splits: int, **given: Any,
+    splits: int, split_length: int, deterministic: bool, **given: Any,
 ) -> Call:  # fmt: skip
     """The call that the arguments of `autoattn.cached_attention` pose.
 
@@ -89,20 +106,81 @@ def read(
         "tokens_q": (query.shape[0] or 1) if packed else 0,
         "tokens_kv": min((bound or 1) * (batch or 1), MAX_SIZE) if packed else 0,
         "cache": KeyCache(
-            page=page, rows=cache.rows is not None, leftpad=cache.leftpad is not None, splits=splits_of(splits)
+            page=page,
+            float8=cache.key.dtype is FLOAT8,
+            rows=cache.rows is not None,
+            leftpad=cache.leftpad is not None,
+            **_cut(splits, split_length, deterministic, packed=packed and max_seqlen_q is None),
         ),
     }
     cached = CachedKeys(
         lengths=cache.lengths, capacity=capacity, pages=cache.block_table, rows=cache.rows, leftpad=cache.leftpad
     )
-    tensors = {"cu_seqlens_q": cu_seqlens_q, "cache": cached, **changed.operands}
+    tensors = {"cu_seqlens_q": cu_seqlens_q, "cache": cached, **scales_of(cache, batch), **changed.operands}
     three = view, cache.key.transpose(1, 2), cache.value.transpose(1, 2)
     return arguments.call_of(three, (batch, seq_q, bound), query.dtype, {**DEFAULTS, **given}, facts, tensors)
+
+
+def with_scales(
+    key_cache: Any, key_scale: Tensor | None, value_scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of a cache, where it is of float8 those that are missing as 1."""
+    if not isinstance(key_cache, Tensor) or key_cache.dtype is not FLOAT8:
+        return key_scale, value_scale
+    return (
+        _one(key_cache.device) if key_scale is None else key_scale,
+        _one(key_cache.device) if value_scale is None else value_scale,
+    )
+
+
+@lru_cache(maxsize=64)
+def _one(device: torch.device) -> Tensor:
+    """A scale of 1, which prepared calls and CUDA graphs keep reading.
+
+    Raises:
+        TensorError: it would have to be written while a CUDA graph is captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise TensorError("a float8 cache in a CUDA graph must have its scales, got none; give them, or call it before")
+    return torch.ones((), device=device)
+
+
+def scales_of(cache: CacheTensors, batch: int) -> dict[str, Tensor]:
+    """The scales of a float8 cache as [batch, heads_kv] views; empty for other caches.
+
+    Raises:
+        TensorError: a scale does not fit, or the cache has no use for it.
+    """
+    shape, scales = (batch, cache.key.shape[2]), {}
+    for name in ("key_scale", "value_scale"):
+        scale = getattr(cache, name)
+        if scale is None:
+            continue
+        if cache.key.dtype is not FLOAT8:
+            raise TensorError(
+                f"{name} belongs to caches of float8_e4m3fn, got one of {cache.key.dtype}; multiply by it instead"
+            )
+        check_tensor(name, scale, cache.key.device)
+        fits = scale.dim() <= 2 and all(
+            size in (1, whole) for size, whole in zip(reversed(scale.shape), reversed(shape), strict=False)
+        )
+        if scale.dtype is not torch.float32 or not fits:
+            raise TensorError(
+                f"{name} must be float32 and expand to [sequences, heads_kv] = {shape}, got {scale.dtype} of shape "
+                f"{tuple(scale.shape)}; reshape or cast it"
+            )
+        scales[name] = scale.expand(shape)
+    return scales
 
 
 def complete(given: dict[str, Any]) -> dict[str, Any]:
     """All arguments of `read` beside the tensors, those that are missing with the defaults of `cached_attention`."""
     return {**_DEFAULTS, **given}
+
+
+def complete_places(given: dict[str, Any]) -> dict[str, Any]:
+    """All keyword arguments of `cached_attention`, those that are missing with their defaults."""
+    return {**_DEFAULTS, **dict.fromkeys(PLACES), **given}
 
 
 def mask_of(causal: Any, window: Any, seq_q: int) -> Mask:
@@ -126,6 +204,27 @@ def splits_of(splits: Any) -> int:
     return splits
 
 
+def _cut(splits: Any, split_length: Any, deterministic: Any, *, packed: bool) -> dict[str, int]:
+    """How a sequence may be cut, as facts of a KeyCache.
+
+    Args:
+        packed: whether queries are packed, with no bound of their lengths.
+    """
+    if not isinstance(deterministic, bool):
+        raise TensorError(f"deterministic must be True or False, got {deterministic!r:.60}; correct it")
+    if isinstance(split_length, bool) or not isinstance(split_length, int):
+        raise TensorError(f"split_length must be a whole number of keys, got {split_length!r:.60}; correct it")
+    number = splits_of(splits)
+    if deterministic and packed:
+        raise TensorError(
+            "deterministic must come with max_seqlen_q where queries are packed, got None, which depends on the batch; "
+            "give it"
+        )
+    if deterministic and not number and not split_length:
+        number = INVARIANT_SPLITS
+    return {"splits": number, "split_length": split_length}
+
+
 def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> None:
     """Refuses what is no query with a cache of keys and values.
 
@@ -140,8 +239,16 @@ def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> No
     for name, tensor in (("key_cache", cache.key), ("value_cache", cache.value)):
         _check_dense(name, tensor, _PAGE_AXES if paged else _CACHE_AXES)
         check_tensor(name, tensor, query.device)
-        if tensor.dtype != query.dtype:
+        if tensor.dtype is FLOAT8 and query.dtype not in (torch.float16, torch.bfloat16, FLOAT8):
+            raise TensorError(
+                f"{name} of float8_e4m3fn must have queries of float16 or bfloat16, got {query.dtype}; cast the query"
+            )
+        if tensor.dtype is not query.dtype and tensor.dtype is not FLOAT8:
             raise TensorError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}; cast one of them")
+    if cache.value.dtype is not cache.key.dtype:
+        raise TensorError(
+            f"value_cache must have the key_cache's dtype {cache.key.dtype}, got {cache.value.dtype}; cast one of them"
+        )
     if cache.value.shape[:3] != cache.key.shape[:3]:
         raise TensorError(
             f"value_cache must have the key_cache's first axes {tuple(cache.key.shape[:3])}, got shape "
@@ -168,7 +275,10 @@ def _check_dense(name: str, tensor: Any, axes: tuple[str, ...]) -> None:
             f"{name} must be [{', '.join(axes)}], got shape {tuple(tensor.shape)}; add, merge or swap axes"
         )
     if tensor.dtype not in DTYPE and tensor.dtype is not torch.float64:
-        raise TensorError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; cast it")
+        raise TensorError(
+            f"{name} must be float16, bfloat16, float32, float64 or, as a cache, float8_e4m3fn, got "
+            f"{tensor.dtype}; cast it"
+        )
 
 
 def _check_places(query: Tensor, cache: CacheTensors, batch: int) -> None:

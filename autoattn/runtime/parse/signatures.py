@@ -45,9 +45,12 @@ class CacheArguments(TypedDict, total=False):
     block_table: Tensor | None
     cache_rows: Tensor | None
     leftpad: Tensor | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int | None
     max_length: int | None
+    shared_prefix: int
     causal: bool | str
     window: tuple[int, int] | None
     softcap: float
@@ -55,6 +58,8 @@ class CacheArguments(TypedDict, total=False):
     sinks: Tensor | None
     scale: float | None
     splits: int
+    split_length: int
+    deterministic: bool
     precision: str | None
     numerics: str | None
 

@@ -26,7 +26,7 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
-from autoattn.core.problem import Bias, DType, Op, Problem
+from autoattn.core.problem import Bias, Op, Problem
 from autoattn.runtime.plan import (
     cache_lookup,
     default_gradients,
@@ -168,7 +168,7 @@ def pytorch_believed_faster(
 
 
 def _float8_supported(problem: Problem, card: Device | None, *, lse: bool) -> Explanation | None:
-    if problem.dtype is not DType.FLOAT8 or card is None or card.capabilities.float8_products:
+    if not problem.loads_float8 or card is None or card.capabilities.float8_products:
         return None
     reason = f"{card.full_name} is sm_{card.arch}, and float8 kernels need sm_89 or newer"
     return without_kernel(reason, problem, lse=lse)

@@ -15,6 +15,7 @@ from autoattn import torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import availability
 from autoattn.codegen import render
+from autoattn.core import size_class
 from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Source, Traits, Variant
@@ -94,7 +95,9 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
             both = _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
             return settled(both, problem)
         traits = gradient_problem.traits_of(problem, operands, lse=lse)
-        return settled(prepare(problem, traits, operands.query.device.index), problem)
+        spoken = size_class.regardless_of_batch(problem)
+        made = settled(prepare(spoken, traits, operands.query.device.index), problem)
+        return made if spoken is problem else replace(made, explanation=replace(made.explanation, problem=problem))
     except _NotLoadedError as error:
         without = decision.without_kernel(str(error), problem, lse=lse, learned=learned)
         return replace(_by_pytorch(without, repeats=learns and call.deterministic), lasting=False)

@@ -1,0 +1,271 @@
+"""What ranks tell and send one another: agreement on a call, keys and values of a hop, gradients on their way back.
+
+PyTorch's groups run communication on a stream of their own; here it is begun before the computation that it runs
+beside, and waited for behind that.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoattn.distributed.rectangles import Span
+from autoattn.distributed.schedule import Hop, Transfer
+from autoattn.errors import GroupError, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks of a process group."""
+
+    group: dist.ProcessGroup
+    rank: int  # this process's own
+    size: int
+
+    def sends(self, tensor: Tensor, rank: int) -> dist.P2POp:
+        """A send to a rank of the group."""
+        return dist.P2POp(dist.isend, tensor, group=self.group, group_peer=rank)
+
+    def receives(self, tensor: Tensor, rank: int) -> dist.P2POp:
+        """A receive from a rank of the group."""
+        return dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank)
+
+
+def ranks_of(group: Any) -> Ranks:
+    """The ranks of a group.
+
+    Args:
+        group: a ProcessGroup, or a DeviceMesh with one axis.
+
+    Raises:
+        UsageError: it is none, or this process is not in it.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(
+                f"group must be a DeviceMesh with one axis, got one with {group.ndim}; give mesh['name'] of the axis"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"group must be a ProcessGroup or a DeviceMesh with one axis, got {type(group).__name__}; give "
+            "torch.distributed.group.WORLD for all ranks"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise UsageError("group must hold the calling process, got one without it; call on its ranks alone")
+    return Ranks(group=group, rank=rank, size=dist.get_world_size(group))
+
+
+# --- Agreement --------------------------------------------------------------------------------------------------------
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+_agreeing = threading.Lock()
+_REMEMBERED = 4096  # calls of a group that are known to be alike
+
+
+def agree(ranks: Ranks, call: str, refusal: Exception | None, device: torch.device) -> None:
+    """Compares what the ranks call, before anything else is sent; a call that was compared is not compared again.
+
+    Args:
+        call: all that must be the same on each rank, in words.
+        refusal: why this rank cannot take part.
+
+    Raises:
+        The refusal, or UsageError with that of another rank, or where two ranks call different things.
+        GroupError: a rank does not answer.
+    """
+    known = _agreed.setdefault(ranks.group, set())
+    if refusal is None and call in known:
+        return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UsageError("a call over ranks must be compared before a CUDA graph holds it; call it once before")
+    answers: list[Any] = [None] * ranks.size
+    with reporting(ranks):
+        dist.all_gather_object(answers, (call, None if refusal is None else str(refusal)), group=ranks.group)
+    if refusal is not None:
+        raise refusal
+    for rank, (other, why) in enumerate(answers):
+        if why is not None:
+            raise UsageError(f"rank {rank} of the group refused the call: {why}")
+        if other != call:
+            raise UsageError(
+                f"all ranks must make the same call, got {_difference(call, other)} on ranks {ranks.rank} and {rank}; "
+                "give each rank its part of the same sequences"
+            )
+    with _agreeing:
+        if len(known) >= _REMEMBERED:
+            known.clear()
+        known.add(call)
+
+
+def _difference(call: str, other: str) -> str:
+    """The first words in which two calls differ."""
+    pairs = zip(call.split("; "), other.split("; "), strict=False)
+    return next((f"{one} and {another}" for one, another in pairs if one != another), f"{call} and {other}")
+
+
+@contextmanager
+def reporting(ranks: Ranks) -> Iterator[None]:
+    """Turns what a group raises where a rank is gone, or too late, into one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise GroupError(
+            f"all {ranks.size} ranks of the group must take part in a call, but rank {ranks.rank} lost one ({reason}); "
+            "look for the first error among the ranks and start them again"
+        ) from error
+
+
+# --- Keys and values, and their gradients -----------------------------------------------------------------------------
+
+
+class Exchange:
+    """Tensors on their way between ranks; `wait` orders what comes next behind their arrival."""
+
+    def __init__(self, ranks: Ranks, operations: Sequence[dist.P2POp]) -> None:
+        self._ranks = ranks
+        self._works: list[Any] = []
+        if operations:
+            with reporting(ranks):
+                self._works = dist.batch_isend_irecv(list(operations))
+
+    def wait(self) -> None:
+        """Waits on the current stream of a GPU, or for the CPU's."""
+        with reporting(self._ranks):
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+
+
+class Arrival:
+    """Keys and values of a hop on their way."""
+
+    def __init__(self, ranks: Ranks, hop: Hop, indices: HopIndices, tensors: Sequence[Tensor], axis: int) -> None:
+        """Begins to send to the targets and to receive of the sources.
+
+        Args:
+            tensors: the rank's own keys and values, with the tokens on an axis.
+        """
+        self._axis, self._indices = axis, indices
+        self._parts: list[list[Tensor]] = [[] for _ in tensors]
+        operations = []
+        for tensor, parts in zip(tensors, self._parts, strict=True):
+            for target, index in zip(hop.targets, indices.targets, strict=True):
+                if target.rank != ranks.rank:
+                    part = taken(tensor, target.spans, index, axis).contiguous()
+                    operations.append(ranks.sends(part, target.rank))
+            for source, index in zip(hop.sources, indices.sources, strict=True):
+                if source.rank == ranks.rank:
+                    parts.append(taken(tensor, source.spans, index, axis))
+                else:
+                    parts.append(_room(tensor, source, axis))
+                    operations.append(ranks.receives(parts[-1], source.rank))
+        self._exchange = Exchange(ranks, operations)
+
+    def wait(self) -> list[Tensor]:
+        """Keys and values in the order that the calls of the hop read."""
+        self._exchange.wait()
+        tensors = [parts[0] if len(parts) == 1 else torch.cat(parts, self._axis) for parts in self._parts if parts]
+        if self._indices.order is None:
+            return tensors
+        return [tensor.index_select(self._axis, self._indices.order) for tensor in tensors]
+
+
+class Return:
+    """Gradients of a hop's keys and values on their way to the ranks that hold these."""
+
+    def __init__(
+        self, ranks: Ranks, hop: Hop, indices: HopIndices, gradients: Sequence[Tensor], own: Sequence[Tensor], axis: int
+    ) -> None:
+        """Begins to send to the sources and to receive of the targets.
+
+        Args:
+            gradients: of the hop's keys and values, in the order of its calls; [] for a hop without sources.
+            own: the rank's own keys and values, of which others have the gradients.
+        """
+        operations = []
+        self._received: list[tuple[Transfer, list[Tensor]]] = []
+        if indices.places is not None:
+            gradients = [gradient.index_select(axis, indices.places) for gradient in gradients]
+        begin = 0
+        for source in hop.sources:
+            parts = [gradient.narrow(axis, begin, source.length) for gradient in gradients]
+            begin += source.length
+            if source.rank == ranks.rank:
+                self._received.append((source, parts))
+            else:
+                operations += [ranks.sends(part.contiguous(), source.rank) for part in parts]
+        for target in hop.targets:
+            if target.rank != ranks.rank:
+                parts = [_room(tensor, target, axis) for tensor in own]
+                operations += [ranks.receives(part, target.rank) for part in parts]
+                self._received.append((target, parts))
+        self._received.sort(key=lambda each: each[0].rank)
+        self._exchange = Exchange(ranks, operations)
+
+    def wait(self) -> list[tuple[Transfer, list[Tensor]]]:
+        """What came, in the order of the ranks."""
+        self._exchange.wait()
+        return self._received
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HopIndices:
+    """Places of tokens on a device, where spans do not say them as a view: [tokens] int64."""
+
+    sources: tuple[Tensor | None, ...]
+    targets: tuple[Tensor | None, ...]
+    order: Tensor | None  # among the tokens of the sources, in the order of the calls
+    places: Tensor | None  # the other way round
+
+    @classmethod
+    def of(cls, hop: Hop, device: torch.device) -> HopIndices:
+        """Of a hop."""
+        order = index_of(hop.order) if hop.order else None
+        return cls(
+            sources=tuple(_index(source.spans, device) for source in hop.sources),
+            targets=tuple(_index(target.spans, device) for target in hop.targets),
+            order=None if order is None else on(order, device),
+            places=None if order is None else on(torch.argsort(order), device),
+        )
+
+
+def index_of(spans: Sequence[Span]) -> Tensor:
+    """[tokens] int64 on the CPU: the tokens of the spans."""
+    return torch.cat([torch.arange(*span) for span in spans]) if spans else torch.empty(0, dtype=torch.int64)
+
+
+def on(index: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device; the copy waits for nothing."""
+    return (index.pin_memory() if device.type == "cuda" else index).to(device, non_blocking=True)
+
+
+def taken(tensor: Tensor, spans: Sequence[Span], index: Tensor | None, axis: int) -> Tensor:
+    """Some tokens of a tensor, as a view where they lie side by side."""
+    if index is not None:
+        return tensor.index_select(axis, index)
+    begin, end = spans[0]
+    return tensor.narrow(axis, begin, end - begin)
+
+
+def _index(spans: Sequence[Span], device: torch.device) -> Tensor | None:
+    return None if len(spans) == 1 else on(index_of(spans), device)
+
+
+def _room(tensor: Tensor, transfer: Transfer, axis: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[axis] = transfer.length
+    return tensor.new_empty(shape)

@@ -1,0 +1,180 @@
+"""One attention call on a part of the keys: its output and LSE, and its gradients from the output and LSE of all keys.
+
+Tensors are [batch, seq, heads, head_dim], or packed [tokens, heads, head_dim]; LSEs are [batch, heads, seq] or [heads,
+tokens].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoattn import functional
+from autoattn.core.mask import Mask
+from autoattn.core.problem import Layout
+from autoattn.distributed.rectangles import Rectangle
+from autoattn.runtime.torch_op import attention_schema
+from autoattn.runtime.torch_op.kernel_choices import KernelChoices
+from autoattn.tensors import cu_seqlens
+
+_choices = KernelChoices()
+_LEARNING = attention_schema.LEARNING
+_SLOPES = _LEARNING.index("alibi_slopes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms:
+    """What the calls of one attention have in common."""
+
+    scale: float | None
+    softcap: float
+    deterministic: bool
+    learns: bool  # whether somebody wants gradients
+    slopes: Tensor | None = None  # [heads_q] or [batch, heads_q]
+    learns_slopes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """Rectangles as packed sequences; tokens in none of them stand in sequences without keys or without queries."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+
+    @classmethod
+    def of(cls, rectangles: Sequence[Rectangle], device: torch.device) -> Packing:
+        """Of rectangles in which queries and keys only move on."""
+        ends_q, ends_kv = [0], [0]
+        for rectangle in rectangles:
+            for end_q, end_kv in (
+                (rectangle.queries[0], ends_kv[-1]),  # queries that see nothing
+                (rectangle.queries[0], rectangle.keys[0]),  # keys that nobody sees
+                (rectangle.queries[1], rectangle.keys[1]),
+            ):
+                if (end_q, end_kv) != (ends_q[-1], ends_kv[-1]):
+                    ends_q.append(end_q)
+                    ends_kv.append(end_kv)
+        return cls(
+            cu_seqlens_q=cu_seqlens.of_numbers(ends_q, device),
+            cu_seqlens_kv=cu_seqlens.of_numbers(ends_kv, device),
+            max_seqlen_q=max(end - begin for begin, end in pairwise(ends_q)),
+            max_seqlen_kv=max(end - begin for begin, end in pairwise(ends_kv)),
+        )
+
+
+class Gradients(NamedTuple):
+    """Of the tensors of the same names; slopes None where they learn nothing."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor | None
+
+
+def attend(
+    three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and LSE of queries on some keys; autograd does not follow.
+
+    Args:
+        window: (left, right), aligned bottom-right in each sequence; -1 is no bound.
+        sinks: where this call is the one that counts them.
+    """
+    if terms.learns:
+        tensors, words = _posed(three, window, terms, packing, sinks)
+        if _choices.takes(tensors, words, learns=True):
+            answer: tuple[Tensor, Tensor] = attention_schema.operator(*tensors, **words)
+            return answer
+    return _by_function(three, window, terms, packing, sinks, terms.slopes)
+
+
+def differentiate(
+    three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
+    answer: tuple[Tensor, Tensor], pulls: tuple[Tensor, Tensor | None],
+) -> Gradients:  # fmt: skip
+    """The share of this call's keys in the gradients.
+
+    Args:
+        answer: output and LSE of the queries on all keys and sinks.
+        pulls: the gradients of these; that of the LSE may be None.
+    """
+    tensors, words = _posed(three, window, terms, packing, None)
+    words["return_lse"] = pulls[1] is not None
+    if not _choices.takes(tensors, words, learns=True):
+        return _by_formula(three, window, terms, packing, answer, pulls)
+    learns = [True] * 3 + [name == "alibi_slopes" and terms.learns_slopes for name in _LEARNING[3:]]
+    query, key, value, *slopes = torch.ops.autoattn.attention_backward.default(
+        *pulls, answer[0], answer[1].contiguous(), *tensors, learns=learns, **words
+    )
+    return Gradients(query, key, value, slopes[0] if slopes else None)
+
+
+def _posed(
+    three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
+    sinks: Tensor | None,
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:  # fmt: skip
+    """Tensors and words of torch.ops.autoattn.attention."""
+    others = {"alibi_slopes": terms.slopes, "sinks": sinks}
+    tensors = (*three, *(others.get(name) for name in _LEARNING[3:]))
+    words: dict[str, Any] = {
+        "mask": str(Mask.window(*window)), "keep_lse": True, "learns_slopes": terms.learns_slopes,
+        "softcap": terms.softcap, "scale": terms.scale, "layout": Layout.BSHD.value,
+        "deterministic": terms.deterministic,
+    }  # fmt: skip
+    if packing is not None:
+        tensors = (*tensors, packing.cu_seqlens_q, packing.cu_seqlens_kv)
+        words |= {
+            "layout": Layout.PACKED.value,
+            "max_seqlen_q": packing.max_seqlen_q,
+            "max_seqlen_kv": packing.max_seqlen_kv,
+        }
+    return tensors, words
+
+
+def _by_function(
+    three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
+    sinks: Tensor | None, slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by the public functions, which run PyTorch's operations where no kernel runs."""
+    words: dict[str, Any] = {
+        "window": window, "softcap": terms.softcap, "scale": terms.scale, "deterministic": terms.deterministic,
+        "sinks": sinks, "alibi_slopes": slopes,
+    }  # fmt: skip
+    if packing is None:
+        answer: tuple[Tensor, Tensor] = functional.attention(*three, layout=Layout.BSHD.value, return_lse=True, **words)
+        return answer
+    lengths = packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv
+    answer = functional.packed_attention(*three, *lengths, return_lse=True, **words)
+    return answer[0], answer[1]
+
+
+def _by_formula(
+    three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
+    answer: tuple[Tensor, Tensor], pulls: tuple[Tensor, Tensor | None],
+) -> Gradients:  # fmt: skip
+    """PyTorch differentiates the call, of which output and LSE are computed once more.
+
+    With weight w = exp(lse - LSE) of a query's row among all keys, the gradient of the call's output is w * dO, and
+    that of its LSE is w * (dO . (o - O) + dLSE): O = sum(w o) and LSE = log(sum(exp(lse))) over the calls.
+    """
+    with torch.enable_grad():
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in three)
+        slopes = terms.slopes if terms.slopes is None else terms.slopes.detach().requires_grad_(terms.learns_slopes)
+        output, lse = _by_function((leaves[0], leaves[1], leaves[2]), window, terms, packing, None, slopes)
+    pull, pull_lse = pulls
+    weight = torch.exp(lse.detach() - answer[1]).nan_to_num(nan=0.0)  # both are -inf where a query sees nothing
+    moved = ((output.detach() - answer[0]).to(lse.dtype) * pull).sum(-1).transpose(-1, -2)
+    lse_grad = weight * (moved if pull_lse is None else moved + pull_lse)
+    output_grad = (weight.transpose(-1, -2)[..., None] * pull).to(output.dtype)
+    learners = [*leaves, slopes] if slopes is not None and terms.learns_slopes else [*leaves]
+    lse_grad = torch.where(lse.detach() == -torch.inf, 0.0, lse_grad)
+    made = torch.autograd.grad((output, lse), learners, (output_grad, lse_grad), materialize_grads=True)
+    return Gradients(made[0], made[1], made[2], made[3] if terms.learns_slopes else None)

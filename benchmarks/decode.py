@@ -1,0 +1,350 @@
+"""Measures generation on caches of keys and values, beside PyTorch's attention and FlashInfer, on the GPU that is here.
+
+python benchmarks/decode.py [--rounds 15] [--row TEXT] [--write]
+
+Times are those of the GPU, by CUDA graph. Each graph holds calls on several caches in turn, which together are larger
+than the L2, so that a call finds nothing of its cache there. A fraction is what a call reads and writes in its time, of
+what a copy reaches (read and written) in the same process. All contestants of a row run in turn, in random order in
+each round. Peers: SDPA's cuDNN and flash backends and FlexAttention on contiguous caches of one length, FlashInfer on
+pages where it is installed; a shared prefix meets the same call without it. autoattn runs what was tuned for the card,
+or its defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import triton
+from kept import keep, told
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import autoattn
+from autoattn.core.sequence_lengths import KeyLengths
+from autoattn.hardware import nvidia
+
+DEVICE = torch.device("cuda")
+TIMES_L2 = 3  # so many times the L2 do the caches of a graph have together
+MAX_COPIES = 64
+REPLAYS = 3  # of a graph in a round
+COPIED = 2**30  # bytes of the copy that is measured
+HOST_CALLS = 200  # in a row, whose host time is measured
+BACKENDS = {"SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA, flash": SDPBackend.FLASH_ATTENTION}
+OWN, ONE_LEVEL = "autoattn", "autoattn, one level"
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One kind of call, and its goal on an H200."""
+
+    batch: int
+    heads: tuple[int, int]  # of queries, and of keys and values
+    keys: int  # of a sequence, the most of them
+    page: int = 0  # keys of a page; 0: contiguous
+    queries: int = 1  # of a sequence
+    float8: bool = False  # the cache
+    lengths: str = ""  # of unequal sequences, as in a shapes file
+    prefix: int = 0  # keys that all sequences share
+    goal: str
+
+    def __str__(self) -> str:
+        cache = f"pages of {self.page}" if self.page else "contiguous"
+        text = f"B{self.batch} H{self.heads[0]}/{self.heads[1]} {self.queries}x{self.keys} D{HEAD_DIM}, {cache}"
+        text += ", float8" * self.float8 + (f", {self.lengths}" if self.lengths else "")
+        return text + (f", {self.prefix} shared" if self.prefix else "")
+
+    @property
+    def even(self) -> bool:
+        """Whether peers without lengths can run it: one length, and no mask."""
+        return not self.lengths and self.queries == 1
+
+    def keys_of_each(self) -> tuple[int, ...]:
+        """The lengths of the sequences."""
+        return KeyLengths.parse(self.lengths).drawn(self.batch) if self.lengths else (self.keys,) * self.batch
+
+    def bytes(self) -> int:
+        """That a call must read and write."""
+        keys = sum(self.keys_of_each()) - (self.batch - 1) * self.prefix
+        cached = 2 * keys * self.heads[1] * HEAD_DIM * (1 if self.float8 else 2)
+        return cached + 2 * self.batch * self.queries * self.heads[0] * HEAD_DIM * 2
+
+
+HEAD_DIM = 128
+LLAMA = Row(batch=32, heads=(32, 8), keys=4096, goal="96%")
+ROWS = (
+    replace(LLAMA, page=16, goal="95%"),
+    LLAMA,
+    replace(LLAMA, page=1, goal="85%"),
+    replace(LLAMA, page=64),
+    replace(LLAMA, page=256),
+    Row(batch=1, heads=(32, 8), keys=131072, page=16, goal="92%"),
+    Row(batch=1, heads=(32, 8), keys=131072, goal="92%"),
+    Row(batch=1, heads=(32, 4), keys=262144, page=16, float8=True, goal="2.6 TB/s"),
+    Row(batch=1, heads=(32, 8), keys=1024, page=16, goal="6.5 us"),
+    Row(batch=1, heads=(32, 8), keys=1024, goal="6.5 us"),
+    Row(batch=64, heads=(32, 4), keys=512, page=16, goal="75%"),
+    Row(batch=64, heads=(32, 8), keys=100_000, page=16, lengths="100000,uniform:100-4000", goal="90%"),
+    replace(LLAMA, page=16, queries=4, goal="1.15 times 1 query"),
+    replace(LLAMA, page=16, queries=8, goal="1.15 times 1 query"),
+    replace(LLAMA, page=16, float8=True, goal="none"),
+    Row(batch=8, heads=(32, 8), keys=8192, page=16, prefix=7680, goal="faster than one level"),
+    Row(batch=64, heads=(32, 8), keys=8192, page=16, prefix=7680, goal="faster than one level"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """One cache and the queries of a call on it."""
+
+    query: Tensor  # [batch, queries, heads_q, head_dim]
+    key: Tensor  # [batch, keys, heads_kv, head_dim] or [pages, page, heads_kv, head_dim]
+    value: Tensor
+    lengths: Tensor  # [batch] int32
+    table: Tensor | None  # [batch, pages of a sequence] int32
+
+    @classmethod
+    def of(cls, row: Row) -> Tensors:
+        """Random numbers on the card; pages lie in random order, and only those that a sequence has."""
+        normal = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+        query = normal(row.batch, row.queries, row.heads[0], HEAD_DIM)
+        counts, table = row.keys_of_each(), None
+        shape = row.batch, row.keys
+        if row.page:
+            pages = [-(-count // row.page) for count in counts]
+            places = torch.randperm(sum(pages), device=DEVICE).int().split(pages)
+            table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True).contiguous()
+            table[:, : row.prefix // row.page] = table[0, : row.prefix // row.page]
+            shape = sum(pages), row.page
+        key, value = (normal(*shape, row.heads[1], HEAD_DIM) for _ in range(2))
+        if row.float8:
+            key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+        lengths = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+        return cls(query=query, key=key, value=value, lengths=lengths, table=table)
+
+
+def copies_of(row: Row) -> int:
+    """Caches of a graph: enough to be larger than the L2 together."""
+    cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return min(MAX_COPIES, max(1, math.ceil(TIMES_L2 * cache / row.bytes())))
+
+
+def own(row: Row, tensors: Tensors) -> Call:
+    """autoattn's call."""
+    scales = {}
+    if row.float8:
+        scales = {"key_scale": torch.tensor(0.5, device=DEVICE), "value_scale": torch.tensor(0.5, device=DEVICE)}
+    return partial(
+        autoattn.cached_attention, tensors.query, tensors.key, tensors.value, tensors.lengths,
+        block_table=tensors.table, causal=True, shared_prefix=row.prefix, **scales,
+    )  # fmt: skip
+
+
+def by_sdpa(backend: SDPBackend, tensors: Tensors) -> Call:
+    """One of SDPA's backends, on a contiguous cache that is full."""
+    three = [tensor.transpose(1, 2) for tensor in (tensors.query, tensors.key, tensors.value)]
+
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(*three, enable_gqa=True)
+
+    return attend
+
+
+@lru_cache(maxsize=1)
+def _flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    return compiled
+
+
+def by_flex(tensors: Tensors) -> Call:
+    """FlexAttention's kernel for decoding, on a contiguous cache that is full."""
+    three = [tensor.transpose(1, 2) for tensor in (tensors.query, tensors.key, tensors.value)]
+    return partial(_flex(), *three, enable_gqa=True)
+
+
+def by_flashinfer(row: Row, tensors: Tensors) -> Call:
+    """FlashInfer's decode on pages, planned before, with tensor cores."""
+    import flashinfer
+
+    assert tensors.table is not None
+    room = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
+    counts = tensors.lengths.cpu()
+    pages = -(-counts // row.page)
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    indices = torch.cat([line[:count] for line, count in zip(tensors.table, pages.tolist(), strict=True)])
+    last = ((counts - 1) % row.page + 1).int()
+    wrapper.plan(
+        indptr.to(DEVICE), indices, last.to(DEVICE), *row.heads, HEAD_DIM, row.page,
+        q_data_type=tensors.query.dtype, kv_data_type=tensors.key.dtype,
+    )  # fmt: skip
+    return partial(wrapper.run, tensors.query[:, 0], (tensors.key, tensors.value))
+
+
+def contestants(row: Row) -> dict[str, Callable[[Tensors], Call]]:
+    """What makes the call of each contestant that may take the row."""
+    makers: dict[str, Callable[[Tensors], Call]] = {OWN: partial(own, row)}
+    if row.prefix:
+        return makers | {ONE_LEVEL: partial(own, replace(row, prefix=0))}
+    if row.even and not row.page and not row.float8:
+        makers |= {name: partial(by_sdpa, backend) for name, backend in BACKENDS.items()}
+        makers["FlexAttention"] = by_flex
+    if row.page and row.queries == 1 and importlib.util.find_spec("flashinfer") is not None:
+        makers["FlashInfer"] = partial(by_flashinfer, row)
+    return makers
+
+
+def captured(calls: list[Call]) -> torch.cuda.CUDAGraph:
+    """A graph of the calls, one behind the other, which ran before."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls * 2:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph
+
+
+def timed(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Microseconds of one of the calls of a graph."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()  # the card is busy while the host records
+    first.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) * 1e3 / (REPLAYS * calls)
+
+
+def copy_bandwidth(rounds: int) -> float:
+    """Bytes read and written a second by a copy, the median of some rounds."""
+    source = torch.empty(COPIED, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    graph = captured([partial(target.copy_, source)])
+    return 2 * COPIED / (statistics.median(timed(graph, 1) for _ in range(rounds)) * 1e-6)
+
+
+def contest(row: Row, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Microseconds of each contestant in each round, and why the others do not run."""
+    tensors = [Tensors.of(row) for _ in range(copies_of(row))]
+    graphs, refused = {}, {}
+    for name, make in contestants(row).items():
+        try:
+            with torch.no_grad():
+                graphs[name] = captured([make(each) for each in tensors])
+        except Exception as error:  # whatever a peer raises
+            if name == OWN:
+                raise
+            torch.cuda.synchronize()
+            refused[name] = " ".join(str(error).split())[:100]
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name in random.sample([*graphs], len(graphs)):
+            times[name].append(timed(graphs[name], len(tensors)))
+    return times, refused
+
+
+def lines_of(row: Row, times: dict[str, list[float]], refused: dict[str, str], copy: float) -> Iterator[str]:
+    """A line of markdown for each contestant."""
+    for name, samples in times.items():
+        median = statistics.median(samples)
+        speed = row.bytes() / (median * 1e-6)
+        spread = f"{median:.1f} ({min(samples):.1f} to {max(samples):.1f})"
+        goal = row.goal if name == OWN else ""
+        yield f"| {row} | {name} | {spread} | {speed / 1e12:.2f} | {speed / copy:.1%} | {goal} |"
+    for name, why in refused.items():
+        yield f"| {row} | {name} | refused: {why} | | | |"
+
+
+def host_line(rounds: int) -> str:
+    """What the host needs for a call whose lengths changed, and for a repeated call of SDPA."""
+    row = Row(batch=8, heads=(32, 8), keys=512, goal="none")
+    tensors = Tensors.of(row)
+    calls = {OWN: own(row, tensors), "SDPA, cuDNN": by_sdpa(SDPBackend.CUDNN_ATTENTION, tensors)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            spent = 0
+            for _ in range(HOST_CALLS):
+                tensors.lengths.clamp_(max=row.keys)  # as a step that advances lengths writes them
+                begin = time.perf_counter_ns()
+                call()
+                spent += time.perf_counter_ns() - begin
+                torch.cuda.synchronize()
+            times[name].append(spent / HOST_CALLS / 1e3)
+    words = ", ".join(f"{name} {statistics.median(samples):.1f} us" for name, samples in times.items())
+    return f"Host time of a call whose lengths changed: {words}."
+
+
+def summary(medians: dict[str, dict[str, float]]) -> Iterator[str]:
+    """How autoattn compares with the best peer of each row, and several queries with one."""
+    ratios = {
+        row: min(time for name, time in times.items() if name != OWN) / times[OWN]
+        for row, times in medians.items()
+        if len(times) > 1 and ONE_LEVEL not in times
+    }
+    if ratios:
+        mean, worst = statistics.geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
+        yield f"Best peers of {len(ratios)} rows take {mean:.3f} times as long, at least {ratios[worst]:.3f} ({worst})."
+    one = medians.get(str(ROWS[0]))
+    for row in ROWS:
+        if one is not None and row.queries > 1 and str(row) in medians:
+            yield f"{row.queries} queries take {medians[str(row)][OWN] / one[OWN]:.3f} times one query."
+
+
+def table(rounds: int, only: str) -> Iterator[str]:
+    """The lines of all rows whose text holds `only`."""
+    copy, medians = copy_bandwidth(rounds), {}
+    yield f"A copy reaches {copy / 1e12:.2f} TB/s."
+    yield ""
+    yield "| cache | who | GPU us | TB/s | of a copy | goal |"
+    yield "|---|---|--:|--:|--:|---|"
+    for row in ROWS:
+        if only in str(row):
+            times, refused = contest(row, rounds)
+            yield from lines_of(row, times, refused, copy)
+            medians[str(row)] = {name: statistics.median(samples) for name, samples in times.items()}
+            torch.cuda.empty_cache()
+    yield ""
+    yield from summary(medians)
+    with torch.no_grad():
+        yield host_line(rounds)
+
+
+def main() -> None:
+    """Prints the table, and keeps it where that is asked for."""
+    parser = argparse.ArgumentParser(description="Times attention on caches of keys and values beside its peers.")
+    parser.add_argument("--rounds", type=int, default=15, help="of each row, in which all contestants run")
+    parser.add_argument("--row", default="", help="only rows whose text holds this")
+    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    options = parser.parse_args()
+    card = nvidia.present()
+    assert card is not None, "needs an NVIDIA GPU"
+    torch.manual_seed(0)
+    versions = f"torch {torch.__version__}, triton {triton.__version__}: `python benchmarks/decode.py`"
+    lines = told([f"# Generation on caches of keys and values, on an {card.full_name}", "", versions, ""])
+    lines += told(table(options.rounds, options.row))
+    if options.write:
+        keep(f"{card.name}_decode", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
