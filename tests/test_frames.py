@@ -107,6 +107,8 @@ def test_show_writes_csv_without_pandas(autoattn: Run, user_cache: Path, monkeyp
     assert (code, head.split(",")) == (0, list(frames.ENTRIES))
     assert any(row.startswith("h200,forward,bf16 B4 H32/8 1024x4096") for row in rows)
     code, _, error = autoattn("show", "--format", "parquet")
+    assert (code, "add --out entries.parquet" in error) == (UsageError.exit_code, True)
+    code, _, error = autoattn("show", "--format", "parquet", "--out", user_cache / "entries.parquet")
     assert (code, "pip install 'autoattn[frames]'" in error) == (HostError.exit_code, True)
 
 

@@ -62,10 +62,11 @@ def command(
     json: options.Json = False,
     output_format: Annotated[
         Literal["table", "json", "csv", "parquet"],
-        typer.Option(
-            "--format", help="json: as --json; csv, parquet: a row for each entry, to stdout (docs/frames.md)."
-        ),
+        typer.Option("--format", help="json: as --json; csv, parquet: a row for each entry (docs/frames.md)."),
     ] = "table",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where csv or parquet goes; csv to stdout if left out.")
+    ] = None,
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
 
@@ -86,9 +87,8 @@ def command(
     chosen.check_route(entry for _, file in files for entry in file.entries.values())
     shown = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
     if output_format in ("csv", "parquet"):
-        print_rows(
-            output_format, ((folder, file.device, entry) for folder, file, entries in shown for entry in entries)
-        )
+        placed = ((folder, file.device, entry) for folder, file, entries in shown for entry in entries)
+        write_rows(output_format, placed, out)
         return
     if json or output_format == "json":
         terminal.print_json(
@@ -112,23 +112,25 @@ def command(
     print_availability(console, (entry for _, _, entries in shown for entry in entries))
 
 
-def print_rows(output_format: str, placed: Iterable[tuple[Path, str, CacheEntry]]) -> None:
-    """Prints a row for each (cache folder, device, entry), as CSV or as Parquet.
+def write_rows(output_format: str, placed: Iterable[tuple[Path, str, CacheEntry]], out: Path | None) -> None:
+    """Writes a row for each (cache folder, device, entry), as CSV or as Parquet, to `out`; CSV else to stdout.
 
     Raises:
-        UsageError: Parquet would go to a terminal.
+        UsageError: Parquet has no file to go to.
         HostError: Parquet needs a package that is not installed.
     """
     from autoattn import frames
     from autoattn.report import files
 
     rows = frames.entry_rows(placed)
-    if output_format == "csv":
-        sys.stdout.write(files.csv_text(list(frames.ENTRIES), rows))
-    elif sys.stdout.isatty():
-        raise UsageError("--format parquet must go to a file, got a terminal; add > entries.parquet")
+    if output_format == "parquet" and out is None:
+        raise UsageError("--format parquet needs a file, got no --out; add --out entries.parquet")
+    is_csv = output_format == "csv"
+    data = files.csv_text(list(frames.ENTRIES), rows) if is_csv else frames.parquet(rows, frames.ENTRIES)
+    if out is not None:
+        files.write(out, data)
     else:
-        sys.stdout.buffer.write(frames.parquet(rows, frames.ENTRIES))
+        sys.stdout.write(str(data))
 
 
 def overlays(device: str | None, cache: Path | None) -> list[Overlay]:
