@@ -15,10 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from autoattn.core.cache_entry import CacheEntry
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = "import torch, time; t = time.perf_counter(); import autoattn; {use}; print(time.perf_counter() - t)"
@@ -94,40 +90,20 @@ def imported(use: str) -> float:
 
 
 def measured(folder: Path) -> None:
-    """Each measured problem's ratios, and their geometric means over each group of shapes.yaml."""
-    from autoattn.cache import store
-    from autoattn.core.trial import Evidence
+    """Geometric means, lowest and highest of each rival's time over the kernel's, over each group of shapes.yaml."""
+    from autoattn import frames
     from autoattn.shapes import shapes_file
 
-    groups = {one.problem.key: one.groups for one in shapes_file.load(ROOT / "shapes.yaml")}
-    for file in store.read_folder(folder):
-        entries = {key: entry for key, entry in file.entries.items() if entry.evidence is Evidence.MEASURED}
-        if not entries:
-            continue
-        print(f"{file.fingerprint}: times of rivals over the kernel's; above 1 the kernel is faster")
-        for group in dict.fromkeys(name for key in entries for name in groups.get(key, ())):
-            for causal in (False, True):
-                rows = [
-                    entry
-                    for key, entry in entries.items()
-                    if group in groups.get(key, ()) and entry.problem.mask.causal is causal
-                ]
-                if rows:
-                    print(f"\n{group}, {'causal' if causal else 'no mask'}, {len(rows)} problems, geometric means")
-                    print_means(rows)
-
-
-def print_means(rows: list[CacheEntry]) -> None:
-    """A line for each rival: geometric mean of its time over the kernel's, and the range."""
-    from autoattn.baselines import pytorch_sdpa
-
-    for rival in (pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS, "template default"):
-        ratios = [
-            one.measurement.median_us / entry.time_us for entry in rows for one in entry.rivals if one.name == rival
-        ]
-        if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            print(f"  {rival:18} {mean:6.3f}   {min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} problems")
+    named = {one.problem.key: one.groups for one in shapes_file.load(ROOT / "shapes.yaml")}
+    rivals = frames.rivals(folder)
+    rivals["group"] = rivals.key.map(lambda key: named.get(key, ()))
+    rivals["log_ratio"] = (rivals.median_us / rivals.kernel_us).map(math.log)
+    rivals["causal"] = rivals.problem.str.contains("causal")
+    columns = ["device", "operation", "group", "causal", "rival"]
+    table = rivals.explode("group").dropna(subset=["group"]).groupby(columns, sort=False).log_ratio
+    found = table.agg(["mean", "min", "max"]).map(math.exp).join(table.agg(problems="count"))
+    print("times of rivals over the kernel's; above 1 the kernel is faster")
+    print(found.round(3).to_string())
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ DOORS = {
     "triton.runtime.interpreter": {"kernels.interpreter"},
     "pynvml": {"hardware.nvidia"},
     "typer": {"cli"},
+    "pandas": {"frames"},
     "rich": {"cli"},
     "transformers": {"cli", "integrations.huggingface"},
     "diffusers": {"integrations.diffusers"},

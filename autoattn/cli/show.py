@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from autoattn.cli import completion, options
+from autoattn.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,6 +60,13 @@ def command(
     ] = "problem",
     reverse: Annotated[bool, typer.Option("--reverse", help="Sort the other way round.")] = False,
     json: options.Json = False,
+    output_format: Annotated[
+        Literal["table", "json", "csv", "parquet"],
+        typer.Option("--format", help="json: as --json; csv, parquet: a row for each entry (docs/frames.md)."),
+    ] = "table",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where csv or parquet goes; csv to stdout if left out.")
+    ] = None,
 ) -> None:
     """Show what the cache holds: for each problem the winner, its time, and the rival that came closest.
 
@@ -77,7 +86,11 @@ def command(
     files = [pair for overlay in combined for pair in overlay.files]
     chosen.check_route(entry for _, file in files for entry in file.entries.values())
     shown = [(folder, file, entries) for folder, file in files if (entries := chosen.apply(file.entries.values()))]
-    if json:
+    if output_format in ("csv", "parquet"):
+        placed = ((folder, file.device, entry) for folder, file, entries in shown for entry in entries)
+        write_rows(output_format, placed, out)
+        return
+    if json or output_format == "json":
         terminal.print_json(
             [
                 {"cache": str(folder), "device": file.device, "fingerprint": file.fingerprint, "entries": entries}
@@ -97,6 +110,27 @@ def command(
         print_sisters(console, device, cache)
     print_left_out(console, combined)
     print_availability(console, (entry for _, _, entries in shown for entry in entries))
+
+
+def write_rows(output_format: str, placed: Iterable[tuple[Path, str, CacheEntry]], out: Path | None) -> None:
+    """Writes a row for each (cache folder, device, entry), as CSV or as Parquet, to `out`; CSV else to stdout.
+
+    Raises:
+        UsageError: Parquet has no file to go to.
+        HostError: Parquet needs a package that is not installed.
+    """
+    from autoattn import frames
+    from autoattn.report import files
+
+    rows = frames.entry_rows(placed)
+    if output_format == "parquet" and out is None:
+        raise UsageError("--format parquet needs a file, got no --out; add --out entries.parquet")
+    is_csv = output_format == "csv"
+    data = files.csv_text(list(frames.ENTRIES), rows) if is_csv else frames.parquet(rows, frames.ENTRIES)
+    if out is not None:
+        files.write(out, data)
+    else:
+        sys.stdout.write(str(data))
 
 
 def overlays(device: str | None, cache: Path | None) -> list[Overlay]:

@@ -1,7 +1,9 @@
-"""Cache -> one HTML file that needs nothing else, and the same in Markdown."""
+"""Cache -> one HTML file that needs nothing else, and a summary of it in Markdown."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
 import shlex
@@ -13,9 +15,12 @@ import jinja2
 from autoattn.cache import inventory
 from autoattn.errors import StateError
 from autoattn.hardware import nvidia
-from autoattn.report import attendance, contents, figures, files, finals_table, listing
+from autoattn.report import attendance, baseline, contents, figures, files, finals_table, groups, listing, overview
 
 FOLDER = Path(__file__).parent
+SCRIPT = "\n" + (FOLDER / "table.js").read_text(encoding="utf-8")  # constant: no text of a cache is ever in it
+MARKDOWN_BYTES = 100_000  # of the summary
+MARKDOWN_ROWS = 400  # of each of its tables at most; fewer where that many do not fit
 # What stands below predictions beside published times.
 PROVES = (
     "The other kernel is well tuned, so that a right prediction for one of ours comes near its time: this shows "
@@ -24,18 +29,19 @@ PROVES = (
 )
 
 
-def build(cache_folder: Path | None, out: Path) -> tuple[Path, ...]:
+def build(cache_folder: Path | None, out: Path, against: Path | None = None) -> tuple[Path, ...]:
     """Writes `report.html` and `report.md` into `out`, which is made when it is missing.
 
     Args:
         cache_folder: the cache to report on; what calls take of the user's and the shipped one when None.
+        against: a baseline cache; the report says what changed from it to `cache_folder`.
 
     Returns:
         The paths of the two files.
 
     Raises:
         StateError: the cache holds nothing to report.
-        CacheError: `cache_folder` is no folder, or a cache file is damaged, newer or foreign.
+        CacheError: `cache_folder` or `against` is no folder, or a cache file is damaged, newer or foreign.
         OSError: `out` cannot be written.
     """
     overlays = inventory.overlays(cache_folder, nvidia.fingerprint_of)
@@ -44,22 +50,43 @@ def build(cache_folder: Path | None, out: Path) -> tuple[Path, ...]:
     if not sections:
         where = ", ".join(map(str, inventory.folders(cache_folder)))
         raise StateError(f"a report needs cache entries, found none in {where}; run autoattn tune, or name a --cache")
-    texts = {"report.html": html_text(sections, cache_folder), "report.md": markdown_text(sections, cache_folder)}
+    comparison = None
+    if against is not None:
+        before = [overlay.file for overlay in inventory.overlays(against, nvidia.fingerprint_of)]
+        comparison = baseline.compare(str(against), before, [overlay.file for overlay in overlays])
+    command = _command(cache_folder, against)
+    texts = {
+        "report.html": html_text(sections, command, comparison),
+        "report.md": markdown_text(sections, command, comparison),
+    }
     return files.write_all(out, texts)
 
 
-def html_text(sections: list[contents.Section], source: Path | None = Path("cache")) -> str:
-    """The report as one HTML document without scripts, links to other hosts or files beside it.
+def html_text(
+    sections: list[contents.Section], command: str = "autoattn report", comparison: baseline.Comparison | None = None
+) -> str:
+    """The report as one HTML document, whose only script is SCRIPT, without links to other hosts or files beside it.
 
     Args:
-        source: the cache, for the command that writes the report again; None for the user's and the shipped one.
+        command: what writes the report again.
+        comparison: what changed against a baseline.
     """
-    return environment(autoescape=True).get_template("report.html.j2").render(_facts(sections, source))
+    facts = _facts(sections, command, comparison)
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    script = {"script": SCRIPT, "script_digest": digest}
+    return environment(autoescape=True).get_template("report.html.j2").render(facts | script)
 
 
-def markdown_text(sections: list[contents.Section], source: Path | None = Path("cache")) -> str:
-    """The same rows in Markdown."""
-    return environment(finalize=markdown_cell).get_template("report.md.j2").render(_facts(sections, source))
+def markdown_text(
+    sections: list[contents.Section], command: str = "autoattn report", comparison: baseline.Comparison | None = None
+) -> str:
+    """A summary in Markdown of at most MARKDOWN_BYTES: tables without kernels, and of long ones the first rows."""
+    facts = _facts(sections, command, comparison)
+    template = environment(finalize=markdown_cell).get_template("report.md.j2")
+    rows = MARKDOWN_ROWS
+    while len((text := template.render(facts, most=rows)).encode()) > MARKDOWN_BYTES and rows > 1:
+        rows //= 2
+    return text
 
 
 class Verbatim(str):
@@ -80,10 +107,22 @@ def fenced(text: str, language: str = "") -> Verbatim:
     return Verbatim(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
 
-def _facts(sections: list[contents.Section], source: Path | None) -> dict[str, object]:
-    named = f" --cache {shlex.quote(str(source))}" if source is not None else ""
-    command = f"autoattn report{named} --out report"
-    return {"sections": sections, "command": command, "finals_head": finals_table.HEAD, "proves": PROVES}
+def _facts(sections: list[contents.Section], command: str, comparison: baseline.Comparison | None) -> dict[str, object]:
+    return {
+        "sections": sections,
+        "overview": overview.of(sections),
+        "shown": overview.SHOWN,
+        "comparison": comparison,
+        "command": command,
+        "proves": PROVES,
+    }
+
+
+def _command(source: Path | None, against: Path | None) -> str:
+    """The command that writes a report again, of the user's and the shipped cache where `source` is None."""
+    options = {"--cache": source, "--against": against, "--out": Path("report")}
+    words = [f"{name} {shlex.quote(str(path))}" for name, path in options.items() if path is not None]
+    return " ".join(["autoattn report", *words])
 
 
 def _place(percent: float) -> str:
@@ -123,5 +162,10 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         settings=figures.settings,
         differing=listing.differing,
         fenced=fenced,
+        kind=groups.kind_of,
+        middle=figures.middle,
+        words=overview.words_of,
+        finals_columns=finals_table.columns,
+        time_or_none=baseline.words_of,
     )
     return made

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from autoattn.core import device_profiles
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.paired_stats import Interval
 from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.roofline import peak_flops
 from autoattn.core.trial import Outcome, Trial
@@ -34,6 +33,7 @@ FAILED = {
     Outcome.INTERPRETER_CRASH: ("s1", "triangle"),
 }
 OURS = "s0"
+DASHES = ("dashed", "dotted", "long", "dashdot")  # classes of the roofs, so that each differs from the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,67 +69,6 @@ class Parallel:
     note: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strip:
-    """How a problem's rivals stand, on the scale that all problems of a section share."""
-
-    marks: tuple[Mark, ...]
-    one: float  # percent, where the kernel itself stands
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strips:
-    """The strips of a section's problems."""
-
-    ticks: tuple[Tick, ...]
-    legend: tuple[Key, ...]
-    of: dict[str, Strip]  # problem key -> strip
-
-
-# --- rivals -----------------------------------------------------------------------------------------------------------
-
-
-def strips(entries: Sequence[CacheEntry]) -> Strips | None:
-    """Each rival's time over the kernel's; None where no entry has rivals."""
-    leads = {
-        entry.problem.key: {rival.name: figures.lead_over(entry, rival) for rival in figures.others(entry)}
-        for entry in entries
-    }
-    ratios = [ratio for rivals in leads.values() for lead in rivals.values() for ratio in _ends(lead)]
-    if not ratios:
-        return None
-    scale = Scale.over([*ratios, 1.0], log=True)
-    names = sorted({name for rivals in leads.values() for name in rivals})
-    styles = {name: (f"s{1 + place % 7}", SHAPES[place % len(SHAPES)]) for place, name in enumerate(names)}
-    return Strips(
-        ticks=tuple(Tick(at=tick.at, label=f"{tick.label}x") for tick in scale.ticks()),
-        legend=tuple(Key(style=style, shape=shape, words=name) for name, (style, shape) in styles.items()),
-        of={
-            key: Strip(
-                marks=tuple(_rival(name, lead, scale, *styles[name]) for name, lead in rivals.items()),
-                one=scale.at(1.0),
-            )
-            for key, rivals in leads.items()
-        },
-    )
-
-
-def _ends(lead: float | Interval) -> tuple[float, ...]:
-    return (lead.low, lead.ratio, lead.high) if isinstance(lead, Interval) else (lead,)
-
-
-def _rival(name: str, lead: float | Interval, scale: Scale, style: str, shape: str) -> Mark:
-    return Mark(
-        x=scale.at(figures.middle(lead)),
-        y=50.0,
-        style=style,
-        shape=shape,
-        title=f"{name}: {figures.against(lead)}",
-        low=scale.at(lead.low) if isinstance(lead, Interval) else None,
-        high=scale.at(lead.high) if isinstance(lead, Interval) else None,
-    )
-
-
 # --- roofline ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,9 +95,12 @@ def roofline(entries: Sequence[CacheEntry], device: Device | None, *, measured: 
     rates = [entry.tflops for entry in entries]
     ridge = max(tops.values()) / device.bandwidth
     x = Scale.over([*intensities, ridge / 2, ridge * 2], log=True)
+    rates += [entry.tflops / best[1] for entry in entries if measured and (best := figures.best_rival(entry))]
     y = Scale.over([*rates, *(top / 1e12 for top in tops.values())], log=True, room=0.1)
+    peaks = {name: f"data sheet's peak of {name}: {top / 1e12:,.0f} TFLOP/s" for name, top in tops.items()}
+    dashes = {name: DASHES[place % len(DASHES)] for place, name in enumerate(tops)}
     lines = [
-        Line(path=_roof(top, device.bandwidth, x, y), style="roof", title=f"{name}: {top / 1e12:,.0f} TFLOP/s peak")
+        Line(path=_roof(top, device.bandwidth, x, y), style=f"roof {dashes[name]}", title=peaks[name])
         for name, top in tops.items()
     ]
     marks = [
@@ -171,7 +113,7 @@ def roofline(entries: Sequence[CacheEntry], device: Device | None, *, measured: 
     legend = [Key(style=OURS, shape="circle", words=words)]
     if any(mark.style != OURS for mark in marks):
         legend.append(Key(style="s6", shape="ring", words="best rival"))
-    roofs = ", ".join(f"{name} {top / 1e12:,.0f} TFLOP/s" for name, top in tops.items())
+    legend += [Key(style=f"roof {dash}", shape="line", words=peaks[name]) for name, dash in dashes.items()]
     return Plot(
         title="Roofline",
         x_label="operations per byte of device memory, FLOP/B",
@@ -180,7 +122,7 @@ def roofline(entries: Sequence[CacheEntry], device: Device | None, *, measured: 
         y_ticks=_upward(y),
         marks=tuple(marks),
         lines=tuple(lines),
-        legend=(*legend, Key(style="roof", shape="line", words=f"data sheet's peaks: {roofs}")),
+        legend=tuple(legend),
         note=f"Memory: {device.bandwidth / 1e9:,.0f} GB/s. Only pairs that the mask keeps count as operations; bytes "
         "are those of each input read once and of the output written once.",
     )

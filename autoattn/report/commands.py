@@ -6,15 +6,22 @@ import shlex
 
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.problem import SWITCHES, Bias, DType, Modifiers, Numerics, Op, Problem
+from autoattn.search.search_options import Effort
 
 
 def reproduce(entry: CacheEntry, device: str) -> str:
     """The command that searches an entry again."""
-    return (
-        f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)}"
-        f" --effort {shlex.quote(entry.search.effort)} --seed {entry.search.seed}"
-        + (f" --objective {shlex.quote(entry.search.objective)}" if entry.search.objective != "time" else "")
-    )
+    objective = f" --objective {shlex.quote(entry.search.objective)}" if entry.search.objective != "time" else ""
+    return f"{_search(entry, device, entry.search.effort)} --seed {entry.search.seed}{objective}"
+
+
+def longer(entry: CacheEntry, device: str) -> str:
+    """The command that searches an entry's problem with the largest effort."""
+    return _search(entry, device, Effort.MAX.value)
+
+
+def _search(entry: CacheEntry, device: str, effort: str) -> str:
+    return f"autoattn tune --device {shlex.quote(device)} {arguments(entry.problem)} --effort {shlex.quote(effort)}"
 
 
 def rendering(entry: CacheEntry, device: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,52 +12,23 @@ from autoattn.cache import sister_cards
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Interval
-from autoattn.core.trial import Energy, Evidence, Measurement
+from autoattn.core.trial import Evidence
 from autoattn.cost_model import accuracy, published_times
 from autoattn.cost_model.published_times import Published
-from autoattn.report import attendance, charts, figures, history, listing
-from autoattn.report.charts import Detail, Parallel, Strips
-from autoattn.report.commands import rendering, reproduce
+from autoattn.report import attendance, charts, figures, groups, history, listing, strips, timings
+from autoattn.report.charts import Detail, Parallel
+from autoattn.report.commands import longer, rendering, reproduce
 from autoattn.report.finals_table import Contestant, contestants
 from autoattn.report.history import History, Importance, Reason
 from autoattn.report.listing import Choice, Difference, Listing, Shelf
 from autoattn.report.plot import Plot
+from autoattn.report.strips import Strips
+from autoattn.report.timings import Part, Timing
 
 if TYPE_CHECKING:
     from autoattn.cache.file_format import CacheFile
 
 Homes = Mapping[tuple[str, str], Path]  # device and problem key -> the cache folder of the entry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """One row of a problem's comparison."""
-
-    name: str
-    kernel: bool  # the entry's own kernel, not a rival
-    chosen: bool  # what a call runs on
-    median_us: float
-    p20_us: float
-    p80_us: float
-    tflops: float
-    lead: float | Interval  # its time over the kernel's; above 1 the kernel is faster
-    max_error: float | None
-    joules: float | None  # of one call
-    watts: float | None
-    share: float  # its time over the slowest one's, 0..1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one unit of the GPU would need alone, as the model sees it."""
-
-    name: str
-    time_us: float
-    share: float  # over the longest part's, 0..1
-    bound: bool  # the unit that the model expects to bind
-
-    def __str__(self) -> str:
-        return f"{self.name} {figures.microseconds(self.time_us)} us"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +44,7 @@ class Card:
     parts: tuple[Part, ...]
     choices: tuple[Choice, ...]
     reproduce: str  # the command that searches again
+    longer: str  # the command that searches with the largest effort
     render: str  # the command that writes the kernel
     source: Listing
     difference: Difference | None  # from the runner-up; None without one
@@ -90,8 +61,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The measured kernels of one section against one rival."""
+    """The measured kernels of one kind and dtype of a section against one rival."""
 
+    group: str  # kind and dtype
     name: str
     problems: int
     mean: float  # geometric mean of the leads
@@ -107,7 +79,6 @@ class Ranking:
 
     measured: bool
     cards: tuple[Card, ...]
-    mean: float | None  # geometric mean of the leads over each problem's best rival; None where there is none
     faster: int  # problems on which the kernel beats the best rival that it met
     even: int
     with_rivals: int
@@ -169,9 +140,11 @@ def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
         homes: the cache folder of each entry, where the journals of the searches lie; None leaves them out.
     """
     sections = []
-    shelf, detail = Shelf(), Detail.among(sum(len(file.entries) for file in files))
-    for file in sorted(files, key=lambda file: file.device):
-        for op in sorted({entry.problem.op.value for entry in file.entries.values()}):
+    count = sum(len(file.entries) for file in files)
+    shelf, detail = Shelf.among(count), Detail.among(count)
+    for file in sorted(files, key=lambda file: (file.device, groups.OPERATIONS[file.op.value])):
+        operations = {entry.problem.op.value for entry in file.entries.values()}
+        for op in sorted(operations, key=groups.OPERATIONS.__getitem__):
             sections.append(_section(file, op, homes or {}, shelf, detail))
     return sorted(sections, key=lambda section: section.measured is None)  # what was measured comes first
 
@@ -179,7 +152,7 @@ def gather(files: list[CacheFile], homes: Homes | None = None) -> list[Section]:
 def _section(file: CacheFile, op: str, homes: Homes, shelf: Shelf, detail: Detail) -> Section:
     device = charts.device_of(file.device)
     entries = [entry for entry in file.entries.values() if entry.problem.op.value == op]
-    entries.sort(key=lambda entry: entry.problem.order)
+    entries.sort(key=lambda entry: groups.order(entry.problem))
     measured = [entry for entry in entries if entry.evidence is Evidence.MEASURED]
     predicted = [entry for entry in entries if entry.evidence is not Evidence.MEASURED]
     # Measured first, so that the source stands beside a measurement where it can.
@@ -212,13 +185,12 @@ def _ranking(cards: list[Card], device: Device | None) -> Ranking:
     return Ranking(
         measured=measured,
         cards=tuple(cards),
-        mean=figures.geometric_mean(map(figures.middle, leads)) if leads else None,
         faster=sum(figures.standing(lead) == "good" for lead in leads),
         even=sum(map(figures.even, leads)),
         with_rivals=len(leads),
         met=attendance.met([card.entry for card in cards if card.best is not None]),
         attendance=tuple(attendance.sentences(entries)),
-        strips=charts.strips(entries) if measured else None,
+        strips=strips.strips(entries) if measured else None,
         roofline=charts.roofline(entries, device, measured=measured),
         outcomes=dict(outcomes.most_common()),
         reasons=tuple(history.reasons(histories)),
@@ -249,11 +221,12 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
         entry=entry,
         best=None if rival is None else (rival[0], figures.lead_over(entry, figures.others(entry)[0])),
         peak_share=charts.peak_share(entry, device),
-        timings=_timings(entry),
+        timings=timings.timings(entry),
         contestants=contestants(entry, name),
-        parts=_parts(entry),
+        parts=timings.parts(entry),
         choices=listing.choices(entry),
         reproduce=reproduce(entry, name),
+        longer=longer(entry, name),
         render=rendering(entry, name),
         source=shelf.listing(entry, anchor),
         difference=shelf.difference(entry, anchor),
@@ -264,64 +237,16 @@ def _card(entry: CacheEntry, name: str, device: Device | None, homes: Homes, she
     )
 
 
-def _timings(entry: CacheEntry) -> tuple[Timing, ...]:
-    """The kernel and its rivals, fastest first; empty where nothing was measured."""
-    own = entry.measurement
-    if own is None:
-        return ()
-    slowest = max([own.median_us, *(rival.measurement.median_us for rival in entry.rivals)])
-
-    def row(
-        name: str, measurement: Measurement, lead: float | Interval, error: float | None, energy: Energy | None
-    ) -> Timing:
-        return Timing(
-            name=name,
-            kernel=measurement is own,
-            chosen=name == figures.choice(entry),
-            median_us=measurement.median_us,
-            p20_us=measurement.p20_us,
-            p80_us=measurement.p80_us,
-            tflops=measurement.tflops,
-            lead=lead,
-            max_error=error,
-            joules=energy.joules if energy is not None else None,
-            watts=energy.watts if energy is not None else None,
-            share=_share(measurement.median_us, slowest),
-        )
-
-    best = entry.finals.finalists[0] if entry.finals is not None else None
-    error = best.max_error if best is not None else entry.verdict.max_error if entry.verdict is not None else None
-    timings = [row(entry.template, own, 1.0, error, best.energy if best is not None else None)]
-    for rival in entry.rivals:
-        timings.append(
-            row(rival.name, rival.measurement, figures.lead_over(entry, rival), rival.max_error, rival.energy)
-        )
-    return tuple(sorted(timings, key=lambda timing: (timing.median_us, timing.name)))
-
-
-def _parts(entry: CacheEntry) -> tuple[Part, ...]:
-    if entry.prediction is None:
-        return ()
-    parts = entry.prediction.parts_us
-    longest = max(parts.values(), default=0.0)
-    return tuple(
-        Part(name=name, time_us=time_us, share=_share(time_us, longest), bound=name == entry.prediction.bound)
-        for name, time_us in sorted(parts.items(), key=lambda part: -part[1])
-    )
-
-
-def _share(value: float, largest: float) -> float:
-    share = value / largest if largest else 0.0
-    return min(1.0, max(0.0, share)) if math.isfinite(share) else 0.0
-
-
 def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
-    leads: dict[str, list[float | Interval]] = {}
-    for entry in entries:
-        for rival in entry.rivals:
-            leads.setdefault(rival.name, []).append(figures.lead_over(entry, rival))
+    leads: dict[tuple[str, str], list[float | Interval]] = {}
+    for entry in entries:  # in the order of their groups
+        group = f"{groups.kind_of(entry.problem)}, {groups.dtype_of(entry.problem)}"
+        for rival in sorted(entry.rivals, key=lambda rival: rival.name):
+            leads.setdefault((group, rival.name), []).append(figures.lead_over(entry, rival))
+    ordered = {group: None for group, _ in leads}
     return tuple(
         Standing(
+            group=group,
             name=name,
             problems=len(ratios),
             mean=figures.geometric_mean(map(figures.middle, ratios)),
@@ -330,5 +255,7 @@ def _standings(entries: list[CacheEntry]) -> tuple[Standing, ...]:
             faster=sum(figures.standing(lead) == "good" for lead in ratios),
             even=sum(map(figures.even, ratios)) if any(isinstance(lead, Interval) for lead in ratios) else None,
         )
-        for name, ratios in sorted(leads.items())
+        for group in ordered
+        for (own, name), ratios in sorted(leads.items())
+        if own == group
     )

@@ -67,6 +67,13 @@ class Contestant:
         )
 
 
+def columns(contestants: Sequence[Contestant]) -> list[tuple[str, ...]]:
+    """HEAD and the cells of each row, without the columns in which no row has anything."""
+    rows = [HEAD, *(row.cells for row in contestants)]
+    filled = [any(cell not in ("", "-") for cell in column[1:]) for column in zip(*rows, strict=True)]
+    return [tuple(cell for cell, kept in zip(row, filled, strict=True) if kept) for row in rows]
+
+
 def contestants(entry: CacheEntry, device: str) -> tuple[Contestant, ...]:
     """The finalists and the rivals, fastest first; none where the entry does not tell of its finals."""
     if entry.finals is None:

@@ -13,8 +13,9 @@ from autoattn.errors import AutoattnError
 from autoattn.report import figures
 from autoattn.search.importance import params_of
 
-# Characters of kernels and differences in one report; beyond it a command stands in their place.
-ROOM = 1_300_000
+# Characters of kernels and differences in a report of at most a hundred problems, and of each problem in a larger one;
+# beyond it a command stands in their place. The shipped caches need nearly as much.
+ROOM, ROOM_OF_PROBLEM = 1_300_000, 13_000
 CONTEXT = 2  # lines around a difference
 
 
@@ -53,6 +54,11 @@ class Shelf:
     room: int = ROOM
     _shown: dict[str, str] = field(default_factory=dict)  # text -> anchor of the card that shows it
 
+    @classmethod
+    def among(cls, problems: int) -> Shelf:
+        """As much room as a report of so many problems has."""
+        return cls(room=max(ROOM, ROOM_OF_PROBLEM * problems))
+
     def listing(self, entry: CacheEntry, anchor: str) -> Listing:
         """The winner's text for the card `anchor`."""
         text, note = rendered(entry, entry.variant)
@@ -68,7 +74,7 @@ class Shelf:
         return Listing(text=text, note=note)
 
     def difference(self, entry: CacheEntry, anchor: str) -> Difference | None:
-        """From the runner-up's text to the winner's; None without a runner-up."""
+        """From the runner-up's text to the winner's, for the card `anchor`; None without a runner-up."""
         if not entry.candidates:
             return None
         runner_up = entry.candidates[0]

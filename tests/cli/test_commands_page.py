@@ -32,7 +32,7 @@ def test_every_command_of_the_page_runs(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr(warm_up, "kernels_of", lambda *given, **options: iter(()))
-    assert len(COMMANDS) == 11 + 1
+    assert len(COMMANDS) == 12 + 1
     for command in COMMANDS:
         if command == ["--show-completion"]:
             continue  # ends the process: tests/cli/test_completion.py runs it

@@ -35,6 +35,7 @@ PAGES = tuple(
 RUN_BY = {
     "README.md": "tests/docs/test_readme.py",
     "docs/context-parallel.md": "tests/docs/test_context_parallel.py",
+    "docs/frames.md": "tests/test_frames.py",
     "docs/integrations.md": "tests/docs/test_integrations.py",
     "docs/kv-cache.md": "tests/test_decoding.py",
 }

@@ -10,6 +10,7 @@ import pytest
 import samples
 import searched
 from browser import Browser
+from checkout_paths import CHECKOUT
 
 from autoattn import report
 from autoattn.cache import store
@@ -106,6 +107,51 @@ def test_every_chart_has_a_size_and_marks(window: Browser, page: Path, width: in
     strips = window.run("[...document.querySelectorAll('td.strip svg')].map(one => one.getBoundingClientRect().width)")
     assert len(strips) == 4
     assert min(strips) > 100
+
+
+def test_a_link_opens_its_card_and_all_that_it_is_folded_in(window: Browser, page: Path) -> None:
+    window.open(page, width=DESKTOP)
+    window.run("document.querySelector('table.summary a').click()")
+    window.run("new Promise(done => setTimeout(done, 50))")
+    opened = "[...document.querySelectorAll('details.card[open] .inside')].filter(one => one.checkVisibility())"
+    assert window.run(f"'#' + {opened}.at(0).id === document.querySelector('table.summary a').hash")
+    assert window.complaints() == []
+
+
+def test_the_head_of_a_table_stays_while_its_rows_scroll(window: Browser, page: Path) -> None:
+    window.open(page, width=DESKTOP, height=160)
+    window.run("document.querySelector('.rows:has(table.summary)').scrollTo(0, 80)")
+    place = "document.querySelector('{}').getBoundingClientRect().top"
+    scrolled = "document.querySelector('.rows:has(table.summary)').scrollTop"
+    assert window.run(scrolled) > 40
+    head = window.run(place.format("table.summary th")) - window.run(place.format(".rows:has(table.summary)"))
+    assert abs(head) < 3
+
+
+@pytest.mark.exhaustive
+def test_the_report_of_the_shipped_caches_fits_a_phone(window: Browser, tmp_path: Path) -> None:
+    page, summary = report.build(CHECKOUT / "cache", tmp_path)
+    assert window.open(page, width=PHONE) < SECONDS
+    assert window.run("document.documentElement.scrollHeight") < 20_000  # pixels
+    assert window.run(BEYOND) == []
+    assert "is left out to keep this file small" not in page.read_text()
+    assert len(summary.read_bytes()) <= report.MARKDOWN_BYTES
+
+
+def test_rows_are_filtered_and_sorted_offline(window: Browser, page: Path) -> None:
+    window.open(page, width=DESKTOP)
+    rows = "[...document.querySelector('table.summary').tBodies[0].rows].filter(row => row.checkVisibility())"
+    times = f"{rows}.map(row => parseFloat(row.querySelector('[data-label=\"Median us\"]').textContent))"
+    window.run("document.querySelectorAll('table.summary th button')[2].click()")
+    ascending = window.run(times)
+    assert ascending == sorted(ascending)
+    window.run("document.querySelectorAll('table.summary th button')[2].click()")
+    assert window.run(times) == ascending[::-1]
+    window.run("document.querySelector('.filter input').value = 'D64 full'")
+    window.run("document.querySelector('.filter input').dispatchEvent(new Event('input'))")
+    names = window.run(f"{rows}.map(row => row.cells[0].textContent)")
+    assert 0 < len(names) < len(ascending)
+    assert all("D64" in name and "full" in name for name in names)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

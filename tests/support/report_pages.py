@@ -29,6 +29,10 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.rows: list[list[str]] = []
         self.text = ""
+        self.scripts: list[str] = []
+        self.policy = ""
+        self.panels: dict[str, str] = {}  # id of a section -> what a reader sees of it
+        self._sections: list[str] = []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -43,6 +47,13 @@ class Page(HTMLParser):
                 self.targets.append((value or "")[1:])
             elif name in ("src", "href", "srcset", "data", "action"):
                 self.loads.append(value or "")
+        facts = dict(attrs)
+        if facts.get("http-equiv") == "Content-Security-Policy":
+            self.policy = facts.get("content") or ""
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "section":
+            self._sections.append(facts.get("id") or "")
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr":
@@ -52,16 +63,27 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        if tag == "section":
+            self._sections.pop()
 
     def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+            return
         self.text += data
+        for name in self._sections:
+            self.panels[name] = self.panels.get(name, "") + data
         if {"td", "th"} & set(self.open):
             self.rows[-1][-1] += data
 
 
 def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[contents.Section]:
+    return contents.gather([file_of(*entries, card=card)])
+
+
+def file_of(*entries: CacheEntry, card: Device = samples.H200) -> file_format.CacheFile:
     known = {entry.problem.key: entry for entry in entries}
-    file = file_format.CacheFile(
+    return file_format.CacheFile(
         schema=1,
         op=Op.FORWARD,
         device=card.name,
@@ -69,4 +91,3 @@ def sections_of(*entries: CacheEntry, card: Device = samples.H200) -> list[conte
         fingerprint=card.fingerprint,
         entries=known,
     )
-    return contents.gather([file])
