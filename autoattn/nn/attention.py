@@ -81,7 +81,7 @@ class Attention(torch.nn.Module):
                 up to there; the lengths stay the caller's to advance. There are no gradients, and no masks, biases,
                 score_mods and dropout with it.
         """
-        if cache is not None:
+        if cache is not None and not isinstance(cache, torch.fx.Proxy):  # torch.fx gives all arguments when it traces
             return self._with_cache(query, key, value, cache, mask, bias, alibi_slopes, sinks)
         # Not by _own: to make its dictionary costs the host as much as to find a prepared call.
         output = functional.attention(

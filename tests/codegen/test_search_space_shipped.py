@@ -212,6 +212,7 @@ FEW_QUERIES: list[dict[str, Any]] = [
 CACHES: list[dict[str, Any]] = [
     {"mask": Mask(), "cache": KeyCache()},
     {"mask": Mask(), "cache": KeyCache(splits=4)},
+    {"mask": Mask(), "cache": KeyCache(split_length=256)},
     {"mask": Mask.window(500, 0), "cache": KeyCache()},
     {"mask": Mask(), "cache": KeyCache(), "layout": Layout.PACKED, "tokens_q": 8, "tokens_kv": 65536},
 ]
