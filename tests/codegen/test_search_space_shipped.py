@@ -73,7 +73,7 @@ def test_every_shipped_problem_has_a_default_on_every_device(path: Path) -> None
 def check_defaults(problem: Problem, devices: Iterable[Device]) -> None:
     """That a problem has a feasible default on some devices, or float8 products that a device lacks."""
     for device in devices:
-        if problem.dtype is DType.FLOAT8 and not device.capabilities.float8_products:
+        if problem.loads_float8 and not device.capabilities.float8_products:
             with pytest.raises(SpaceError, match=r"float8 products need an NVIDIA GPU of compute capability 8\.9"):
                 SHIPPED.default(problem, device)
             continue
@@ -212,6 +212,7 @@ FEW_QUERIES: list[dict[str, Any]] = [
 CACHES: list[dict[str, Any]] = [
     {"mask": Mask(), "cache": KeyCache()},
     {"mask": Mask(), "cache": KeyCache(splits=4)},
+    {"mask": Mask(), "cache": KeyCache(split_length=256)},
     {"mask": Mask.window(500, 0), "cache": KeyCache()},
     {"mask": Mask(), "cache": KeyCache(), "layout": Layout.PACKED, "tokens_q": 8, "tokens_kv": 65536},
 ]
