@@ -44,12 +44,17 @@ def scattered(
         pads = torch.randint(MOST_PAD + 1, (batch,), generator=generator)
     page = cache.page or most + (MOST_PAD if cache.leftpad else 0)
     columns = -(-most // page)
-    rows = torch.arange(batch)[:, None]
-    total = batch
-    if cache.page or cache.rows:
-        total = batch * columns + SPARE
-        rows = torch.randperm(total, generator=generator)
-        spare, rows = int(rows[-1]), rows[: batch * columns].view(batch, columns)
+    rows, total = torch.arange(batch)[:, None], batch
+    if cache.rows:
+        total = batch + SPARE
+        rows = torch.randperm(total, generator=generator)[:batch, None]
+    elif cache.page:
+        held = [-(-count // page) for count in counts]  # pages of each sequence
+        total = sum(held) + SPARE
+        *pages, spare = torch.randperm(total, generator=generator).split([*held, SPARE])
+        rows = spare[:1].repeat(batch, columns)
+        for sequence, own in enumerate(pages):
+            rows[sequence, : len(own)] = own
     rooms = [
         torch.full((total, page, *tensor.shape[1::2]), math.nan, dtype=tensor.dtype, device=device).transpose(1, 2)
         for tensor in (key, value)
@@ -59,8 +64,6 @@ def scattered(
         row, place = rows[sequence, places // page].to(device), (places % page).to(device)
         for room, tensor in zip(rooms, (key, value), strict=True):
             room[row, :, place] = tensor[sequence, :, :count].transpose(0, 1)
-        if cache.page:
-            rows[sequence, -(-count // page) :] = spare
     lengths = torch.tensor(counts) + pads
     numbers = {
         "lengths": lengths,
