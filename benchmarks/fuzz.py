@@ -1,7 +1,9 @@
 """Random attention calls, each kernel's answer against the reference: `python benchmarks/fuzz.py --count 20000`.
 
 Without a GPU, tiny calls run in Triton's interpreter; with `--gpu`, larger ones on the card, with kernels that the
-search space allows there. A seed names the calls: the same `--seed`, and `--only` its number, finds a failure again.
+search space allows there. With `--gradients`, they are gradients of packed sequences, of 0, 1 and thousands of tokens;
+`--repeats 250` launches those that must repeat to the bit so often. A seed names the calls: the same `--seed`, and
+`--only` its number, finds a failure again.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import drawn  # noqa: E402
+import drawn_gradients  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 from drawn import Call, Compare, Drawn  # noqa: E402
+from drawn_gradients import CompareGradients  # noqa: E402
 from kept import keep  # noqa: E402
 
 from autoattn.codegen import render, search_space  # noqa: E402
 from autoattn.core.device import Device  # noqa: E402
+from autoattn.core.problem import Op  # noqa: E402
 from autoattn.core.trial import Outcome  # noqa: E402
 from autoattn.errors import SpaceError  # noqa: E402
 from autoattn.hardware import nvidia  # noqa: E402
@@ -46,7 +51,23 @@ class Task:
 
     number: int
     params: str
-    job: Compare
+    job: Compare | CompareGradients
+
+
+def gradient_tasks(seed: int, device: Device | None, repeats: int) -> Iterator[Task]:
+    """The same of gradients."""
+    sizes = drawn_gradients.TINY if device is None else drawn_gradients.LARGE
+    for number in itertools.count():
+        rng = random.Random(f"{seed} {number}")
+        one = drawn_gradients.drawn_packed(rng, sizes)
+        calls: tuple[Call, ...] = (one.call,)
+        if device is not None:
+            one = _on_the_card(rng, one, device)
+            calls += tuple(drawn_gradients.resized(rng, one.call.problem, sizes) for _ in range(CALLS_PER_KERNEL - 1))
+        job = CompareGradients(
+            source=one.source, calls=calls, device="cpu" if device is None else "cuda", repeats=repeats
+        )
+        yield Task(number=number, params=str(one.source.variant) + f" {one.traits}", job=job)
 
 
 def tasks(seed: int, device: Device | None) -> Iterator[Task]:
@@ -86,6 +107,8 @@ def axes(call: Call) -> Iterator[str]:
     yield f"mask: {mask}{' with an expression' if problem.mask.mod else ''}"
     yield f"layout: {problem.layout.value}"
     yield f"scores: {call.scores.value}{' and wild values' if call.wild else ''}"
+    if problem.op is Op.BACKWARD:
+        yield f"gradients: {'to the bit' if problem.deterministic else 'in any order'}"
     yield f"head dims: {'alike' if problem.head_dim == problem.head_dim_v else 'of their own'}"
     for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
         if getattr(modifiers, name):
@@ -126,7 +149,7 @@ class Tally:
         return "\n".join(["| what | calls | wrong |", "|---|---|---|", *rows])
 
 
-def fuzz(seed: int, count: int, jobs: int, device: Device | None, only: int | None) -> Tally:
+def fuzz(drawn_tasks: Iterator[Task], count: int, jobs: int, device: Device | None) -> Tally:
     """Runs calls in `jobs` processes until `count` were judged; those of kernels that are refused do not count."""
     tally = Tally(calls=Counter(), wrong=Counter(), failures=[])
     paths = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
@@ -134,10 +157,7 @@ def fuzz(seed: int, count: int, jobs: int, device: Device | None, only: int | No
     if device is None:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     waiting: dict[int, Task] = {}
-    with Pool(size=jobs, environment=environment, preload="drawn") as pool:
-        drawn_tasks = tasks(seed, device)
-        if only is not None:
-            drawn_tasks = itertools.islice(drawn_tasks, only, only + 1)
+    with Pool(size=jobs, environment=environment, preload="drawn_gradients") as pool:
         while True:
             begun = tally.calls["all"] + sum(len(task.job.calls) for task in waiting.values())
             if begun < count and len(waiting) < AHEAD * jobs and (task := next(drawn_tasks, None)) is not None:
@@ -153,18 +173,16 @@ def _collect(pool: Pool, waiting: dict[int, Task], tally: Tally) -> None:
         tally.add(waiting.pop(ticket), result)
 
 
-def report(tally: Tally, seed: int, seconds: float, device: Device | None) -> str:
+def report(tally: Tally, words: str, seconds: float, device: Device | None) -> str:
     """The run as Markdown."""
     where = "Triton's interpreter" if device is None else device.name
     summary = (
-        f"{tally.calls['all']:,} calls on {tally.kernels:,} kernels in {seconds:,.0f} s, seed {seed}: "
+        f"{tally.calls['all']:,} calls on {tally.kernels:,} kernels in {seconds:,.0f} s with{words}: "
         f"{tally.wrong['all']:,} wrong, {tally.refused:,} kernels refused by the compiler."
     )
     versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
     failures = ["```", *tally.failures[:SHOWN], "```"] if tally.failures else []
-    command = (
-        f"`python benchmarks/fuzz.py --count {tally.calls['all']} --seed {seed}{'' if device is None else ' --gpu'}`"
-    )
+    command = f"`python benchmarks/fuzz.py --count {tally.calls['all']}{words}{'' if device is None else ' --gpu'}`"
     return "\n\n".join([f"# Fuzzing in {where}", command, summary, versions, tally.table(), *failures]) + "\n"
 
 
@@ -175,6 +193,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=cores(), help="processes")
     parser.add_argument("--gpu", action="store_true", help="on the card in this machine")
+    parser.add_argument("--gradients", action="store_true", help="of packed sequences")
+    parser.add_argument("--repeats", type=int, default=2, help="launches of gradients that repeat to the bit")
     parser.add_argument("--only", type=int, help="the number of one kernel, of a failure")
     parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
     options = parser.parse_args()
@@ -182,12 +202,19 @@ def main() -> int:
     if options.gpu and device is None:
         parser.error("--gpu needs an NVIDIA GPU, got none; leave it out")
     began = time.monotonic()
-    tally = fuzz(options.seed, options.count, options.jobs, device, options.only)
-    text = report(tally, options.seed, time.monotonic() - began, device)
+    drawn_tasks = tasks(options.seed, device)
+    words = f" --seed {options.seed}"
+    if options.gradients:
+        drawn_tasks = gradient_tasks(options.seed, device, options.repeats)
+        words += f" --gradients --repeats {options.repeats}"
+    if options.only is not None:
+        drawn_tasks = itertools.islice(drawn_tasks, options.only, options.only + 1)
+    tally = fuzz(drawn_tasks, options.count, options.jobs, device)
+    text = report(tally, words, time.monotonic() - began, device)
     print(text)
     if options.write:
         name = "cpu" if device is None else device.name
-        keep(f"fuzz_{name}", text)
+        keep(f"fuzz_{'gradients_' if options.gradients else ''}{name}", text)
     return 1 if tally.failures else 0
 
 

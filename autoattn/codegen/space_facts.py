@@ -24,7 +24,8 @@ _PROBLEM_FACTS = (
     *("cached", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
-    *("on_scores", "score_mod", "biased", "bias_of_pairs", "learned_bias", "sinks", "dropout"),
+    *("on_scores", "score_mod", "alibi", "learned_slopes", "biased", "bias_of_pairs", "learned_bias"),
+    *("sinks", "dropout"),
 )
 MAX_KINDS = 512  # whose facts are kept
 # Not `arch`: what a newer architecture shares with an older one, its number does not say.
@@ -86,6 +87,8 @@ def kind_facts(
         **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),
         "score_mod": int(bool(modifiers.score_mod)),
+        "alibi": int(modifiers.alibi),
+        "learned_slopes": int(modifiers.learned_slopes),
         "biased": int(modifiers.bias is not Bias.NONE),
         "bias_of_pairs": int(modifiers.bias not in (Bias.NONE, Bias.KEYS)),
         "learned_bias": int(modifiers.bias is Bias.LEARNED),

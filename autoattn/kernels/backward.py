@@ -97,7 +97,8 @@ def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, g
         assert isinstance(sums, Tensor)
         add_bias_sums(gradients.bias, sums)
     if operands.sinks is not None and gradients.sinks is not None:
-        gradients.sinks.copy_(sink_gradient(operands.sinks, scratch.rows[:2, ..., : operands.query.shape[2]]))
+        rows = rows_with_queries(kernel, scratch.rows, operands.query.shape[2])
+        gradients.sinks.copy_(sink_gradient(operands.sinks, rows))
 
 
 def bind(
@@ -188,6 +189,14 @@ def grids_of(
     for name, programs in kernel.manifest.programs_an_sm.items():
         grids[name] = (min(*grids[name], programs * kernel.sm_count),)
     return grids
+
+
+def rows_with_queries(kernel: Kernel, rows: Tensor, queries: int) -> Tensor:
+    """The rows of a scratch that a sink's gradient is summed over, [2, batch, heads_q, rows].
+
+    Those of the first `queries`, or all where packed sequences begin at rows of their own and kernels clear the others.
+    """
+    return rows[:2] if kernel.manifest.rows is not None else rows[:2, ..., :queries]
 
 
 def sink_gradient(sinks: Tensor, rows: Tensor) -> Tensor:

@@ -217,7 +217,8 @@ class TrainingCall:
             numbers, batch, heads, rows = self.memory.scratch.rows
             of_rows = scratch[: numbers * batch * heads * rows].view(numbers, batch, heads, rows)
             (sinks,) = score_tensors.as_read(("sinks",), (given["sinks"].detach(),))
-            gradient = backward.sink_gradient(sinks, of_rows[:2, ..., : self.memory.queries])
+            of_rows = backward.rows_with_queries(self.both.backward, of_rows, self.memory.queries)
+            gradient = backward.sink_gradient(sinks, of_rows)
             settled["sinks"] = gradient.to(given["sinks"].dtype)
         return [settled.get(name) for name in self.others]
 

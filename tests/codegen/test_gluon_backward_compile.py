@@ -46,6 +46,15 @@ def test_the_queries_gradients_are_added_in_memory_and_nothing_waits_in_line() -
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
 
 
+@pytest.mark.slow
+def test_changed_scores_stay_in_registers() -> None:
+    one = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True))
+    report = inspect(source(one), 90)
+    assert report.spilled_bytes <= 32
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+    assert report.loop["MUFU.TANH"] == report.loop["MUFU.EX2"] == 32, "one of each a pair"
+
+
 def test_consumers_of_wide_heads_share_keys_and_halve_columns() -> None:
     report = inspect(source(problem(head_dim=256, mask="causal")), 90)
     assert report.spilled_bytes <= 64
@@ -89,9 +98,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "multiple of 16 bytes": {"head_dim": 60},
     "at most 256 columns": {"head_dim_v": 512},
     "without block tables": {"mask": Mask.blocks(64, 64, 0.5)},
-    "changes no scores": {"modifiers": Modifiers(softcap=True)},
+    "sums no gradients of slopes": {"modifiers": Modifiers(alibi=True, learned_slopes=True)},
     "and no weights": {"modifiers": Modifiers(dropout=True)},
-    "no scores and no weights": {"modifiers": Modifiers(bias=Bias.KEYS)},
+    "changes no scores but by softcap and ALiBi": {"modifiers": Modifiers(bias=Bias.KEYS)},
 }
 
 

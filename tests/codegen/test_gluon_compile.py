@@ -154,6 +154,14 @@ def test_the_loop_that_adds_values_key_by_key_is_not_taken_for_one_that_masks() 
     assert sum(report.masked_loop.values()) < 3 * sum(report.loop.values())
 
 
+@pytest.mark.slow
+def test_changed_scores_stay_in_registers() -> None:
+    one = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True, sinks=True))
+    report = inspect(source(one), 90)
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+    assert report.loop["MUFU.TANH"] == 32, "one a pair"
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +173,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
     "one row of the block table": ({"mask": "blocks:64x128,0.5"}, {"BLOCK_M": 128}),
     "a step's keys": ({"mask": "blocks:128x64,0.5"}, {"BLOCK_N": 128}),
     "first whole block": ({"mask": "blocks:128x128,0.5"}, {"softmax": "first_max", "overlap": 0}),
-    "changes no scores": ({"modifiers": Modifiers(softcap=True)}, {}),
+    "changes no scores but by softcap and ALiBi": ({"modifiers": Modifiers(dropout=True)}, {}),
+    "not tried with float8": ({"modifiers": Modifiers(softcap=True), "dtype": DType.FLOAT8}, {}),
+    "a slope and a sink of its own": ({"modifiers": Modifiers(sinks=True)}, {"PACK_GQA": 4}),
     "registers": ({}, {"BLOCK_M": 192, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
     "shared memory": ({"head_dim": 256}, {"BLOCK_N": 64, "query_stages": 2}),
     "named barriers": ({}, {"num_stages": 4, "query_stages": 1, "BLOCK_N": 32, "BLOCK_M": 192}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -123,3 +124,15 @@ def check(functions: Any, mask: Any, seq_q: int, seq_kv: int, text: str) -> None
             assert turns == {i_m: added[i_b, i_kv, i_m] for i_m in turns}, (seq_q, seq_kv, program)
         added.update((i_b, i_kv, i_m) for i_m in range(begin, end))
     assert len(seen) == programs
+
+
+def test_split_loops_of_a_window_keep_the_order_of_blocks_where_programs_take_turns() -> None:
+    def walks(order: str) -> list[str]:
+        text = hopper_gradients.source(
+            hopper_gradients.problem(mask="window:600,64"), order=order, mask_loop="split"
+        ).text
+        return re.findall(r"for block in range\((\w+, \w+)\)|for place in range", text)
+
+    in_order = ["begin, inner_begin", "inner_begin, inner_end", "inner_end, end"]
+    assert walks("descending") == in_order * 3, "of the producer, the consumers and the warps that wait for turns"
+    assert walks("any") == ["", "inner_begin, inner_end"] * 2, "blocks that are cut come first"

@@ -127,6 +127,12 @@ def _fma(left: torch.Tensor, right: torch.Tensor, added: torch.Tensor) -> torch.
     return (left.double() * right.double() + added.double()).to(torch.float32)
 
 
+def _approximate_tanh(value: torch.Tensor) -> torch.Tensor:
+    """The hyperbolic tangent rounded to 11 bits: it errs by up to 2^-11, as PTX allows tanh.approx to."""
+    bits = torch.tanh(value).view(torch.int32)
+    return ((bits + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
+
+
 def _mad(lanes: _Lanes, instruction: _Instruction) -> None:
     target, left, right, added = instruction.operands
     product = lanes.read(left, "u32").to(torch.int64) * lanes.read(right, "u32").to(torch.int64)
@@ -203,6 +209,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Lanes, _Instruction], None]] = {
     "and": _ternary(torch.bitwise_and),
     "shl": _ternary(torch.bitwise_left_shift),
     "ex2": _ternary(torch.exp2),
+    "tanh": _ternary(_approximate_tanh),
     "mad": _mad,
     "setp": _setp,
     "vote": _vote,

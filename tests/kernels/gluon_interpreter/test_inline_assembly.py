@@ -87,6 +87,13 @@ def test_threads_add_to_memory_side_by_side() -> None:
     assert bool((memory == 2.0).all())
 
 
+def test_the_approximate_tangent_errs_by_what_ptx_allows() -> None:
+    numbers = torch.linspace(-6.0, 6.0, 4096)
+    exact = torch.tanh(numbers.double())
+    error = (run("tanh.approx.f32 $0, $1;", "=f,f", numbers).double() / exact - 1).abs().max()
+    assert 2.0**-12 < float(error) <= 1.001 * 2.0**-11
+
+
 @pytest.mark.parametrize("asm", ["lop3.b32 $0, $1, $1;", "mov.f32 $0, nothing;", "@p mov.f32 $0, $1;"])
 def test_an_unknown_instruction_is_said(asm: str) -> None:
     with pytest.raises(InterpretationError, match="inline assembly"):

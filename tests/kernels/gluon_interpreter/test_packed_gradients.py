@@ -65,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a program a tile": ({"mask": "causal"}, {"schedule": "one_tile", "order": "any", "mask_loop": "branch"}),
     "in turns": ({"mask": "causal", "head_dim": 128}, {"schedule": "dynamic", "order": "descending"}),
     "in turns, by threads": ({"mask": "full"}, {"schedule": "one_tile", "order": "ascending", "summing": "threads"}),
+    "window, in turns": ({"mask": "window:40,9"}, {"schedule": "dynamic", "order": "descending", "mask_loop": "split"}),
     "window": ({"mask": "window:40,9"}, {**WALK, "slot_release": "mbarrier"}),
     "window on the left": ({"mask": "window:40,-1", "head_dim": 80, "head_dim_v": 56}, WALK),
     "two tiles of keys": ({"mask": "causal"}, {**WALK, "key_stages": 2, "BLOCK_M": 64}),
