@@ -165,11 +165,13 @@ def flash_attn_with_kvcache(
     scheduler_metadata: Tensor | None = None,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    s_aux: Tensor | None = None,
 ) -> Answer:
     """flash_attn.flash_attn_with_kvcache's arguments and meaning, with FlashAttention-3's behind them.
 
     New keys and values are written behind cache_seqlens, in place, before the attention. Nothing is read on the host:
-    what does not fit the cache is left out, and lengths stop at the cache's end.
+    what does not fit the cache is left out, and lengths stop at the cache's end. On the GPU a length below 0 leaves out
+    as many new keys, so that a length of -1 with one new key writes nothing, as in FlashAttention.
 
     Args:
         q: [batch, seq_q, heads_q, head_dim], or [tokens_q, heads_q, head_dim] with cu_seqlens_q
@@ -182,6 +184,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: [batch] int32 or a number: keys before the append; all of the cache when None
         cache_batch_idx, cache_leftpad: [batch] int32, of contiguous caches; rows must differ where keys are appended
         num_splits: programs that may share the keys of a sequence; 0 is as many as are fastest
+        s_aux: [heads_q], the `sinks` of `attention`, under the name of vLLM's FlashAttention-3
         qv, cu_seqlens_k_new, rotary_seqlens, q_descale, k_descale, v_descale: None
         attention_chunk: 0
         scheduler_metadata, pack_gqa, sm_margin: change no result, and are not used
@@ -211,6 +214,7 @@ def flash_attn_with_kvcache(
         "block_table": block_table, "cache_rows": cache_batch_idx, "leftpad": cache_leftpad,
         "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "scale": softmax_scale, "splits": num_splits,
+        "sinks": s_aux,
     }  # fmt: skip
     if k is not None or v is not None:
         moving = causal or window is not None
@@ -230,8 +234,8 @@ def _appended(
     given_offsets = lengths, attend["block_table"], attend["cache_rows"], key, value, cos, sin
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     seldom = None
-    if attend["window"] is not None or attend["alibi_slopes"] is not None:
-        seldom = attend["window"], attend["alibi_slopes"]
+    if not (attend["window"] is attend["alibi_slopes"] is attend["sinks"] is None):
+        seldom = attend["window"], attend["alibi_slopes"], attend["sinks"]
     words = (
         "append", interleaved, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
         attend["cu_seqlens_q"] is None, attend["causal"], attend["softcap"], attend["scale"], attend["splits"],
