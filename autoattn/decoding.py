@@ -248,11 +248,13 @@ def flash_attn_with_kvcache(
     scheduler_metadata: Tensor | None = None,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    s_aux: Tensor | None = None,
 ) -> Answer:
     """flash_attn.flash_attn_with_kvcache's arguments and meaning, with FlashAttention-3's behind them.
 
     New keys and values are written behind cache_seqlens, in place, before the attention. Nothing is read on the host:
-    what does not fit the cache is left out, and lengths stop at the cache's end.
+    what does not fit the cache is left out, and lengths stop at the cache's end. On the GPU a length below 0 leaves out
+    as many new keys, so that a length of -1 with one new key writes nothing, as in FlashAttention.
 
     Args:
         q: [batch, seq_q, heads_q, head_dim], or [tokens_q, heads_q, head_dim] with cu_seqlens_q
@@ -267,6 +269,7 @@ def flash_attn_with_kvcache(
         num_splits: programs that may share the keys of a sequence; 0 is as many as are fastest
         k_descale, v_descale: float32 [batch, heads_kv] of a float8 cache: what its numbers are multiplied by; new keys
             and values are divided by them
+        s_aux: [heads_q], the `sinks` of `attention`, under the name of vLLM's FlashAttention-3
         qv, cu_seqlens_k_new, rotary_seqlens, q_descale: None
         attention_chunk: 0
         scheduler_metadata, pack_gqa, sm_margin: change no result, and are not used
@@ -296,7 +299,7 @@ def flash_attn_with_kvcache(
         "block_table": block_table, "cache_rows": cache_batch_idx, "leftpad": cache_leftpad,
         "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "scale": softmax_scale, "splits": num_splits,
-        "key_scale": key_scale, "value_scale": value_scale,
+        "key_scale": key_scale, "value_scale": value_scale, "sinks": s_aux,
     }  # fmt: skip
     if k is not None or v is not None:
         moving = causal or window is not None

@@ -412,6 +412,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """flash_attn.flash_attn_func's arguments and meaning (FlashAttention 2.8).
 
@@ -420,10 +422,11 @@ def flash_attn_func(
         deterministic: as in `attention`.
         return_attn_probs: returns (output, softmax_lse [batch, heads_q, seq_q], None); the third, FlashAttention's
             matrix for its own tests of dropout, does not exist here. The LSE of a query that sees no key is -inf.
+        s_aux: [heads_q], the `sinks` of `attention`, under the name of vLLM's FlashAttention-3
     """
     result = attention(
         q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
-        scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
+        sinks=s_aux, scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
     return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
 
@@ -450,6 +453,7 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), and FlashAttention-3's seqused_k.
 
@@ -458,7 +462,7 @@ def flash_attn_varlen_func(
         k, v: the same, or [pages, page, heads_kv, head_dim] with block_table; pages have any size
         cu_seqlens_k: [sequences + 1] int32; None with block_table and seqused_k
         deterministic: as in `flash_attn_func`; of paged keys: as in `cached_attention`
-        return_attn_probs: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
+        return_attn_probs, s_aux: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
         block_table: [sequences, pages of one] int32; what lies on the GPU is not read on the host, and there are no
             gradients and no dropout
         seqused_k: [sequences] int32: the lengths of paged keys; those of cu_seqlens_k when None
@@ -469,8 +473,8 @@ def flash_attn_varlen_func(
         result = decoding.paged_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, dropout_p, max_seqlen_q=max_seqlen_q,
             max_length=max_seqlen_k, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-            scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs, key_scale=k_descale,
-            value_scale=v_descale, deterministic=deterministic,
+            sinks=s_aux, scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs,
+            key_scale=k_descale, value_scale=v_descale, deterministic=deterministic,
         )  # fmt: skip
         return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
     of_pages = {
@@ -483,9 +487,8 @@ def flash_attn_varlen_func(
         raise TensorError(f"{name} belongs to paged keys, got no block_table; give cu_seqlens_k the lengths")
     result = packed_attention(
         q, k, v, cu_seqlens_q, cast(Tensor, cu_seqlens_k), max_seqlen_q, max_seqlen_k, causal=causal,
-        window=window_size,
-        softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p, scale=softmax_scale,
-        deterministic=deterministic, return_lse=return_attn_probs,
+        window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux, dropout=dropout_p,
+        scale=softmax_scale, deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
     return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
 

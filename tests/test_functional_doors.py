@@ -60,12 +60,13 @@ def test_signatures_are_those_of_pytorch_and_flashattention() -> None:
         ("dropout_p", 0.0, False), ("is_causal", False, False), ("scale", None, True), ("enable_gqa", False, True),
     ]  # fmt: skip
     tensors = [(name, NEEDED, False) for name in "qkv"]
-    assert names_of(functional.flash_attn_func) == [*tensors, *FLASH]
+    assert names_of(functional.flash_attn_func) == [*tensors, *FLASH, ("s_aux", None, True)]
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     assert names_of(functional.flash_attn_varlen_func) == [
         *tensors, *((name, NEEDED, False) for name in lengths), *FLASH, ("block_table", None, False),
         ("seqused_k", None, True), ("num_splits", 0, True),
         ("k_descale", None, True), ("v_descale", None, True),
+        ("s_aux", None, True),
     ]  # fmt: skip
 
 
@@ -196,6 +197,20 @@ def test_flash_scales_caps_and_slopes_as_flashattention() -> None:
     )
     output = flash(tensors, softmax_scale=0.7, softcap=3.0, alibi_slopes=slopes, causal=True, deterministic=True)
     close(output.transpose(*BHSD), wanted)
+
+
+def test_s_aux_is_the_sink_of_each_flash_function() -> None:
+    query, key, value = (tensor.transpose(*BHSD).contiguous() for tensor in three(5, 7))
+    sinks = noise(4, seed=4)
+    wanted = autoattn.attention(query, key, value, causal=True, sinks=sinks, layout="bshd")
+    close(functional.flash_attn_func(query, key, value, causal=True, s_aux=sinks), wanted)
+    offsets = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 7, 14]).int()
+    rows = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    packed = functional.flash_attn_varlen_func(*rows, *offsets, 5, 7, causal=True, s_aux=sinks)
+    close(packed, wanted.flatten(0, 1))  # type: ignore[arg-type]
+    cache = [torch.cat((tensor[:, :6], torch.zeros(2, 4, 2, 16)), 1) for tensor in (key, value)]
+    last = query[:, -1:], *cache, key[:, 6:], value[:, 6:]
+    close(functional.flash_attn_with_kvcache(*last, cache_seqlens=6, s_aux=sinks), wanted[:, -1:])  # type: ignore[arg-type]
 
 
 def test_flash_dropout_follows_pytorchs_seed() -> None:

@@ -19,14 +19,14 @@ def append(given: Append) -> tuple[Tensor | None, Tensor]:
     """
     cache, rotation = given.cache, given.rotation
     batch, _, seq_new, _ = given.new_key.shape
-    lengths = cache.lengths.clamp_min(0)
+    lengths = cache.lengths
     positions = lengths[:, None] + torch.arange(seq_new, device=lengths.device)  # [batch, seq_new]
     new_key = given.new_key
     if rotation is not None:
         new_key = rotated(new_key, positions, rotation)
     new_key, new_value = _stored(new_key, given.key_scale), _stored(given.new_value, given.value_scale)
     for sequence in range(batch):
-        inside = positions[sequence] < cache.capacity
+        inside = (positions[sequence] >= 0) & (positions[sequence] < cache.capacity)
         places = positions[sequence][inside]
         if cache.pages is not None:
             page = given.key.shape[2]
@@ -40,8 +40,8 @@ def append(given: Append) -> tuple[Tensor | None, Tensor]:
     query = None
     if rotation is not None:
         steps = torch.arange(rotation.query.shape[2], device=lengths.device) * int(rotation.moving)
-        query = rotated(rotation.query, lengths[:, None] + steps, rotation)
-    total = (lengths.clamp_max(cache.capacity) + seq_new).clamp_max(cache.capacity)
+        query = rotated(rotation.query, lengths[:, None].clamp_min(0) + steps, rotation)
+    total = (lengths.clamp_max(cache.capacity) + seq_new).clamp(0, cache.capacity)
     return query, total.to(torch.int32)
 
 
@@ -55,7 +55,7 @@ def _stored(new: Tensor, scale: Tensor | None) -> Tensor:
 def rotated(tensor: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
     """A [batch, heads, seq, head_dim] tensor, rotated in float32 as its positions [batch, seq] say."""
     rotary_dim = rotation.rotary_dim
-    inside = positions.clamp_max(rotation.cos.shape[0] - 1).long()
+    inside = positions.clamp(0, rotation.cos.shape[0] - 1).long()
     cos, sin = (table[inside][:, None].float() for table in (rotation.cos, rotation.sin))  # [batch, 1, seq, pairs]
     turned = tensor[..., :rotary_dim].float()
     if rotation.interleaved:

@@ -1,4 +1,4 @@
-"""`attn_implementation="autoattn"`: tiny random models give the logits, tokens and gradients of Transformers' own."""
+"""`attn_implementation="autoattn"`: what a model says reaches kernels as structure, and mistakes are one sentence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from autoattn.errors import HostError
 from autoattn.integrations import once
 from autoattn.integrations.huggingface import NAME, register
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4")
-MORE_DECODERS = ("gemma3", "qwen2", "qwen3", "phi", "phi3")
 LEFT, RIGHT = padded(2, 20, left=5), padded(2, 20, right=3)
 PACKED = torch.cat([torch.arange(9), torch.arange(11)])[None]
 masking_utils = import_module("transformers.masking_utils")
@@ -71,37 +69,6 @@ def logits(name: str, implementation: str, given: dict[str, Any]) -> Tensor:
     return output.flatten(0, -2) if kept is None or kept.shape != output.shape[:2] else output[kept.bool()]
 
 
-def assert_equal_to_eager(name: str, given: dict[str, Any]) -> None:
-    expected = logits(name, "eager", given)
-    torch.testing.assert_close(logits(name, NAME, given), expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoders_give_the_logits_of_eager(name: str, inputs: str) -> None:
-    assert_equal_to_eager(name, INPUTS[inputs])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("name", MORE_DECODERS)
-def test_more_decoders_give_the_logits_of_eager(name: str, inputs: str) -> None:
-    assert_equal_to_eager(name, INPUTS[inputs])
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("bert", {"input_ids": tokens(2, 20), "attention_mask": RIGHT}),
-        ("vit", {"pixel_values": torch.rand(2, 3, 32, 32)}),
-        ("t5", {"input_ids": tokens(2, 20), "attention_mask": RIGHT, "decoder_input_ids": tokens(2, 7)}),
-        ("whisper", {"input_features": torch.rand(2, 8, 60), "decoder_input_ids": tokens(2, 7)}),
-    ],
-)
-def test_encoders_give_the_logits_of_eager(name: str, given: dict[str, Any]) -> None:
-    assert_equal_to_eager(name, given)
-
-
 @pytest.mark.parametrize(
     ("name", "inputs", "said"),
     [
@@ -111,6 +78,10 @@ def test_encoders_give_the_logits_of_eager(name: str, given: dict[str, Any]) -> 
         ("mistral", "right", [{"causal": True, "window": (WINDOW - 1, 0)}] * 2),
         ("mistral", "packed", [{"causal": True, "window": (WINDOW - 1, 0), "offsets": [0, 9, 20]}] * 2),
         ("gemma2", "plain", [{"causal": True, "window": (WINDOW - 1, 0), "softcap": 2.0}, {"softcap": 2.0}]),
+        ("gemma3", "left", [{"causal": True, "window": (WINDOW - 1, 0)}, {"causal": True, "window": None}]),
+        ("gpt_oss", "right", [{"causal": True, "window": (WINDOW - 1, 0)}, {"causal": True, "window": None}]),
+        ("phi3", "packed", [{"causal": True, "window": (WINDOW - 1, 0), "offsets": [0, 9, 20]}] * 2),
+        ("bert", "right", [{"causal": False, "window": None}] * 2),
         ("llama4", "plain", [{"offsets": [0, CHUNK, 16, 20, 28, 36, 40]}, {"causal": True, "offsets": None}]),
         ("llama4", "left", [{"offsets": [0, 5, 13, 20, 28, 36, 40]}, {"causal": True, "offsets": None}]),
         ("llama4", "packed", [{"offsets": CHUNKS_OF_PACKED}, {"offsets": [0, 9, 20]}]),
@@ -158,31 +129,6 @@ def test_offsets_of_a_caller_say_the_sequences(calls: list[dict[str, Any]]) -> N
     torch.testing.assert_close(apart[:9], expected[:9], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "cache"),
-    [
-        ("mistral", "dynamic"), ("llama4", "static"), ("llama4", "dynamic"), ("t5", "dynamic"),
-        *(
-            pytest.param(name, cache, marks=pytest.mark.exhaustive)
-            for name in (*DECODERS, *MORE_DECODERS) for cache in ("dynamic", "static")
-            if (name, cache) not in (("mistral", "dynamic"), ("llama4", "static"), ("llama4", "dynamic"))
-        ),
-    ],
-)  # fmt: skip
-def test_generate_scores_the_tokens_of_sdpa(name: str, cache: str) -> None:
-    net = model(name)
-    scores = {}
-    reference = "eager" if name in ("gemma2", "gpt_oss") else "sdpa"
-    for implementation in (reference, NAME):
-        net.set_attn_implementation(implementation)
-        output = net.generate(
-            input_ids=tokens(2, 20), attention_mask=LEFT, max_new_tokens=WINDOW + 5, do_sample=False,
-            cache_implementation=cache, disable_compile=True, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        scores[implementation] = torch.stack(output.logits)
-    torch.testing.assert_close(scores[NAME], scores[reference], atol=2e-5, rtol=2e-5)
-
-
 def test_the_prompt_of_a_static_cache_reads_no_unfilled_slot(calls: list[dict[str, Any]]) -> None:
     net = model("llama")
     scores = {}
@@ -194,35 +140,6 @@ def test_the_prompt_of_a_static_cache_reads_no_unfilled_slot(calls: list[dict[st
     torch.testing.assert_close(scores[NAME], scores["eager"], atol=2e-5, rtol=2e-5)
     if REMAPPED:  # older releases want a tensor for a static cache
         assert [(call["causal"], call["seq_kv"]) for call in calls] == [(True, 20)] * 2
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_has_the_gradients_of_sdpa(checkpointing: bool) -> None:
-    gradients = {}
-    for implementation in ("sdpa", NAME):
-        net = copy.deepcopy(model("mistral")).train()
-        if checkpointing:
-            net.gradient_checkpointing_enable()
-        net.set_attn_implementation(implementation)
-        net(input_ids=tokens(2, 20), attention_mask=LEFT, labels=tokens(2, 20)).loss.backward()
-        gradients[implementation] = [parameter.grad for parameter in net.parameters()]
-    torch.testing.assert_close(gradients[NAME], gradients["sdpa"], atol=2e-5, rtol=2e-4)
-
-
-@pytest.mark.exhaustive
-def test_the_trainer_reaches_the_loss_of_sdpa(tmp_path: Any) -> None:
-    pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed")
-    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 20)]
-    losses = {}
-    for implementation in ("sdpa", NAME):
-        net = copy.deepcopy(model("llama")).train()
-        net.set_attn_implementation(implementation)
-        settings = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, seed=0,
-            save_strategy="no", gradient_checkpointing=True, disable_tqdm=True,
-        )  # fmt: skip
-        losses[implementation] = transformers.Trainer(net, settings, train_dataset=rows).train().training_loss
-    assert losses[NAME] == pytest.approx(losses["sdpa"], rel=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -226,3 +226,19 @@ def test_a_mask_that_was_made_before_is_kept() -> None:
     mask = create(window(), 20, 20)
     assert create(CAUSAL, 20, 20) is None
     assert mask_function.create_mask(batch_size=2, q_length=20, kv_length=20, attention_mask=mask) is mask
+
+
+def test_a_graph_knows_the_patterns_that_need_no_tensor() -> None:
+    def create_in_graph(tensor: Tensor, function: Any, **given: Any) -> tuple[Tensor, Any]:
+        return tensor + 1, mask_function.create_mask(2, 20, 20, mask_function=function, **given)
+
+    def window_in_graph(tensor: Tensor) -> tuple[Tensor, Any]:
+        mask: Any = mask_function.create_mask(2, 20, 20, mask_function=window(), local_size=WINDOW)
+        return tensor + 1, (mask.causal, mask.window, mask.padding, mask.packed)
+
+    compiled = torch.compile(create_in_graph, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1), CAUSAL)[1] is None
+    given: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    assert compiled(torch.ones(1), BIDIRECTIONAL, **given)[1] is None
+    compiled_window = torch.compile(window_in_graph, backend="eager", fullgraph=True)
+    assert compiled_window(torch.ones(1))[1] == (True, (WINDOW - 1, 0), None, False)

@@ -22,7 +22,7 @@ from autoattn.workers.worker_pool import Failure, Pool
 pytestmark = pytest.mark.interpreter
 
 CAPACITY = 36
-LENGTHS = (0, 7, 33)  # the last sequence has no room for all new keys
+LENGTHS = (0, 7, 33, -1)  # the third sequence has no room for all new keys, and the last none for its first one
 HEADS_Q, HEADS_KV = 4, 2
 
 
@@ -63,7 +63,7 @@ class Appending:
             count = batch * columns + 2
             pages = torch.randperm(count, generator=generator)[: batch * columns].view(batch, columns).int()
         elif self.rows:
-            count, rows = batch + 2, torch.tensor([4, 1, 2], dtype=torch.int32)
+            count, rows = batch + 2, torch.tensor([4, 1, 2, 0], dtype=torch.int32)
         if self.rotary_dim:
             cos, sin = torch.randn(2, CAPACITY + 4, self.rotary_dim // 2, generator=generator).to(self.tables)
             query = normal(batch, self.seq_q, HEADS_Q, self.head_dim)
@@ -116,6 +116,15 @@ def test_the_kernel_writes_what_the_formula_writes(child: Pool, appending: Appen
     outcome = child.result(appending, SECONDS)
     assert not isinstance(outcome, Failure), f"{outcome.outcome.value}: {outcome.detail}"
     assert all(outcome.values()), outcome
+
+
+def test_a_length_of_minus_one_leaves_out_the_first_new_key() -> None:
+    before, given = Appending(page=4, seq_new=1).given(), Appending(page=4, seq_new=1).given()
+    assert given.cache.pages is not None
+    given.cache.pages[-1] = -1  # as engines fill the rows of sequences that are not there
+    _, total = append_formula.append(given)
+    assert total.tolist() == [1, 8, 34, 0]
+    assert (given.key != before.key).flatten(1).any(1).sum() == 3  # pages
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

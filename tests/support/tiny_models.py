@@ -1,4 +1,4 @@
-"""Random Transformers models of two layers and a width of 64, one of each name for a whole run."""
+"""Random Transformers models of two layers and a width of 64, without dropout, one of each name for a whole run."""
 
 from __future__ import annotations
 
@@ -52,16 +52,20 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2Config", "AutoModelForCausalLM", TEXT),
     "qwen3": ("Qwen3Config", "AutoModelForCausalLM", {**TEXT, "head_dim": 16}),
-    "phi": ("PhiConfig", "AutoModelForCausalLM", TEXT),
+    "phi": ("PhiConfig", "AutoModelForCausalLM", {**TEXT, "resid_pdrop": 0.0}),
     "phi3": ("Phi3Config", "AutoModelForCausalLM", {**TEXT, "sliding_window": WINDOW}),
-    "bert": ("BertConfig", "AutoModelForMaskedLM", {**ENCODER, "vocab_size": VOCABULARY}),
+    "bert": (
+        "BertConfig",
+        "AutoModelForMaskedLM",
+        {**ENCODER, "vocab_size": VOCABULARY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
     "vit": ("ViTConfig", "AutoModelForImageClassification", {**ENCODER, "image_size": 32, "patch_size": 8}),
     "t5": (
         "T5Config",
         "AutoModelForSeq2SeqLM",
         {
             "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY,
-            "decoder_start_token_id": 0,
+            "decoder_start_token_id": 0, "dropout_rate": 0.0,
         },
     ),
     "whisper": (
@@ -71,7 +75,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
             "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": VOCABULARY,
             "num_mel_bins": 8, "max_source_positions": 30, "max_target_positions": 40, "pad_token_id": 0,
-            "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+            "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.0,
         },
     ),
 }  # fmt: skip

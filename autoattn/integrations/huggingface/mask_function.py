@@ -42,13 +42,13 @@ def create_mask(
         None where `is_causal` of the layer says it all; a StructuredMask for several queries; a bool tensor
         [batch, 1, seq_q, seq_kv] for one query, for a pattern that is unknown, and for a caller that needs a tensor.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import causal_mask_function, sdpa_mask  # Dynamo of torch 2.11 loads no lazy module
 
     if isinstance(attention_mask, StructuredMask):
         return attention_mask
-    function = masking_utils.causal_mask_function if mask_function is None else mask_function
+    function = causal_mask_function if mask_function is None else mask_function
     pairs: Callable[[], Tensor] = partial(
-        masking_utils.sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+        sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
         kv_offset=kv_offset, mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
     )  # fmt: skip

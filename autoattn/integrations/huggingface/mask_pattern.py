@@ -82,13 +82,13 @@ def infer(
     """
     if mask_function.__module__ != MODULE:
         return None
-    name = mask_function.__qualname__
+    name = mask_function.__name__  # Dynamo of torch 2.11 to 2.13 takes no qualified name for equal to its text
     if name == "causal_mask_function":
         return MaskPattern(causal=True)
     if name == "bidirectional_mask_function":
         return MaskPattern()
     known_size = local_size is None or local_size != chunk_size
-    if name != "and_masks.<locals>.and_mask" or not known_size or (skip and local_size is None):
+    if name != "and_mask" or not known_size or (skip and local_size is None):
         return None
     window = None
     if local_size is not None:
