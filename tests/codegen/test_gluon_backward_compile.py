@@ -176,7 +176,8 @@ PACKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", rarely(PACKED, lambda kind: kind == "window"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", PACKED)
 def test_packed_sequences_are_walked_by_the_loops_of_dense_ones(kind: str) -> None:
     """The TMA unit ends boxes where a sequence does, so that no step has a mask more."""
     facts, chosen = PACKED[kind]
@@ -274,7 +275,8 @@ WALKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", rarely(WALKED, lambda kind: kind == "narrow tiles"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", WALKED)
 def test_the_loops_of_programs_that_walk_many_tiles_are_those_of_programs_of_one(kind: str) -> None:
     facts, chosen = WALKED[kind]
     walked, alone = (inspect(source(problem(**facts), **chosen, schedule=each), 90) for each in ("dynamic", "one_tile"))

@@ -131,7 +131,8 @@ def test_a_causal_mask_costs_the_loop_over_whole_blocks_nothing() -> None:
     assert causal.get("PRMT", 0) < 8
 
 
-@pytest.mark.parametrize("mask", rarely(["full", "causal"], lambda mask: mask == "full"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_loop_over_whole_blocks_costs_packed_sequences_nothing(mask: str) -> None:
     plain = inspect(source(problem(head_dim=128, mask=mask)), 90).loop
     loop = inspect(source(problem(head_dim=128, mask=mask, layout=Layout.PACKED)), 90).loop

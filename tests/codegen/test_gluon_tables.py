@@ -95,6 +95,7 @@ def test_whole_blocks_find_the_queries_in_a_tile_without_partial_ones(
     assert never_made(code, before, roles) == []
 
 
+@pytest.mark.exhaustive
 def test_a_table_costs_the_loop_over_whole_blocks_nothing() -> None:
     masks = ("full", "blocks:128x128,0.5")
     dense, listed = (inspect(source(mask, softmax="first_max"), 90).loop for mask in masks)

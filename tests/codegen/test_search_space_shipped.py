@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from checkout_paths import CHECKOUT
 from kernels import covering, every_point
+from rarely import diagonal
 from samples import A30, H200, problem
 
 from autoattn.codegen import resources, search_space
@@ -81,18 +82,19 @@ def check_defaults(problem: Problem, devices: Iterable[Device]) -> None:
         assert SHIPPED.why_infeasible(default, problem, device) is None
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 17, 32, 56, 64, 80, 128, 129, 256])
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [
-        (DType.FLOAT16, Precision.IEEE),
-        (DType.BFLOAT16, Precision.IEEE),
-        (DType.FLOAT32, Precision.IEEE),
-        (DType.FLOAT32, Precision.TF32),
-        (DType.FLOAT32, Precision.TF32X3),
-    ],
-)
-def test_every_problem_has_a_default_on_every_architecture(dtype: DType, precision: Precision, head_dim: int) -> None:
+TYPES = [
+    (DType.FLOAT16, Precision.IEEE),
+    (DType.BFLOAT16, Precision.IEEE),
+    (DType.FLOAT32, Precision.IEEE),
+    (DType.FLOAT32, Precision.TF32),
+    (DType.FLOAT32, Precision.TF32X3),
+]
+HEAD_DIMS = (1, 8, 17, 32, 56, 64, 80, 128, 129, 256)
+
+
+@pytest.mark.parametrize(("head_dim", "types"), diagonal(HEAD_DIMS, TYPES))
+def test_every_problem_has_a_default_on_every_architecture(head_dim: int, types: tuple[DType, Precision]) -> None:
+    dtype, precision = types
     devices = {device.arch: device for device in device_profiles.all_devices()}.values()
     sizes = covering({"seq_q": (1, 17, 4096), "seq_kv": (1, 16, 17, 4096), "heads_q": (1, 32)})
     for device, size in itertools.product(devices, sizes):

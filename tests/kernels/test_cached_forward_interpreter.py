@@ -11,6 +11,7 @@ import pytest
 import torch
 from cached import CAPACITY, LENGTHS
 from interpreted import SECONDS
+from rarely import diagonal
 
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.problem import DType, Layout, Modifiers, Precision
@@ -131,8 +132,10 @@ def test_the_gate_refuses_a_kernel_that_cuts_a_sequence_by_those_that_share_its_
     assert "other bits alone" in verdict.reason
 
 
-@pytest.mark.parametrize("text", ["paged:16", "paged:3", "contiguous,rows,leftpad", "paged:16,float8_e4m3"])
-@pytest.mark.parametrize("layout", [Layout.BSHD, Layout.PACKED])
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    diagonal(("paged:16", "paged:3", "contiguous,rows,leftpad", "paged:16,float8_e4m3"), (Layout.BSHD, Layout.PACKED)),
+)
 def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> None:
     one = cached.problem(KeyCache.parse(text), packed=layout is Layout.PACKED, mask="causal")
     kind, source = rehearsal.structure(one, kernels.variant(PACK_GQA=1, SPLITS=2))

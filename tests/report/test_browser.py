@@ -11,6 +11,7 @@ import samples
 import searched
 from browser import Browser
 from checkout_paths import CHECKOUT
+from rarely import diagonal
 
 from autoattn import report
 from autoattn.cache import store
@@ -79,8 +80,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield one
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize(("width", "dark"), diagonal((PHONE, DESKTOP), (False, True)))
 def test_the_page_loads_alone_complains_of_nothing_and_fits(
     window: Browser, page: Path, width: int, dark: bool
 ) -> None:

@@ -116,7 +116,7 @@ def test_the_products_of_a_pass_are_those_that_the_tile_asks_for(compiled, arch)
     assert report.masked_loop["HMMA.16816.F32.BF16"] == wanted
 
 
-@pytest.mark.parametrize("arch", rarely([80, 90, 100], lambda arch: arch != 100))
+@pytest.mark.parametrize("arch", rarely([80, 90, 100], lambda arch: arch == 90))
 def test_a_pass_has_one_exp2_for_each_score_of_a_thread_and_few_more(compiled, arch):
     report = read(compiled(arch), arch)
     scores = BLOCK_M * BLOCK_N // (32 * NUM_WARPS)

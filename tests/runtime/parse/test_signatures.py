@@ -51,6 +51,7 @@ REVEALED = {
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_users_strict_mypy_sees_real_types_and_mistakes(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)
