@@ -54,8 +54,8 @@ class ProblemRun:
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
         starters = portfolio.starters_for(self.problem, self.device)
         if self._asks_arithmetic:
-            contest.enqueue([*theirs[:1], *starters[:1], *self._elsewhere])
-            contest.offer([*theirs, *starters])
+            contest.enqueue([*theirs[:1], *starters[:1], *self._elsewhere[:1]])
+            contest.offer([*theirs, *starters, *self._elsewhere])
         else:
             contest.enqueue([*starters, *self._elsewhere, *theirs])
         return contest

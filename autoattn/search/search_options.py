@@ -70,7 +70,7 @@ PROFILES = {
     Effort.QUICK: Profile(
         trials=32,
         search_seconds=12.0,
-        kernels=8,
+        kernels=7,
         sibling_kernels=0.5,
         finalists=5,
         final_seconds=2.0,
@@ -80,7 +80,7 @@ PROFILES = {
     Effort.STANDARD: Profile(
         trials=32,
         search_seconds=180.0,
-        kernels=8,
+        kernels=7,
         sibling_kernels=0.5,
         finalists=5,
         final_seconds=5.0,
