@@ -113,7 +113,7 @@ class Study:
 
         By arithmetic; 0 where there is none, or nothing bounds its time.
         """
-        if self._arithmetic is None or (favoured := self._favoured()) is None:
+        if self._arithmetic is None or self._everything is not None or (favoured := self._favoured()) is None:
             return 0.0
         least = self._arithmetic.least_us(favoured)
         return self.best_us / least if least > 0 else 0.0
@@ -290,7 +290,7 @@ class Study:
         assert self._arithmetic is not None
         self._offered = [variant for variant in self._offered if self._new(variant)]
         self._drawn = [variant for variant in self._drawn if self._new(variant)]
-        if not self._drawn and self._everything is None:
+        if not self._drawn:
             draws = (next(self.space.feasible(self.problem, self.device, self._rng), None) for _ in range(DRAWS))
             self._drawn = [variant for variant in dict.fromkeys(draws) if variant is not None and self._new(variant)]
         return min([*self._offered, *self._drawn], key=self._arithmetic.expected_us, default=None)
