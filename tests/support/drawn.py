@@ -162,23 +162,32 @@ def call_of(rng: random.Random, sizes: Sizes) -> Call:
     head_dim = rng.choice(sizes.head_dims)
     mask = mask_of(rng, sizes, packed=layout is Layout.PACKED)
     modifiers = modifiers_of(rng, packed=layout is Layout.PACKED)
-    kind = Problem(
+    kind = smallest(
         dtype=dtype,
         precision=precision,
-        batch=1,
-        heads_q=1,
-        heads_kv=1,
-        seq_q=1,
-        seq_kv=2,
         head_dim=head_dim,
         head_dim_v=rng.choice(sizes.head_dims) if rng.random() < 0.3 else head_dim,
         mask=mask,
         modifiers=modifiers,
         layout=layout,
-        tokens_q=1 if layout is Layout.PACKED else 0,
-        tokens_kv=2 if layout is Layout.PACKED else 0,
     )
     return resized(rng, kind, sizes)
+
+
+def smallest(*, layout: Layout, **facts: Any) -> Problem:
+    """The smallest problem of a kind, which stands for it until sizes are drawn."""
+    tokens_q, tokens_kv = (1, 2) if layout is Layout.PACKED else (0, 0)
+    return Problem(
+        batch=1,
+        heads_q=1,
+        heads_kv=1,
+        seq_q=1,
+        seq_kv=2,
+        tokens_q=tokens_q,
+        tokens_kv=tokens_kv,
+        layout=layout,
+        **facts,
+    )
 
 
 def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:

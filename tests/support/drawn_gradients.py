@@ -110,22 +110,15 @@ def call_of(rng: random.Random, sizes: Sizes) -> Call:
     """Packed sequences of any kind, whose gradients are asked for."""
     dtype, precision = rng.choice(sizes.numbers)
     head_dim = rng.choice(sizes.head_dims)
-    kind = Problem(
+    kind = drawn.smallest(
         op=Op.BACKWARD,
         dtype=dtype,
         precision=precision,
-        batch=1,
-        heads_q=1,
-        heads_kv=1,
-        seq_q=1,
-        seq_kv=2,
         head_dim=head_dim,
         head_dim_v=rng.choice(sizes.head_dims) if rng.random() < 0.2 else head_dim,
         mask=drawn.mask_of(rng, sizes, packed=True),
         modifiers=modifiers_of(rng),
         layout=Layout.PACKED,
-        tokens_q=1,
-        tokens_kv=2,
         deterministic=rng.random() < 0.5,
     )
     return resized(rng, kind, sizes)
