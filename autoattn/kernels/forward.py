@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,6 +68,21 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
     view, element = View.of(bias), BIAS_ELEMENT[bias.dtype]
     aligned, shared = bias_alignment(view, bias.data_ptr(), bias.dtype), is_shared_by_queries(view)
     return Traits(alignment=alignment, wide=wide, lse=lse, bias=element, bias_alignment=aligned, bias_shared=shared)
+
+
+def merging(traits: Traits, output: Tensor) -> Traits:
+    """The traits of a kernel that merges its output and LSE into those of other keys.
+
+    Args:
+        traits: of the call without them.
+        output: [batch, heads, seq, head_dim_v] view of what is there, float32 or as the call's own output.
+    """
+    addresses, element = output.data_ptr(), output.element_size()
+    alignment, wide = memory_of_views([View.of(output)], addresses, element)
+    return replace(
+        traits, alignment=math.gcd(traits.alignment, alignment), wide=traits.wide or wide, lse=True,
+        merged=BIAS_ELEMENT[output.dtype],
+    )  # fmt: skip
 
 
 def bias_alignment(bias: View, address: int, dtype: torch.dtype) -> int:
@@ -139,7 +155,9 @@ def launch(
 
     Args:
         output: [batch, heads_q, seq_q, head_dim_v] view
-        lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
+        lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted.
+            A kernel that merges finds output and LSE of other keys there: 0 and -inf where there are none, and of the
+            LSE only queries lie side by side.
         counting: give the launch a scratch that nobody else writes to later.
 
     Returns:
@@ -264,6 +282,8 @@ def launch_arguments(
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": lse,
     }
+    if kernel.source.traits.merged and lse is not None:
+        arguments |= dict(zip(strides("l"), lse.stride(), strict=False))
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= modifiers(operands)
     if operands.table is not None:
