@@ -9,7 +9,7 @@ from typing import Any
 
 import context_calls
 import pytest
-from context_calls import ContextCall
+from context_calls import METHODS, ContextCall
 from process_groups import Ranks
 from rarely import rarely
 
@@ -27,6 +27,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def test_all_ranks_together_compute_what_one_process_computes(ranks: Ranks, size: int) -> None:
     calls = [ContextCall.draw(seed, size) for seed in range(24)]
     assert ranks.run(size, context_calls.faults, calls) == [[]] * size
+
+
+@pytest.mark.parametrize("size", rarely([2, 3, 4], lambda size: size == 3))
+def test_kernels_that_merge_make_the_same_of_it(ranks: Ranks, size: int) -> None:
+    calls = [ContextCall.draw(seed, size) for seed in range(24) if METHODS[seed % 4] in ("ring", "allgather")]
+    answers = ranks.run(size, context_calls.faults_of_merging_kernels, calls)
+    assert [wrong for wrong, _ in answers] == [[]] * size
+    assert all(merges > 0 for _, merges in answers)
 
 
 @pytest.mark.exhaustive
