@@ -59,8 +59,8 @@ class Traits:
     # anything goes, as for a bias that keys share. A bias is loaded as wide as this says.
     bias_alignment: int = 0
     bias_shared: bool = False  # all queries share the row of a bias of pairs: its step from query to query is 0
-    # Triton's name of the element type of an output of other keys, which the kernel merges its own into, as it does with
-    # the LSE; "" where the kernel writes its own alone.
+    # Triton's name of the element type of an output of other keys. The kernel merges its own into that, and its LSE
+    # likewise; "" where it writes its own alone.
     merged: str = ""
 
 

@@ -103,9 +103,7 @@ class Parts:
 
     def meets(self, tokens: Span) -> bool:
         """Whether the whole was asked for, or a part has some of the tokens."""
-        return self._whole is not None or any(
-            begin < tokens[1] and tokens[0] < end for (begin, end), _ in self._parts
-        )
+        return self._whole is not None or any(begin < tokens[1] and tokens[0] < end for (begin, end), _ in self._parts)
 
     def blank(self, tokens: Span, dtype: torch.dtype, fill: float, device: torch.device) -> Tensor:
         """A new part of these tokens, full of a number."""

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from autoattn.kernels import forward
 from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.plan import planner
 from autoattn.runtime.prepared_call import KernelCall
 from autoattn.runtime.torch_op import attention_op, attention_schema
-from autoattn.kernels import forward
 
 
 def attend(tensors: Sequence[Any], words: dict[str, Any], output: Tensor, lse: Tensor) -> bool:
@@ -37,7 +37,8 @@ def attend(tensors: Sequence[Any], words: dict[str, Any], output: Tensor, lse: T
     own = *tensors[:3], *attention_op.others_of(tensors)
     known = call_cache.find(call_key)
     if isinstance(known, KernelCall):
-        known.write(*own[:3], own[3:], output, lse)
+        query, key, value, *others = own
+        known.write(query, key, value, tuple(others), output, lse)
         return True
     given = attention_schema.named(tensors, words)
     call = attention_op.read(given)

@@ -70,9 +70,7 @@ def _drawn(points: Any, one: Problem, device: Any) -> list[Any]:
 @pytest.mark.parametrize("running", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_calls_on_parts_of_the_keys_leave_the_output_of_all_keys(running: torch.dtype) -> None:
     torch.manual_seed(0)
-    query, key, value = (
-        torch.randn(1, 2048, heads, 128, device=CUDA, dtype=torch.bfloat16) for heads in (32, 8, 8)
-    )
+    query, key, value = (torch.randn(1, 2048, heads, 128, device=CUDA, dtype=torch.bfloat16) for heads in (32, 8, 8))
     words: dict[str, Any] = {"mask": str(Mask.window(-1, -1)), "keep_lse": True, "layout": "bshd"}
     none = (None,) * len(attention_schema.LEARNING[3:])
     expected, lse = autoattn.attention(query, key, value, layout="bshd", return_lse=True)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from interpreted import CPU, SECONDS
 from merged import Merge
-from rarely import rarely
 
 from autoattn.codegen import render
 from autoattn.core.problem import DType, Layout, Modifiers, Problem

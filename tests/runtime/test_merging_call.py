@@ -34,7 +34,7 @@ def halves(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("running", [torch.float32, torch.float16])
 @pytest.mark.parametrize("times", [1, 3])
-def test_two_calls_leave_the_output_of_all_keys(card: dict[str, Any], running: torch.dtype, times: int) -> None:  # noqa: F811
+def test_two_calls_leave_the_output_of_all_keys(card: dict[str, Any], running: torch.dtype, times: int) -> None:
     tensors = three()
     expected, lse = autoattn.attention(*tensors, layout="bshd", return_lse=True)
     for _ in range(times):  # the later ones by what the first prepared
@@ -49,7 +49,7 @@ def test_two_calls_leave_the_output_of_all_keys(card: dict[str, Any], running: t
     assert card["prepared"] == 2 * times - 1
 
 
-def test_a_packed_call_merges_too(card: dict[str, Any]) -> None:  # noqa: F811
+def test_a_packed_call_merges_too(card: dict[str, Any]) -> None:
     query, key, value = (tensor[0] for tensor in three())
     offsets = cu_seqlens.of_numbers((0, 12, 32), query.device), cu_seqlens.of_numbers((0, 0, 64), query.device)
     words = WORDS | {"layout": "packed", "max_seqlen_q": 20, "max_seqlen_kv": 64}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -76,9 +76,7 @@ def _is_nan_behind(output: Tensor) -> bool:
     return bool(room[:, output.shape[2] :].isnan().all())
 
 
-def _difference(
-    case: Case, made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], seen: Tensor
-) -> str:
+def _difference(case: Case, made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], seen: Tensor) -> str:
     """Where rows that see a key differ from what they must be."""
     if not torch.equal(made[0].isnan() & seen[..., None], expected[0].isnan() & seen[..., None]):
         return "its NaN do not stand where the reference has them"
