@@ -44,6 +44,10 @@ def test_more_calls_compute_what_one_process_computes(ranks: Ranks, size: int) -
     assert ranks.run(size, context_calls.faults, calls) == [[]] * size
 
 
+def test_tuning_measures_the_link_and_every_method_that_takes_a_call(ranks: Ranks) -> None:
+    context_calls.assert_measured(ranks.run(2, context_calls.measured)[0])
+
+
 def test_one_rank_is_the_plain_call(ranks: Ranks) -> None:
     assert ranks.run(1, context_calls.plain) == [True]
 

@@ -16,7 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoattn
 from autoattn import distributed
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType
+from autoattn.core.rank_choice import RankCall
 from autoattn.distributed import merging
+from autoattn.distributed.communication import ranks_of
 from autoattn.distributed.sharding import Sharding
 from autoattn.errors import TensorError, UsageError
 from autoattn.runtime import merging_call
@@ -199,6 +203,36 @@ def faults_of_merging_kernels(group: dist.ProcessGroup, calls: list[ContextCall]
 
     with mock.patch.object(merging_call, "attend", attend):
         return faults(group, calls), merges
+
+
+# --- What tuning measures ---------------------------------------------------------------------------------------------
+
+
+def _rank_call(**changes: Any) -> RankCall:
+    facts: dict[str, Any] = {"dtype": DType.FLOAT32, "heads_q": 2, "heads_kv": 1, "head_dim": 8, "head_dim_v": 8}
+    facts |= {"mask": Mask.parse("causal"), "packed": False, "learns": False, "tokens": 48}
+    return RankCall(**{**facts, **changes})
+
+
+MEASURED = [_rank_call(), _rank_call(learns=True, packed=True), _rank_call(heads_q=3, mask=Mask.window(5, 0))]
+
+
+def measured(group: dist.ProcessGroup) -> Any:
+    """What `autoattn tune --ranks` finds of these calls."""
+    from autoattn.search.rank_tuning import Measurement  # which brings optuna and more
+
+    return Measurement(ranks=ranks_of(group), device=torch.device("cpu")).of(MEASURED)
+
+
+def assert_measured(found: Any) -> None:
+    """That it is the link, and every method that takes a call."""
+    assert found.link.bytes_per_second > 0.0
+    assert [each.call for each in found.choices] == MEASURED
+    names = [set(each.times_us) for each in found.choices]
+    assert names == [{"ring", "allgather", "ulysses"}, {"ring", "allgather", "ulysses"}, {"ring", "allgather"}]
+    assert all(each.times_us[each.method] == min(each.times_us.values()) for each in found.choices)
+    assert list(found.refused) == [f"{MEASURED[2]} by ulysses"]
+    assert found.communication_sms is None
 
 
 # --- What a rank refuses ----------------------------------------------------------------------------------------------

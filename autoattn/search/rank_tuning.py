@@ -1,0 +1,265 @@
+"""Measures one attention over the cards of a host: the link between them, and how long each method takes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from autoattn import distributed
+from autoattn.cache import rank_choices
+from autoattn.core.device import Device
+from autoattn.core.mask import Mask
+from autoattn.core.rank_choice import Link, RankCall, RankChoice, RankChoices
+from autoattn.distributed.communication import Exchange, Ranks, ranks_of
+from autoattn.distributed.schedule import Method, Split
+from autoattn.distributed.sharding import Sharding
+from autoattn.errors import AutoattnError, GroupError, UsageError
+from autoattn.reference.attention_formula import TORCH_DTYPE
+from autoattn.search.entry_builder import versions
+
+ROUNDS = 7
+LONG_S = 0.02  # a call that takes longer is timed by itself, others three at a time
+LARGE = 2**26  # bytes of an exchange that the link's speed is read from
+SMS = (2, 4, 8, 16, 32)  # that communication may take at most
+GAIN = 0.98  # of a time that a limit of the SMs must reach to be kept
+SECONDS = 300  # that ranks wait for one another
+DOCUMENT = 4096  # tokens of a packed sequence
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the first rank tells."""
+
+    link: Link
+    choices: tuple[RankChoice, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)  # a call and a method -> why it has no time
+    communication_sms: int | None = None
+
+
+def check(ranks: int, card: Device, *, measured: bool) -> None:
+    """Refuses what this machine cannot measure.
+
+    Raises:
+        UsageError: it has fewer such cards than ranks.
+    """
+    if ranks < 2:
+        raise UsageError(f"--ranks must be 2 or more, got {ranks}; one rank makes the plain call, which tune searches")
+    count = torch.cuda.device_count() if measured else 0
+    if count < ranks:
+        raise UsageError(
+            f"--ranks {ranks} measures on as many GPUs of this machine, got {count} that are {card.full_name}; run it "
+            "on a host that has them, or give fewer ranks"
+        )
+
+
+def tune(calls: Sequence[RankCall], card: Device, ranks: int, cache: Path) -> tuple[Path, RankChoices, Found]:
+    """Measures calls over so many cards of this machine, and keeps the choices in a cache folder.
+
+    Raises:
+        GroupError: a rank ended.
+        CacheError: the folder cannot be written.
+    """
+    found = measure(calls, ranks, "nccl")
+    choices = RankChoices(
+        schema=rank_choices.SCHEMA,
+        device=card.name,
+        fingerprint=card.fingerprint,
+        ranks=ranks,
+        link=found.link,
+        communication_sms=found.communication_sms,
+        versions=versions(on_card=True),
+        choices=found.choices,
+    )
+    return rank_choices.merge(cache, card, choices), choices, found
+
+
+def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
+    """What ranks in processes of their own find.
+
+    Args:
+        backend: nccl for cards, gloo for the CPU.
+
+    Raises:
+        GroupError: a rank ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        try:
+            mp.spawn(_rank, args=(ranks, backend, address, tuple(calls), path), nprocs=ranks)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            lines = str(error).strip().splitlines()
+            raise GroupError(
+                f"all {ranks} ranks must measure to the end, but one ended ({lines[-1]}); correct that and tune again"
+            ) from None
+        return msgspec.json.decode(path.read_bytes(), type=Found)
+
+
+def _rank(rank: int, size: int, backend: str, address: str, calls: tuple[RankCall, ...], path: Path) -> None:
+    """What each process does."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit)
+    try:
+        found = Measurement(ranks=ranks_of(dist.group.WORLD), device=device).of(calls)
+        if rank == 0:
+            path.write_text(json.dumps(msgspec.to_builtins(found)), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """This process among the ranks."""
+
+    ranks: Ranks
+    device: torch.device
+
+    def of(self, calls: Sequence[RankCall]) -> Found:
+        """Link, choices, and the SMs that communication does best with, by the call of the most tokens."""
+        link = self.link()
+        choices: list[RankChoice] = []
+        refused: dict[str, str] = {}
+        for call in calls:
+            times, reasons = self.methods(call)
+            refused |= {f"{call} by {method}": why for method, why in reasons.items()}
+            if times:
+                choices.append(RankChoice(call=call, method=min(times, key=lambda name: times[name]), times_us=times))
+        longest = max(choices, key=lambda each: each.call.tokens, default=None)
+        sms = None if longest is None or self.device.type != "cuda" else self.communication_sms(longest)
+        return Found(link=link, choices=tuple(choices), refused=refused, communication_sms=sms)
+
+    def link(self) -> Link:
+        """Each rank sends to the next one while it receives from the one before."""
+
+        def exchange(count: int) -> float:
+            sent, received = (torch.zeros(count, dtype=torch.uint8, device=self.device) for _ in range(2))
+            ranks = self.ranks
+            after, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+
+            def call() -> None:
+                Exchange(ranks, [ranks.sends(sent, after), ranks.receives(received, before)]).wait()
+
+            return self.rounds({"": call})[""]
+
+        latency = exchange(1024)
+        return Link(bytes_per_second=LARGE / max(exchange(LARGE) - latency, 1e-9), latency_us=latency * 1e6)
+
+    def methods(self, call: RankCall) -> tuple[dict[str, float], dict[str, str]]:
+        """Microseconds of the methods that compute a call, and why the others do not."""
+        made, refused = {}, {}
+        for method in Method:
+            attempt = self.attention(call, method.value, self.ranks.group)
+            try:
+                attempt()
+                made[method.value] = attempt
+            except (AutoattnError, torch.OutOfMemoryError) as error:  # on all ranks alike
+                refused[method.value] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return {name: seconds * 1e6 for name, seconds in self.rounds(made).items()}, refused
+
+    def communication_sms(self, choice: RankChoice) -> int | None:
+        """The limit of NCCL's SMs with which the call is faster than with NCCL's own choice; None without one."""
+        calls = {"": self.attention(choice.call, choice.method, self.ranks.group)}
+        for sms in SMS:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = sms
+            group = dist.new_group(pg_options=options)
+            calls[str(sms)] = self.attention(choice.call, choice.method, group)
+        times = self.rounds(calls)
+        best = min(times, key=lambda name: times[name])
+        return int(best) if best and times[best] < GAIN * times[""] else None
+
+    def attention(self, call: RankCall, method: str, group: dist.ProcessGroup) -> Call:
+        """A call over the ranks, of a forward pass or of both."""
+        offsets = _offsets(call)
+        split = Split(offsets=tuple(offsets), ranks=self.ranks.size, sharding=Sharding.ZIGZAG)
+        rows = (split.lengths[self.ranks.rank],) if call.packed else (1, split.lengths[self.ranks.rank])
+        shapes = (
+            (call.heads_q, call.head_dim), (call.heads_kv, call.head_dim), (call.heads_kv, call.head_dim_v),
+            (call.heads_q, call.head_dim_v),
+        )  # fmt: skip
+        torch.manual_seed(self.ranks.rank)
+        dtype = TORCH_DTYPE[call.dtype]
+        query, key, value, pull = (torch.randn(*rows, *shape, device=self.device).to(dtype) for shape in shapes)
+        three = [tensor.requires_grad_(call.learns) for tensor in (query, key, value)]
+        words = _mask_words(call.mask) | (
+            {"cu_seqlens": offsets} if call.packed else {"seq_len": offsets[-1], "layout": "bshd"}
+        )
+
+        def attend() -> Tensor:
+            output = distributed.context_attention(*three, group=group, method=method, **words)
+            assert isinstance(output, Tensor)
+            return output
+
+        if not call.learns:
+            return attend
+        return lambda: torch.autograd.grad(attend(), three, pull)
+
+    def rounds(self, calls: dict[str, Call]) -> dict[str, float]:
+        """Seconds of each call: of the slowest rank, the median of rounds in which each has its turn."""
+        counts = {}
+        for name, call in calls.items():
+            call()
+            counts[name] = 3 if self._slowest(self._timed(call, 1)) < LONG_S else 1
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                times[name].append(self._slowest(self._timed(call, counts[name])))
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def _slowest(self, seconds: float) -> float:
+        longest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ranks.group)
+        return float(longest)
+
+    def _timed(self, call: Call, count: int) -> float:
+        """Seconds of a call that all ranks begin together."""
+        dist.barrier(self.ranks.group)
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        self._wait()
+        return (time.perf_counter() - begin) / count
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _offsets(call: RankCall) -> list[int]:
+    """Where the sequences of a call begin, and the last ends: one, or packed ones of a usual length."""
+    if not call.packed:
+        return [0, call.tokens]
+    whole, rest = divmod(call.tokens, DOCUMENT)
+    return list(accumulate([0, *[DOCUMENT] * whole, *[rest] * bool(rest)]))
+
+
+def _mask_words(mask: Mask) -> dict[str, Any]:
+    """The arguments that say a mask."""
+    if mask.left is None and mask.right is None:
+        return {"causal": mask.causal}
+    bounds = (mask.left, mask.right)
+    return {"window": tuple(-1 if bound is None else bound for bound in bounds)}
