@@ -24,7 +24,7 @@ from autoattn.distributed.partial_call import Terms
 from autoattn.distributed.rectangles import Reach
 from autoattn.distributed.schedule import Method, Split
 from autoattn.distributed.sharding import Sharding
-from autoattn.errors import TensorError, UsageError
+from autoattn.errors import AutoattnError, TensorError, UsageError
 from autoattn.kernels.forward import DTYPE
 from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
 from autoattn.tensors import cu_seqlens as offset_tensors
@@ -110,7 +110,7 @@ def context_attention(
     call, refusal = None, None
     try:
         call = _read(query, key, value, ranks, (sharding, method, layout), cu_seqlens, seq_len, given)
-    except UsageError as error:
+    except AutoattnError as error:  # a mistake, or a damaged file of choices
         refusal = error
     words = "" if call is None else f"{call.words}; return_lse {return_lse}"
     agree(ranks, words, refusal, query.device)
