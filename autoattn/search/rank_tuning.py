@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from autoattn import distributed
@@ -25,22 +18,19 @@ from autoattn.cache import rank_choices
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.rank_choice import Link, RankCall, RankChoice, RankChoices
-from autoattn.distributed.communication import Exchange, Ranks, ranks_of
+from autoattn.distributed.communication import Exchange, Ranks
 from autoattn.distributed.schedule import Method, Split
 from autoattn.distributed.sharding import Sharding
-from autoattn.errors import AutoattnError, GroupError, UsageError
+from autoattn.errors import AutoattnError, UsageError
 from autoattn.reference.attention_formula import TORCH_DTYPE
+from autoattn.search import rank_processes
 from autoattn.search.entry_builder import versions
+from autoattn.search.rank_processes import Call, RankTimer
 
-ROUNDS = 7
-LONG_S = 0.02  # a call that takes longer is timed by itself, others three at a time
 LARGE = 2**26  # bytes of an exchange that the link's speed is read from
 SMS = (2, 4, 8, 16, 32)  # that communication may take at most
 GAIN = 0.98  # of a time that a limit of the SMs must reach to be kept
-SECONDS = 300  # that ranks wait for one another
 DOCUMENT = 4096  # tokens of a packed sequence
-
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,43 +89,29 @@ def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
     Raises:
         GroupError: a rank ended.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        try:
-            mp.spawn(_rank, args=(ranks, backend, address, tuple(calls), path), nprocs=ranks)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            lines = str(error).strip().splitlines()
-            raise GroupError(
-                f"all {ranks} ranks must measure to the end, but one ended ({lines[-1]}); correct that and tune again"
-            ) from None
-        return msgspec.json.decode(path.read_bytes(), type=Found)
+    return rank_processes.run(partial(found_by, calls=tuple(calls)), ranks, backend, Found)
 
 
-def _rank(rank: int, size: int, backend: str, address: str, calls: tuple[RankCall, ...], path: Path) -> None:
-    """What each process does."""
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=SECONDS)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit)
-    try:
-        found = Measurement(ranks=ranks_of(dist.group.WORLD), device=device).of(calls)
-        if rank == 0:
-            path.write_text(json.dumps(msgspec.to_builtins(found)), encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
+def found_by(timer: RankTimer, calls: Sequence[RankCall]) -> Found:
+    """What the ranks of a group find together."""
+    return Measurement(timer=timer).of(calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """This process among the ranks."""
 
-    ranks: Ranks
-    device: torch.device
+    timer: RankTimer
+
+    @property
+    def ranks(self) -> Ranks:
+        """The group."""
+        return self.timer.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.timer.device
 
     def of(self, calls: Sequence[RankCall]) -> Found:
         """Link, choices, and the SMs that communication does best with, by the call of the most tokens."""
@@ -162,7 +138,7 @@ class Measurement:
             def call() -> None:
                 Exchange(ranks, [ranks.sends(sent, after), ranks.receives(received, before)]).wait()
 
-            return self.rounds({"": call})[""]
+            return self.timer.rounds({"": call})[""]
 
         latency = exchange(1024)
         return Link(bytes_per_second=LARGE / max(exchange(LARGE) - latency, 1e-9), latency_us=latency * 1e6)
@@ -177,7 +153,7 @@ class Measurement:
                 made[method.value] = attempt
             except (AutoattnError, torch.OutOfMemoryError) as error:  # on all ranks alike
                 refused[method.value] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return {name: seconds * 1e6 for name, seconds in self.rounds(made).items()}, refused
+        return {name: seconds * 1e6 for name, seconds in self.timer.rounds(made).items()}, refused
 
     def communication_sms(self, choice: RankChoice) -> int | None:
         """The limit of NCCL's SMs with which the call is faster than with NCCL's own choice; None without one."""
@@ -187,7 +163,7 @@ class Measurement:
             options.config.max_ctas = sms
             group = dist.new_group(pg_options=options)
             calls[str(sms)] = self.attention(choice.call, choice.method, group)
-        times = self.rounds(calls)
+        times = self.timer.rounds(calls)
         best = min(times, key=lambda name: times[name])
         return int(best) if best and times[best] < GAIN * times[""] else None
 
@@ -216,37 +192,6 @@ class Measurement:
         if not call.learns:
             return attend
         return lambda: torch.autograd.grad(attend(), three, pull)
-
-    def rounds(self, calls: dict[str, Call]) -> dict[str, float]:
-        """Seconds of each call: of the slowest rank, the median of rounds in which each has its turn."""
-        counts = {}
-        for name, call in calls.items():
-            call()
-            counts[name] = 3 if self._slowest(self._timed(call, 1)) < LONG_S else 1
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS):
-            for name, call in calls.items():
-                times[name].append(self._slowest(self._timed(call, counts[name])))
-        return {name: statistics.median(each) for name, each in times.items()}
-
-    def _slowest(self, seconds: float) -> float:
-        longest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ranks.group)
-        return float(longest)
-
-    def _timed(self, call: Call, count: int) -> float:
-        """Seconds of a call that all ranks begin together."""
-        dist.barrier(self.ranks.group)
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        self._wait()
-        return (time.perf_counter() - begin) / count
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _offsets(call: RankCall) -> list[int]:

@@ -219,9 +219,10 @@ MEASURED = [_rank_call(), _rank_call(learns=True, packed=True), _rank_call(heads
 
 def measured(group: dist.ProcessGroup) -> Any:
     """What `autoattn tune --ranks` finds of these calls."""
-    from autoattn.search.rank_tuning import Measurement  # which brings optuna and more
+    from autoattn.search import rank_processes, rank_tuning  # which bring optuna and more
 
-    return Measurement(ranks=ranks_of(group), device=torch.device("cpu")).of(MEASURED)
+    timer = rank_processes.RankTimer(ranks=ranks_of(group), device=torch.device("cpu"))
+    return rank_tuning.found_by(timer, MEASURED)
 
 
 def assert_measured(found: Any) -> None:
