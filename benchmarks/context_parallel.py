@@ -2,7 +2,6 @@
 
 python benchmarks/context_parallel.py [--ranks 2] [--tokens 8192,32768] [--rows causal,pytorch,packed,window]
     [--simulate] [--out FILE]
-python benchmarks/context_parallel.py --short [--ranks 1]    the published sizes of a ring over one rank and more
 
 The script starts a process for each rank, anew for each row, so that one that fails leaves the others. Efficiency is
 that of ring-flash-attention's README: calls of one rank on its own tokens a second, over calls of all ranks a second
@@ -205,29 +204,6 @@ def _kind(each: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(each.get(name) for name in ("row", "tokens", "passes"))
 
 
-SHORT_DIM = 64  # the published table does not say it
-
-
-def short_table(bench: Bench) -> Iterable[str]:
-    """Forward passes in float32 without a mask, by the sizes of a published ring (ring_v2_collective)."""
-    yield "| implementation | ranks | batch | seq len | heads | time (ms) | memory (MB) | throughput (tok/s) |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for batch, seq, heads in itertools.product((1, 2), (512, 1024), (8, 16)):
-        shape = batch, heads, seq // bench.size, SHORT_DIM
-        query, key, value = (torch.randn(shape, device=bench.device) for _ in range(3))
-
-        def call() -> Tensor:
-            return distributed.context_attention(query, key, value, group=bench.group)  # noqa: B023 - called here
-
-        with torch.no_grad():
-            seconds = bench.slowest(call)
-            torch.cuda.reset_peak_memory_stats()
-            call()
-        memory = torch.cuda.max_memory_allocated() / 2**20
-        numbers = f"{seconds * 1e3:.3f} | {memory:.2f} | {batch * seq / seconds:.0f}"
-        yield f"| context_attention, ring | {bench.size} | {batch} | {seq} | {heads} | {numbers} |"
-
-
 def run(rank: int, size: int, given: argparse.Namespace, name: str, path: str) -> None:
     """What each process does; the first writes what it found into a file, a line of JSON each."""
     torch.cuda.set_device(rank)
@@ -235,11 +211,10 @@ def run(rank: int, size: int, given: argparse.Namespace, name: str, path: str) -
     dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
     mesh = init_device_mesh("cuda", (size,))
     bench = Bench(group=mesh.get_group(), mesh=mesh, rank=rank, size=size, device=device)
-    found = short_table(bench) if given.short else records(bench, name, given)
     with open(path, "a", encoding="utf-8") as file:
-        for each in found:
+        for each in records(bench, name, given):
             if rank == 0:
-                print(each if isinstance(each, str) else told(each), flush=True)
+                print(told(each), flush=True)
                 file.write(json.dumps(each) + "\n")
                 file.flush()
     dist.destroy_process_group()
@@ -273,19 +248,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=0, help="processes to start; all GPUs when 0")
     parser.add_argument("--tokens", default="8192,32768", help="of a rank")
     parser.add_argument("--rows", default="causal,pytorch,packed,window", help="kinds of attention")
-    parser.add_argument("--short", action="store_true", help="short sequences in float32 instead")
     parser.add_argument("--simulate", action="store_true", help="simulate other numbers of ranks")
     parser.add_argument("--out", type=Path, help="file for the tables")
     given = parser.parse_args()
     size = given.ranks or torch.cuda.device_count()
-    rows = ["short"] if given.short else given.rows.split(",")
-    found = [each for name in rows for each in measured(size, given, name)]
-    title = f"{size} x {torch.cuda.get_device_name(0)}, PyTorch {torch.__version__}, autoattn {autoattn.__version__}"
-    if not given.short:
-        title += f", {HEADS}/{HEADS_KV} heads, D{HEAD_DIM}, bfloat16"
-    text = "\n".join(
-        [f"# Attention over {size} ranks", "", title, "", *(found if given.short else tables(found, size))]
-    )
+    found = [each for name in given.rows.split(",") for each in measured(size, given, name)]
+    title = f"{size} x {torch.cuda.get_device_name(0)}, PyTorch {torch.__version__}, autoattn {autoattn.__version__}, "
+    title += f"{HEADS}/{HEADS_KV} heads, D{HEAD_DIM}, bfloat16"
+    text = "\n".join([f"# Attention over {size} ranks", "", title, "", *tables(found, size)])
     print(text)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")

@@ -41,17 +41,18 @@ class RankTimer:
         counts = {}
         for name, call in calls.items():
             call()
-            counts[name] = 3 if self._slowest(self._timed(call, 1)) < LONG_S else 1
+            counts[name] = 3 if self.largest(self._timed(call, 1)) < LONG_S else 1
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
-                times[name].append(self._slowest(self._timed(call, counts[name])))
+                times[name].append(self.largest(self._timed(call, counts[name])))
         return {name: statistics.median(each) for name, each in times.items()}
 
-    def _slowest(self, seconds: float) -> float:
-        longest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.ranks.group)
-        return float(longest)
+    def largest(self, number: float) -> float:
+        """The largest of the numbers that the ranks have."""
+        largest = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.group)
+        return float(largest)
 
     def _timed(self, call: Call, count: int) -> float:
         """Seconds of a call that all ranks begin together."""

@@ -225,6 +225,14 @@ def measured(group: dist.ProcessGroup) -> Any:
     return rank_tuning.found_by(timer, MEASURED)
 
 
+def bench_rows(group: dist.ProcessGroup) -> Any:
+    """The rows of `autoattn bench ranks`."""
+    from autoattn.bench import rank_bench
+    from autoattn.search import rank_processes
+
+    return rank_bench.measured(rank_processes.RankTimer(ranks=ranks_of(group), device=torch.device("cpu")))
+
+
 def assert_measured(found: Any) -> None:
     """That it is the link, and every method that takes a call."""
     assert found.link.bytes_per_second > 0.0
