@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import kernels
@@ -43,28 +42,22 @@ def sized(**changes: Any) -> Problem:
     return kernels.problem(**facts)
 
 
-@pytest.mark.parametrize("running", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("template", ["triton/forward", "gluon/forward"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_merge_as_the_formula_does(kind: str, template: str, running: torch.dtype) -> None:
+def test_kernels_merge_as_the_formula_does(kind: str, template: str) -> None:
     one, device, points = sized(**KINDS[kind]), nvidia.present(), search_space.load(template)
     assert device is not None
-    variants = [*points.seeds_for(one, device)[:2], *_drawn(points, one, device)]
+    variants = points.seeds_for(one, device)[:1]
     if not variants:
         pytest.skip(f"{template} has no kernel for {device.name}")
-    for variant in variants:
-        traits = merged.traits_for(render.natural_traits(one), one, running)
-        kernel = compiler.load(render.render(one, variant, traits), CUDA)
-        for number, (seq_q, seq_kv, scores) in enumerate(CASES):
-            generator = torch.Generator().manual_seed(number)
-            case = output_check.make_small_case(one, seq_q, seq_kv, number, CUDA, generator, scores=scores)
-            assert merged.fault(kernel, case, running) == "", f"{variant} of {case.name}"
-
-
-def _drawn(points: Any, one: Problem, device: Any) -> list[Any]:
-    """One variant at random, where there is one."""
-    found = next(points.feasible(one, device, random.Random(str(one))), None)
-    return [] if found is None else [found]
+    running = (torch.float32, torch.bfloat16)[[*KINDS].index(kind) % 2]
+    traits = merged.traits_for(render.natural_traits(one), one, running)
+    kernel = compiler.load(render.render(one, variants[0], traits), CUDA)
+    for number, (seq_q, seq_kv, scores) in enumerate(CASES):
+        generator = torch.Generator().manual_seed(number)
+        case = output_check.make_small_case(one, seq_q, seq_kv, number, CUDA, generator, scores=scores)
+        for _ in range(3):  # races show in some runs
+            assert merged.fault(kernel, case, running) == "", case.name
 
 
 @pytest.mark.parametrize("running", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -81,7 +74,7 @@ def test_calls_on_parts_of_the_keys_leave_the_output_of_all_keys(running: torch.
             own = (tensor[:, 512 * part : 512 * (part + 1)].contiguous() for tensor in (key, value))
             if not merging_call.attend([query, *own, *none], words, total, sums):
                 pytest.skip("no kernel answers this call on this card")
-        assert _error(total, expected) < 2e-2
+        assert _error(total, expected) < 2e-3
         torch.testing.assert_close(sums, lse, rtol=1e-3, atol=1e-3)
 
 

@@ -244,6 +244,58 @@ def assert_measured(found: Any) -> None:
     assert found.communication_sms is None
 
 
+# --- On cards --------------------------------------------------------------------------------------------------------
+
+CARD_CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window with sinks": {"window": (300, 0), "sinks": "of heads"},
+    "packed": {"causal": True, "cu_seqlens": [0, 300, 310, 1900, 2048]},
+}
+
+
+def errors_on_cards(timer: Any) -> dict[str, float]:
+    """The largest error of outputs and gradients in bfloat16, relative to the largest number, of each call and method.
+
+    Each call is made twice: the second time by what the first prepared.
+    """
+    errors = {}
+    for name, words in CARD_CALLS.items():
+        for method in METHODS[:3]:
+            for _ in range(2):
+                errors[f"{name} by {method}"] = timer.largest(_error_on_cards(timer, method, words))
+    return errors
+
+
+def _error_on_cards(timer: Any, method: str, words: dict[str, Any]) -> float:
+    group, device = timer.ranks.group, timer.device
+    generator = torch.Generator().manual_seed(0)
+    offsets = words.get("cu_seqlens")
+    given = {name: word for name, word in words.items() if name != "cu_seqlens"}
+    if "sinks" in given:
+        given["sinks"] = torch.zeros(8, device=device)
+    axis, front = (0, ()) if offsets else (1, (1,))
+    whole = [torch.randn(*front, 2048, heads, 64, generator=generator).bfloat16().to(device) for heads in (8, 2, 2, 8)]
+    leaves = [tensor.clone().requires_grad_() for tensor in whole[:3]]
+    if offsets:
+        ends = torch.tensor(offsets, dtype=torch.int32, device=device)
+        expected = autoattn.packed_attention(*leaves, ends, ends, 2048, 2048, **given)
+    else:
+        expected = autoattn.attention(*leaves, layout="bshd", **given)
+    divided = {"cu_seqlens": offsets} if offsets else {"seq_len": 2048, "layout": "bshd"}
+    shared = {"cu_seqlens": offsets} if offsets else {}
+
+    def own(tensor: Tensor) -> Tensor:
+        return distributed.shard(tensor.detach(), axis, group, **shared)
+
+    three = [own(tensor).requires_grad_() for tensor in whole[:3]]
+    output = distributed.context_attention(*three, group=group, method=method, **divided, **given)
+    found = output, *torch.autograd.grad(output, three, own(whole[3]))
+    right = expected, *torch.autograd.grad(expected, leaves, whole[3])
+    pairs = [(ours.detach().float(), own(theirs).float()) for ours, theirs in zip(found, right, strict=True)]
+    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+
+
 # --- What a rank refuses ----------------------------------------------------------------------------------------------
 
 
