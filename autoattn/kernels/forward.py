@@ -283,7 +283,7 @@ def launch_arguments(
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": lse,
     }
-    if kernel.source.traits.merged and lse is not None:
+    if lse is not None:
         arguments |= dict(zip(_LSE_STRIDES, lse.stride(), strict=False))  # not that of queries, 1
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= modifiers(operands)
