@@ -41,6 +41,7 @@ KINDS: list[dict[str, Any]] = [
     {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
     {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5, "head_dim": 128},
     {"mask": "window:40,9", "layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5},
+    {"mask": "causal", "modifiers": Modifiers(sinks=True)},  # launched as calls do, which dropout is not
     {"mask": "causal", "modifiers": Modifiers(sinks=True, dropout=True)},
     {"mask": "causal", "modifiers": Modifiers(bias=Bias.ADDITIVE), "head_dim": 128},
     {"modifiers": Modifiers(bias=Bias.KEYS)},
