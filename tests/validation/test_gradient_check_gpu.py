@@ -128,6 +128,19 @@ HOPPERS: list[dict[str, Any]] = [
     {"mask": "window:-1,3", "head_dim": 128},
     {"mask": "causal", "head_dim": 256},
     {"mask": "window:40,9", "head_dim": 192, "head_dim_v": 128, "dtype": DType.FLOAT16},
+    {"mask": "causal", "head_dim": 128, "modifiers": Modifiers(softcap=True)},
+    {"mask": "causal", "head_dim": 64, "modifiers": Modifiers(alibi=True)},
+    {"mask": "window:40,0", "head_dim": 128, "modifiers": Modifiers(sinks=True)},
+    {"head_dim": 256, "modifiers": Modifiers(softcap=True, sinks=True)},
+    {
+        "mask": "causal",
+        "head_dim": 128,
+        "modifiers": Modifiers(softcap=True, sinks=True),
+        "layout": Layout.PACKED,
+        "tokens_q": 8192,
+        "tokens_kv": 8192,
+        "batch": 5,
+    },
 ]
 
 
