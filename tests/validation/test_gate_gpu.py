@@ -135,8 +135,11 @@ def test_every_hopper_seed_passes(dtype: DType, mask: str, dims: tuple[int, int]
 
 
 CHANGED = (
-    Modifiers(softcap=True), Modifiers(alibi=True), Modifiers(sinks=True), Modifiers(softcap=True, alibi=True, sinks=True),
-)  # fmt: skip
+    Modifiers(softcap=True),
+    Modifiers(alibi=True),
+    Modifiers(sinks=True),
+    Modifiers(softcap=True, alibi=True, sinks=True),
+)
 
 
 @pytest.mark.parametrize("modifiers", CHANGED, ids=lambda modifiers: "-".join(modifiers.names))
