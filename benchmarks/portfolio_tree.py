@@ -37,8 +37,8 @@ FEATURES = (
     "key_heads", "shared_rows",
 )  # fmt: skip
 LEAST_PROBLEMS = 6  # of a leaf
-MOST_DEPTH = 12
-LEAST_GAIN = 0.00015  # of a split: what it saves of the time, in the mean of all problems
+MOST_DEPTH = 16
+LEAST_GAIN = 0.00005  # of a split: what it saves of the time, in the mean of all problems
 MOST_VARIANTS = 4  # of a leaf; those behind the first that covers all are for searches
 MOST_THRESHOLDS = 24  # of a question at a node, which divide its problems evenly
 SEEDS = math.log(1.3)  # of a problem on which no variant of the list can run: seeds are left to it

@@ -71,7 +71,7 @@ NEAR = 1.02
 LEFT_OUT = {"biased_prompt": "bias_of_pairs and element_bytes < 4 and shared_rows >= 80"}
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
-PREDICTED = {DType.FLOAT16: 3000, Precision.TF32: 1200, Precision.IEEE: 1200}
+PREDICTED = {DType.FLOAT16: 8000, Precision.TF32: 3000, Precision.IEEE: 3000}
 TF32X3_OF = 4
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 

@@ -150,7 +150,7 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
     return [
         variant
         for variant in load(problem.op).suiting(problem, device)
-        if may_be_default(variant, problem, device)
+        if is_available(variant)
         and search_space.load(variant.template).why_infeasible(variant, problem, device) is None
     ]
 
@@ -166,10 +166,9 @@ def has_measured_facts(problem: Problem) -> bool:
     return plain and problem.dtype is not DType.FLOAT8
 
 
-def may_be_default(variant: Variant, problem: Problem, device: Device) -> bool:
-    """Whether the installed Triton compiles a variant's template, and a card ran it for such problems."""
-    space = search_space.load(variant.template)
-    return space.why_unavailable() is None and space.has_defaults(problem, device)
+def is_available(variant: Variant) -> bool:
+    """Whether the installed Triton compiles a variant's template."""
+    return search_space.load(variant.template).why_unavailable() is None
 
 
 def starters_for(problem: Problem, device: Device) -> list[Variant]:

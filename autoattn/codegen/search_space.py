@@ -42,8 +42,6 @@ class SearchSpace:
     triton: tuple[str, ...]  # releases that compile the template, as "3.6"; empty when all do that autoattn supports
     step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
     deterministic: Rule = field(default_factory=lambda: Rule("1"))  # of parameters; see `repeats`
-    # Of facts: kinds of problems of which a card ran the template's kernels. Others have no seeds, and no defaults.
-    defaults: Rule = field(default_factory=lambda: Rule("1"))
     specialised: bool = False  # whether some warps of a program load what others compute with
     heads_together: Rule = field(default_factory=lambda: Rule("1"))  # query heads that one tile has rows of
     tile: str = ""  # what to call a variant by; {names} are parameters
@@ -155,10 +153,6 @@ class SearchSpace:
         rules = self._rules_by_depth(order, problem)
         facts = facts_of(problem, device)
         return self.extend(order, rules, facts, {}, rng)
-
-    def has_defaults(self, problem: Problem, device: Device) -> bool:
-        """Whether a variant of the template may be what calls run that nobody tuned."""
-        return bool(self.defaults(kind_facts(*_kind_of(problem), device)))
 
     def seeds_for(self, problem: Problem, device: Device) -> list[Variant]:
         """The seeds that speak of this problem and are feasible, in the file's order."""
@@ -282,7 +276,7 @@ def _judged_seeds(
     """The seeds of a kind, judged."""
     judged: list[tuple[int, Variant, Judgement, Judgement]] = []
     of_kind = kind_facts(kind, numerics, deterministic, device)
-    for number, variant, params, other in _seeds_of(space) if space.defaults(of_kind) else ():
+    for number, variant, params, other in _seeds_of(space):
         speaks = feasibility.judge({**of_kind, **params}, space.let, _names_of_sizes(space), [other])
         if not speaks.hopeless:
             judgement = _judged(space, variant, kind, numerics, deterministic, device)
@@ -341,7 +335,6 @@ def _checked(file: space_file.SpaceFile, digest: str) -> SearchSpace:
         triton=tuple(file.triton),
         step_bytes=file.step_bytes,
         deterministic=space_file.rule_of(file.deterministic, file.parameters),
-        defaults=space_file.rule_of(file.defaults, set(FACTS)),
         specialised=file.specialised,
         heads_together=space_file.rule_of(file.heads_together, {*file.parameters, *HEADS}),
         tile=_tile(file),

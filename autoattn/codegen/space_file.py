@@ -42,7 +42,6 @@ class SpaceFile(msgspec.Struct, forbid_unknown_fields=True):
     triton: list[str] = []
     step_bytes: int = 1
     deterministic: str = "1"
-    defaults: str = "1"
     specialised: bool = False
     heads_together: str = "1"
     tile: str = ""

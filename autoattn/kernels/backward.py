@@ -88,14 +88,21 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
 def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
     """Runs the kernels on the current stream of the tensors' device."""
     scratch = empty_scratch(kernel, problem, operands.query)
-    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
+    bias_sums = _empty_bias_sums(kernel, problem, gradients)
+    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch, bias_sums)
     bias = () if gradients.bias is None else tuple(gradients.bias.shape[:2])
     grids = grids_of(kernel, problem, operands.query.shape[2], operands.key.shape[2], bias)
     for part in kernel.parts:
         part.launch(grids[part.name], arguments)
-    if gradients.bias is not None and (sums := arguments["bias_sums_ptr"]) is not gradients.bias:
-        assert isinstance(sums, Tensor)
-        add_bias_sums(gradients.bias, sums)
+    _settle(kernel, operands, gradients, scratch, bias_sums)
+
+
+def _settle(
+    kernel: Kernel, operands: Operands, gradients: Gradients, scratch: Scratch, bias_sums: Tensor | None
+) -> None:
+    """Writes the gradients that are sums of what the launches left: of a shared bias, and of sinks."""
+    if gradients.bias is not None and bias_sums is not None:
+        add_bias_sums(gradients.bias, bias_sums)
     if operands.sinks is not None and gradients.sinks is not None:
         rows = rows_with_queries(kernel, scratch.rows, operands.query.shape[2])
         gradients.sinks.copy_(sink_gradient(operands.sinks, rows))
@@ -107,7 +114,8 @@ def bind(
     """The same launches, for calls that differ from this one in addresses alone, which they take in the order of
     POINTERS; there must be no other tensors.
     """
-    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch)
+    bias_sums = _empty_bias_sums(kernel, problem, gradients)
+    arguments = _arguments(kernel, problem, operands, saved, gradients, scratch, bias_sums)
     bias = () if gradients.bias is None else tuple(gradients.bias.shape[:2])
     grids = grids_of(kernel, problem, operands.query.shape[2], operands.key.shape[2], bias)
     return tuple(bound_launch.bind(part, grids[part.name], arguments, POINTERS, None, SIZED) for part in kernel.parts)
@@ -142,33 +150,46 @@ def may_bind(problem: Problem, query: Tensor) -> bool:
     return query.is_cuda and not more and problem.dtype is not DType.FLOAT8
 
 
-def ready(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved) -> Callable[[Gradients], None]:
+def ready(
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, like: Gradients | None = None
+) -> Callable[[Gradients], None]:
     """What launches the kernels on these tensors again and again, each time with a scratch of its own.
 
-    Where it may, it costs the host what a prepared call does: less than is hidden from who times it.
+    Where it may, it does so by bound launches, as calls do: that costs the host less than is hidden from who times it.
+
+    Args:
+        like: gradients that lie as those will that it is called with; when None, as `empty_gradients` has them.
     """
-    modifiers = problem.modifiers
-    if not may_bind(problem, operands.query) or modifiers.sinks or modifiers.bias is Bias.LEARNED:
+    if not may_bind(problem, operands.query):
         return partial(launch, kernel, problem, operands, saved)
-    like = empty_gradients(problem, operands), empty_scratch(kernel, problem, operands.query)
-    launches = bind(kernel, problem, operands, saved, *like)
+    like = like or empty_gradients(problem, operands)
+    launches = bind(kernel, problem, operands, saved, like, empty_scratch(kernel, problem, operands.query))
 
     def again(gradients: Gradients) -> None:
         scratch = empty_scratch(kernel, problem, operands.query)
-        addresses = addresses_of(operands, saved, gradients, scratch)
+        bias_sums = _empty_bias_sums(kernel, problem, gradients)
+        addresses = addresses_of(operands, saved, gradients, scratch, bias_sums)
         for bound in launches:
             bound(addresses)
+        _settle(kernel, operands, gradients, scratch, bias_sums)
 
     return again
 
 
-def addresses_of(operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch) -> tuple[int, ...]:
-    """What bound launches take where no bias learns: addresses in the order of POINTERS."""
+def addresses_of(
+    operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch, bias_sums: Tensor | None = None
+) -> tuple[int, ...]:
+    """What bound launches take: addresses in the order of POINTERS.
+
+    Args:
+        bias_sums: where the launches leave sums of a bias's gradient, in `bias_sums_shape`; None where they leave it.
+    """
     tensors = (
         operands.query, operands.key, operands.value, saved.output, saved.lse, saved.output_grad, saved.lse_grad,
         scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
         operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns, operands.bias, operands.slopes,
-        None, None, scratch.rows[2] if gradients.slopes is not None else None, gradients.slopes,
+        gradients.bias, gradients.bias if bias_sums is None else bias_sums,
+        scratch.rows[2] if gradients.slopes is not None else None, gradients.slopes,
         *map(scratch.copies.get, COPIES),
     )  # fmt: skip
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -239,8 +260,9 @@ def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
 
 
 def _arguments(
-    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch
-) -> dict[str, object]:
+    kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: Scratch,
+    bias_sums: Tensor | None,
+) -> dict[str, object]:  # fmt: skip
     """All that a signature may name."""
     three = gradients.query, gradients.key, gradients.value
     of_views = operands.query, operands.key, operands.value, saved.output, saved.output_grad, *three
@@ -274,7 +296,7 @@ def _arguments(
     if gradients.slopes is not None:
         arguments |= {"slope_rows_ptr": scratch.rows[2], "slope_grad_ptr": gradients.slopes}
     if gradients.bias is not None:
-        arguments |= _of_bias(kernel, problem, operands, gradients.bias)
+        arguments |= _of_bias(operands, gradients.bias, bias_sums)
     tensors |= {"row_lse": scratch.rows[0], "delta": scratch.rows[1]}
     if scratch.sums is not None:
         tensors["query_sums"] = scratch.sums
@@ -342,14 +364,20 @@ def add_bias_sums(gradient: Tensor, sums: Tensor) -> None:
     gradient.copy_(sums.sum([axis for axis in (2, 3) if gradient.shape[axis] == 1], keepdim=True))
 
 
-def _of_bias(kernel: Kernel, problem: Problem, operands: Operands, grad: Tensor) -> dict[str, object]:
-    """What the gradient of a bias takes beside: where to write it, or float32 sums of the tiles that share it."""
-    batch, heads, queries, keys = grad.shape
+def _empty_bias_sums(kernel: Kernel, problem: Problem, gradients: Gradients) -> Tensor | None:
+    """Room for the float32 sums of the tiles that share a bias; None where no launch leaves such sums."""
+    if gradients.bias is None:
+        return None
+    batch, heads, queries, keys = gradients.bias.shape
     shape = bias_sums_shape(kernel, problem, (batch, heads, queries, keys))
-    sums = grad if shape is None else grad.new_empty(shape, dtype=torch.float32)
+    return None if shape is None else gradients.bias.new_empty(shape, dtype=torch.float32)
+
+
+def _of_bias(operands: Operands, grad: Tensor, sums: Tensor | None) -> dict[str, object]:
+    """What the gradient of a bias takes beside: where to write it, or float32 sums of the tiles that share it."""
     arguments: dict[str, object] = {
         "bias_grad_ptr": grad,
-        "bias_sums_ptr": sums,
+        "bias_sums_ptr": grad if sums is None else sums,
         **dict(zip(strides("g"), grad.stride()[:3], strict=True)),
     }
     if operands.table is not None:

@@ -210,12 +210,10 @@ def run(kernel: Kernel, case: Case, *, as_calls_do: bool = False) -> Gradients:
     """
     gradients = empty_gradients(case)
     facts = kernel, case.problem, case.operands, case.saved, gradients
-    if not as_calls_do or not backward.may_bind(case.problem, case.operands.query):
+    if as_calls_do:
+        backward.ready(*facts)(gradients)
+    else:
         backward.launch(*facts)
-        return gradients
-    scratch = backward.empty_scratch(kernel, case.problem, case.operands.query)
-    for launch in backward.bind(*facts, scratch):
-        launch(backward.addresses_of(case.operands, case.saved, gradients, scratch))
     return gradients
 
 

@@ -95,6 +95,34 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
                 assert replace(one_argument, address=0) == replace(other, address=0)
 
 
+@pytest.mark.usefixtures("card")
+def test_what_is_launched_again_and_again_leaves_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sinks, and of a bias that queries share, which are summed behind the launches; each launch has new room."""
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: True)
+    one = gradient_kernels.problem(modifiers=Modifiers(sinks=True, bias=Bias.LEARNED, alibi=True, learned_slopes=True))
+    kernel = kernel_of(one)
+    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    shared = replace(case.operands, narrow_bias=case.operands.bias[:, :, :1])
+    assert shared.narrow_bias is not None
+    expanded = replace(shared, bias=shared.narrow_bias.expand_as(case.operands.bias))
+    room = backward.empty_gradients(one, expanded)
+    launch = backward.ready(kernel, one, expanded, case.saved)
+    ordered: list[str] = []
+    monkeypatch.setattr(backward, "sink_gradient", lambda sinks, rows: ordered.append("sinks") or sinks)
+    monkeypatch.setattr(backward, "add_bias_sums", lambda gradient, sums: ordered.append("bias"))
+    launch(room)
+    launch(room)
+    assert sorted(ordered) == ["bias", "bias", "sinks", "sinks"]
+    for part in kernel.parts:
+        named = [dict(zip(part.parameters, given, strict=True)) for _, given in part.compiled.prepared]
+        for arguments in named:
+            if "bias_sums_ptr" in arguments:
+                assert address(arguments["bias_grad_ptr"]) == room.bias.data_ptr()
+                assert address(arguments["bias_sums_ptr"]) not in (0, room.bias.data_ptr())
+            if "slope_grad_ptr" in arguments:
+                assert address(arguments["slope_grad_ptr"]) == room.slopes.data_ptr()
+
+
 @pytest.mark.parametrize("loads", ["pointer", "descriptor"])
 @pytest.mark.parametrize(
     ("facts", "sizes", "copies"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import kernels
 
 from autoattn.codegen import render, search_space
-from autoattn.codegen.space_rules import Rule
 from autoattn.core import device_profiles
 from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.variant import Source, Traits, Value, Variant
@@ -26,8 +24,8 @@ def problem(**changes: Any) -> Problem:
 
 
 def variant(one: Problem, **changes: Value) -> Variant:
-    """The template's default for a problem, changed; feasible or not, and whether or not a card ran such kernels."""
-    points = replace(search_space.load(TEMPLATE), defaults=Rule("1"))
+    """The template's default for a problem, changed; feasible or not."""
+    points = search_space.load(TEMPLATE)
     return points.variant({**points.params_of(points.default(one, H200)), **changes})
 
 

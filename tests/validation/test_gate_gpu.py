@@ -134,6 +134,27 @@ def test_every_hopper_seed_passes(dtype: DType, mask: str, dims: tuple[int, int]
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
+CHANGED = (
+    Modifiers(softcap=True),
+    Modifiers(alibi=True),
+    Modifiers(sinks=True),
+    Modifiers(softcap=True, alibi=True, sinks=True),
+)
+
+
+@pytest.mark.parametrize("modifiers", CHANGED, ids=lambda modifiers: "-".join(modifiers.names))
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:128,0", "packed causal"])
+def test_every_hopper_seed_passes_with_changed_scores(mask: str, head_dim: int, modifiers: Modifiers) -> None:
+    one = sized(**masked(mask), head_dim=head_dim, head_dim_v=head_dim, heads_q=8, heads_kv=4, modifiers=modifiers)
+    seeds = search_space.load(HOPPER).seeds_for(one, hopper())
+    assert seeds
+    for variant in seeds[:2]:
+        source = render.render(one, variant, render.natural_traits(one, lse=True))
+        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -> None:
     rng = random.Random(seed)

@@ -41,6 +41,7 @@ KINDS: list[dict[str, Any]] = [
     {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
     {"mask": "causal", "layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5, "head_dim": 128},
     {"mask": "window:40,9", "layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5},
+    {"mask": "causal", "modifiers": Modifiers(sinks=True)},  # launched as calls do, which dropout is not
     {"mask": "causal", "modifiers": Modifiers(sinks=True, dropout=True)},
     {"mask": "causal", "modifiers": Modifiers(bias=Bias.ADDITIVE), "head_dim": 128},
     {"modifiers": Modifiers(bias=Bias.KEYS)},
@@ -127,6 +128,19 @@ HOPPERS: list[dict[str, Any]] = [
     {"mask": "window:-1,3", "head_dim": 128},
     {"mask": "causal", "head_dim": 256},
     {"mask": "window:40,9", "head_dim": 192, "head_dim_v": 128, "dtype": DType.FLOAT16},
+    {"mask": "causal", "head_dim": 128, "modifiers": Modifiers(softcap=True)},
+    {"mask": "causal", "head_dim": 64, "modifiers": Modifiers(alibi=True)},
+    {"mask": "window:40,0", "head_dim": 128, "modifiers": Modifiers(sinks=True)},
+    {"head_dim": 256, "modifiers": Modifiers(softcap=True, sinks=True)},
+    {
+        "mask": "causal",
+        "head_dim": 128,
+        "modifiers": Modifiers(softcap=True, sinks=True),
+        "layout": Layout.PACKED,
+        "tokens_q": 8192,
+        "tokens_kv": 8192,
+        "batch": 5,
+    },
 ]
 
 

@@ -46,7 +46,6 @@ class KindRules:
         self._worthless: dict[int, str | None] = {}  # likewise
         self._runners_up: dict[int, tuple[Contender, ...]] = {}  # likewise
         self._of_variants: dict[Variant, AskedRules] = {}
-        self._defaults: dict[str, bool] = {}  # by template
         self._seeds: tuple[tuple[SearchSpace, KindSeeds], ...] | None = None  # once asked
 
     @property
@@ -110,16 +109,8 @@ class KindRules:
     def runnable(self, variants: Iterable[Variant], facts: DerivedFacts) -> Iterator[Variant]:
         """Those of a portfolio's variants that can run a problem of these sizes."""
         for variant in variants:
-            if self._may_be_default(variant) and self.is_feasible(variant, facts):
+            if portfolio.is_available(variant) and self.is_feasible(variant, facts):
                 yield variant
-
-    def _may_be_default(self, variant: Variant) -> bool:
-        """`portfolio.may_be_default`, which a template's variants have in common."""
-        answer = self._defaults.get(variant.template)
-        if answer is None:
-            answer = portfolio.may_be_default(variant, self._problem, self._device)
-            self._defaults[variant.template] = answer
-        return answer
 
     def _add(self, entry: CacheEntry) -> Contender:
         unavailable = availability.why_unavailable(entry)
