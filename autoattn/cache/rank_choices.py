@@ -30,7 +30,8 @@ def read(path: Path) -> RankChoices | None:
         choices = msgspec.json.decode(path.read_bytes(), type=RankChoices)
         if choices.schema != SCHEMA:
             raise ValueError(f"it has schema {choices.schema} where {SCHEMA} is known")
-        if any(each.method not in each.times_us or each.call.tokens < 1 for each in choices.choices):
+        made = choices.choices
+        if any(each.method not in each.times_us or min(each.call.tokens, each.call.batch) < 1 for each in made):
             raise ValueError("a choice was not measured")
     except FileNotFoundError:
         return None

@@ -136,6 +136,7 @@ def command(
     if ranks is not None:
         from autoattn.cli import tune_ranks
 
+        tune_ranks.check_alone({**{name: given for name, _, given in limits}, "--storage": storage})
         tune_ranks.tune(device, named, ranks, cache if cache is not None else resources.user_cache())
         return
     from autoattn.search.search_options import Effort, Objective, Options

@@ -37,6 +37,20 @@ def tune(device: str, named: list[NamedProblem], ranks: int, cache: Path) -> Non
     console.print(f"The choices are in {path}", soft_wrap=True)
 
 
+def check_alone(searching: dict[str, object]) -> None:
+    """Refuses options of a search beside --ranks.
+
+    Args:
+        searching: those options and their values; None where they are not given.
+
+    Raises:
+        UsageError: one is given.
+    """
+    for name, given in searching.items():
+        if given is not None:
+            raise UsageError(f"--ranks searches no kernels, got {name} {given} beside it; leave one of them out")
+
+
 def calls_of(named: list[NamedProblem], console: Console) -> list[RankCall]:
     """The calls that problems are of; a note tells of those that ranks do not share.
 
@@ -64,7 +78,7 @@ def lines(found: Found) -> list[str]:
     told = [f"Link: {link.bytes_per_second / 1e9:.1f} GB/s each way, {link.latency_us:.0f} us"]
     for choice in found.choices:
         times = sorted(choice.times_us.items(), key=lambda each: each[1])
-        told.append(f"{choice.call}: {', '.join(f'{name} {time_us:,.0f} us' for name, time_us in times)}")
+        told.append(f"{choice.call}: {', '.join(f'{method.value} {time_us:,.0f} us' for method, time_us in times)}")
     told += [f"{what}: {why}" for what, why in found.refused.items()]
     if found.communication_sms is not None:
         told.append(f"Communication does best with at most {found.communication_sms} SMs (NCCL's max_ctas)")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from autoattn.core.mask import Mask, MaskKind
 from autoattn.core.problem import DType, Op, Problem
 from autoattn.errors import ProblemError
+
+
+class Method(str, Enum):
+    """How keys and values come to the queries, or queries to them."""
+
+    RING = "ring"  # a rank's keys after another's, beside computation
+    ALLGATHER = "allgather"  # all keys that a rank needs, then one call for each piece of its queries
+    ULYSSES = "ulysses"  # every rank has all tokens of some heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +32,8 @@ class RankCall:
     mask: Mask
     packed: bool  # whether sequences of their own lengths stand one behind the other
     learns: bool  # whether both passes run, or the forward pass alone
-    tokens: int  # of all sequences together
+    batch: int  # sequences; 1 when packed
+    tokens: int  # of a whole sequence, or of all packed ones together
 
     def __post_init__(self) -> None:
         if self.mask.causal:  # queries and keys are of the same tokens, so that both alignments are one
@@ -51,7 +61,8 @@ class RankCall:
             mask=problem.mask,
             packed=problem.packed,
             learns=problem.op is Op.BACKWARD,
-            tokens=problem.tokens_q if problem.packed else problem.batch * problem.seq_q,
+            batch=1 if problem.packed else problem.batch,
+            tokens=problem.tokens_q if problem.packed else problem.seq_q,
         )
 
     def __str__(self) -> str:
@@ -59,7 +70,7 @@ class RankCall:
         packed = " packed" if self.packed else ""
         heads = f"{self.heads_q}/{self.heads_kv} heads D{self.head_dim}"
         mask = self.mask.kind.value if self.mask.causal else str(self.mask)
-        return f"{self.dtype.value} {heads} {mask}{packed}, {self.tokens:,} tokens, {passes}"
+        return f"{self.dtype.value} B{self.batch} {heads} {mask}{packed}, {self.tokens:,} tokens, {passes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +86,8 @@ class RankChoice:
     """The fastest method of a call."""
 
     call: RankCall
-    method: str  # a name of autoattn.distributed.schedule.Method
-    times_us: dict[str, float]  # method -> microseconds of the slowest rank, the median of the rounds
+    method: Method
+    times_us: dict[Method, float]  # method -> microseconds of the slowest rank, the median of the rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +105,13 @@ class RankChoices:
     choices: tuple[RankChoice, ...] = ()
 
     def nearest(self, call: RankCall) -> RankChoice | None:
-        """The choice for the call of this kind whose tokens are the nearest by their ratio; None without one."""
-        alike = [each for each in self.choices if replace(each.call, tokens=call.tokens) == call]
-        return min(alike, key=lambda each: abs(math.log(each.call.tokens / call.tokens)), default=None)
+        """The choice for the call of this kind with the nearest length, then batch, by their ratios."""
+
+        def distance(each: RankChoice) -> tuple[float, float]:
+            return abs(math.log(each.call.tokens / call.tokens)), abs(math.log(each.call.batch / call.batch))
+
+        alike = (each for each in self.choices if replace(each.call, batch=call.batch, tokens=call.tokens) == call)
+        return min(alike, key=distance, default=None)
 
     def with_those_of(self, before: Iterable[RankChoice]) -> RankChoices:
         """The same with choices for other calls that were there before."""

@@ -237,8 +237,8 @@ def _rank_call(three: Sequence[Tensor], mask: Mask, split: Split, *, packed: boo
         return None
     return RankCall(
         dtype=dtype, heads_q=query.shape[-2], heads_kv=key.shape[-2], head_dim=query.shape[-1],
-        head_dim_v=value.shape[-1], mask=mask, packed=packed, learns=learns,
-        tokens=split.offsets[-1] * (1 if packed else query.shape[0]),
+        head_dim_v=value.shape[-1], mask=mask, packed=packed, learns=learns, batch=1 if packed else query.shape[0],
+        tokens=split.offsets[-1],
     )  # fmt: skip
 
 

@@ -8,8 +8,7 @@ import torch
 
 from autoattn.cache import rank_choices
 from autoattn.codegen import resources
-from autoattn.core.rank_choice import RankCall
-from autoattn.distributed.schedule import Method
+from autoattn.core.rank_choice import Method, RankCall
 from autoattn.hardware import nvidia
 
 
@@ -29,4 +28,4 @@ def find(call: RankCall, ranks: int, device: torch.device) -> Method | None:
     if measured is None or measured.fingerprint != card.fingerprint:
         return None
     choice = measured.nearest(call)
-    return None if choice is None else Method(choice.method)
+    return None if choice is None else choice.method

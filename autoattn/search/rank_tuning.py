@@ -17,9 +17,9 @@ from autoattn import distributed
 from autoattn.cache import rank_choices
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.rank_choice import Link, RankCall, RankChoice, RankChoices
+from autoattn.core.rank_choice import Link, Method, RankCall, RankChoice, RankChoices
 from autoattn.distributed.communication import Exchange, Ranks
-from autoattn.distributed.schedule import Method, Split
+from autoattn.distributed.schedule import Split
 from autoattn.distributed.sharding import Sharding
 from autoattn.errors import AutoattnError, UsageError
 from autoattn.reference.attention_formula import TORCH_DTYPE
@@ -123,7 +123,7 @@ class Measurement:
             refused |= {f"{call} by {method}": why for method, why in reasons.items()}
             if times:
                 choices.append(RankChoice(call=call, method=min(times, key=lambda name: times[name]), times_us=times))
-        longest = max(choices, key=lambda each: each.call.tokens, default=None)
+        longest = max(choices, key=lambda each: each.call.tokens * each.call.batch, default=None)
         sms = None if longest is None or self.device.type != "cuda" else self.communication_sms(longest)
         return Found(link=link, choices=tuple(choices), refused=refused, communication_sms=sms)
 
@@ -141,19 +141,20 @@ class Measurement:
             return self.timer.rounds({"": call})[""]
 
         latency = exchange(1024)
-        return Link(bytes_per_second=LARGE / max(exchange(LARGE) - latency, 1e-9), latency_us=latency * 1e6)
+        speed = LARGE / max(exchange(LARGE) - latency, 1e-9)
+        return Link(bytes_per_second=_tidy(speed), latency_us=_tidy(latency * 1e6))
 
-    def methods(self, call: RankCall) -> tuple[dict[str, float], dict[str, str]]:
+    def methods(self, call: RankCall) -> tuple[dict[Method, float], dict[str, str]]:
         """Microseconds of the methods that compute a call, and why the others do not."""
         made, refused = {}, {}
         for method in Method:
-            attempt = self.attention(call, method.value, self.ranks.group)
+            attempt = self.attention(call, method, self.ranks.group)
             try:
                 attempt()
                 made[method.value] = attempt
             except (AutoattnError, torch.OutOfMemoryError) as error:  # on all ranks alike
                 refused[method.value] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return {name: seconds * 1e6 for name, seconds in self.timer.rounds(made).items()}, refused
+        return {Method(name): _tidy(seconds * 1e6) for name, seconds in self.timer.rounds(made).items()}, refused
 
     def communication_sms(self, choice: RankChoice) -> int | None:
         """The limit of NCCL's SMs with which the call is faster than with NCCL's own choice; None without one."""
@@ -167,11 +168,11 @@ class Measurement:
         best = min(times, key=lambda name: times[name])
         return int(best) if best and times[best] < GAIN * times[""] else None
 
-    def attention(self, call: RankCall, method: str, group: dist.ProcessGroup) -> Call:
+    def attention(self, call: RankCall, method: Method, group: dist.ProcessGroup) -> Call:
         """A call over the ranks, of a forward pass or of both."""
         offsets = _offsets(call)
         split = Split(offsets=tuple(offsets), ranks=self.ranks.size, sharding=Sharding.ZIGZAG)
-        rows = (split.lengths[self.ranks.rank],) if call.packed else (1, split.lengths[self.ranks.rank])
+        rows = (split.lengths[self.ranks.rank],) if call.packed else (call.batch, split.lengths[self.ranks.rank])
         shapes = (
             (call.heads_q, call.head_dim), (call.heads_kv, call.head_dim), (call.heads_kv, call.head_dim_v),
             (call.heads_q, call.head_dim_v),
@@ -185,13 +186,18 @@ class Measurement:
         )
 
         def attend() -> Tensor:
-            output = distributed.context_attention(*three, group=group, method=method, **words)
+            output = distributed.context_attention(*three, group=group, method=method.value, **words)
             assert isinstance(output, Tensor)
             return output
 
         if not call.learns:
             return attend
         return lambda: torch.autograd.grad(attend(), three, pull)
+
+
+def _tidy(number: float) -> float:
+    """Six significant digits, as the cache has them."""
+    return float(f"{number:.6g}")
 
 
 def _offsets(call: RankCall) -> list[int]:

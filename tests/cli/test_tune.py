@@ -21,7 +21,7 @@ from autoattn.cache import rank_choices
 from autoattn.cli import memory
 from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.codegen import resources
-from autoattn.core.rank_choice import Link, RankCall, RankChoice
+from autoattn.core.rank_choice import Link, Method, RankCall, RankChoice
 from autoattn.errors import CacheError, HostError
 from autoattn.search import rank_tuning, search_options, tuner
 from autoattn.search.rank_tuning import Found
@@ -351,12 +351,20 @@ def test_without_the_cards_no_ranks_are_measured(autoattn: Run) -> None:
     assert "--ranks 2 measures on as many GPUs of this machine, got 0 that are NVIDIA H200" in error
 
 
+@pytest.mark.parametrize("given", [("--trials", "3"), ("--storage", "sqlite:///x")])
+def test_options_of_a_search_beside_ranks_are_refused(autoattn: Run, given: tuple[str, str]) -> None:
+    code, _, error = autoattn(*RANKS, *given)
+    assert code == 2
+    assert f"--ranks searches no kernels, got {' '.join(given)} beside it; leave one of them out" in error
+
+
 def test_choices_over_ranks_are_told_and_kept(autoattn: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
-        made = [RankChoice(call=each, method="ring", times_us={"ring": 1234.0, "allgather": 2345.0}) for each in calls]
+        times = {Method.RING: 1234.0, Method.ALLGATHER: 2345.0}
+        made = [RankChoice(call=each, method=Method.RING, times_us=times) for each in calls]
         link = Link(bytes_per_second=3e11, latency_us=20.0)
         return Found(link=link, choices=tuple(made), refused={"it by ulysses": "why"}, communication_sms=8)
 
@@ -365,7 +373,7 @@ def test_choices_over_ranks_are_told_and_kept(autoattn: Run, monkeypatch: pytest
     assert code == 0
     assert out.splitlines()[1:] == [
         "Link: 300.0 GB/s each way, 20 us",
-        "bfloat16 32/8 heads D128 causal, 65,536 tokens, forward: ring 1,234 us, allgather 2,345 us",
+        "bfloat16 B1 32/8 heads D128 causal, 65,536 tokens, forward: ring 1,234 us, allgather 2,345 us",
         "it by ulysses: why",
         "Communication does best with at most 8 SMs (NCCL's max_ctas)",
         f"The choices are in {tmp_path / 'h200' / 'ranks-2.json'}",

@@ -16,9 +16,8 @@ import torch
 from autoattn.cache import rank_choices
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Modifiers, Op
-from autoattn.core.rank_choice import Link, RankCall, RankChoice, RankChoices
+from autoattn.core.rank_choice import Link, Method, RankCall, RankChoice, RankChoices
 from autoattn.distributed import measured_method
-from autoattn.distributed.schedule import Method
 from autoattn.errors import CacheError, ProblemError, UsageError
 from autoattn.hardware import nvidia
 from autoattn.search import rank_tuning
@@ -28,7 +27,7 @@ CARD = samples.H200
 
 def call(tokens: int = 48, **changes: Any) -> RankCall:
     facts: dict[str, Any] = {"dtype": DType.FLOAT32, "heads_q": 2, "heads_kv": 1, "head_dim": 8, "head_dim_v": 8}
-    facts |= {"mask": Mask.parse("causal"), "packed": False, "learns": False, "tokens": tokens}
+    facts |= {"mask": Mask.parse("causal"), "packed": False, "learns": False, "batch": 1, "tokens": tokens}
     return RankCall(**{**facts, **changes})
 
 
@@ -39,7 +38,9 @@ def choices(*made: RankChoice, **changes: Any) -> RankChoices:
 
 
 def choice(method: str, tokens: int = 48, **changes: Any) -> RankChoice:
-    return RankChoice(call=call(tokens, **changes), method=method, times_us={method: 5.0, "ulysses": 9.0})
+    return RankChoice(
+        call=call(tokens, **changes), method=Method(method), times_us={Method(method): 5.0, Method.ULYSSES: 9.0}
+    )
 
 
 @pytest.mark.exhaustive
@@ -79,6 +80,7 @@ def test_auto_takes_the_method_of_the_nearest_length(tmp_path: Path, monkeypatch
     device = torch.device("cuda", 0)
     assert measured_method.find(call(400), 2, device) is Method.RING
     assert measured_method.find(call(200), 2, device) is Method.ALLGATHER
+    assert measured_method.find(call(400, batch=4), 2, device) is Method.RING
     assert measured_method.find(call(200, learns=True), 2, device) is None
     assert measured_method.find(call(200), 4, device) is None
     assert measured_method.find(call(200), 2, torch.device("cpu")) is None
@@ -91,7 +93,7 @@ def test_auto_takes_the_method_of_the_nearest_length(tmp_path: Path, monkeypatch
 def test_a_problem_is_a_call_that_ranks_share() -> None:
     one = kernels.problem(seq_q=64, seq_kv=64, mask="causal", op=Op.BACKWARD)
     made = RankCall.of(one)
-    assert (made.tokens, made.learns, made.packed) == (128, True, False)
+    assert (made.batch, made.tokens, made.learns, made.packed) == (2, 64, True, False)
     for other in ({"seq_q": 33}, {"modifiers": Modifiers(sinks=True)}, {"mask": "blocks:16x16,0.5"}):
         with pytest.raises(ProblemError, match="a method is measured for as many queries as keys, without a cache"):
             RankCall.of(kernels.problem(**{"seq_q": 64, "seq_kv": 64, **other}))

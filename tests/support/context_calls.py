@@ -210,11 +210,11 @@ def faults_of_merging_kernels(group: dist.ProcessGroup, calls: list[ContextCall]
 
 def _rank_call(**changes: Any) -> RankCall:
     facts: dict[str, Any] = {"dtype": DType.FLOAT32, "heads_q": 2, "heads_kv": 1, "head_dim": 8, "head_dim_v": 8}
-    facts |= {"mask": Mask.parse("causal"), "packed": False, "learns": False, "tokens": 48}
+    facts |= {"mask": Mask.parse("causal"), "packed": False, "learns": False, "batch": 1, "tokens": 48}
     return RankCall(**{**facts, **changes})
 
 
-MEASURED = [_rank_call(), _rank_call(learns=True, packed=True), _rank_call(heads_q=3, mask=Mask.window(5, 0))]
+MEASURED = [_rank_call(batch=2), _rank_call(learns=True, packed=True), _rank_call(heads_q=3, mask=Mask.window(5, 0))]
 
 
 def measured(group: dist.ProcessGroup) -> Any:
