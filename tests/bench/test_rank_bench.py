@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import context_calls
 import pytest
+import rank_calls
 import samples
 import torch
 from command_line import Run, autoattn, no_card  # noqa: F401 - fixtures
@@ -32,7 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_have_a_time_for_each_size(ranks: Ranks, size: int) -> None:
-    rows = ranks.run(size, context_calls.bench_rows)[0]
+    rows = ranks.run(size, rank_calls.bench_rows)[0]
     assert [(row.ranks, row.batch, row.seq, row.heads) for row in rows] == [
         (size, *each) for each in rank_bench.sizes()
     ]

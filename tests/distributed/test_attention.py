@@ -9,6 +9,7 @@ from typing import Any
 
 import context_calls
 import pytest
+import rank_calls
 from context_calls import METHODS, ContextCall
 from process_groups import Ranks
 from rarely import rarely
@@ -45,7 +46,7 @@ def test_more_calls_compute_what_one_process_computes(ranks: Ranks, size: int) -
 
 
 def test_tuning_measures_the_link_and_every_method_that_takes_a_call(ranks: Ranks) -> None:
-    context_calls.assert_measured(ranks.run(2, context_calls.measured)[0])
+    rank_calls.assert_measured(ranks.run(2, rank_calls.measured)[0])
 
 
 def test_one_rank_is_the_plain_call(ranks: Ranks) -> None:

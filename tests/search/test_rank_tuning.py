@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import context_calls
 import kernels
 import pytest
+import rank_calls
 import samples
 import torch
 
@@ -45,7 +45,7 @@ def choice(method: str, tokens: int = 48, **changes: Any) -> RankChoice:
 
 @pytest.mark.exhaustive
 def test_processes_of_their_own_measure_as_those_of_a_group_do() -> None:
-    context_calls.assert_measured(rank_tuning.measure(context_calls.MEASURED, 2, "gloo"))
+    rank_calls.assert_measured(rank_tuning.measure(rank_calls.MEASURED, 2, "gloo"))
 
 
 def test_a_file_keeps_what_was_measured_of_other_calls(tmp_path: Path) -> None:
