@@ -124,7 +124,12 @@ class Measurement:
             if times:
                 choices.append(RankChoice(call=call, method=min(times, key=lambda name: times[name]), times_us=times))
         longest = max(choices, key=lambda each: each.call.tokens * each.call.batch, default=None)
-        sms = None if longest is None or self.device.type != "cuda" else self.communication_sms(longest)
+        sms = None
+        if longest is not None and self.device.type == "cuda":
+            try:
+                sms = self.communication_sms(longest)
+            except (RuntimeError, AttributeError) as error:  # of a PyTorch whose NCCL takes no limit
+                refused["limits of NCCL's SMs"] = f"{type(error).__name__}: {error}".partition("\n")[0]
         return Found(link=link, choices=tuple(choices), refused=refused, communication_sms=sms)
 
     def link(self) -> Link:

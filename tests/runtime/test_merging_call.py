@@ -49,6 +49,17 @@ def test_two_calls_leave_the_output_of_all_keys(card: dict[str, Any], running: t
     assert card["prepared"] == 2 * times - 1
 
 
+def test_outputs_that_lie_otherwise_are_no_matter_of_what_was_prepared(card: dict[str, Any]) -> None:
+    tensors = three()
+    expected, lse = autoattn.attention(*tensors, layout="bshd", return_lse=True)
+    for rows in (32, 40, 48):
+        total, sums = torch.zeros(2, 48, 4, 16)[:, :32], torch.full((2, 4, rows), -math.inf)[..., :32]
+        assert merging_call.attend([*tensors, *NONE], WORDS, total, sums)
+        torch.testing.assert_close(total, expected.float(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(sums, lse, rtol=1e-3, atol=1e-3)
+    assert card["prepared"] == 0
+
+
 def test_a_packed_call_merges_too(card: dict[str, Any]) -> None:
     query, key, value = (tensor[0] for tensor in three())
     offsets = cu_seqlens.of_numbers((0, 12, 32), query.device), cu_seqlens.of_numbers((0, 0, 64), query.device)
