@@ -80,15 +80,17 @@ def infer(
         skip: whether the caller takes None for a mask that hides nothing else. It does not where it packed sequences,
             whose ids are then unknown here.
     """
+    name = mask_function.__name__  # Dynamo of torch 2.11 to 2.13 takes no qualified name for equal to its text
+    known_size = local_size is None or local_size != chunk_size
+    if name not in ("causal_mask_function", "bidirectional_mask_function", "and_mask") or not known_size:
+        return None  # asked before the module, which Dynamo of torch 2.11 cannot read of the closure for chunks
     if mask_function.__module__ != MODULE:
         return None
-    name = mask_function.__name__  # Dynamo of torch 2.11 to 2.13 takes no qualified name for equal to its text
     if name == "causal_mask_function":
         return MaskPattern(causal=True)
     if name == "bidirectional_mask_function":
         return MaskPattern()
-    known_size = local_size is None or local_size != chunk_size
-    if name != "and_mask" or not known_size or (skip and local_size is None):
+    if skip and local_size is None:
         return None
     window = None
     if local_size is not None:
