@@ -77,10 +77,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, float]:
     speeds = {name: given.batch * given.tokens / statistics.median(spent) for name, spent in seconds.items()}
     first = texts[given.attentions[0]]
     for attention, speed in speeds.items():
-        agree = int((texts[attention] == first).sum())
-        print(
-            f"{attention:14} {speed:10.1f} tokens a second, the prompt included; {agree} of {first.numel()} tokens agree"
-        )
+        agreement = f"{int((texts[attention] == first).sum())} of {first.numel()} tokens agree"
+        print(f"{attention:14} {speed:10.1f} tokens a second, the prompt included; {agreement}")
     return speeds
 
 

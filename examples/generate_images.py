@@ -1,4 +1,4 @@
-"""Denoises images with a diffusion transformer of random weights, and prints steps a second with SDPA and with autoattn.
+"""Denoises images by a diffusion transformer of random weights; prints steps a second with SDPA and with autoattn.
 
     python examples/generate_images.py --heads 24 --layers 4 --pixels 1024 --text 512 --steps 8
 

@@ -4,8 +4,8 @@
 
 Each text counts up modulo a number of its own, so that there is something to learn. Texts of different lengths lie one
 behind the other in a row without padding; their positions begin anew, and no text sees another. autoattn gets them as
-packed sequences, SDPA gets a mask of all pairs, and FlexAttention, which has gradients on a GPU alone, a table of blocks.
-Prints the loss and tokens a second of each.
+packed sequences, SDPA gets a mask of all pairs, and FlexAttention a table of blocks; it takes part on a GPU, without
+which it has no gradients. Prints the loss and tokens a second of each.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def load(name: str) -> Any:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_prints_speeds_and_agrees(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
-    load("generate").main([*SMALL, "--prompt", "12", "--tokens", "10", "--batch", "2", "--rounds", "1", "--cache", cache])
+    sizes = ["--prompt", "12", "--tokens", "10", "--batch", "2", "--rounds", "1", "--cache", cache]
+    load("generate").main([*SMALL, *sizes])
     lines = re.findall(r"^(\w+) +[\d.]+ tokens a second, .*; (.*) tokens agree$", capsys.readouterr().out, re.M)
     assert lines == [("sdpa", "20 of 20"), ("autoattn", "20 of 20")]
 
