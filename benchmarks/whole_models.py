@@ -49,8 +49,8 @@ from autoattn.runtime.plan.explanations import Level
 OURS, SDPA, FLEX, EAGER = "autoattn", "sdpa", "flex_attention", "eager"
 RIVALS = (SDPA, FLEX, EAGER)
 # An output is right that is at most so many times as far from float32's as eager attention in the same dtype, and
-FACTOR = 2.0
-FLOOR = {torch.float32: 1e-3, torch.bfloat16: 5e-3}  # as a part of its norm, whatever eager's error is.
+FACTOR = 3.0
+FLOOR = {torch.float32: 1e-3, torch.bfloat16: 1e-2}  # as a part of its norm, whatever eager's error is.
 ROW_SECONDS = 5.0  # of the rounds of a row
 EXAMPLES_FOLDER = Path(__file__).parents[1] / "examples"
 IMAGES = "generate_images"  # whose model has no mask that FlexAttention could use
