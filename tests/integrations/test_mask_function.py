@@ -90,6 +90,7 @@ STATIC = torch.tensor(0)
         pytest.param(CAUSAL, (5, 25), {"q_offset": 20}, set(), id="a prompt that goes on"),
         pytest.param(CAUSAL, (5, 25), {"q_offset": 20, "attention_mask": LEFT}, {"padding"}, id="and is padded"),
         pytest.param(CAUSAL, (20, 32), {"q_offset": STATIC, "attention_mask": LEFT}, {"padding"}, id="static cache"),
+        pytest.param(CAUSAL, (20, 32), {"q_offset": STATIC}, set(), id="static cache, without padding"),
         pytest.param(CAUSAL, (5, 32), {"q_offset": STATIC + 20}, set(), id="static cache, filled before"),
         pytest.param(window(), (20, 20), {}, {"window"}, id="window"),
         pytest.param(window(), (20, 20), {"attention_mask": BOTH}, {"window", "padding"}, id="window, padding"),
@@ -134,7 +135,6 @@ def test_the_structure_keeps_the_pairs_of_the_tensor(
     [
         pytest.param(CAUSAL, (20, 20), {}, id="causal"),
         pytest.param(CAUSAL, (20, 20), {"attention_mask": padded(2, 20)}, id="no padding"),
-        pytest.param(CAUSAL, (20, 32), {"q_offset": STATIC}, id="the prompt of a static cache"),
         pytest.param(CAUSAL, (1, 20), {"q_offset": 19}, id="one query"),
         pytest.param(window(), (WINDOW, WINDOW), {}, id="a window as long as the text"),
         pytest.param(window(), (1, WINDOW), {"q_offset": 30, "kv_offset": 31 - WINDOW}, id="a sliding cache"),
