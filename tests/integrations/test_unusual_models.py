@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # Arguments of attention functions that change no score: what a mask says too, and what others read.
 HARMLESS = {
     "attention_mask", "cu_seqlens", "deterministic", "hidden_states", "output_attentions", "position_embeddings",
-    "position_ids", "query", "key", "value", "dim", "hidden_act", "hidden_dim",
+    "position_ids", "rotary_pos_emb", "query", "key", "value", "dim", "hidden_act", "hidden_dim",
 }  # fmt: skip
 
 
@@ -67,10 +67,10 @@ def model(config: str) -> Any:
     return net.eval()
 
 
-def both(net: Any, **given: Any) -> list[torch.Tensor]:
-    """Logits of eager attention, and of autoattn."""
+def both(net: Any, other: str = NAME, **given: Any) -> list[torch.Tensor]:
+    """Logits of eager attention, and of autoattn or another."""
     found = []
-    for implementation in ("eager", NAME):
+    for implementation in ("eager", other):
         net.set_attn_implementation(implementation)
         with torch.no_grad():
             found.append(net(**given).logits)
@@ -81,7 +81,12 @@ def both(net: Any, **given: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("config", KINDS)
 def test_the_numbers_are_those_of_eager(config: str, left: int) -> None:
     mask = padded(2, 40, left=left)
-    eager, ours = both(model(config), input_ids=tokens(2, 40), attention_mask=mask)
+    net = model(config)
+    if config == "GlmMoeDsaConfig":
+        eager, sdpa = both(net, "sdpa", input_ids=tokens(2, 40), attention_mask=mask)
+        if not torch.allclose(eager[mask.bool()], sdpa[mask.bool()], atol=1e-3):
+            pytest.skip("this release adds a boolean mask to numbers: SDPA of Transformers is wrong too")
+    eager, ours = both(net, input_ids=tokens(2, 40), attention_mask=mask)
     torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()], atol=2e-5, rtol=2e-4)
 
 
