@@ -33,6 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 32, "o_lora_rank": 32, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    "BigBirdPegasusConfig": {  # layers of a decoder that say is_causal=False
+        "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "vocab_size": 97,
+        "max_position_embeddings": 64,
+    },
     "Gemma4TextConfig": {  # drops queries behind the layers whose keys others share
         **TEXT, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 16, "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": TEXT["vocab_size"],

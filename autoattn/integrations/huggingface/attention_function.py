@@ -143,7 +143,7 @@ def _without_mask(
     """[batch, seq_q, heads_q, head_dim] where the layer says it all: one query sees every key, several up to theirs."""
     queries = query.shape[2]
     causal = causal and bool(queries > 1)
-    if causal and key.shape[2] > queries:  # a static cache that was empty: the keys behind are unfilled slots
+    if causal and key.shape[2] > queries:  # as SDPA aligns its mask: a model without masks fills a static cache
         key, value = key[:, :, :queries], value[:, :, :queries]
         bias = None if bias is None else bias[..., :queries]
     words = {} if bias is None else {"bias": bias}

@@ -43,7 +43,7 @@ def create_mask(
         others: `config` counts, of the model, and in a graph `local_size`, of the window or chunk.
 
     Returns:
-        None where `is_causal` of the layer says it all; a StructuredMask for several queries; a bool tensor
+        None where every query sees every key; a StructuredMask for several queries; a bool tensor
         [batch, 1, seq_q, seq_kv] for one query, for a pattern that is unknown, and for a caller that needs a tensor,
         of numbers for models of LENGTHENED.
     """
@@ -82,21 +82,22 @@ def create_mask(
     if keys is None:
         return pairs()
     pattern = without_idle_parts(pattern, keys, kv_offset)
-    # Behind the layers whose keys others share, a model drops queries: the layer alone no longer says what they see.
-    may_be_none = q_length == 1 or not getattr(config, "num_kv_shared_layers", 0)
     padding = key_padding(attention_mask, kv_offset, keys)
-    return _in_parts(pattern, shape, keys, q_offset, padding, pairs, may_be_none)
+    return _in_parts(pattern, shape, keys, q_offset, padding, pairs)
 
 
 def _in_parts(
     pattern: MaskPattern, shape: tuple[int, int, int, int], keys: int, q_offset: int | Tensor, padding: Tensor | None,
-    pairs: Callable[[], Tensor], may_be_none: bool,
+    pairs: Callable[[], Tensor],
 ) -> Tensor | StructuredMask | None:  # fmt: skip
-    """A mask of a known pattern, whose parts each hide some key."""
+    """A mask of a known pattern, whose parts each hide some key.
+
+    A causal one of several queries is never None: not every layer says `is_causal`, and some drop queries behind it.
+    """
     batch, _, q_length, kv_length = shape
     parted = pattern.chunk > 0 or pattern.sequence_ids is not None
     plain = padding is None and pattern.window is None and not parted
-    if plain and may_be_none and _is_said_by_the_layer(pattern, q_length, kv_length, keys):
+    if plain and (not pattern.causal or (q_length == 1 and keys == kv_length)):
         return None
     packing = find_packing(pattern, batch, q_length, keys, q_offset, padding) if parted else None
     if q_length == 1 or (parted and packing is None):
@@ -158,13 +159,6 @@ def key_padding(attention_mask: Tensor | None, kv_offset: int, keys: int) -> Ten
     if not is_traced() and bool(seen.all()):
         return None
     return seen[:, None, None, :]
-
-
-def _is_said_by_the_layer(pattern: MaskPattern, q_length: int, kv_length: int, keys: int) -> bool:
-    """Whether `attention_function` finds the same keys without a mask."""
-    if not pattern.causal:
-        return True
-    return keys == kv_length and q_length in (1, keys)
 
 
 def find_packing(
