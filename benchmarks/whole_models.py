@@ -48,10 +48,10 @@ from autoattn.runtime.plan.explanations import Level
 
 OURS, SDPA, FLEX, EAGER = "autoattn", "sdpa", "flex_attention", "eager"
 RIVALS = (SDPA, FLEX, EAGER)
-# An output is right that is at most so many times as far from float32's as eager attention in the same dtype, and
-FACTOR = 3.0
-FLOOR = {torch.float32: 1e-3, torch.bfloat16: 1e-2}  # as a part of its norm, whatever eager's error is. Where eager
-WITHOUT_EAGER = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # attention fails, for instance for want of memory.
+# The error of an output is its distance from that of eager attention in float32, as a part of the latter's norm.
+FACTOR = 3.0  # so many times the error of eager attention in the model's dtype is right,
+FLOOR = {torch.float32: 1e-3, torch.bfloat16: 1e-2}  # and this much in any case;
+WITHOUT_EAGER = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # this much, where eager attention has no memory
 ROW_SECONDS = 5.0  # of the rounds of a row
 EXAMPLES_FOLDER = Path(__file__).parents[1] / "examples"
 IMAGES = "generate_images"  # whose model has no mask that FlexAttention could use

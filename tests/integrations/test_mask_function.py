@@ -201,6 +201,10 @@ def test_a_model_that_looks_into_a_mask_sees_the_tensor() -> None:
     assert torch.equal(pairs & mask, pairs)
     assert torch.equal(mask & mask, pairs)
     assert mask.expand(2, 4, 20, 20).shape == (2, 4, 20, 20)
+    scores = torch.randn(2, 4, 20, 20)
+    for summed in (scores + mask, mask + scores, torch.add(scores, mask)):
+        assert torch.equal(summed, scores.masked_fill(~pairs, torch.finfo(torch.float32).min))
+    assert torch.equal(mask + pairs, pairs + pairs)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = mask.no_such_name
     assert torch.equal(mask[:, :, -3:], pairs[:, :, -3:])

@@ -94,6 +94,18 @@ def test_the_numbers_are_those_of_eager(config: str, left: int) -> None:
     torch.testing.assert_close(ours[mask.bool()], eager[mask.bool()], atol=2e-5, rtol=2e-4)
 
 
+def test_a_layer_that_adds_its_mask_to_scores_adds_numbers() -> None:
+    torch.manual_seed(0)
+    config = transformers.BigBirdPegasusConfig(
+        d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=TEXT["vocab_size"], max_position_embeddings=64,
+    )  # fmt: skip
+    net, ids = transformers.AutoModelForSeq2SeqLM.from_config(config).eval(), tokens(2, 20)
+    given = {"input_ids": ids, "attention_mask": padded(2, 20, right=5), "decoder_input_ids": ids[:, :7]}
+    eager, ours = both(net, **given)
+    torch.testing.assert_close(ours, eager, atol=2e-5, rtol=2e-4)
+
+
 def test_queries_may_leave_behind_the_mask() -> None:
     eager, ours = both(model("Gemma4TextConfig"), input_ids=tokens(2, 20), logits_to_keep=5)
     torch.testing.assert_close(ours, eager, atol=2e-5, rtol=2e-4)
