@@ -84,24 +84,27 @@ def attend(
         query = query.expand(key.shape[0], -1, -1, -1)
     modifiers = _Modifiers(dropout=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
     if indices is not None:
         attention_mask = _selected(indices, attention_mask, key.shape[2], causal)
     by_caller = cu_seq_lens_q is not None and cu_seq_lens_k is not None and position_bias is None
     if by_caller and _may_be_packed(attention_mask):
-        if isinstance(attention_mask, StructuredMask):
-            causal, window = attention_mask.causal, attention_mask.window
-        else:
-            window = _window_of(sliding_window, key.shape[2], causal)
-        output = _packed(query, key, value, offsets, longest, causal, window, modifiers)
-    elif isinstance(attention_mask, StructuredMask):
-        output = _by_structure(query, key, value, attention_mask, position_bias, modifiers)
-    elif attention_mask is not None:
-        bias = attention_mask if position_bias is None else _biased(attention_mask, position_bias)
-        output = _turned(functional.attention(query, key, value, mask=bias, **modifiers.words()))
-    else:
-        output = _without_mask(query, key, value, causal, position_bias, modifiers)
-    return output, None
+        offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+        bounds = _bounds(attention_mask, sliding_window, key.shape[2], causal)
+        return _packed(query, key, value, offsets, longest, *bounds, modifiers), None
+    return _by_mask(query, key, value, attention_mask, causal, position_bias, modifiers), None
+
+
+def _by_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | StructuredMask | None, causal: bool, bias: Tensor | None,
+    modifiers: _Modifiers,
+) -> Tensor:  # fmt: skip
+    """[batch, seq_q, heads_q, head_dim] of keys that a mask of any form keeps, or the layer itself."""
+    if isinstance(mask, StructuredMask):
+        return _by_structure(query, key, value, mask, bias, modifiers)
+    if mask is None:
+        return _without_mask(query, key, value, causal, bias, modifiers)
+    mask = mask if bias is None else _biased(mask, bias)
+    return _turned(functional.attention(query, key, value, mask=mask, **modifiers.words()))
 
 
 def _refuse(module: torch.nn.Module, key: Tensor, mask: Tensor | StructuredMask | None, others: dict[str, Any]) -> None:
@@ -130,11 +133,15 @@ def _selected(indices: Tensor, mask: Tensor | StructuredMask | None, keys: int, 
     return mask & selected if mask.dtype is torch.bool else mask.masked_fill(~selected, -torch.inf)
 
 
-def _window_of(sliding_window: int | None, keys: int, causal: bool) -> tuple[int, int] | None:
-    """(left, right) of a layer's window; None where it hides nothing of so many keys."""
+def _bounds(
+    mask: Tensor | StructuredMask | None, sliding_window: int | None, keys: int, causal: bool
+) -> tuple[bool, tuple[int, int] | None]:
+    """Whether packed sequences are causal, and their window (left, right); None where it hides no key."""
+    if isinstance(mask, StructuredMask):
+        return mask.causal, mask.window
     if sliding_window is None or keys <= sliding_window:
-        return None
-    return sliding_window - 1, 0 if causal else sliding_window - 1
+        return causal, None
+    return causal, (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
 def _without_mask(
