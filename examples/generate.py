@@ -33,7 +33,8 @@ def build(given: argparse.Namespace, device: str) -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def generate(model: Any, prompt: torch.Tensor, count: int, cache: str) -> tuple[torch.Tensor, float]:

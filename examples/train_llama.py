@@ -50,7 +50,8 @@ def build(given: argparse.Namespace, device: str) -> Any:
         max_position_embeddings=given.longest, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(device).train()
+    with torch.device(device):
+        return LlamaForCausalLM(config).train()
 
 
 def train(model: Any, given: argparse.Namespace, device: str) -> tuple[list[float], float]:
