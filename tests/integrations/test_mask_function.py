@@ -85,11 +85,16 @@ STATIC = torch.tensor(0)
 @pytest.mark.parametrize(
     ("function", "sizes", "given", "fields"),
     [
+        pytest.param(CAUSAL, (20, 20), {}, set(), id="causal"),
+        pytest.param(CAUSAL, (20, 20), {"attention_mask": padded(2, 20)}, set(), id="no padding"),
+        pytest.param(window(), (WINDOW, WINDOW), {}, set(), id="a window as long as the text"),
+        pytest.param(chunks(None), (CHUNK, CHUNK), {}, set(), id="one chunk"),
         pytest.param(CAUSAL, (20, 20), {"attention_mask": LEFT}, {"padding"}, id="causal, padding on the left"),
         pytest.param(CAUSAL, (20, 20), {"attention_mask": BOTH}, {"padding"}, id="causal, padding on both sides"),
         pytest.param(CAUSAL, (5, 25), {"q_offset": 20}, set(), id="a prompt that goes on"),
         pytest.param(CAUSAL, (5, 25), {"q_offset": 20, "attention_mask": LEFT}, {"padding"}, id="and is padded"),
         pytest.param(CAUSAL, (20, 32), {"q_offset": STATIC, "attention_mask": LEFT}, {"padding"}, id="static cache"),
+        pytest.param(CAUSAL, (20, 32), {"q_offset": STATIC}, set(), id="static cache, without padding"),
         pytest.param(CAUSAL, (5, 32), {"q_offset": STATIC + 20}, set(), id="static cache, filled before"),
         pytest.param(window(), (20, 20), {}, {"window"}, id="window"),
         pytest.param(window(), (20, 20), {"attention_mask": BOTH}, {"window", "padding"}, id="window, padding"),
@@ -132,17 +137,12 @@ def test_the_structure_keeps_the_pairs_of_the_tensor(
 @pytest.mark.parametrize(
     ("function", "sizes", "given"),
     [
-        pytest.param(CAUSAL, (20, 20), {}, id="causal"),
-        pytest.param(CAUSAL, (20, 20), {"attention_mask": padded(2, 20)}, id="no padding"),
-        pytest.param(CAUSAL, (20, 32), {"q_offset": STATIC}, id="the prompt of a static cache"),
         pytest.param(CAUSAL, (1, 20), {"q_offset": 19}, id="one query"),
-        pytest.param(window(), (WINDOW, WINDOW), {}, id="a window as long as the text"),
         pytest.param(window(), (1, WINDOW), {"q_offset": 30, "kv_offset": 31 - WINDOW}, id="a sliding cache"),
-        pytest.param(chunks(None), (CHUNK, CHUNK), {}, id="one chunk"),
         pytest.param(BIDIRECTIONAL, (6, 20), {"allow_is_bidirectional_skip": True}, id="cross attention"),
     ],
 )
-def test_no_mask_where_the_layer_says_it_all(
+def test_no_mask_where_every_query_sees_every_key(
     function: Callable[..., Any], sizes: tuple[int, int], given: dict[str, Any]
 ) -> None:
     assert create(function, *sizes, **given) is None
@@ -201,6 +201,10 @@ def test_a_model_that_looks_into_a_mask_sees_the_tensor() -> None:
     assert torch.equal(pairs & mask, pairs)
     assert torch.equal(mask & mask, pairs)
     assert mask.expand(2, 4, 20, 20).shape == (2, 4, 20, 20)
+    scores = torch.randn(2, 4, 20, 20)
+    for summed in (scores + mask, mask + scores, torch.add(scores, mask)):
+        assert torch.equal(summed, scores.masked_fill(~pairs, torch.finfo(torch.float32).min))
+    assert torch.equal(mask + pairs, pairs + pairs)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = mask.no_such_name
     assert torch.equal(mask[:, :, -3:], pairs[:, :, -3:])
@@ -224,7 +228,7 @@ def test_positions_without_their_sequences_are_unknown() -> None:
 
 def test_a_mask_that_was_made_before_is_kept() -> None:
     mask = create(window(), 20, 20)
-    assert create(CAUSAL, 20, 20) is None
+    assert create(CAUSAL, 20, 20).window is None
     assert mask_function.create_mask(batch_size=2, q_length=20, kv_length=20, attention_mask=mask) is mask
 
 
@@ -232,12 +236,18 @@ def test_a_graph_knows_the_patterns_that_need_no_tensor() -> None:
     def create_in_graph(tensor: Tensor, function: Any, **given: Any) -> tuple[Tensor, Any]:
         return tensor + 1, mask_function.create_mask(2, 20, 20, mask_function=function, **given)
 
+    def parts(mask: Any) -> Any:
+        return mask.causal, mask.window, mask.padding, mask.packed
+
+    def causal_in_graph(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor + 1, parts(mask_function.create_mask(2, 20, 20, mask_function=CAUSAL))
+
     def window_in_graph(tensor: Tensor) -> tuple[Tensor, Any]:
-        mask: Any = mask_function.create_mask(2, 20, 20, mask_function=window(), local_size=WINDOW)
-        return tensor + 1, (mask.causal, mask.window, mask.padding, mask.packed)
+        return tensor + 1, parts(mask_function.create_mask(2, 20, 20, mask_function=window(), local_size=WINDOW))
 
     compiled = torch.compile(create_in_graph, backend="eager", fullgraph=True)
-    assert compiled(torch.ones(1), CAUSAL)[1] is None
+    compiled_causal = torch.compile(causal_in_graph, backend="eager", fullgraph=True)
+    assert compiled_causal(torch.ones(1))[1] == (True, None, None, False)
     given: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
     assert compiled(torch.ones(1), BIDIRECTIONAL, **given)[1] is None
     compiled_window = torch.compile(window_in_graph, backend="eager", fullgraph=True)

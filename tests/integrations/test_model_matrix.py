@@ -184,6 +184,8 @@ def test_a_model_has_the_numbers_of_eager_and_no_mask_of_all_pairs(
 ) -> None:
     if (way, name) == (offsets, "llama4") and not REMAPPED:
         pytest.skip("chunks of packed sequences count through the row in this release of Transformers")
+    if way is compiled and name in ("t5", "whisper") and torch.__version__.startswith("2.11."):
+        pytest.skip("Dynamo of torch 2.11 does not trace the copy of a config in Transformers, with any attention")
     numbers = {}
     for implementation in ("eager", NAME):
         net = copy.deepcopy(model(name)) if way in (checkpointed, trained) else model(name)

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from autoattn import functional
+from autoattn.errors import UsageError
 from autoattn.integrations.huggingface.structured_mask import StructuredMask
 from autoattn.integrations.once import warn_once
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import planner
+
+# What changes scores and no call of autoattn has: sinks of each query, and blocks of keys that each query selects.
+UNKNOWN = ("sinks", "block_indices")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,6 +49,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer.
@@ -64,37 +69,79 @@ def attend(
         position_bias: [1 or batch, heads_q, seq_q, seq_kv], added to the scores.
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1] int32, offsets of packed sequences in [batch * seq] tokens.
         max_length_q, max_length_k: tokens of the longest of them.
+        indices: [batch, seq_q, count], the only keys that a query sees of those that the mask keeps (sparse attention).
         others: what other attention functions read.
 
     Returns:
         (output [batch, seq_q, heads_q, head_dim of the values] contiguous, None): kernels have no weights.
+
+    Raises:
+        UsageError: the layer changes its scores by an argument of UNKNOWN, or has other keys than its mask.
     """
+    _refuse(module, key, attention_mask, others)
     _warn_of(module, query, value, others)
+    if query.shape[0] == 1 != key.shape[0]:  # learnt queries, which SDPA broadcasts
+        query = query.expand(key.shape[0], -1, -1, -1)
     modifiers = _Modifiers(dropout=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    if indices is not None:
+        attention_mask = _selected(indices, attention_mask, key.shape[2], causal)
     by_caller = cu_seq_lens_q is not None and cu_seq_lens_k is not None and position_bias is None
     if by_caller and _may_be_packed(attention_mask):
-        if isinstance(attention_mask, StructuredMask):
-            causal, window = attention_mask.causal, attention_mask.window
-        else:
-            window = _window_of(sliding_window, key.shape[2], causal)
-        output = _packed(query, key, value, offsets, longest, causal, window, modifiers)
-    elif isinstance(attention_mask, StructuredMask):
-        output = _by_structure(query, key, value, attention_mask, position_bias, modifiers)
-    elif attention_mask is not None:
-        bias = attention_mask if position_bias is None else _biased(attention_mask, position_bias)
-        output = _turned(functional.attention(query, key, value, mask=bias, **modifiers.words()))
-    else:
-        output = _without_mask(query, key, value, causal, position_bias, modifiers)
-    return output, None
+        offsets, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+        bounds = _bounds(attention_mask, sliding_window, key.shape[2], causal)
+        return _packed(query, key, value, offsets, longest, *bounds, modifiers), None
+    return _by_mask(query, key, value, attention_mask, causal, position_bias, modifiers), None
 
 
-def _window_of(sliding_window: int | None, keys: int, causal: bool) -> tuple[int, int] | None:
-    """(left, right) of a layer's window; None where it hides nothing of so many keys."""
+def _by_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | StructuredMask | None, causal: bool, bias: Tensor | None,
+    modifiers: _Modifiers,
+) -> Tensor:  # fmt: skip
+    """[batch, seq_q, heads_q, head_dim] of keys that a mask of any form keeps, or the layer itself."""
+    if isinstance(mask, StructuredMask):
+        return _by_structure(query, key, value, mask, bias, modifiers)
+    if mask is None:
+        return _without_mask(query, key, value, causal, bias, modifiers)
+    mask = mask if bias is None else _biased(mask, bias)
+    return _turned(functional.attention(query, key, value, mask=mask, **modifiers.words()))
+
+
+def _refuse(module: torch.nn.Module, key: Tensor, mask: Tensor | StructuredMask | None, others: dict[str, Any]) -> None:
+    """Raises an error for a layer whose numbers would be others than those of eager attention."""
+    for name in UNKNOWN:
+        if others.get(name) is not None:
+            raise UsageError(
+                f"attn_implementation='autoattn' takes layers without {name!r}, got a {type(module).__name__} with it; "
+                "set attn_implementation='eager'"
+            )
+    if isinstance(mask, StructuredMask) and mask.shape[3] != key.shape[2]:
+        raise UsageError(
+            f"attn_implementation='autoattn' takes layers whose keys are those of the mask, {mask.shape[3]} of them, "
+            f"got a {type(module).__name__} with {key.shape[2]}; set attn_implementation='eager'"
+        )
+
+
+def _selected(indices: Tensor, mask: Tensor | StructuredMask | None, keys: int, causal: bool) -> Tensor:
+    """[batch, 1, seq_q, keys] of a mask, and of the keys that each query selects."""
+    batch, queries, _ = indices.shape
+    selected = indices.new_zeros((batch, queries, keys), dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    if isinstance(mask, StructuredMask):
+        mask = mask.pairs()
+    if mask is None:
+        return selected.tril(keys - queries) if causal else selected
+    return mask & selected if mask.dtype is torch.bool else mask.masked_fill(~selected, -torch.inf)
+
+
+def _bounds(
+    mask: Tensor | StructuredMask | None, sliding_window: int | None, keys: int, causal: bool
+) -> tuple[bool, tuple[int, int] | None]:
+    """Whether packed sequences are causal, and their window (left, right); None where it hides no key."""
+    if isinstance(mask, StructuredMask):
+        return mask.causal, mask.window
     if sliding_window is None or keys <= sliding_window:
-        return None
-    return sliding_window - 1, 0 if causal else sliding_window - 1
+        return causal, None
+    return causal, (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
 def _without_mask(
@@ -103,7 +150,7 @@ def _without_mask(
     """[batch, seq_q, heads_q, head_dim] where the layer says it all: one query sees every key, several up to theirs."""
     queries = query.shape[2]
     causal = causal and bool(queries > 1)
-    if causal and key.shape[2] > queries:  # a static cache that was empty: the keys behind are unfilled slots
+    if causal and key.shape[2] > queries:  # as SDPA aligns its mask: a model without masks fills a static cache
         key, value = key[:, :, :queries], value[:, :, :queries]
         bias = None if bias is None else bias[..., :queries]
     words = {} if bias is None else {"bias": bias}

@@ -14,6 +14,9 @@ from autoattn.integrations.huggingface.mask_pattern import MaskPattern
 from autoattn.integrations.huggingface.structured_mask import Packing, StructuredMask
 from autoattn.integrations.once import warn_once
 
+# Models whose layers add keys behind those of the mask, and columns of numbers to a mask that is a tensor.
+LENGTHENED = ("deepseek_v4",)
+
 
 def create_mask(
     batch_size: int,
@@ -37,25 +40,31 @@ def create_mask(
         mask_function: (b, h, q_idx, kv_idx) -> bool; causal when None.
         attention_mask: [batch, tokens] bool, True for tokens that are no padding; or what an earlier call returned.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether None may be returned.
+        others: `config` counts, of the model, and in a graph `local_size`, of the window or chunk.
 
     Returns:
-        None where `is_causal` of the layer says it all; a StructuredMask for several queries; a bool tensor
-        [batch, 1, seq_q, seq_kv] for one query, for a pattern that is unknown, and for a caller that needs a tensor.
+        None where every query sees every key; a StructuredMask for several queries; a bool tensor
+        [batch, 1, seq_q, seq_kv] for one query, for a pattern that is unknown, and for a caller that needs a tensor,
+        of numbers for models of LENGTHENED.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask  # Dynamo of torch 2.11 loads no lazy module
+    # Dynamo of torch 2.11 loads no lazy module.
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     if isinstance(attention_mask, StructuredMask):
         return attention_mask
     function = causal_mask_function if mask_function is None else mask_function
-    pairs: Callable[[], Tensor] = partial(
+    pairs: partial[Tensor] = partial(
         sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
         kv_offset=kv_offset, mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
     )  # fmt: skip
+    config = others.get("config")
+    if getattr(config, "model_type", "") in LENGTHENED:
+        return eager_mask(**pairs.keywords, **others)
     shape = (batch_size, 1, q_length, kv_length)
     causal, may_skip = not allow_is_bidirectional_skip, allow_is_causal_skip or allow_is_bidirectional_skip
     if is_traced():
-        local_size, chunk_size = others.get("local_size"), getattr(others.get("config"), "attention_chunk_size", None)
+        local_size, chunk_size = others.get("local_size"), getattr(config, "attention_chunk_size", None)
         pattern = None if use_vmap else mask_pattern.infer(function, local_size, chunk_size, causal, may_skip)
         if pattern is not None and pattern.may_be_packed and attention_mask is None and q_length > 1:
             return StructuredMask(
@@ -73,18 +82,22 @@ def create_mask(
     if keys is None:
         return pairs()
     pattern = without_idle_parts(pattern, keys, kv_offset)
-    return _in_parts(pattern, shape, keys, q_offset, key_padding(attention_mask, kv_offset, keys), pairs)
+    padding = key_padding(attention_mask, kv_offset, keys)
+    return _in_parts(pattern, shape, keys, q_offset, padding, pairs)
 
 
 def _in_parts(
     pattern: MaskPattern, shape: tuple[int, int, int, int], keys: int, q_offset: int | Tensor, padding: Tensor | None,
     pairs: Callable[[], Tensor],
 ) -> Tensor | StructuredMask | None:  # fmt: skip
-    """A mask of a known pattern, whose parts each hide some key."""
+    """A mask of a known pattern, whose parts each hide some key.
+
+    A causal one of several queries is never None: not every layer says `is_causal`, and some drop queries behind it.
+    """
     batch, _, q_length, kv_length = shape
     parted = pattern.chunk > 0 or pattern.sequence_ids is not None
     plain = padding is None and pattern.window is None and not parted
-    if plain and _is_said_by_the_layer(pattern, q_length, kv_length, keys):
+    if plain and (not pattern.causal or (q_length == 1 and keys == kv_length)):
         return None
     packing = find_packing(pattern, batch, q_length, keys, q_offset, padding) if parted else None
     if q_length == 1 or (parted and packing is None):
@@ -146,13 +159,6 @@ def key_padding(attention_mask: Tensor | None, kv_offset: int, keys: int) -> Ten
     if not is_traced() and bool(seen.all()):
         return None
     return seen[:, None, None, :]
-
-
-def _is_said_by_the_layer(pattern: MaskPattern, q_length: int, kv_length: int, keys: int) -> bool:
-    """Whether `attention_function` finds the same keys without a mask."""
-    if not pattern.causal:
-        return True
-    return keys == kv_length if q_length == 1 else keys == q_length
 
 
 def find_packing(

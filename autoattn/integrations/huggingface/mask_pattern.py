@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 MODULE = "transformers.masking_utils"
+FILE = "transformers/masking_utils.py"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,15 +81,17 @@ def infer(
         skip: whether the caller takes None for a mask that hides nothing else. It does not where it packed sequences,
             whose ids are then unknown here.
     """
-    if mask_function.__module__ != MODULE:
+    name = getattr(mask_function, "__name__", "")  # Dynamo takes no qualified name for equal to its text
+    if name not in ("causal_mask_function", "bidirectional_mask_function", "and_mask"):
         return None
-    name = mask_function.__name__  # Dynamo of torch 2.11 to 2.13 takes no qualified name for equal to its text
+    if not mask_function.__code__.co_filename.endswith(FILE):  # Dynamo of torch 2.11 reads no module of a closure
+        return None
     if name == "causal_mask_function":
         return MaskPattern(causal=True)
     if name == "bidirectional_mask_function":
         return MaskPattern()
     known_size = local_size is None or local_size != chunk_size
-    if name != "and_mask" or not known_size or (skip and local_size is None):
+    if not known_size or (skip and local_size is None):
         return None
     window = None
     if local_size is not None:

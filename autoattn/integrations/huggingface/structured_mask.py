@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ADDITIONS = ("add", "__add__", "__radd__", "add_", "__iadd__")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Packing:
@@ -28,7 +30,8 @@ class StructuredMask:
     """What `mask_function` hands to `attention_function`; a key counts if every part keeps it.
 
     A model passes a mask on without a look. One that indexes it, or gives it to a function of PyTorch, gets what the
-    tensor of all pairs would give, because `pairs` makes that tensor.
+    tensor of all pairs would give, because `pairs` makes that tensor. One that adds it to scores, as layers written for
+    eager attention do, adds 0 where a query attends, and the least number where not.
 
     Attributes:
         shape: (batch, 1, seq_q, seq_kv) of the tensor of all pairs.
@@ -81,10 +84,22 @@ class StructuredMask:
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of PyTorch on the tensor of all pairs."""
+        if function.__name__ in ADDITIONS and len(args) == 2 and not kwargs:
+            return _sum(*args)
         return function(*_expanded(args), **_expanded(kwargs or {}))
 
 
+def _sum(one: Any, other: Any) -> Tensor:
+    """Scores and a mask, in either order; other sums are those of the tensors of all pairs."""
+    mask, scores = (one, other) if isinstance(one, StructuredMask) else (other, one)
+    if not isinstance(scores, Tensor) or not scores.is_floating_point():
+        return _expanded(one) + _expanded(other)
+    return scores.masked_fill(~mask.pairs(), torch.finfo(scores.dtype).min)
+
+
 def _operator(name: str) -> Callable[..., Any]:
+    if name in ADDITIONS:
+        return _sum
     return lambda mask, *others: getattr(mask.pairs(), name)(*map(_expanded, others))
 
 
