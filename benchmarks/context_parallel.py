@@ -1,30 +1,35 @@
 """Measures attention over the GPUs of one host, beside PyTorch's own ring and all-gather.
 
-python benchmarks/context_parallel.py [--ranks 2] [--tokens 8192,16384] [--rows causal,packed,window] [--simulate]
-    [--write]
-python benchmarks/context_parallel.py --short [--ranks 1]    the published sizes of a ring over one rank and more
+python benchmarks/context_parallel.py [--ranks 2] [--tokens 8192,32768] [--rows causal,pytorch,packed,window]
+    [--simulate] [--out FILE]
 
-Without torchrun, the script starts a process for each rank. Efficiency is that of ring-flash-attention's README: calls
-of one rank on its own tokens a second, over calls of all ranks a second times their number, since N ranks have N * N
-times the work of one. A row has the slowest rank's time. The window's row keeps the tokens of a rank and has the ideal
-of a call on them alone. The simulation computes the same hops from the times of single calls and the link's speed.
+The script starts a process for each rank, anew for each row, so that one that fails leaves the others. Efficiency is
+that of ring-flash-attention's README: calls of one rank on its own tokens a second, over calls of all ranks a second
+times their number, since N ranks have N * N times the work of one. A row has the slowest rank's time. The window's row
+keeps the tokens of a rank and has the ideal of a call on them alone. The simulation computes the same hops from the
+times of single calls and the link's speed. FILE gets the tables as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from context_simulation import link, simulation
-from kept import keep, told
 from rank_timing import DTYPE, HEAD_DIM, HEADS, HEADS_KV, Bench, Call, Row
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,8 +37,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoattn
 from autoattn import distributed
+from autoattn.distributed import partial_call
 from autoattn.distributed.schedule import Split
 from autoattn.distributed.sharding import Sharding
+
+LIMIT = timedelta(seconds=60)  # that ranks wait for one that failed alone
+PYTORCH = "pytorch"  # the row of PyTorch's own ring, whose calls are causal
 
 
 def stepped(attend: Callable[[], Tensor], learners: Sequence[Tensor], pull: Tensor, *, learns: bool) -> Call:
@@ -100,118 +109,159 @@ def by_pytorch(bench: Bench, row: Row, *, rotation: str, backend: SDPBackend, he
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
-
-def measured(bench: Bench, row: Row, *, learns: bool) -> Iterable[tuple[str, float | str]]:
-    """(contestant, seconds or why there are none)."""
-    yield "autoattn ring", by_autoattn(bench, row, method="ring", learns=learns)
-    yield "autoattn all-gather", by_autoattn(bench, row, method="allgather", learns=learns)
-    if row.name != "causal" or bench.size == 1:
-        return
-    for rotation in ("alltoall", "allgather"):
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            for heads_kv in (HEADS_KV, HEADS):  # keys of all heads, where it takes no others
-                name = f"PyTorch {rotation}, {backend.name.partition('_')[0].lower()}, {heads_kv} key heads"
-                given = {"rotation": rotation, "backend": backend, "heads_kv": heads_kv}
-                try:
-                    yield name, by_pytorch(bench, row, **given, learns=learns)
-                    break
-                except (RuntimeError, NotImplementedError, AssertionError) as error:
-                    yield name, f"{type(error).__name__}: {error}".partition("\n")[0][:80]
+Contestant = tuple[str, Callable[[], float]]  # its name, and what measures it in seconds
+OURS = {  # name -> method, and whether its outputs are merged by a pass of their own
+    "ring": ("ring", False),
+    "ring, merged apart": ("ring", True),
+    "all-gather": ("allgather", False),
+    "Ulysses": ("ulysses", False),
+}
 
 
-def table(bench: Bench, rows: Iterable[Row], *, simulates: bool) -> Iterable[str]:
-    """Lines of Markdown, as they are measured."""
+def ours(bench: Bench, row: Row, *, learns: bool) -> Iterable[Contestant]:
+    """Our methods."""
+    for name, (method, apart) in OURS.items():
+        yield name, lambda: _by_method(bench, row, method, apart=apart, learns=learns)  # noqa: B023 - called at once
+
+
+def _by_method(bench: Bench, row: Row, method: str, *, apart: bool, learns: bool) -> float:
+    as_asked: Any = mock.patch.object(partial_call, "attend_into", return_value=False) if apart else nullcontext()
+    with as_asked:
+        return by_autoattn(bench, row, method=method, learns=learns)
+
+
+def pytorchs(bench: Bench, row: Row, *, learns: bool) -> Iterable[Contestant]:
+    """PyTorch's ring and all-gather, with each of its backends."""
+    backends = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    for rotation, backend in itertools.product(("alltoall", "allgather"), backends):
+        given = {"rotation": rotation, "backend": backend, "learns": learns}
+        name = f"PyTorch {rotation}, {backend.name.partition('_')[0].lower()}"
+        yield f"{name}, {HEADS_KV} key heads", lambda: by_pytorch(bench, row, heads_kv=HEADS_KV, **given)  # noqa: B023
+        # Keys of all heads, where it takes no fewer.
+        yield f"{name}, {HEADS} key heads", lambda: by_pytorch(bench, row, heads_kv=HEADS, **given)  # noqa: B023
+
+
+def attempted(measure: Callable[[], float]) -> float | str:
+    """Seconds, or why there are none, which must be so on all ranks."""
+    try:
+        return measure()
+    except Exception as error:  # whatever it is, the other rows go on
+        return f"{type(error).__name__}: {error}".partition("\n")[0][:100].replace("|", "/")
+    finally:
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def records(bench: Bench, name: str, given: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    """What is measured of the rows of a name."""
+    simulations = []
+    for tokens, learns in itertools.product(map(int, given.tokens.split(",")), (False, True)):
+        row = Row(name="causal" if name == PYTORCH else name, tokens=tokens)
+        facts = {"row": row.name, "tokens": tokens, "passes": "both" if learns else "forward"}
+        times = {}
+        if name != PYTORCH:
+            times["one rank"] = attempted(lambda: one_rank(bench, row, learns=learns))  # noqa: B023 - called at once
+            yield {**facts, "who": "one rank", "seconds": times["one rank"]}
+        contestants = ours if name != PYTORCH else pytorchs
+        for who, measure in contestants(bench, row, learns=learns):
+            times[who] = attempted(measure)
+            yield {**facts, "who": who, "seconds": times[who]}
+        own = times.get("all-gather" if name == "window" else "ring")
+        if isinstance(own, float) and isinstance(times["one rank"], float):
+            simulations.append((row, facts["passes"], learns, times["one rank"], own))
+    if given.simulate and simulations:
+        speed = link(bench)
+        source = "assumed" if bench.size == 1 else "measured"
+        words = f"{speed[0] / 1e9:.0f} GB/s each way and {speed[1] * 1e6:.0f} us, {source}"
+        lines = [
+            "",
+            f"Simulated efficiency by ranks; the link has {words}:",
+            "",
+            *simulation(bench, simulations, speed),
+        ]
+        yield {"lines": lines}
+
+
+def tables(found: Sequence[dict[str, Any]], size: int) -> Iterable[str]:
+    """Lines of Markdown."""
     yield "| row | tokens a rank | passes | who | ms | efficiency |"
     yield "|---|---|---|---|---|---|"
-    speed = link(bench)
-    simulations = []
-    for row in rows:
-        for learns in (False, True):
-            passes = "both" if learns else "forward"
-            alone = one_rank(bench, row, learns=learns)
-            ideal = alone if row.name == "window" else alone * bench.size
-            yield f"| {row.name} | {row.tokens} | {passes} | one rank on its tokens | {alone * 1e3:.3f} | |"
-            own = 0.0
-            for who, seconds in measured(bench, row, learns=learns):
-                told_time = seconds if isinstance(seconds, str) else f"{seconds * 1e3:.3f}"
-                share = "" if isinstance(seconds, str) else f"{ideal / seconds:.1%}"
-                own = seconds if not own and isinstance(seconds, float) else own
-                yield f"| {row.name} | {row.tokens} | {passes} | {who} | {told_time} | {share} |"
-                torch.cuda.empty_cache()
-            if simulates:
-                simulations.append((row, passes, learns, alone, own))
-    if simulates:
-        yield ""
-        source = "assumed" if bench.size == 1 else "measured"
-        link_speed = f"{speed[0] / 1e9:.0f} GB/s each way and {speed[1] * 1e6:.0f} us, {source}"
-        yield f"Simulated efficiency by ranks; the link has {link_speed}:"
-        yield ""
-        yield from simulation(bench, simulations, speed)
+    alone = {_kind(each): each["seconds"] for each in found if each.get("who") == "one rank"}
+    for each in found:
+        if "lines" not in each:
+            yield table_row(each, alone.get(_kind(each)), size)
+    for each in found:
+        yield from each.get("lines", ())
 
 
-SHORT_DIM = 64  # the published table does not say it
+def table_row(each: dict[str, Any], alone: float | str | None, size: int) -> str:
+    """A line of the table; the ideal is the time of one rank alone, times what ranks have more to do."""
+    seconds, share = each["seconds"], ""
+    if isinstance(seconds, float) and isinstance(alone, float) and each["who"] != "one rank":
+        share = f"{alone * (1 if each['row'] == 'window' else size) / seconds:.1%}"
+    told = seconds if isinstance(seconds, str) else f"{seconds * 1e3:.3f}"
+    return f"| {each['row']} | {each['tokens']} | {each['passes']} | {each['who']} | {told} | {share} |"
 
 
-def short_table(bench: Bench) -> Iterable[str]:
-    """Forward passes in float32 without a mask, by the sizes of a published ring (ring_v2_collective)."""
-    yield "| implementation | ranks | batch | seq len | heads | time (ms) | memory (MB) | throughput (tok/s) |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for batch, seq, heads in itertools.product((1, 2), (512, 1024), (8, 16)):
-        shape = batch, heads, seq // bench.size, SHORT_DIM
-        query, key, value = (torch.randn(shape, device=bench.device) for _ in range(3))
-
-        def call() -> Tensor:
-            return distributed.context_attention(query, key, value, group=bench.group)  # noqa: B023 - called here
-
-        with torch.no_grad():
-            seconds = bench.slowest(call)
-            torch.cuda.reset_peak_memory_stats()
-            call()
-        memory = torch.cuda.max_memory_allocated() / 2**20
-        numbers = f"{seconds * 1e3:.3f} | {memory:.2f} | {batch * seq / seconds:.0f}"
-        yield f"| context_attention, ring | {bench.size} | {batch} | {seq} | {heads} | {numbers} |"
+def _kind(each: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(each.get(name) for name in ("row", "tokens", "passes"))
 
 
-def run(rank: int, size: int, given: argparse.Namespace) -> None:
-    """What each process does."""
+def run(rank: int, size: int, given: argparse.Namespace, name: str, path: str) -> None:
+    """What each process does; the first writes what it found into a file, a line of JSON each."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device)
+    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device, timeout=LIMIT)
     mesh = init_device_mesh("cuda", (size,))
     bench = Bench(group=mesh.get_group(), mesh=mesh, rank=rank, size=size, device=device)
-    rows = [Row(name=name, tokens=int(tokens)) for name in given.rows.split(",") for tokens in given.tokens.split(",")]
-    lines = short_table(bench) if given.short else table(bench, rows, simulates=given.simulate)
-    if rank == 0:
-        card = torch.cuda.get_device_name(device)
-        print(f"{size} x {card}, PyTorch {torch.__version__}, {HEADS}/{HEADS_KV} heads, D{HEAD_DIM}, bfloat16\n")
-        text = "\n".join(told(lines))
-        if given.write:
-            keep("context_parallel", f"# Attention over {size} ranks\n\n{size} x {card}\n\n{text}")
-    else:
-        for _ in lines:
-            pass
+    with open(path, "a", encoding="utf-8") as file:
+        for each in records(bench, name, given):
+            if rank == 0:
+                print(told(each), flush=True)
+                file.write(json.dumps(each) + "\n")
+                file.flush()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Starts the ranks, or is one of torchrun's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=0, help="processes to start; all GPUs when 0")
-    parser.add_argument("--tokens", default="8192,32768", help="of a rank")
-    parser.add_argument("--rows", default="causal,packed,window", help="kinds of attention")
-    parser.add_argument("--short", action="store_true", help="short sequences in float32 instead")
-    parser.add_argument("--simulate", action="store_true", help="simulate other numbers of ranks")
-    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results")
-    given = parser.parse_args()
-    if "RANK" in os.environ:
-        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given)
-        return
+def told(each: dict[str, Any]) -> str:
+    """A record for who watches."""
+    return "\n".join(each["lines"]) if "lines" in each else table_row(each, None, 1)
+
+
+def measured(size: int, given: argparse.Namespace, name: str) -> list[Any]:
+    """What fresh ranks find of a row; what they had when one of them failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found"
+        begin = time.monotonic()
+        try:
+            mp.spawn(run, args=(size, given, name, str(path)), nprocs=size)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            print(f"the row {name} ended early: {error}"[-2000:], flush=True)
+        print(f"the row {name} took {time.monotonic() - begin:.0f} s\n", flush=True)
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> None:
+    """Starts the ranks of each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=0, help="processes to start; all GPUs when 0")
+    parser.add_argument("--tokens", default="8192,32768", help="of a rank")
+    parser.add_argument("--rows", default="causal,pytorch,packed,window", help="kinds of attention")
+    parser.add_argument("--simulate", action="store_true", help="simulate other numbers of ranks")
+    parser.add_argument("--out", type=Path, help="file for the tables")
+    given = parser.parse_args()
     size = given.ranks or torch.cuda.device_count()
-    mp.spawn(run, args=(size, given), nprocs=size)
+    found = [each for name in given.rows.split(",") for each in measured(size, given, name)]
+    title = f"{size} x {torch.cuda.get_device_name(0)}, PyTorch {torch.__version__}, autoattn {autoattn.__version__}, "
+    title += f"{HEADS}/{HEADS_KV} heads, D{HEAD_DIM}, bfloat16"
+    text = "\n".join([f"# Attention over {size} ranks", "", title, "", *tables(found, size)])
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -101,9 +101,10 @@ def _computing(bench: Bench, hop: Hop, *, packed: bool, learns: bool, merges: bo
         calls: Iterable[tuple[Rectangle, ...]] = [call] if packed else [(each,) for each in call]
         for each in calls:
             seconds += call_time(bench, each, packed=packed, learns=learns)
-            if merges:  # a float32 total is read and written, for outputs and for gradients of queries
+            if merges:
+                # The kernel reads a float32 total and writes it in place of its output. A sum of gradients is a pass.
                 rows = sum(rectangle.queries[1] - rectangle.queries[0] for rectangle in each)
-                seconds += rows * HEADS * HEAD_DIM * 10 * (2 if learns else 1) / memory_speed(bench)
+                seconds += rows * HEADS * HEAD_DIM * (16 if learns else 6) / memory_speed(bench)
     return seconds
 
 

@@ -17,7 +17,8 @@ HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 DOCUMENTS = (0.05, 0.4, 0.02, 0.2, 0.08, 0.25)  # shares of a packed sequence
 WINDOW = (4096, 0)
-REPEATS = 7
+REPEATS = 5
+LONG = 0.02  # seconds of a call that is timed by itself
 Call = Callable[[], object]
 
 
@@ -54,23 +55,35 @@ class Bench:
 
     def slowest(self, call: Call) -> float:
         """Seconds of a call, the median of the slowest rank's."""
-        for _ in range(3):
-            call()
+        count = self._count(self._of_all(self._first(call)))
         times = []
         for _ in range(REPEATS):
             dist.barrier(self.group)
-            times.append(self._timed(call))
-        longest = torch.tensor([statistics.median(times)], device=self.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
-        return longest.item()
+            times.append(self._timed(call, count))
+        return self._of_all(statistics.median(times))
 
     def alone(self, call: Call) -> float:
         """Seconds of a call that no other rank takes part in."""
-        for _ in range(3):
-            call()
-        return statistics.median(self._timed(call) for _ in range(REPEATS))
+        count = self._count(self._first(call))
+        return statistics.median(self._timed(call, count) for _ in range(REPEATS))
 
-    def _timed(self, call: Call, count: int = 3) -> float:
+    def _first(self, call: Call) -> float:
+        """Seconds of the third call, before which kernels are compiled."""
+        for _ in range(2):
+            call()
+        return self._timed(call, 1)
+
+    def _count(self, seconds: float) -> int:
+        """Calls between two events: the same on all ranks."""
+        return 3 if seconds < LONG else 1
+
+    def _of_all(self, seconds: float) -> float:
+        """The largest of all ranks."""
+        longest = torch.tensor([seconds], device=self.device, dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        return longest.item()
+
+    def _timed(self, call: Call, count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()

@@ -20,6 +20,7 @@ from autoattn.cli import (
     bench,
     bench_model,
     bench_passes,
+    bench_ranks,
     cache,
     devices,
     explain,
@@ -74,7 +75,8 @@ def add(commands: typer.Typer, name: str, command: Callable[..., None], examples
 
 
 COMMANDS = (
-    init, tune, warm, show, explain, render, verify, report, bench, bench_model, bench_passes, ablate, devices,
+    init, tune, warm, show, explain, render, verify, report, bench, bench_model, bench_passes,
+    bench_ranks, ablate, devices,
 )  # fmt: skip
 for module in COMMANDS:
     # The first underline stands for a space, another one for a dash.

@@ -21,7 +21,7 @@ EXAMPLES = (
     "Examples:\n\n[bold]autoattn bench benchmarks/shapes/h200_dense.yaml --out bench[/]\n\n"
     "[bold]autoattn bench shapes.yaml --peers sdpa-flash,sdpa-cudnn,fa4 --only D128 --inputs trained --out bench[/]"
     "\n\nTraining steps of whole models: [bold]autoattn bench model --help[/]; passes of one attention: "
-    "[bold]autoattn bench passes --help[/]"
+    "[bold]autoattn bench passes --help[/]; one over GPUs: [bold]autoattn bench ranks --help[/]"
 )
 PEERS = "sdpa-flash,sdpa-cudnn,sdpa-efficient,varlen-flash,flex,fa2,fa3,fa4,flashinfer"
 

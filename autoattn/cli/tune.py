@@ -24,7 +24,8 @@ EXAMPLES = (
     "Examples:\n\n[bold]autoattn tune --device a30 --shapes shapes.yaml[/]\n\n"
     "[bold]autoattn tune --device auto --shapes shapes.yaml --group prefill --effort quick --cache cache[/]\n\n"
     "[bold]autoattn tune --device auto --model config.json --lengths 2048,8192 --group prefill[/]\n\n"
-    "[bold]autoattn tune --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 --mask causal[/]"
+    "[bold]autoattn tune --device h200 --dtype bf16 --heads 32 --seq-q 4096 --head-dim 128 --mask causal[/]\n\n"
+    "[bold]autoattn tune --device auto --ranks 2 --model config.json --lengths 65536 --group training[/]"
 )
 
 
@@ -58,6 +59,12 @@ def command(
     ] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", help="GPUs that measure; all visible ones of the device if left out.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", metavar="N", help="Measure the methods of one attention over N GPUs (docs/context-parallel.md)."
+        ),
     ] = None,
     storage: Annotated[
         str | None,
@@ -97,6 +104,9 @@ def command(
     --model makes the problems of a model's prefill, training and decoding from its config; --dtype and --batch then
     stand for all of them, and autoattn init --model writes them as a file to edit.
 
+    --ranks N searches no kernels: it times the methods of one attention over N GPUs of this machine for each problem,
+    which is of a whole sequence, and keeps the fastest with the link's speed.
+
     Ctrl-C stops at any time; the same command goes on from there. On another host with the same --storage it joins in.
     """
     limits = (
@@ -122,6 +132,13 @@ def command(
     else:
         named, notes = options.problems_of(shapes, group, options.problem_of(dtype=dtype, batch=batch, **parts)), ()
     from autoattn.codegen import resources
+
+    if ranks is not None:
+        from autoattn.cli import tune_ranks
+
+        tune_ranks.check_alone({**{name: given for name, _, given in limits}, "--storage": storage})
+        tune_ranks.tune(device, named, ranks, cache if cache is not None else resources.user_cache())
+        return
     from autoattn.search.search_options import Effort, Objective, Options
 
     settings = Options(

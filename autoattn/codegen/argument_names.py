@@ -8,6 +8,7 @@ AXES = {
     "k": "bhsd",  # key
     "v": "bhsd",  # value
     "o": "bhsd",  # output
+    "l": "bh",  # LSE that a kernel merges its own into, whose queries lie side by side
     "do": "bhsd",  # gradient of the output
     "dq": "bhsd",  # gradient of the query
     "dk": "bhsd",  # gradient of the key

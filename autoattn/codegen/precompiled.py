@@ -119,7 +119,7 @@ def _told(facts: Any) -> Any:
         for younger in ("float8", "split_length"):
             if not kind["cache"][younger]:
                 del kind["cache"][younger]
-    for younger in ("bias_alignment", "bias_shared"):
+    for younger in ("bias_alignment", "bias_shared", "merged"):
         if not traits[younger]:
             del traits[younger]
     return builtins

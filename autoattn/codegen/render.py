@@ -145,6 +145,8 @@ def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
         and (reason := _why_no_bound(variant, problem, traits)) is not None
     ):
         return reason
+    if traits.merged and (problem.op is not Op.FORWARD or problem.dtype is DType.FLOAT8):
+        return f"kernels merge outputs of float16, bfloat16 and float32 alone, got {problem}; merge its outputs apart"
     if problem.op is Op.BACKWARD and problem.modifiers.score_mod:
         try:
             derivative.of(problem.modifiers.score_mod)
@@ -261,7 +263,7 @@ def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, obje
     }
     if kind.op is Op.BACKWARD:
         return facts | _backward_facts(kind, params, traits)
-    return facts | _forward_facts(kind, variant, params)
+    return facts | _forward_facts(kind, variant, params, traits)
 
 
 def _cache_facts(kind: KernelKind) -> dict[str, object]:
@@ -297,7 +299,9 @@ def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Trait
     }
 
 
-def _forward_facts(kind: KernelKind, variant: Variant, params: Mapping[str, Value]) -> dict[str, object]:
+def _forward_facts(
+    kind: KernelKind, variant: Variant, params: Mapping[str, Value], traits: Traits
+) -> dict[str, object]:
     """What the templates of outputs ask beside."""
     mask, modifiers = kind.mask, kind.modifiers
     hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
@@ -305,7 +309,8 @@ def _forward_facts(kind: KernelKind, variant: Variant, params: Mapping[str, Valu
     split = bool(params["HEAD_SPLIT"])
     least = 32 if kind.dtype is DType.FLOAT8 else 16  # elements that a product sums over
     return {
-        "output_element": ELEMENT[kind.dtype.output],
+        "output_element": traits.merged or ELEMENT[kind.dtype.output],
+        "merged": bool(traits.merged),
         "float8": kind.dtype is DType.FLOAT8,
         "parts_qk": _parts(kind.head_dim, split, least),
         "parts_v": _parts(kind.head_dim_v, params["HEAD_SPLIT"] == 1, least),

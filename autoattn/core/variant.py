@@ -59,6 +59,9 @@ class Traits:
     # anything goes, as for a bias that keys share. A bias is loaded as wide as this says.
     bias_alignment: int = 0
     bias_shared: bool = False  # all queries share the row of a bias of pairs: its step from query to query is 0
+    # Triton's name of the element type of an output of other keys. The kernel merges its own into that, and its LSE
+    # likewise; "" where it writes its own alone.
+    merged: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoattn import functional
+from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
-from autoattn.distributed import ring, shards, ulysses
+from autoattn.core.rank_choice import RankCall
+from autoattn.distributed import measured_method, ring, shards, ulysses
 from autoattn.distributed.communication import Ranks, agree, ranks_of
 from autoattn.distributed.partial_call import Terms
 from autoattn.distributed.rectangles import Reach
 from autoattn.distributed.schedule import Method, Split
 from autoattn.distributed.sharding import Sharding
-from autoattn.errors import TensorError, UsageError
+from autoattn.errors import AutoattnError, TensorError, UsageError
+from autoattn.kernels.forward import DTYPE
 from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
 from autoattn.tensors import cu_seqlens as offset_tensors
 
@@ -73,8 +76,8 @@ def context_attention(
         group: the ranks; of one rank it is the plain call.
         sharding: "zigzag", "contiguous" or "stripe".
         method: "ring" (keys of one rank after another, beside computation), "allgather" (all keys that a rank sees,
-            then one call for each chunk of its queries), "ulysses" (all tokens of some heads); "auto" takes the ring,
-            but all-gather for windows and for slopes.
+            then one call for each chunk of its queries), "ulysses" (all tokens of some heads); "auto" takes what
+            `autoattn tune --ranks` measured to be the fastest, else the ring, but all-gather for windows and slopes.
         causal, window, softcap, scale: as in `autoattn.attention`; lengths and positions are those of whole sequences.
         sinks: [heads_q], the same on each rank.
         alibi_slopes: [heads_q], or [batch, heads_q] without cu_seqlens; with a causal mask for method "allgather".
@@ -107,7 +110,7 @@ def context_attention(
     call, refusal = None, None
     try:
         call = _read(query, key, value, ranks, (sharding, method, layout), cu_seqlens, seq_len, given)
-    except UsageError as error:
+    except AutoattnError as error:  # a mistake, or a damaged file of choices
         refusal = error
     words = "" if call is None else f"{call.words}; return_lse {return_lse}"
     agree(ranks, words, refusal, query.device)
@@ -166,12 +169,16 @@ def _read(
     seen = three[0].transpose(0, 1)[None] if order is Layout.PACKED else three[0].transpose(1, 2)
     batch = len(split.offsets) - 1 if order is Layout.PACKED else three[0].shape[0]
     modifier_arguments.read(seen, batch, 1, 1, given)
-    chosen = _method(method, reach, split, ranks, three, given["alibi_slopes"])
-    shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in three]
     learns = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad
         for tensor in (*three, given["sinks"], given["alibi_slopes"])
     )
+    if method == "auto" and given["alibi_slopes"] is None and split.sharding is Sharding.ZIGZAG:
+        asked = _rank_call(three, mask, split, packed=order is Layout.PACKED, learns=learns)
+        measured = None if asked is None else measured_method.find(asked, ranks.size, three[0].device)
+        method = method if measured is None else measured.value
+    chosen = _method(method, reach, split, ranks, three, given["alibi_slopes"])
+    shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in three]
     words = (
         f"{_tokens_in_words(split)}; query {shapes[0]} beside tokens; key {shapes[1]} beside tokens; value {shapes[2]} "
         f"beside tokens; {three[0].dtype}; {split.sharding.value}; method {chosen.value}; mask {mask}; softcap "
@@ -221,6 +228,18 @@ def _split(tokens: int, ranks: Ranks, sharding: str, cu_seqlens: Any, seq_len: i
             f"{tokens}; divide them with autoattn.distributed.shard"
         )
     return split
+
+
+def _rank_call(three: Sequence[Tensor], mask: Mask, split: Split, *, packed: bool, learns: bool) -> RankCall | None:
+    """The call as `autoattn tune --ranks` would measure it; None in a dtype that it does not."""
+    query, key, value = three
+    if (dtype := DTYPE.get(query.dtype)) is None:
+        return None
+    return RankCall(
+        dtype=dtype, heads_q=query.shape[-2], heads_kv=key.shape[-2], head_dim=query.shape[-1],
+        head_dim_v=value.shape[-1], mask=mask, packed=packed, learns=learns, batch=1 if packed else query.shape[0],
+        tokens=split.offsets[-1],
+    )  # fmt: skip
 
 
 def _method(

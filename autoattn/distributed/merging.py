@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class MergedOutput:
             wide: whether sums are kept in the LSE's dtype; else each query is in two parts at most, whose outputs are
                 merged and rounded once.
         """
-        self._axis, self._dtype, self._lse_dtype = axis, dtype, lse_dtype(dtype)
+        self._axis, self._dtype, self._lse_dtype, self._wide = axis, dtype, lse_dtype(dtype), wide
         self._total_dtype = self._lse_dtype if wide else dtype
         self._outputs = Parts(shape, axis)
         self._lses = Parts(torch.Size((*shape[:axis], shape[-2], shape[axis])), -1)
@@ -43,6 +44,28 @@ class MergedOutput:
         total, total_lse = self._merged(output.device)
         length = rows[1] - rows[0]
         merge(total.narrow(self._axis, rows[0], length), total_lse.narrow(-1, rows[0], length), output, lse)
+
+    def merge_by(self, attend: Callable[[tuple[Tensor, Tensor]], bool], rows: Span, device: torch.device) -> bool:
+        """Has a call on some of the queries merge itself into what is there, where it can.
+
+        Args:
+            attend: takes output and LSE of these queries on other keys, and says whether it merged itself into them.
+
+        Returns:
+            Whether it did; else `add` is to have what it computes.
+        """
+        if self._outputs.meets(rows):
+            total, total_lse = self._merged(device)
+            length = rows[1] - rows[0]
+            return attend((total.narrow(self._axis, rows[0], length), total_lse.narrow(-1, rows[0], length)))
+        if not self._wide:  # an output of its own takes less memory, and is rounded once more at most
+            return False
+        output = self._outputs.blank(rows, self._total_dtype, 0.0, device)
+        lse = self._lses.blank(rows, self._lse_dtype, -math.inf, device)
+        if not attend((output, lse)):
+            return False
+        self.add(output, lse, rows)
+        return True
 
     def count(self, sinks: Tensor) -> None:
         """Gives each head's sink its share of the softmax."""
@@ -73,10 +96,20 @@ class Parts:
 
     def keep(self, part: Tensor, tokens: Span) -> bool:
         """Keeps a part, unless the whole was asked for or another one has some of its tokens."""
-        if self._whole is not None or any(begin < tokens[1] and tokens[0] < end for (begin, end), _ in self._parts):
+        if self.meets(tokens):
             return False
         self._parts.append((tokens, part))
         return True
+
+    def meets(self, tokens: Span) -> bool:
+        """Whether the whole was asked for, or a part has some of the tokens."""
+        return self._whole is not None or any(begin < tokens[1] and tokens[0] < end for (begin, end), _ in self._parts)
+
+    def blank(self, tokens: Span, dtype: torch.dtype, fill: float, device: torch.device) -> Tensor:
+        """A new part of these tokens, full of a number."""
+        shape = list(self._shape)
+        shape[self._axis] = tokens[1] - tokens[0]
+        return torch.full(shape, fill, dtype=dtype, device=device)
 
     def joined(self, device: torch.device, dtype: torch.dtype, fill: float) -> Tensor:
         """The whole; `fill` where there is no part."""

@@ -18,6 +18,7 @@ from autoattn import functional
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.distributed.rectangles import Rectangle
+from autoattn.runtime import merging_call
 from autoattn.runtime.torch_op import attention_schema
 from autoattn.runtime.torch_op.kernel_choices import KernelChoices
 from autoattn.tensors import cu_seqlens
@@ -94,6 +95,21 @@ def attend(
             answer: tuple[Tensor, Tensor] = attention_schema.operator(*tensors, **words)
             return answer
     return _by_function(three, window, terms, packing, sinks, terms.slopes)
+
+
+def attend_into(
+    three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
+    sinks: Tensor | None, running: tuple[Tensor, Tensor],
+) -> bool:  # fmt: skip
+    """Has a kernel merge the call into output and LSE of the queries on other keys.
+
+    Args:
+        running: output, like the query with the value's head dim, and LSE; 0 and -inf where a query saw no key.
+
+    Returns:
+        Whether it was done; where no kernel does it, nothing is written.
+    """
+    return merging_call.attend(*_posed(three, window, terms, packing, sinks), *running)
 
 
 def differentiate(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -122,8 +122,9 @@ def _forward(
     for number, keys in enumerate(_arrivals(three[1:], ranks, plan)):
         for call in plan.calls[number]:
             parts = _parts((query, *keys), call, axis)
-            made = partial_call.attend(parts, call.window, terms, call.packing, early if number == 0 else None)
-            merged.add(*made, call.queries)
+            posed = parts, call.window, terms, call.packing, early if number == 0 else None
+            if not merged.merge_by(partial(partial_call.attend_into, *posed), call.queries, query.device):
+                merged.add(*partial_call.attend(*posed), call.queries)
     if sinks is not None and early is None:
         merged.count(sinks)
     return merged.result(query.device)

@@ -10,22 +10,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
 
+from autoattn.core.rank_choice import Method as Method
 from autoattn.distributed import rectangles, sharding
 from autoattn.distributed.rectangles import Reach, Rectangle, Span
 from autoattn.distributed.sharding import Piece, Sharding
-
-
-class Method(str, Enum):
-    """How keys and values come to the queries, or queries to them."""
-
-    RING = "ring"  # a rank's keys after another's, beside computation
-    ALLGATHER = "allgather"  # all keys that a rank needs, then one call for each piece of its queries
-    ULYSSES = "ulysses"  # every rank has all tokens of some heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from autoattn.tensors.operands import BlockTable, CachedKeys, Operands, View, em
 from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
-# Triton's names of what a bias may hold; booleans lie in bytes.
-BIAS_ELEMENT = {torch.bool: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+ELEMENT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # Triton's names
+BIAS_ELEMENT = {torch.bool: "u8", **ELEMENT}  # of what a bias may hold; booleans lie in bytes
 # Of a call on a cache: names of addresses, and the fields of CachedKeys
 CACHE_POINTERS = {"lengths_ptr": "lengths", "pages_ptr": "pages", "cache_rows_ptr": "rows", "leftpad_ptr": "leftpad"}
 # The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
@@ -42,6 +43,7 @@ SIZED = (
     *(stride for name in "qkvobs" for stride in strides(name)),
 )
 _VIEWS = "query", "key", "value", "output"
+_LSE_STRIDES = strides("l")
 FLAGS = 2  # numbers of a scratch in front of those that say of each tile whether it was computed again
 TILE_ROWS = 256  # that a tile may reach past the last row before its mask cuts it off
 MAX_TILES = 2**31 - 1  # programs of a one-dimensional CUDA grid
@@ -67,6 +69,21 @@ def traits_of(*tensors: Tensor, lse: bool = False, bias: Tensor | None = None) -
     view, element = View.of(bias), BIAS_ELEMENT[bias.dtype]
     aligned, shared = bias_alignment(view, bias.data_ptr(), bias.dtype), is_shared_by_queries(view)
     return Traits(alignment=alignment, wide=wide, lse=lse, bias=element, bias_alignment=aligned, bias_shared=shared)
+
+
+def merging(traits: Traits, output: Tensor, element: int) -> Traits:
+    """The traits of a kernel that merges its output and LSE into those of other keys.
+
+    Args:
+        traits: of the call without them.
+        output: [batch, heads, seq, head_dim_v] view of what is there, float32 or as the call's own output.
+        element: bytes of an element of the query, which the alignment counts.
+    """
+    alignment, wide = memory_of_views([View.of(output)], output.data_ptr(), element)
+    return replace(
+        traits, alignment=math.gcd(traits.alignment, alignment), wide=traits.wide or wide, lse=True,
+        merged=ELEMENT[output.dtype],
+    )  # fmt: skip
 
 
 def bias_alignment(bias: View, address: int, dtype: torch.dtype) -> int:
@@ -139,7 +156,9 @@ def launch(
 
     Args:
         output: [batch, heads_q, seq_q, head_dim_v] view
-        lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted
+        lse: [batch, heads_q, seq_q] float32, contiguous ([1, heads_q, tokens_q] when packed); None when not wanted.
+            A kernel that merges finds output and LSE of other keys there: 0 and -inf where there are none, and of the
+            LSE only queries lie side by side.
         counting: give the launch a scratch that nobody else writes to later.
 
     Returns:
@@ -264,6 +283,8 @@ def launch_arguments(
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
         "lse_ptr": lse,
     }
+    if lse is not None:
+        arguments |= dict(zip(_LSE_STRIDES, lse.stride(), strict=False))  # not that of queries, 1
     if problem.modifiers.on_scores or problem.modifiers.dropout or problem.mask.mod:
         arguments |= modifiers(operands)
     if operands.table is not None:

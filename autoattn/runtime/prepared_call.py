@@ -65,6 +65,20 @@ def prepare(
         call_cache.keep(call_key, prepared)
 
 
+def prepare_merging(
+    call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, kernel: Kernel, output: Tensor, lse: Tensor
+) -> None:
+    """Keeps what merges the next call of a key into output and LSE of other keys: `KernelCall.write`.
+
+    Args:
+        output, lse: [batch, heads, seq, head_dim] and [batch, heads, seq] views of these.
+    """
+    if call_key is not None and _tensors_are_all(tensors, call):
+        prepared = _by_kernel(kernel, call, (output, lse), (output, lse))
+        if prepared is not None:
+            call_cache.keep(call_key, prepared)
+
+
 def resize(
     prepared: PreparedCall, call_key: Key, problem: Problem, views: tuple[View, View, View],
     scores: ScoreViews = UNCHANGED,
@@ -167,6 +181,13 @@ class KernelCall:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Answer:
         output = query.new_empty_strided(*self.output)  # in the dtype of the query: other calls are not prepared
         lse = None if self.lse is None else query.new_empty_strided(*self.lse, dtype=_FLOAT32)
+        self.write(query, key, value, others, output, lse)
+        return output if lse is None else (output, lse)
+
+    def write(
+        self, query: Tensor, key: Tensor, value: Tensor, others: tuple[Tensor, ...], output: Tensor, lse: Tensor | None
+    ) -> None:
+        """Launches the kernel on an output and an LSE that are there."""
         addresses: Addresses = (  # in the order of forward.POINTERS
             query.data_ptr(),
             key.data_ptr(),
@@ -184,7 +205,6 @@ class KernelCall:
             self._launch_with_scratch(query, addresses)
         else:
             self.launch(addresses)
-        return output if lse is None else (output, lse)
 
     def _launch_with_scratch(self, query: Tensor, addresses: Addresses) -> None:
         """Gives the launch memory for partial results, and a scratch of its own while somebody counts."""

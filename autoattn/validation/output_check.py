@@ -325,12 +325,18 @@ def errors(output: Tensor, case: Case) -> tuple[float, float]:
 
 
 def run(kernel: Kernel, case: Case) -> tuple[Tensor, Tensor | None]:
-    """The kernel's output [batch, heads_q, seq_q, head_dim_v], inside NaN, and LSE where the kernel gives one."""
-    problem, operands = case.problem, case.operands
-    output = empty_output(problem, case.guard, operands.query.device)
+    """The kernel's output [batch, heads_q, seq_q, head_dim_v], inside NaN, and LSE where the kernel gives one.
+
+    A kernel that merges finds the output and the LSE of no key.
+    """
+    problem, operands, traits = case.problem, case.operands, kernel.source.traits
+    output = empty_output(problem, case.guard, operands.query.device, widened=traits.merged == "fp32")
+    if traits.merged:
+        output.zero_()
     lse = None
-    if kernel.source.traits.lse:
-        lse = torch.full(output.shape[:3], math.nan, dtype=torch.float32, device=output.device)
+    if traits.lse:
+        nothing = -math.inf if traits.merged else math.nan
+        lse = torch.full(output.shape[:3], nothing, dtype=torch.float32, device=output.device)
     forward.launch(kernel, problem, operands, output, lse)
     return output, lse
 
@@ -355,10 +361,15 @@ def peer_call(peer: Peer, case: Case) -> Callable[[], Tensor]:
     return peer.prepare(case.problem, case.operands)
 
 
-def empty_output(problem: Problem, guard: int, device: torch.device) -> Tensor:
-    """A [batch, heads_q, seq_q, head_dim_v] view full of NaN, with `guard` more rows of it behind each sequence."""
+def empty_output(problem: Problem, guard: int, device: torch.device, *, widened: bool = False) -> Tensor:
+    """A [batch, heads_q, seq_q, head_dim_v] view full of NaN, with `guard` more rows of it behind each sequence.
+
+    Args:
+        widened: in float32, whatever the problem's output is.
+    """
     sizes = (problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim_v)
-    return inputs.tensor(problem, *sizes, guard, device, None, dtype=problem.dtype.output)
+    dtype = DType.FLOAT32 if widened else problem.dtype.output
+    return inputs.tensor(problem, *sizes, guard, device, None, dtype=dtype)
 
 
 def _allowed(problem: Problem, operands: Operands, expected: Tensor, rows: Tensor) -> float:

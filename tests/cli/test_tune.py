@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import samples
+import torch
 from cache_files import FORWARD_FILE
 from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, shapes  # noqa: F401 - fixtures
 from fake_device import set_device
 from fake_tuner import fake_tune
 
 from autoattn.bench import kernel_bench
+from autoattn.cache import rank_choices
 from autoattn.cli import memory
 from autoattn.cli.progress import Display, Remaining, duration
 from autoattn.codegen import resources
+from autoattn.core.rank_choice import Link, Method, RankCall, RankChoice
 from autoattn.errors import CacheError, HostError
-from autoattn.search import search_options, tuner
+from autoattn.search import rank_tuning, search_options, tuner
+from autoattn.search.rank_tuning import Found
 from autoattn.search.search_options import Progress
 
 # Tune
@@ -331,3 +336,57 @@ def test_a_line_says_how_many_problems_are_finished_and_the_time_left(monkeypatc
 @pytest.mark.parametrize(("seconds", "text"), [(4.25, "4.2 s"), (42, "42 s"), (190, "3 min 10 s"), (7500, "2 h 5 min")])
 def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+# Over ranks
+
+WHOLE = ("--dtype", "bf16", "--heads", "32", "--heads-kv", "8", "--seq-q", "65536", "--head-dim", "128")
+RANKS = ("tune", "--device", "h200", "--ranks", "2", *WHOLE, "--mask", "causal")
+
+
+def test_without_the_cards_no_ranks_are_measured(autoattn: Run) -> None:
+    code, _, error = autoattn(*RANKS)
+    assert code == 2
+    assert_one_sentence(error)
+    assert "--ranks 2 measures on as many GPUs of this machine, got 0 that are NVIDIA H200" in error
+
+
+@pytest.mark.parametrize("given", [("--trials", "3"), ("--storage", "sqlite:///x")])
+def test_options_of_a_search_beside_ranks_are_refused(autoattn: Run, given: tuple[str, str]) -> None:
+    code, _, error = autoattn(*RANKS, *given)
+    assert code == 2
+    assert f"--ranks searches no kernels, got {' '.join(given)} beside it; leave one of them out" in error
+
+
+def test_choices_over_ranks_are_told_and_kept(autoattn: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_device(monkeypatch, samples.H200)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
+        times = {Method.RING: 1234.0, Method.ALLGATHER: 2345.0}
+        made = [RankChoice(call=each, method=Method.RING, times_us=times) for each in calls]
+        link = Link(bytes_per_second=3e11, latency_us=20.0)
+        return Found(link=link, choices=tuple(made), refused={"it by ulysses": "why"}, communication_sms=8)
+
+    monkeypatch.setattr(rank_tuning, "measure", measure)
+    code, out, _ = autoattn(*RANKS, "--cache", tmp_path)
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "Link: 300.0 GB/s each way, 20 us",
+        "bfloat16 B1 32/8 heads D128 causal, 65,536 tokens, forward: ring 1,234 us, allgather 2,345 us",
+        "it by ulysses: why",
+        "Communication does best with at most 8 SMs (NCCL's max_ctas)",
+        f"The choices are in {tmp_path / 'h200' / 'ranks-2.json'}",
+    ]
+    kept = rank_choices.read(tmp_path / "h200" / "ranks-2.json")
+    assert kept is not None
+    assert (kept.ranks, kept.communication_sms, len(kept.choices)) == (2, 8, 1)
+
+
+def test_problems_that_ranks_do_not_share_are_named(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_device(monkeypatch, samples.H200)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    code, out, error = autoattn(*RANKS, "--seq-kv", "128")
+    assert code == 2
+    assert "Note: a method is measured for as many queries as keys" in " ".join(out.split())
+    assert "--ranks must have a problem that ranks share, got none" in error

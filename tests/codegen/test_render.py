@@ -339,6 +339,17 @@ GOLDEN_SOURCES = {
         Traits(alignment=16, lse=True),
         release="3.6",
     ),
+    "forward_bf16_d64_merged": kernels.source(
+        kernels.problem(dtype=DType.BFLOAT16, head_dim=64),
+        Traits(lse=True, merged="fp32"),
+        BLOCK_M=128, BLOCK_N=64, num_warps=4, num_stages=3,
+    ),
+    "gluon_bf16_d128_merged": render.render(
+        kernels.problem(dtype=DType.BFLOAT16, head_dim=128),
+        Variant.of("gluon/forward", GLUON),
+        Traits(lse=True, merged="fp32"),
+        release="3.6",
+    ),
     "gluon_bf16_d80_two_tiles": render.render(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=80),
         Variant.of("gluon/forward", GLUON | {"BLOCK_N": 96, "HEAD_SPLIT": 1}),

@@ -9,7 +9,8 @@ from typing import Any
 
 import context_calls
 import pytest
-from context_calls import ContextCall
+import rank_calls
+from context_calls import METHODS, ContextCall
 from process_groups import Ranks
 from rarely import rarely
 
@@ -29,11 +30,23 @@ def test_all_ranks_together_compute_what_one_process_computes(ranks: Ranks, size
     assert ranks.run(size, context_calls.faults, calls) == [[]] * size
 
 
+@pytest.mark.parametrize("size", rarely([2, 3, 4], lambda size: size == 3))
+def test_kernels_that_merge_make_the_same_of_it(ranks: Ranks, size: int) -> None:
+    calls = [ContextCall.draw(seed, size) for seed in range(24) if METHODS[seed % 4] in ("ring", "allgather")]
+    answers = ranks.run(size, context_calls.faults_of_merging_kernels, calls)
+    assert [wrong for wrong, _ in answers] == [[]] * size
+    assert all(merges > 0 for _, merges in answers)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_more_calls_compute_what_one_process_computes(ranks: Ranks, size: int) -> None:
     calls = [ContextCall.draw(seed, size) for seed in range(24, 200)]
     assert ranks.run(size, context_calls.faults, calls) == [[]] * size
+
+
+def test_tuning_measures_the_link_and_every_method_that_takes_a_call(ranks: Ranks) -> None:
+    rank_calls.assert_measured(ranks.run(2, rank_calls.measured)[0])
 
 
 def test_one_rank_is_the_plain_call(ranks: Ranks) -> None:

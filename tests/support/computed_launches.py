@@ -26,11 +26,12 @@ from autoattn.core.problem import Bias, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, forward
 from autoattn.kernels.compiler import Kernel
-from autoattn.reference import attention_formula
+from autoattn.reference import attention_formula, merge_formula
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.tensors import score_tensors
 from autoattn.tensors.operands import Gradients, Operands, Saved, View
+from autoattn.tensors.partial_outputs import PartialOutputs
 from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 
@@ -39,6 +40,16 @@ def at(address: int, view: View, dtype: torch.dtype) -> Tensor:
     extent = 1 + sum((size - 1) * step for size, step in zip(*view, strict=True))
     room = (ctypes.c_uint8 * (extent * dtype.itemsize)).from_address(address)
     return torch.frombuffer(room, dtype=dtype).as_strided(*view)
+
+
+RUNNING = {name: dtype for dtype, name in forward.ELEMENT.items()}
+
+
+def merge_into(output: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """What a kernel that merges leaves: a row that sees no key is as it was."""
+    made = PartialOutputs(first=output, second=found, first_lse=lse, second_lse=sums)
+    total, total_lse = merge_formula.merge(made)
+    return torch.where((sums == -math.inf)[..., None], output, total), total_lse
 
 
 def with_scores_at(operands: Operands, problem: Problem, addresses: dict[str, int], scores: ScoreViews) -> Operands:
@@ -70,13 +81,16 @@ class Launch:
     operands: Operands  # whose numbers count
     views: tuple[View, ...]  # of query, key, value and output
     scores: ScoreViews
+    lse: View | None = None  # that a kernel merges its own into
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
         inputs, out = self.operands.query.dtype, forward.output_dtype(self.operands.query.dtype)
+        running = self.kernel.source.traits.merged
+        out = RUNNING[running] if running else out
         dtypes = inputs, inputs, inputs, out
         *three, output = (at(*each) for each in zip(addresses, self.views, dtypes, strict=False))
         batch, heads, rows, _ = output.shape
-        sums = View((batch, heads, rows), (heads * rows, rows, 1))
+        sums = self.lse or View((batch, heads, rows), (heads * rows, rows, 1))
         lse = at(addresses[4], sums, torch.float32) if addresses[4] else None
         ends = View((self.problem.batch + 1,), (1,))
         names = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_kv"
@@ -91,7 +105,7 @@ class Launch:
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The CPU's tensors are planned as if on an H200; what its kernels would launch, PyTorch computes."""
     seen: dict[str, Any] = {"loaded": [], "cache": tmp_path, "prepared": 0, "resized": 0, "resized_gradients": 0}
-    seen |= {"forward": 0, "backward": 0, "slopes": 0}
+    seen |= {"forward": 0, "backward": 0, "slopes": 0, "merged": 0}
 
     def load(source: Source, device: torch.device) -> Kernel:
         seen["loaded"].append(source)
@@ -106,6 +120,10 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         assert kernel.source.traits.lse is (lse is not None)
         with torch.autocast("cpu", enabled=False):  # which launches do not see
             found, sums = pytorch_sdpa.eager(one, operands)
+        if kernel.source.traits.merged:
+            assert lse is not None
+            seen["merged"] += 1
+            found, sums = merge_into(output, lse, found, sums)
         output.copy_(found)
         if lse is not None:
             lse.copy_(sums)
@@ -151,7 +169,8 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
 
     def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Launch:
         views = tuple(map(View.of, (operands.query, operands.key, operands.value, output)))
-        return Launch(run_prepared, kernel, one, operands, views, ScoreViews.of(operands))
+        sums = View(lse.shape, lse.stride()) if lse is not None and kernel.source.traits.merged else None
+        return Launch(run_prepared, kernel, one, operands, views, ScoreViews.of(operands), sums)
 
     def resize(
         bound: Launch, kernel: Kernel, one: Problem, views: tuple[View, ...], scores: ScoreViews = UNCHANGED

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoattn
 from autoattn import distributed
+from autoattn.distributed import merging
 from autoattn.distributed.sharding import Sharding
 from autoattn.errors import TensorError, UsageError
+from autoattn.runtime import merging_call
 
 METHODS = ("ring", "allgather", "ulysses", "auto")
 TOLERANCE = 1e-9
@@ -178,6 +181,24 @@ def _weights(shape: tuple[int, ...], seed: int) -> Tensor:
 def faults(group: dist.ProcessGroup, calls: list[ContextCall]) -> list[str]:
     """What is wrong on this rank of calls over the group."""
     return [fault for call in calls for fault in call.faults(group)]
+
+
+def faults_of_merging_kernels(group: dist.ProcessGroup, calls: list[ContextCall]) -> tuple[list[str], int]:
+    """The same where calls are merged as kernels do it, and how many were."""
+    merges = 0
+
+    def attend(tensors: Any, words: dict[str, Any], output: Tensor, lse: Tensor) -> bool:
+        nonlocal merges
+        merges += 1
+        made, sums = torch.ops.autoattn.attention(*tensors, **words | {"return_lse": True})
+        seen = (sums != -torch.inf).transpose(-1, -2)[..., None]
+        before = output.clone()
+        merging.merge(output, lse, made, sums)
+        output.copy_(torch.where(seen, output, before))
+        return True
+
+    with mock.patch.object(merging_call, "attend", attend):
+        return faults(group, calls), merges
 
 
 # --- What a rank refuses ----------------------------------------------------------------------------------------------

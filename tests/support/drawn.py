@@ -152,7 +152,11 @@ def drawn(rng: random.Random, sizes: Sizes = TINY) -> Drawn:
         wide=rng.random() < 0.2,
         lse=rng.random() < 0.8,
     )
-    return Drawn(call=call, params=params_of(rng, one), traits=traits)
+    params = params_of(rng, one)
+    if rng.random() < 0.25 and one.dtype is not DType.FLOAT8:  # into an output of no key
+        merged = rng.choice(("fp32", {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}[one.dtype]))
+        traits = replace(traits, lse=True, merged=merged)
+    return Drawn(call=call, params=params, traits=traits)
 
 
 def call_of(rng: random.Random, sizes: Sizes) -> Call:

@@ -68,12 +68,16 @@ class _NotLoadedError(Exception):
     """The kernel is not loaded, and cannot be by now; the words say why."""
 
 
-def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned | None = None) -> Plan:
+def plan(
+    call: Call, *, lse: bool, learns: bool | None = None, learned: Learned | None = None, merged: Tensor | None = None
+) -> Plan:
     """Who answers a call, and why; a kernel is compiled, and nothing runs.
 
     Args:
         learns: whether an input needs a gradient; when None, the tensors say it.
         learned: whether bias and slopes are among them; likewise.
+        merged: the output of other keys into which the kernel of a call that nobody differentiates merges its own, as
+            a [batch, heads, seq, head_dim_v] view. Only a kernel can; what else the plan names does not.
     """
     problem, operands = call.problem, call.operands
     if call.empty:
@@ -95,6 +99,8 @@ def plan(call: Call, *, lse: bool, learns: bool | None = None, learned: Learned 
             both = _prepare_both(problem, *given, operands.query.device.index, call.deterministic, learned)
             return settled(both, problem)
         traits = gradient_problem.traits_of(problem, operands, lse=lse)
+        if merged is not None:
+            traits = forward.merging(traits, merged, operands.query.element_size())
         spoken = size_class.regardless_of_batch(problem)
         made = settled(prepare(spoken, traits, operands.query.device.index), problem)
         return made if spoken is problem else replace(made, explanation=replace(made.explanation, problem=problem))

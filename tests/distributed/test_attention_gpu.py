@@ -1,0 +1,19 @@
+"""context_attention over two cards: every method, in both passes, beside one card's call."""
+
+from __future__ import annotations
+
+import pytest
+import rank_calls
+import torch
+
+from autoattn.search import rank_processes
+
+pytestmark = pytest.mark.gpu
+
+
+def test_two_cards_compute_what_one_does() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    errors = rank_processes.run(rank_calls.errors_on_cards, 2, "nccl", dict[str, float])
+    assert {name: error for name, error in errors.items() if not error < 3e-2} == {}
+    assert len(errors) == 3 * len(rank_calls.CARD_CALLS)
