@@ -269,6 +269,7 @@ def _cache_facts(kind: KernelKind) -> dict[str, object]:
     cache = kind.cache
     return {
         "cached": cache is not None,
+        "latent": cache is not None and cache.latent,
         "page": cache.page if cache is not None else 0,
         "cache_rows": cache is not None and cache.rows,
         "leftpad": cache is not None and cache.leftpad,
@@ -304,6 +305,7 @@ def _forward_facts(kind: KernelKind, variant: Variant, params: Mapping[str, Valu
     hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
     split = bool(params["HEAD_SPLIT"])
     least = 32 if kind.dtype is DType.FLOAT8 else 16  # elements that a product sums over
+    latent = kind.cache is not None and kind.cache.latent
     return {
         "output_element": ELEMENT[kind.dtype.output],
         "float8": kind.dtype is DType.FLOAT8,
@@ -315,7 +317,9 @@ def _forward_facts(kind: KernelKind, variant: Variant, params: Mapping[str, Valu
         "visible": _visible(kind),
         "needs_mask": _needs_mask(kind),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
-        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
+        # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
+        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX) and not latent,
+        "clears": hides and latent,
         "sinks": modifiers.sinks,
         "growth_lines": [],
     }

@@ -204,7 +204,7 @@ def _memory_seconds(
     at_work = min(heads, max(1.0, slots / (group * tiles)) * group, slots)
     apart = max(1.0, at_work * together / problem.group_size)
     keys = _keys_at_work(problem, int(params["BLOCK_M"]), min(tiles, slots / at_work))
-    working_set = apart * keys * (problem.head_dim + problem.head_dim_v) * problem.key_bytes
+    working_set = apart * keys * problem.elements_per_key * problem.key_bytes
     missing = max(0.0, 1 - device.l2_bytes / working_set)
     again = missing * read / max(1.0, min(slots, heads * tiles) / apart)
     return {
