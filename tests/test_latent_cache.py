@@ -100,11 +100,12 @@ def test_values_of_a_float8_latent_have_the_scale_of_the_keys() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "latent"),
     [
-        (latents(4, PAGE), None, True),
-        (latents(4, PAGE), latents(4, PAGE)[..., :HEAD_DIM_V].clone(), False),  # lies elsewhere
-        (latents(4, PAGE), latents(4, PAGE)[..., :HEAD_DIM_V], False),  # lies elsewhere, with the same strides
-        (numbers(4, PAGE, 1, 128), None, False),  # values of all that a key has
-        (numbers(4, PAGE, 1, 48)[..., :40], None, False),  # ends in the second piece of a key
+        (latents(4, PAGE, dtype=torch.bfloat16), None, True),
+        (latents(4, PAGE, dtype=torch.float8_e4m3fn), None, True),
+        (latents(4, PAGE), None, False),  # float32
+        (latents(4, PAGE, dtype=torch.half), latents(4, PAGE, dtype=torch.half)[..., :HEAD_DIM_V], False),  # elsewhere
+        (numbers(4, PAGE, 1, 128, dtype=torch.half), None, False),  # values of all that a key has
+        (numbers(4, PAGE, 1, 48, dtype=torch.half)[..., :40], None, False),  # ends in the second piece of a key
     ],
 )
 def test_values_are_those_of_a_latent_where_they_are_the_first_elements_of_keys(
@@ -115,7 +116,7 @@ def test_values_are_those_of_a_latent_where_they_are_the_first_elements_of_keys(
 
 
 def test_values_from_another_element_on_are_no_latent() -> None:
-    key = latents(4, PAGE)
+    key = latents(4, PAGE, dtype=torch.bfloat16)
     assert not cache_arguments.is_latent(key, key[..., 64:])
 
 

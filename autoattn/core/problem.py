@@ -181,10 +181,11 @@ class Problem:
                 raise ProblemError(
                     f"{name} must be at most {most}, got {getattr(self, name)}; use F.scaled_dot_product_attention"
                 )
-        if self.is_latent and not are_latent_dims(self.head_dim, self.head_dim_v):
+        if self.is_latent and (self.dtype is DType.FLOAT32 or not are_latent_dims(self.head_dim, self.head_dim_v)):
             raise ProblemError(
-                "a latent cache takes values of a power of two and keys that are longer by at most half of it, as 512 "
-                f"and 576, got {self.head_dim_v} and {self.head_dim}; leave latent out"
+                "a latent cache takes queries of 16 bits, values of a power of two and keys that are longer by at most "
+                f"half of it, as 512 and 576, got {self.dtype.value}, {self.head_dim_v} and {self.head_dim}; leave latent "
+                "out"
             )
 
     def _check_combinations(self) -> None:
@@ -229,6 +230,7 @@ class Problem:
             "gradients": self.op is not Op.FORWARD,
             "float8": self.dtype is DType.FLOAT8,
             "a block table": self.mask.sparse,
+            "float32 in a latent cache": self.is_latent and self.dtype is DType.FLOAT32,
             "float32 under a cache of float8": self.caches_float8 and self.dtype is DType.FLOAT32,
             "a causal mask aligned top-left": self.mask.alignment is Alignment.TOP_LEFT,
             "a bias": self.modifiers.bias is not Bias.NONE,

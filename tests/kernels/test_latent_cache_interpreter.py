@@ -12,7 +12,7 @@ from interpreted import SECONDS
 from rarely import diagonal
 
 from autoattn.core.key_cache import KeyCache
-from autoattn.core.problem import DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.problem import Layout, Modifiers, Problem
 from autoattn.core.trial import Verdict
 from autoattn.search import rehearsal
 from autoattn.search.gpu_jobs import Rehearse
@@ -57,8 +57,6 @@ def test_every_latent_cache_matches_the_reference(
         {"head_dim": 41},  # the last tile of a key is not full, and nothing divides the strides
         {"modifiers": Modifiers(softcap=True, sinks=True), "mask": "causal"},
         {"modifiers": Modifiers(alibi=True)},
-        {"dtype": DType.FLOAT32},
-        {"dtype": DType.FLOAT32, "precision": Precision.TF32X3},
     ],
     ids=str,
 )

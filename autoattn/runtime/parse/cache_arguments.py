@@ -127,7 +127,8 @@ def read(
 
 
 def is_latent(key_cache: Any, value_cache: Any) -> bool:
-    """Whether the values of a cache are a view of its keys' first elements, of head dims of which one tile serves both.
+    """Whether the values of a cache are a view of its keys' first elements, of 16 or 8 bits, and of head dims of which one
+    tile serves both.
 
     What torch.compile traces has no address, and is asked again when it runs.
     """
@@ -138,6 +139,7 @@ def is_latent(key_cache: Any, value_cache: Any) -> bool:
             key_cache.data_ptr() == value_cache.data_ptr()
             and key_cache.dim() == value_cache.dim() == len(_CACHE_AXES)
             and key_cache.stride() == value_cache.stride()
+            and key_cache.element_size() <= 2
             and are_latent_dims(key_cache.shape[3], value_cache.shape[3])
         )
     except RuntimeError:  # a sparse or nested tensor has no address, which the checks say
@@ -258,7 +260,8 @@ def _cut(splits: Any, split_length: Any, deterministic: Any, *, packed: bool) ->
 def _check_head_dims(cache: CacheTensors, *, latent: bool) -> None:
     """Refuses keys for which kernels need the values as their first elements, and which are not given so."""
     head_dim, head_dim_v = cache.key.shape[3], cache.value.shape[3]
-    if cache.key.is_cuda and not latent and head_dim > MAX_HEAD_DIM and are_latent_dims(head_dim, head_dim_v):
+    fits = head_dim <= MAX_HEAD_DIM or not are_latent_dims(head_dim, head_dim_v)
+    if cache.key.is_cuda and not latent and not fits and cache.key.element_size() <= 2:
         raise TensorError(
             f"value_cache must be a view of key_cache where a head dim is more than {MAX_HEAD_DIM}, got a tensor of "
             f"its own beside keys of {head_dim}; give key_cache[..., :{head_dim_v}]"
