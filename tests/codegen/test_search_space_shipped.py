@@ -252,6 +252,7 @@ OTHER_KINDS = [
     *(problem(batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, **facts) for facts in FEW_QUERIES),
     problem(batch=1, heads_q=4, heads_kv=1, seq_q=1024, seq_kv=1024),
     *(problem(batch=8, heads_q=32, heads_kv=8, seq_q=1, seq_kv=8192, **facts) for facts in CACHES),
+    latent("paged:64,latent"),
 ]
 
 
