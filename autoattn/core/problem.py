@@ -178,9 +178,10 @@ class Problem:
         most_dim = MAX_LATENT_DIM if self.is_latent else MAX_HEAD_DIM
         for name, most in (("head_dim", most_dim), ("head_dim_v", MAX_HEAD_DIM_V)):
             if getattr(self, name) > most:
-                raise ProblemError(
-                    f"{name} must be at most {most}, got {getattr(self, name)}; use F.scaled_dot_product_attention"
-                )
+                way_out = "use F.scaled_dot_product_attention"
+                if self.cache is not None and are_latent_dims(self.head_dim, self.head_dim_v):
+                    way_out = "say that the cache is latent, if values are the first elements of keys"
+                raise ProblemError(f"{name} must be at most {most}, got {getattr(self, name)}; {way_out}")
         if self.is_latent and (self.dtype is DType.FLOAT32 or not are_latent_dims(self.head_dim, self.head_dim_v)):
             raise ProblemError(
                 "a latent cache takes queries of 16 bits, values of a power of two and keys that are longer by at most "
