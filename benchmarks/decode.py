@@ -148,12 +148,9 @@ class Tensors:
             shape = sum(pages), row.page
         stored = torch.float8_e4m3fn if row.float8 else torch.bfloat16
         key = normal(*shape, row.heads[1], row.head_dim).to(stored)
-        if row.latent:
-            value = key[..., : row.head_dim_v]
-        else:
-            value = normal(*shape, row.heads[1], row.head_dim_v).to(stored)
+        value = key if row.latent else normal(*shape, row.heads[1], row.head_dim_v).to(stored)
         lengths = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-        return cls(query=query, key=key, value=value, lengths=lengths, table=table)
+        return cls(query=query, key=key, value=value[..., : row.head_dim_v], lengths=lengths, table=table)
 
 
 def copies_of(row: Row) -> int:

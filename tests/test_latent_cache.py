@@ -1,5 +1,4 @@
-"""Attention on latent caches, whose values are a view of the keys: what a caller gives, on the CPU and a card that is not
-there."""
+"""Attention on latent caches, whose values are a view of the keys: what they mean, and plans for a card not there."""
 
 from __future__ import annotations
 
@@ -137,7 +136,9 @@ def test_new_keys_are_refused_with_a_latent_and_nothing_is_written() -> None:
 # --- planned for a card that is not there -----------------------------------------------------------------------------
 
 
-def step(dtype: torch.dtype, *, batch: int = 4, queries: int = 1, heads: int = 16) -> tuple[list[Tensor], dict[str, Any]]:
+def step(
+    dtype: torch.dtype, *, batch: int = 4, queries: int = 1, heads: int = 16
+) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors of a step, all of them new."""
     cache = torch.zeros(batch * 4, 64, 1, HEAD_DIM).to(dtype)
     table = torch.arange(batch * 4, dtype=torch.int32).view(batch, 4)

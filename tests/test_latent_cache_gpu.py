@@ -51,7 +51,10 @@ def check(page: int, dtype: torch.dtype, *, queries: int = 1, heads: int = 16, *
     kind = torch.bfloat16 if dtype is FLOAT8 else dtype
     lengths = [LENGTHS[0], *(max(length, queries) for length in LENGTHS[1:])]
     cache, table = cache_of(page, dtype, lengths)
-    query, held = numbers(len(lengths), queries, heads, HEAD_DIM, dtype=kind), torch.tensor(lengths, device="cuda").int()
+    query, held = (
+        numbers(len(lengths), queries, heads, HEAD_DIM, dtype=kind),
+        torch.tensor(lengths, device="cuda").int(),
+    )
     words |= {"block_table": table, "causal": True}
     right = expected(query, cache, table, lengths)
     values = cache[..., :HEAD_DIM_V]

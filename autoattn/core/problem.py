@@ -185,8 +185,8 @@ class Problem:
         if self.is_latent and (self.dtype is DType.FLOAT32 or not are_latent_dims(self.head_dim, self.head_dim_v)):
             raise ProblemError(
                 "a latent cache takes queries of 16 bits, values of a power of two and keys that are longer by at most "
-                f"half of it, as 512 and 576, got {self.dtype.value}, {self.head_dim_v} and {self.head_dim}; leave latent "
-                "out"
+                f"half of it, as 512 and 576, got {self.dtype.value}, {self.head_dim_v} and {self.head_dim}; leave "
+                "latent out"
             )
 
     def _check_combinations(self) -> None:

@@ -34,7 +34,12 @@ def test_kernels_on_caches_compile(arch: int, text: str, facts: dict[str, Any], 
 
 LATENT: tuple[tuple[int, str, dict[str, Any], dict[str, Any]], ...] = (
     (90, "paged:64,latent", {"seq_q": 4, "mask": "causal"}, {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8}),
-    (90, "paged:16,latent", PACKED | {"seq_kv": 100, "mask": "causal"}, {"BLOCK_N": 32, "SPLITS": 4, "mask_loop": "branch"}),
+    (
+        90,
+        "paged:16,latent",
+        PACKED | {"seq_kv": 100, "mask": "causal"},
+        {"BLOCK_N": 32, "SPLITS": 4, "mask_loop": "branch"},
+    ),
     (90, "contiguous,latent,rows,leftpad", {"mask": "window:99,-1"}, {"BLOCK_N": 32, "softmax": "lazy"}),
     (80, "paged:64,latent", {"dtype": DType.FLOAT16}, {"BLOCK_N": 32, "SPLITS": 64, "SHARED_PROGRAMS": 256}),
     (80, "paged:1,latent", {}, {"BLOCK_N": 16, "PERSISTENT": 1}),
@@ -70,10 +75,8 @@ def test_defaults_for_few_rows_of_latents_keep_all_in_registers_and_shared_memor
 
 
 def test_a_float8_latent_is_read_ahead_as_it_lies_and_converted_into_one_tile() -> None:
-    source = kernels.source(
-        latent("paged:64,float8_e4m3,latent"),
-        **{"BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "PACK_GQA": 1, "HEAD_SPLIT": 1},
-    )
+    one = latent("paged:64,float8_e4m3,latent")
+    source = kernels.source(one, BLOCK_N=64, num_warps=8, num_stages=3, PACK_GQA=1, HEAD_SPLIT=1)
     report = compiler.inspect(source, 90)
     ahead, converted, queries = 2 * 64 * 576, 64 * 512 * 2, 16 * 576 * 2
     assert ahead + converted <= report.shared_bytes <= ahead + converted + queries + 2048

@@ -157,7 +157,10 @@ def seeded() -> frozenset[Variant]:
     asked += [
         latent(cache, batch=batch, heads_q=heads_q, seq_kv=seq_kv)
         for cache, batch, heads_q, seq_kv in itertools.product(
-            ("paged:64,latent", "paged:64,float8_e4m3,latent", "paged:64,latent,splits=64"), (1, 32), (1, 16, 32, 128), (64, 8192)
+            ("paged:64,latent", "paged:64,float8_e4m3,latent", "paged:64,latent,splits=64"),
+            (1, 32),
+            (1, 16, 32, 128),
+            (64, 8192),
         )
     ]
     return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))

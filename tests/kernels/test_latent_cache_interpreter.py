@@ -90,7 +90,10 @@ def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> 
     ("right", "wrong"),
     [
         ("tl.trans(latent)", "tl.trans(latent * 1.01)"),
-        ("acc = tl.dot(weights.to(latent.dtype), latent, acc)", "acc = tl.dot(weights.to(latent.dtype), latent * 1.01, acc)"),
+        (
+            "acc = tl.dot(weights.to(latent.dtype), latent, acc)",
+            "acc = tl.dot(weights.to(latent.dtype), latent * 1.01, acc)",
+        ),
         ("        latent = tl.where(latent * 0.0 == 0.0, latent, 0.0)", "        pass"),  # 0 * NaN
         ("o_d_high = 32 + ", "o_d_high = 31 + "),
     ],
@@ -99,6 +102,8 @@ def test_the_gate_refuses_a_kernel_that_takes_other_numbers(child: Pool, right: 
     one = problem("paged:16,latent", mask="causal")
     source = kernels.source(one, HEAD_SPLIT=1)
     assert right in source.text
-    verdict = child.result(Rehearse(problem=one, source=replace(source, text=source.text.replace(right, wrong))), SECONDS)
+    verdict = child.result(
+        Rehearse(problem=one, source=replace(source, text=source.text.replace(right, wrong))), SECONDS
+    )
     assert isinstance(verdict, Verdict), verdict
     assert not verdict.ok

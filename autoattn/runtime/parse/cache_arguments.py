@@ -127,9 +127,9 @@ def read(
 
 
 def is_latent(key_cache: Any, value_cache: Any) -> bool:
-    """Whether the values of a cache are a view of its keys' first elements, of 16 or 8 bits, and of head dims of which one
-    tile serves both.
+    """Whether the values of a cache are a view of its keys' first elements, so that kernels read both at once.
 
+    They do for elements of 16 or 8 bits, and for head dims of which one tile serves both (`are_latent_dims`).
     What torch.compile traces has no address, and is asked again when it runs.
     """
     if not (isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)) or torch.compiler.is_compiling():
