@@ -27,6 +27,7 @@ from autoattn.cost_model.occupancy import SCHEDULERS, occupancy, why_unlaunchabl
 L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0, 120: 20.0}
 DRAM_EFFICIENCY = 0.9  # of the peak: 4.30 of 4.8 TB/s copied on an H200
 LAUNCH_US = 4.0  # an empty kernel between two events
+LATENT_GROUP = 8  # parts of a tile of latents that are added up before those of other groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,6 +185,8 @@ def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constan
     if splits == 1:
         return 0.0
     part = int(params["BLOCK_M"]) * (widths(problem, params)[1] + 2) * 4
+    if problem.is_latent and splits > LATENT_GROUP:  # reads a group, writes its sum, and reads the sums of all groups
+        splits = LATENT_GROUP + 1 + splits // LATENT_GROUP
     return (1 + splits) * part / 64 + 3 * constants.load_latency
 
 

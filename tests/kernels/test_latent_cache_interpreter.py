@@ -9,7 +9,7 @@ import cached
 import kernels
 import pytest
 from interpreted import SECONDS
-from rarely import diagonal
+from rarely import diagonal, rarely
 
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.problem import Layout, Modifiers, Problem
@@ -84,6 +84,21 @@ def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> 
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.ok, verdict.reason
+
+
+GROUPS = "add_parts(parts_ptr, groups, m_m, GROUP_PARTS)"
+
+
+@pytest.mark.parametrize("read", rarely([GROUPS, GROUPS.replace("GROUP_PARTS", "1")], lambda read: read == GROUPS))
+def test_parts_of_more_than_one_group_add_up(child: Pool, read: str) -> None:
+    """Where the same bits are asked in every batch, the gate has a sequence of 150 keys: 10 parts of 16 keys."""
+    one = problem("paged:16,latent,splits=16", mask="full")
+    source = kernels.source(one, HEAD_SPLIT=1, PACK_GQA=1, SPLITS=16)
+    assert GROUPS in source.text
+    source = replace(source, text=source.text.replace(GROUPS, read))
+    verdict = child.result(Rehearse(problem=one, source=source), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.ok is (read == GROUPS), verdict.reason
 
 
 @pytest.mark.parametrize(
