@@ -80,7 +80,9 @@ def test_a_cache_of_float8_has_queries_of_16_bits_and_half_the_bytes() -> None:
 
 
 def test_names_and_kinds_tell_caches_apart() -> None:
-    problems = [kernels.problem(cache=cache, head_dim=48, head_dim_v=32) for cache in (None, *map(KeyCache.parse, TEXTS))]
+    problems = [
+        kernels.problem(cache=cache, head_dim=48, head_dim_v=32) for cache in (None, *map(KeyCache.parse, TEXTS))
+    ]
     for facts in (
         {one.key for one in problems},
         {str(one) for one in problems},

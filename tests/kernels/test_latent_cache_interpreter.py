@@ -8,12 +8,14 @@ from typing import Any
 import cached
 import kernels
 import pytest
+import torch
 from interpreted import SECONDS
 from rarely import diagonal, rarely
 
 from autoattn.core.key_cache import KeyCache
-from autoattn.core.problem import Layout, Modifiers, Problem
+from autoattn.core.problem import DType, Layout, Modifiers, Problem
 from autoattn.core.trial import Verdict
+from autoattn.reference import attention_formula
 from autoattn.search import rehearsal
 from autoattn.search.gpu_jobs import Rehearse
 from autoattn.workers.worker_pool import Pool
@@ -62,6 +64,16 @@ def test_every_latent_cache_matches_the_reference(
 )
 def test_head_dims_modifiers_and_products_match_the_reference(child: Pool, facts: dict[str, Any]) -> None:
     cached.check(child, problem("paged:16,latent", **facts), HEAD_SPLIT=1, PACK_GQA=1, SPLITS=2)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_bfloat16_queries_of_a_float8_latent_become_float16_with_a_factor_for_each_row(child: Pool, mask: str) -> None:
+    one = problem("paged:16,float8_e4m3,latent", dtype=DType.BFLOAT16, mask=mask)
+    assert "row_scale" in kernels.source(one, HEAD_SPLIT=1).text
+    output, lse = cached.run(child, one, HEAD_SPLIT=1, PACK_GQA=1)
+    expected, expected_lse = attention_formula.attention(one, cached.operands(one))
+    torch.testing.assert_close(output.double(), expected, rtol=2**-7, atol=1e-3)  # the interpreter cuts bfloat16 off
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_a_latent_kernel_takes_no_values_beside_the_keys() -> None:
