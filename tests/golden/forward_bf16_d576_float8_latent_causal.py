@@ -116,7 +116,7 @@ def scores_of(
         latent = tl.load(key_ptrs_low + k_rows, mask=(o_n < end_n)[:, None], other=0.0)
     else:
         latent = tl.load(key_ptrs_low + k_rows)
-    # Every step takes this branch. Without it, Triton 3.6 converts the tile once for each product, and reads none ahead.
+    # Every step takes this branch. Without it, Triton 3.6 converts the tile for each product, and reads none ahead.
     if start_n < end_n:
         converted = latent.to(query_low.dtype)
     else:
