@@ -10,6 +10,7 @@ import jinja2
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
+from autoattn.core.key_cache import LATENT_GROUP
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded, pieces
@@ -320,6 +321,7 @@ def _forward_facts(kind: KernelKind, variant: Variant, params: Mapping[str, Valu
         # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
         "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX) and not latent,
         "clears": hides and latent,
+        "group_parts": LATENT_GROUP,
         "sinks": modifiers.sinks,
         "growth_lines": [],
     }

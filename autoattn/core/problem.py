@@ -231,7 +231,6 @@ class Problem:
             "gradients": self.op is not Op.FORWARD,
             "float8": self.dtype is DType.FLOAT8,
             "a block table": self.mask.sparse,
-            "float32 in a latent cache": self.is_latent and self.dtype is DType.FLOAT32,
             "float32 under a cache of float8": self.caches_float8 and self.dtype is DType.FLOAT32,
             "a causal mask aligned top-left": self.mask.alignment is Alignment.TOP_LEFT,
             "a bias": self.modifiers.bias is not Bias.NONE,

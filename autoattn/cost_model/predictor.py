@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autoattn.codegen import search_space
 from autoattn.core.device import Device
+from autoattn.core.key_cache import LATENT_GROUP
 from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Prediction, StaticReport
 from autoattn.core.variant import Value, Variant
@@ -27,7 +28,6 @@ from autoattn.cost_model.occupancy import SCHEDULERS, occupancy, why_unlaunchabl
 L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0, 120: 20.0}
 DRAM_EFFICIENCY = 0.9  # of the peak: 4.30 of 4.8 TB/s copied on an H200
 LAUNCH_US = 4.0  # an empty kernel between two events
-LATENT_GROUP = 8  # parts of a tile of latents that are added up before those of other groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
