@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoattn.core.tile_widths import pieces
 from autoattn.errors import ProblemError
@@ -92,6 +93,7 @@ class KeyCache:
         return ",".join([f"paged:{self.page}" if self.page else "contiguous", *options])
 
 
+@lru_cache(maxsize=256)
 def are_latent_dims(head_dim: int, head_dim_v: int) -> bool:
     """Whether a tile of keys can serve as the tile of values, which are its first elements: 576 and 512 of MLA.
 
