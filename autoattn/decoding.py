@@ -120,7 +120,7 @@ def cached_attention(
     words = (
         "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, key_scale is None,
         causal, softcap, scale, splits, split_length, deterministic, return_lse, max_seqlen_q, bound,
-        cache_arguments.is_latent(key_cache, value_cache),
+        cache_arguments.begin_together(key_cache, value_cache),
     )  # fmt: skip
     tensors = query, key_cache, value_cache, *offsets
     answer: Answer | None
@@ -323,7 +323,7 @@ def _appended(
     seldom = None if all(argument is None for argument in rare) else rare
     words = (
         "append", interleaved, moving, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
-        attend["cu_seqlens_q"] is None, cache_arguments.is_latent(key_cache, value_cache),
+        attend["cu_seqlens_q"] is None, cache_arguments.begin_together(key_cache, value_cache),
         *(attend.get(name) for name in _WORDS),
     )  # fmt: skip
     call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)

@@ -130,18 +130,25 @@ def is_latent(key_cache: Any, value_cache: Any) -> bool:
     """Whether the values of a cache are a view of its keys' first elements, so that kernels read both at once.
 
     They do for elements of 16 or 8 bits, and for head dims of which one tile serves both (`are_latent_dims`).
+    """
+    return (
+        begin_together(key_cache, value_cache)
+        and key_cache.dim() == value_cache.dim() == len(_CACHE_AXES)
+        and key_cache.stride() == value_cache.stride()
+        and key_cache.element_size() <= 2
+        and are_latent_dims(key_cache.shape[3], value_cache.shape[3])
+    )
+
+
+def begin_together(key_cache: Any, value_cache: Any) -> bool:
+    """Whether keys and values begin at one address: what calls of the same shapes and strides differ in.
+
     What torch.compile traces has no address, and is asked again when it runs.
     """
     if not (isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)) or torch.compiler.is_compiling():
         return False
     try:
-        return (
-            key_cache.data_ptr() == value_cache.data_ptr()
-            and key_cache.dim() == value_cache.dim() == len(_CACHE_AXES)
-            and key_cache.stride() == value_cache.stride()
-            and key_cache.element_size() <= 2
-            and are_latent_dims(key_cache.shape[3], value_cache.shape[3])
-        )
+        return key_cache.data_ptr() == value_cache.data_ptr()
     except RuntimeError:  # a sparse or nested tensor has no address, which the checks say
         return False
 
