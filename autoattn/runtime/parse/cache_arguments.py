@@ -148,7 +148,7 @@ def begin_together(key_cache: Any, value_cache: Any) -> bool:
     if not (isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)) or torch.compiler.is_compiling():
         return False
     try:
-        return key_cache.data_ptr() == value_cache.data_ptr()
+        return bool(key_cache.data_ptr() == value_cache.data_ptr())
     except RuntimeError:  # a sparse or nested tensor has no address, which the checks say
         return False
 
