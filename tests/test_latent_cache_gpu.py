@@ -21,9 +21,9 @@ def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def cache_of(page: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
+def cache_of(page: int, dtype: torch.dtype, lengths: list[int], capacity: int = CAPACITY) -> tuple[Tensor, Tensor]:
     """Pages in a drawn order, NaN behind each length, and the table, in which pages behind a length are garbage."""
-    columns = -(-CAPACITY // page)
+    columns = -(-capacity // page)
     table = torch.randperm(len(lengths) * columns, device="cuda").int().view(len(lengths), columns)
     cache = numbers(table.numel(), page, 1, HEAD_DIM, dtype=dtype)
     for row, length in enumerate(lengths):
@@ -79,6 +79,19 @@ def test_a_float8_latent_matches_the_formula_on_its_numbers(queries: int) -> Non
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("float8 needs compute capability 8.9")
     check(64, FLOAT8, queries=queries)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_parts_of_long_sequences_add_up_to_the_same_bits_each_time(heads: int) -> None:
+    lengths = [20000, 3000, 50]
+    cache, table = cache_of(64, torch.bfloat16, lengths, 20032)
+    query, held = numbers(3, 1, heads, HEAD_DIM, dtype=torch.bfloat16), torch.tensor(lengths, device="cuda").int()
+    three = query, cache, cache[..., :HEAD_DIM_V], held
+    first = autoattn.cached_attention(*three, block_table=table)
+    right = expected(query, cache, table, lengths)
+    torch.testing.assert_close(first.double(), right, rtol=2e-2, atol=2e-3)
+    for _ in range(20):
+        assert torch.equal(autoattn.cached_attention(*three, block_table=table), first)
 
 
 def test_a_contiguous_cache_gives_what_pages_give() -> None:
