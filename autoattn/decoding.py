@@ -66,7 +66,8 @@ def cached_attention(
         key_cache: [rows, capacity, heads_kv, head_dim], or [pages, page, heads_kv, head_dim] with block_table; a page
             has any size from 1. In the query's dtype, or float8_e4m3fn under queries of 16 bits. Any strides: a cache
             with heads before keys is given as a transposed view, and key and value may be views of one tensor.
-        value_cache: the same, with a head dim of its own if need be.
+        value_cache: the same, with a head dim of its own if need be. Where it is a view of the keys' first elements, as
+            key_cache[..., :512] of a latent with 576, each key is read once for both.
         lengths: [batch] int32: keys of each sequence, the new queries' own included; 0 gives 0. Kernels take more than
             the cache holds as what it holds.
         block_table: [batch, pages of a sequence] int32: page i has the keys from i * page on. Entries behind the
@@ -75,7 +76,7 @@ def cached_attention(
         leftpad: [batch] int32: where the keys begin in the row of a contiguous cache; lengths count from the row's
             begin all the same.
         key_scale, value_scale: float32 that expands to [batch, heads_kv]: what the numbers of a float8 cache are
-            multiplied by; 1 when None.
+            multiplied by; 1 when None, and the key_scale for values that are a view of the keys.
         cu_seqlens_q: [batch + 1] int32: where the queries of each sequence begin, and where the last ones end.
         max_seqlen_q: a bound of their lengths; all tokens when None.
         max_length: a bound of the lengths for the choice of a kernel; what the cache holds when None.
@@ -113,12 +114,13 @@ def cached_attention(
     if not (window is alibi_slopes is sinks is precision is numerics is None):
         seldom = window, alibi_slopes, sinks, precision, numerics
     bound = None if max_length is None else cache_arguments.bound_of(max_length)
-    key_scale, value_scale = cache_arguments.with_scales(key_cache, key_scale, value_scale)
+    key_scale, value_scale = cache_arguments.with_scales(key_cache, value_cache, key_scale, value_scale)
     given_offsets = cu_seqlens_q, lengths, block_table, cache_rows, leftpad, key_scale, value_scale
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     words = (
         "cache", cu_seqlens_q is None, block_table is None, cache_rows is None, leftpad is None, key_scale is None,
         causal, softcap, scale, splits, split_length, deterministic, return_lse, max_seqlen_q, bound,
+        cache_arguments.begin_together(key_cache, value_cache),
     )  # fmt: skip
     tensors = query, key_cache, value_cache, *offsets
     answer: Answer | None
@@ -206,8 +208,6 @@ def explain_cached(
         of_prefix = explain_cached(*two.of_prefix, **two.prefix_words, return_lse=True)
         of_rest = explain_cached(*two.of_rest, **two.rest_words, return_lse=True)
         return replace(of_rest, reasons=of_rest.reasons.after(lambda: f"shared prefix: {of_prefix.reason}"))
-    scales = cache_arguments.with_scales(key_cache, others.get("key_scale"), others.get("value_scale"))
-    others["key_scale"], others["value_scale"] = scales
     places = {field: others.pop(name, None) for name, field in cache_arguments.PLACES.items()}
     cache = CacheTensors(key=key_cache, value=value_cache, lengths=lengths, **places)
     call = cache_arguments.read(query, cache, **cache_arguments.complete(others))
@@ -293,7 +293,7 @@ def flash_attn_with_kvcache(
             raise TensorError("block_table and page_table are one argument, got both; leave one of them out")
         block_table = page_table
     window = None if tuple(window_size) == (-1, -1) else tuple(window_size)
-    key_scale, value_scale = cache_arguments.with_scales(k_cache, k_descale, v_descale)
+    key_scale, value_scale = cache_arguments.with_scales(k_cache, v_cache, k_descale, v_descale)
     lengths = append_arguments.lengths_of(cache_seqlens, q, k_cache, block_table, cu_seqlens_q, appends=k is not None)
     attend: dict[str, Any] = {
         "block_table": block_table, "cache_rows": cache_batch_idx, "leftpad": cache_leftpad,
@@ -323,7 +323,8 @@ def _appended(
     seldom = None if all(argument is None for argument in rare) else rare
     words = (
         "append", interleaved, moving, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
-        attend["cu_seqlens_q"] is None, *(attend.get(name) for name in _WORDS),
+        attend["cu_seqlens_q"] is None, cache_arguments.begin_together(key_cache, value_cache),
+        *(attend.get(name) for name in _WORDS),
     )  # fmt: skip
     call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
@@ -353,7 +354,7 @@ def append_and_attend(
         TensorError: the arguments do not make one call; nothing was written then.
         ProblemError: a size is not supported; nothing was written then.
     """
-    scales = cache_arguments.with_scales(cache.key, cache.key_scale, cache.value_scale)
+    scales = cache_arguments.with_scales(cache.key, cache.value, cache.key_scale, cache.value_scale)
     attend: dict[str, Any] = {
         "block_table": cache.block_table, "cache_rows": cache.rows, "leftpad": cache.leftpad, "cu_seqlens_q": None,
         "key_scale": scales[0], "value_scale": scales[1], **given,

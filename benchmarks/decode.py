@@ -57,18 +57,30 @@ class Row:
     float8: bool = False  # the cache
     lengths: str = ""  # of unequal sequences, as in a shapes file
     prefix: int = 0  # keys that all sequences share
+    latent: bool = False  # values are the first elements of keys
     goal: str
 
     def __str__(self) -> str:
         cache = f"pages of {self.page}" if self.page else "contiguous"
-        text = f"B{self.batch} H{self.heads[0]}/{self.heads[1]} {self.queries}x{self.keys} D{HEAD_DIM}, {cache}"
-        text += ", float8" * self.float8 + (f", {self.lengths}" if self.lengths else "")
+        dims = f"D{HEAD_DIM}" if not self.latent else "D{}/{}".format(*LATENT)
+        text = f"B{self.batch} H{self.heads[0]}/{self.heads[1]} {self.queries}x{self.keys} {dims}, {cache}"
+        text += ", latent" * self.latent + ", float8" * self.float8 + (f", {self.lengths}" if self.lengths else "")
         return text + (f", {self.prefix} shared" if self.prefix else "")
 
     @property
     def even(self) -> bool:
         """Whether peers without lengths can run it: one length, and no mask."""
         return not self.lengths and self.queries == 1
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a query and of a key."""
+        return LATENT[0] if self.latent else HEAD_DIM
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a value."""
+        return LATENT[1] if self.latent else HEAD_DIM
 
     def keys_of_each(self) -> tuple[int, ...]:
         """The lengths of the sequences."""
@@ -77,12 +89,15 @@ class Row:
     def bytes(self) -> int:
         """That a call must read and write."""
         keys = sum(self.keys_of_each()) - (self.batch - 1) * self.prefix
-        cached = 2 * keys * self.heads[1] * HEAD_DIM * (1 if self.float8 else 2)
-        return cached + 2 * self.batch * self.queries * self.heads[0] * HEAD_DIM * 2
+        elements = self.head_dim if self.latent else self.head_dim + self.head_dim_v
+        cached = keys * self.heads[1] * elements * (1 if self.float8 else 2)
+        return cached + self.batch * self.queries * self.heads[0] * (self.head_dim + self.head_dim_v) * 2
 
 
 HEAD_DIM = 128
+LATENT = 576, 512  # elements of a key and of a value of multi-head latent attention
 LLAMA = Row(batch=32, heads=(32, 8), keys=4096, goal="96%")
+DEEPSEEK = Row(batch=32, heads=(16, 1), keys=8192, page=64, latent=True, goal="85%")
 ROWS = (
     replace(LLAMA, page=16, goal="95%"),
     LLAMA,
@@ -101,6 +116,10 @@ ROWS = (
     replace(LLAMA, page=16, float8=True, goal="none"),
     Row(batch=8, heads=(32, 8), keys=8192, page=16, prefix=7680, goal="faster than one level"),
     Row(batch=64, heads=(32, 8), keys=8192, page=16, prefix=7680, goal="faster than one level"),
+    DEEPSEEK,
+    replace(DEEPSEEK, float8=True, goal="none"),
+    replace(DEEPSEEK, queries=2, goal="none"),
+    replace(DEEPSEEK, batch=1, heads=(128, 1), keys=65536, goal="none"),
 )
 
 
@@ -110,7 +129,7 @@ class Tensors:
 
     query: Tensor  # [batch, queries, heads_q, head_dim]
     key: Tensor  # [batch, keys, heads_kv, head_dim] or [pages, page, heads_kv, head_dim]
-    value: Tensor
+    value: Tensor  # the same with head_dim_v; of a latent, the first elements of the key
     lengths: Tensor  # [batch] int32
     table: Tensor | None  # [batch, pages of a sequence] int32
 
@@ -118,7 +137,7 @@ class Tensors:
     def of(cls, row: Row) -> Tensors:
         """Random numbers on the card; pages lie in random order, and only those that a sequence has."""
         normal = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
-        query = normal(row.batch, row.queries, row.heads[0], HEAD_DIM)
+        query = normal(row.batch, row.queries, row.heads[0], row.head_dim)
         counts, table = row.keys_of_each(), None
         shape = row.batch, row.keys
         if row.page:
@@ -127,11 +146,11 @@ class Tensors:
             table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True).contiguous()
             table[:, : row.prefix // row.page] = table[0, : row.prefix // row.page]
             shape = sum(pages), row.page
-        key, value = (normal(*shape, row.heads[1], HEAD_DIM) for _ in range(2))
-        if row.float8:
-            key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+        stored = torch.float8_e4m3fn if row.float8 else torch.bfloat16
+        key = normal(*shape, row.heads[1], row.head_dim).to(stored)
+        value = key if row.latent else normal(*shape, row.heads[1], row.head_dim_v).to(stored)
         lengths = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-        return cls(query=query, key=key, value=value, lengths=lengths, table=table)
+        return cls(query=query, key=key, value=value[..., : row.head_dim_v], lengths=lengths, table=table)
 
 
 def copies_of(row: Row) -> int:
@@ -180,19 +199,41 @@ def by_flashinfer(row: Row, tensors: Tensors) -> Call:
     """FlashInfer's decode on pages, planned before, with tensor cores."""
     import flashinfer
 
-    assert tensors.table is not None
     room = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
     wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
-    counts = tensors.lengths.cpu()
-    pages = -(-counts // row.page)
-    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
-    indices = torch.cat([line[:count] for line, count in zip(tensors.table, pages.tolist(), strict=True)])
-    last = ((counts - 1) % row.page + 1).int()
+    indptr, indices = pages_of(row, tensors)
+    last = ((tensors.lengths - 1) % row.page + 1).int()
     wrapper.plan(
-        indptr.to(DEVICE), indices, last.to(DEVICE), *row.heads, HEAD_DIM, row.page,
+        indptr, indices, last, *row.heads, row.head_dim, row.page,
         q_data_type=tensors.query.dtype, kv_data_type=tensors.key.dtype,
     )  # fmt: skip
     return partial(wrapper.run, tensors.query[:, 0], (tensors.key, tensors.value))
+
+
+def by_flashinfer_latent(row: Row, tensors: Tensors) -> Call:
+    """FlashInfer's multi-head latent attention on pages, planned before."""
+    import flashinfer
+
+    room = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(room)
+    indptr, indices = pages_of(row, tensors)
+    queries = torch.arange(row.batch + 1, device=DEVICE, dtype=torch.int32)
+    rest = row.head_dim - row.head_dim_v
+    wrapper.plan(
+        queries, indptr, indices, tensors.lengths, row.heads[0], row.head_dim_v, rest, row.page, False,
+        row.head_dim**-0.5, tensors.query.dtype, tensors.key.dtype,
+    )  # fmt: skip
+    halves = [tensor.split([row.head_dim_v, rest], dim=-1) for tensor in (tensors.query[:, 0], tensors.key[:, :, 0])]
+    return partial(wrapper.run, *halves[0], *halves[1])
+
+
+def pages_of(row: Row, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Where the pages of each sequence begin in a list of all, and the list."""
+    assert tensors.table is not None
+    pages = -(-tensors.lengths.cpu() // row.page)
+    indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    indices = torch.cat([line[:count] for line, count in zip(tensors.table, pages.tolist(), strict=True)])
+    return indptr.to(DEVICE), indices
 
 
 def contestants(row: Row) -> dict[str, Callable[[Tensors], Call]]:
@@ -204,7 +245,7 @@ def contestants(row: Row) -> dict[str, Callable[[Tensors], Call]]:
         makers |= {name: partial(by_sdpa, backend) for name, backend in BACKENDS.items()}
         makers["FlexAttention"] = by_flex
     if row.page and row.queries == 1 and importlib.util.find_spec("flashinfer") is not None:
-        makers["FlashInfer"] = partial(by_flashinfer, row)
+        makers["FlashInfer"] = partial(by_flashinfer_latent if row.latent else by_flashinfer, row)
     return makers
 
 
@@ -306,7 +347,7 @@ def summary(medians: dict[str, dict[str, float]]) -> Iterator[str]:
         yield f"Best peers of {len(ratios)} rows take {mean:.3f} times as long, at least {ratios[worst]:.3f} ({worst})."
     one = medians.get(str(ROWS[0]))
     for row in ROWS:
-        if one is not None and row.queries > 1 and str(row) in medians:
+        if one is not None and row.queries > 1 and not row.latent and str(row) in medians:
             yield f"{row.queries} queries take {medians[str(row)][OWN] / one[OWN]:.3f} times one query."
 
 

@@ -78,7 +78,10 @@ SeqQ = Annotated[int | None, typer.Option("--seq-q", help="Query tokens per sequ
 SeqKV = Annotated[
     int | None, typer.Option("--seq-kv", help="Key tokens per sequence; as --seq-q if left out.", rich_help_panel=ONE)
 ]
-HeadDim = Annotated[int | None, typer.Option("--head-dim", help="Elements per head, up to 256.", rich_help_panel=ONE)]
+HeadDim = Annotated[
+    int | None,
+    typer.Option("--head-dim", help="Elements per head, up to 256; of a latent cache 576.", rich_help_panel=ONE),
+]
 HeadDimV = Annotated[
     int | None,
     typer.Option(

@@ -10,6 +10,7 @@ import jinja2
 from autoattn.codegen import argument_names, precompiled, resources, search_space
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
+from autoattn.core.key_cache import LATENT_GROUP
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded, pieces
@@ -271,6 +272,7 @@ def _cache_facts(kind: KernelKind) -> dict[str, object]:
     cache = kind.cache
     return {
         "cached": cache is not None,
+        "latent": cache is not None and cache.latent,
         "page": cache.page if cache is not None else 0,
         "cache_rows": cache is not None and cache.rows,
         "leftpad": cache is not None and cache.leftpad,
@@ -308,6 +310,7 @@ def _forward_facts(
     hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
     split = bool(params["HEAD_SPLIT"])
     least = 32 if kind.dtype is DType.FLOAT8 else 16  # elements that a product sums over
+    latent = kind.cache is not None and kind.cache.latent
     return {
         "output_element": traits.merged or ELEMENT[kind.dtype.output],
         "merged": bool(traits.merged),
@@ -320,7 +323,10 @@ def _forward_facts(
         "visible": _visible(kind),
         "needs_mask": _needs_mask(kind),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
-        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX),
+        # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
+        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX) and not latent,
+        "clears": hides and latent,
+        "group_parts": LATENT_GROUP,
         "sinks": modifiers.sinks,
         "growth_lines": [],
     }

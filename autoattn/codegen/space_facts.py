@@ -21,7 +21,7 @@ HEADS = ("heads_q", "heads_kv", "group_size")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
     *("dtype", "precision", "numerics", "deterministic", "element_bytes", "key_bytes", "float8", "float8_cache"),
-    *("cached", "page", "max_splits", "split_length", "batch_invariant"),
+    *("cached", "latent", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
     *("on_scores", "score_mod", "alibi", "learned_slopes", "biased", "bias_of_pairs", "learned_bias"),
@@ -79,6 +79,7 @@ def kind_facts(
         "float8_cache": int(kind.key_dtype is not kind.dtype),
         "packed": int(kind.packed),
         "cached": int(kind.cache is not None),
+        "latent": int(kind.cache is not None and kind.cache.latent),
         "page": kind.cache.page if kind.cache is not None else 0,
         "max_splits": kind.cache.splits if kind.cache is not None else 0,
         "split_length": kind.cache.split_length if kind.cache is not None else 0,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
+from autoattn.core.tile_widths import pieces
 from autoattn.errors import ProblemError
 
 MAX_PAGE = 2**20  # keys of a page
+MAX_LATENT_DIM = 576  # of a query, where values are the first elements of keys
+LATENT_GROUP = 8  # parts of a tile of latents that are added up before those of other groups
 MAX_SPLITS = 2**16  # programs that a caller may name
 INVARIANT_SPLITS = 64  # that a call names which asks for the same bits in every batch, and for no number of them
 SPLIT_LENGTHS = tuple(2**power for power in range(6, 15))  # 64 to 16,384 keys: whole blocks of keys
 _TEXT = re.compile(
-    r"(?:contiguous|paged:(?P<page>[0-9]{1,7}))(?P<float8>,float8_e4m3)?(?P<rows>,rows)?(?P<leftpad>,leftpad)?"
+    r"(?:contiguous|paged:(?P<page>[0-9]{1,7}))(?P<float8>,float8_e4m3)?(?P<latent>,latent)?"
+    r"(?P<rows>,rows)?(?P<leftpad>,leftpad)?"
     r"(?:,splits=(?P<splits>[0-9]{1,5}))?(?:,split_length=(?P<split_length>[0-9]{1,5}))?"
 )
 
@@ -27,6 +32,7 @@ class KeyCache:
 
     page: int = 0  # keys of a page, which a table of pages finds; 0 is a contiguous cache
     float8: bool = False  # keys and values are float8_e4m3, with scales, under queries of 16 bits
+    latent: bool = False  # values are the first elements of keys, and are not held again (see `are_latent_dims`)
     rows: bool = False  # a tensor says which row of a contiguous cache each sequence has
     leftpad: bool = False  # a tensor says where the keys of each sequence begin in its row
     splits: int = 0  # programs that may share the keys of a sequence; 0 is as many as are fastest
@@ -53,8 +59,8 @@ class KeyCache:
 
     @classmethod
     def parse(cls, text: str) -> KeyCache:
-        """Reads `contiguous` or `paged:KEYS`, and behind commas `float8_e4m3`, `rows`, `leftpad`, `splits=NUMBER`,
-        `split_length=KEYS`.
+        """Reads `contiguous` or `paged:KEYS`, and behind commas `float8_e4m3`, `latent`, `rows`, `leftpad`,
+        `splits=NUMBER`, `split_length=KEYS`.
 
         Raises:
             ProblemError: the text is none of them.
@@ -62,12 +68,13 @@ class KeyCache:
         match = _TEXT.fullmatch(str(text))
         if match is None or match["page"] == "0":
             raise ProblemError(
-                "cache must be contiguous or paged:KEYS (as paged:16), maybe with ,float8_e4m3 ,rows ,leftpad or "
-                f",splits=NUMBER ,split_length=KEYS behind it in this order, got {text!r}; correct it"
+                "cache must be contiguous or paged:KEYS (as paged:16), maybe with ,float8_e4m3 ,latent ,rows "
+                f",leftpad or ,splits=NUMBER ,split_length=KEYS behind it in this order, got {text!r}; correct it"
             )
         return cls(
             page=int(match["page"] or 0),
             float8=match["float8"] is not None,
+            latent=match["latent"] is not None,
             rows=match["rows"] is not None,
             leftpad=match["leftpad"] is not None,
             splits=int(match["splits"] or 0),
@@ -81,6 +88,16 @@ class KeyCache:
 
     def __str__(self) -> str:
         options = ["float8_e4m3"] if self.float8 else []
-        options += [name for name in ("rows", "leftpad") if getattr(self, name)]
+        options += [name for name in ("latent", "rows", "leftpad") if getattr(self, name)]
         options += [f"{name}={getattr(self, name)}" for name in ("splits", "split_length") if getattr(self, name)]
         return ",".join([f"paged:{self.page}" if self.page else "contiguous", *options])
+
+
+@lru_cache(maxsize=256)
+def are_latent_dims(head_dim: int, head_dim_v: int) -> bool:
+    """Whether a tile of keys can serve as the tile of values, which are its first elements: 576 and 512 of MLA.
+
+    The values fill the first of the two powers of two that hold a key.
+    """
+    widths = pieces(head_dim)
+    return head_dim <= MAX_LATENT_DIM and len(widths) == 2 and widths[0] == head_dim_v

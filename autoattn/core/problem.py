@@ -10,13 +10,13 @@ from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
 
-from autoattn.core.key_cache import KeyCache
+from autoattn.core.key_cache import MAX_LATENT_DIM, KeyCache, are_latent_dims
 from autoattn.core.mask import Alignment, Mask, MaskKind
 from autoattn.core.sequence_lengths import KeyLengths, pairs_in_band, ramp
 from autoattn.core.tile_widths import padded
 from autoattn.errors import ProblemError
 
-MAX_HEAD_DIM = 256  # of query and key
+MAX_HEAD_DIM = 256  # of query and key, unless a cache holds values as the first elements of keys
 MAX_HEAD_DIM_V = 512
 MAX_SIZE = 2**31 - 1  # batch, heads and lengths travel to the GPU as int32
 
@@ -139,7 +139,7 @@ class Problem:
     heads_kv: int  # key and value heads; divides heads_q
     seq_q: int  # query tokens per sequence
     seq_kv: int  # key tokens per sequence
-    head_dim: int  # elements of a query and of a key, 1..256
+    head_dim: int  # elements of a query and of a key, 1..256, or up to 576 where the cache is latent
     head_dim_v: int = 0  # elements of a value, 1..512; 0 becomes head_dim
     mask: Mask = field(default_factory=Mask)
     modifiers: Modifiers = field(default_factory=Modifiers)
@@ -175,11 +175,19 @@ class Problem:
                 f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}; "
                 "repeat key and value heads until it is"
             )
-        for name, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
+        most_dim = MAX_LATENT_DIM if self.is_latent else MAX_HEAD_DIM
+        for name, most in (("head_dim", most_dim), ("head_dim_v", MAX_HEAD_DIM_V)):
             if getattr(self, name) > most:
-                raise ProblemError(
-                    f"{name} must be at most {most}, got {getattr(self, name)}; use F.scaled_dot_product_attention"
-                )
+                way_out = "use F.scaled_dot_product_attention"
+                if self.cache is not None and are_latent_dims(self.head_dim, self.head_dim_v):
+                    way_out = "say that the cache is latent, if values are the first elements of keys"
+                raise ProblemError(f"{name} must be at most {most}, got {getattr(self, name)}; {way_out}")
+        if self.is_latent and (self.dtype is DType.FLOAT32 or not are_latent_dims(self.head_dim, self.head_dim_v)):
+            raise ProblemError(
+                "a latent cache takes queries of 16 bits, values of a power of two and keys that are longer by at most "
+                f"half of it, as 512 and 576, got {self.dtype.value}, {self.head_dim_v} and {self.head_dim}; leave "
+                "latent out"
+            )
 
     def _check_combinations(self) -> None:
         if self.precision is not Precision.IEEE and self.dtype is not DType.FLOAT32:
@@ -272,6 +280,16 @@ class Problem:
     def caches_float8(self) -> bool:
         """Whether keys and values lie in a cache of float8, with scales."""
         return self.cache is not None and self.cache.float8
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first elements of keys, in a cache that holds them once."""
+        return self.cache is not None and self.cache.latent
+
+    @property
+    def elements_per_key(self) -> int:
+        """Elements in memory of a key and its value together."""
+        return self.head_dim + (0 if self.is_latent else self.head_dim_v)
 
     @property
     def loads_float8(self) -> bool:
@@ -384,7 +402,7 @@ class Problem:
         if self.key_lengths is not None:
             keys = self.heads_kv * sum(self.key_lengths.drawn(self.batch))
         read = queries * self.head_dim * self.dtype.bytes
-        read += keys * (self.head_dim + self.head_dim_v) * self.key_bytes
+        read += keys * self.elements_per_key * self.key_bytes
         output = queries * self.head_dim_v * self.dtype.output.bytes
         return 2 * read + 2 * output + 4 * queries if self.op is Op.BACKWARD else read + output
 

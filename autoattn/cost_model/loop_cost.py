@@ -127,7 +127,7 @@ def _copies_ahead(loop: Mapping[str, int]) -> bool:
 
 
 def key_bytes(problem: Problem, params: Mapping[str, Value]) -> int:
-    return int(params["BLOCK_N"]) * (problem.head_dim + problem.head_dim_v) * problem.key_bytes
+    return int(params["BLOCK_N"]) * problem.elements_per_key * problem.key_bytes
 
 
 def _latency(params: Mapping[str, Value], loop: Mapping[str, int], program: Program, constants: Constants) -> float:

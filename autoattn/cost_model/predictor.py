@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autoattn.codegen import search_space
 from autoattn.core.device import Device
+from autoattn.core.key_cache import LATENT_GROUP
 from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Prediction, StaticReport
 from autoattn.core.variant import Value, Variant
@@ -184,6 +185,8 @@ def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constan
     if splits == 1:
         return 0.0
     part = int(params["BLOCK_M"]) * (widths(problem, params)[1] + 2) * 4
+    if problem.is_latent and splits > LATENT_GROUP:  # reads a group, writes its sum, and reads the sums of all groups
+        splits = LATENT_GROUP + 1 + splits // LATENT_GROUP
     return (1 + splits) * part / 64 + 3 * constants.load_latency
 
 
@@ -204,7 +207,7 @@ def _memory_seconds(
     at_work = min(heads, max(1.0, slots / (group * tiles)) * group, slots)
     apart = max(1.0, at_work * together / problem.group_size)
     keys = _keys_at_work(problem, int(params["BLOCK_M"]), min(tiles, slots / at_work))
-    working_set = apart * keys * (problem.head_dim + problem.head_dim_v) * problem.key_bytes
+    working_set = apart * keys * problem.elements_per_key * problem.key_bytes
     missing = max(0.0, 1 - device.l2_bytes / working_set)
     again = missing * read / max(1.0, min(slots, heads * tiles) / apart)
     return {

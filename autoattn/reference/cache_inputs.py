@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoattn.core.key_cache import KeyCache
-from autoattn.core.problem import Layout, Problem
+from autoattn.core.problem import MAX_HEAD_DIM, Layout, Problem
 from autoattn.tensors.operands import CachedKeys
 
 SPARE = 2  # rows or pages of NaN that no sequence has
@@ -18,8 +18,14 @@ MOST_PAD = 7  # keys of left padding
 
 
 def held_apart(problem: Problem) -> Problem:
-    """The problem whose keys and values are those of a cache's sequences, each in a row of its own."""
-    return replace(problem, cache=None, key_lengths=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0)
+    """The problem whose keys and values are those of a cache's sequences, each in a row of its own.
+
+    Keys of a latent cache may be longer than any problem without one allows; those have the most that it allows here.
+    """
+    head_dim = min(problem.head_dim, MAX_HEAD_DIM)
+    return replace(
+        problem, cache=None, key_lengths=None, layout=Layout.BSHD, tokens_q=0, tokens_kv=0, head_dim=head_dim
+    )
 
 
 def scattered(
@@ -29,7 +35,8 @@ def scattered(
 
     Args:
         key: [batch, heads_kv, seq_kv, head_dim]
-        value: [batch, heads_kv, seq_kv, head_dim_v]; those of a cache of float8 are rounded to it.
+        value: [batch, heads_kv, seq_kv, head_dim_v]; those of a cache of float8 are rounded to it, and those of a
+            latent cache are the first elements of the keys.
         counts: keys of each sequence.
 
     Returns:
@@ -55,14 +62,15 @@ def scattered(
         rows = spare[:1].repeat(batch, columns)
         for sequence, own in enumerate(pages):
             rows[sequence, : len(own)] = own
+    stored = (key,) if cache.latent else (key, value)
     rooms = [
         torch.full((total, page, *tensor.shape[1::2]), math.nan, dtype=tensor.dtype, device=device).transpose(1, 2)
-        for tensor in (key, value)
+        for tensor in stored
     ]
     for sequence, count in enumerate(counts):
         places = torch.arange(count) + pads[sequence]
         row, place = rows[sequence, places // page].to(device), (places % page).to(device)
-        for room, tensor in zip(rooms, (key, value), strict=True):
+        for room, tensor in zip(rooms, stored, strict=True):
             room[row, :, place] = tensor[sequence, :, :count].transpose(0, 1)
     lengths = torch.tensor(counts) + pads
     numbers = {
@@ -77,4 +85,5 @@ def scattered(
     }
     lengths_there = tensors.pop("lengths")
     assert lengths_there is not None
-    return rooms[0], rooms[1], CachedKeys(lengths=lengths_there, capacity=columns * page, **tensors)
+    values = rooms[0][..., : value.shape[3]] if cache.latent else rooms[1]
+    return rooms[0], values, CachedKeys(lengths=lengths_there, capacity=columns * page, **tensors)

@@ -40,7 +40,7 @@ class Scores(str, Enum):
     STEEP = "steep"  # they rise so far that weights around the first block's maximum overflow, even in float32
     TRAINED = "trained"  # as trained models have them: every query looks at the first keys, values have heavy tails
     OUTGROWN = "outgrown"  # so far apart that every maximum is outgrown by keys that come later, in whatever order
-    WILD = "wild"  # the last key and its value are NaN, and two more values inf and -inf
+    WILD = "wild"  # the last key and its value are NaN, and two more values inf and -inf; of a latent, all are NaN
 
 
 def make(
@@ -65,8 +65,11 @@ def make(
         problem, problem.heads_q, problem.seq_q, problem.tokens_q, problem.head_dim, guard, device, generator
     )
     held = problem if problem.cache is None else cache_inputs.held_apart(problem)
-    key = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim, guard, device, generator)
-    value = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim_v, guard, device, generator)
+    key = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, problem.head_dim, guard, device, generator)
+    if problem.is_latent:
+        value = key[..., : held.head_dim_v]
+    else:
+        value = tensor(held, held.heads_kv, held.seq_kv, held.tokens_kv, held.head_dim_v, guard, device, generator)
     _spread(scores, query, key, value)
     if scores is Scores.TRAINED:
         _train(held, query, key, value, lengths, generator)
@@ -167,6 +170,9 @@ def _spread(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> None:
         key[..., -1] = torch.linspace(0.0, last, key.shape[2], device=key.device).to(key.dtype)
     elif scores is Scores.WILD:
         keys = key.shape[2]
+        if value.data_ptr() == key.data_ptr():  # of a latent, where inf would be in the key too, and a score NaN
+            value[:, :, -3:, ::3] = math.nan
+            return
         for place, number in ((keys // 3, math.inf), (keys // 2, -math.inf), (keys - 1, math.nan)):
             value[:, :, place, ::3] = number
         key[:, :, -1] = math.nan
@@ -185,8 +191,9 @@ def _train(
     The sinks of trained models do the same to a softmax: a few keys hold most of the weight, and a maximum that is
     found in the first block rarely grows.
     """
-    pull = SINK_SCORE**0.5 * problem.head_dim**0.25  # of both sides, so that scaled products have SINK_SCORE
-    common = torch.randn(problem.head_dim, generator=generator).to(query.device)
+    head_dim = query.shape[3]
+    pull = SINK_SCORE**0.5 * head_dim**0.25  # of both sides, so that scaled products have SINK_SCORE
+    common = torch.randn(head_dim, generator=generator).to(query.device)
     common *= pull / common.norm()
     query.copy_((query.float() + common).to(query.dtype))
     first = 0
@@ -194,6 +201,8 @@ def _train(
         sinks = key[:, :, first : first + min(SINKS, keys)]
         sinks.copy_((sinks.float() + common).to(key.dtype))
         first += keys
+    if value.data_ptr() == key.data_ptr():  # of a latent, whose scores would have the tail too
+        return
     seed = int(torch.randint(2**31, (1,), generator=generator))
     loud = torch.empty_like(value, dtype=torch.float32)
     loud.normal_(generator=torch.Generator(device=value.device).manual_seed(seed)).clamp_(-3.0, 3.0).exp_()

@@ -85,6 +85,7 @@ def new_append(
         The query to attend with, and the lengths after the append.
     """
     cache_arguments.read(query, cache, **cache_arguments.complete(attend))
+    cache = cache_arguments.with_all_scales(cache)
     packed = attend["cu_seqlens_q"] is not None
     given = append_arguments.read(
         query, cache, key, value, cos, sin, interleaved=interleaved, moving=moving, packed=packed

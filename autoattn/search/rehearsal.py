@@ -23,7 +23,9 @@ def structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
     split = bool(variant["HEAD_SPLIT"])
     odd = render.natural_traits(problem).alignment == 1  # nothing divides the strides: a branch of its own
     head_dim = head_dim_v = _small_head_dim(problem.head_dim, split=split, odd=odd)
-    if problem.head_dim_v != problem.head_dim:
+    if problem.is_latent:  # whose values are the first of two tiles of keys
+        head_dim_v = pieces(head_dim)[0]
+    elif problem.head_dim_v != problem.head_dim:
         head_dim_v = _small_head_dim(problem.head_dim_v, split=split, odd=odd)
         # Two head dims stay two, also where one number would have the branches of both.
         if head_dim_v == head_dim:

@@ -27,6 +27,8 @@ def test_a_row_counts_the_keys_that_must_be_read() -> None:
     assert SMALL.bytes() == 2 * 2 * 40 * 2 * 16 * 2 + queries
     assert replace(SMALL, float8=True).bytes() == 2 * 2 * 40 * 2 * 16 + queries
     assert replace(SMALL, prefix=32).bytes() == 2 * (2 * 40 - 32) * 2 * 16 * 2 + queries
+    latent = replace(SMALL, heads=(4, 1), latent=True)
+    assert latent.bytes() == 2 * 40 * 576 * 2 + 2 * 4 * (576 + 512) * 2
     assert replace(SMALL, lengths="7,uniform:3-3").bytes() == 2 * 10 * 2 * 16 * 2 + queries
 
 
@@ -57,6 +59,13 @@ def test_sequences_of_unequal_lengths_have_the_pages_that_they_need() -> None:
     assert tensors.lengths.tolist() == [40, 3]
     output = decode.own(row, tensors)()
     assert output.isfinite().all()
+
+
+def test_a_latent_row_gives_views_of_its_keys_as_values() -> None:
+    row = replace(SMALL, heads=(4, 1), page=16, latent=True)
+    tensors = decode.Tensors.of(row)
+    assert tensors.value.data_ptr() == tensors.key.data_ptr()
+    assert decode.own(row, tensors)().shape == (2, 1, 4, 512)
 
 
 def test_the_summary_names_the_worst_row_and_the_ratio_of_several_queries() -> None:

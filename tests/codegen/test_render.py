@@ -25,6 +25,7 @@ from checkout_paths import GOLDEN
 
 from autoattn.codegen import render, resources
 from autoattn.core import kernel_kind, triton_release
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision
 from autoattn.core.variant import Source, Traits, Value, Variant
@@ -310,6 +311,13 @@ GOLDEN_SOURCES = {
     "forward_bf16_d80_window": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=80, mask="window:128,16"),
         BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, HEAD_SPLIT=1,
+    ),
+    "forward_bf16_d576_float8_latent_causal": kernels.source(
+        kernels.problem(
+            dtype=DType.BFLOAT16, heads_q=16, heads_kv=1, seq_q=2, head_dim=576, head_dim_v=512, mask="causal",
+            layout=Layout.BSHD, cache=KeyCache.parse("paged:64,float8_e4m3,latent"),
+        ),
+        BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=3, HEAD_SPLIT=1, PACK_GQA=1, SPLITS=64, SHARED_PROGRAMS=256,
     ),
     "forward_bf16_d128_packed_causal": kernels.source(
         kernels.problem(

@@ -112,6 +112,20 @@ def test_the_last_shipped_seed_is_feasible_for_every_problem_and_device() -> Non
             assert SHIPPED.why_infeasible(last, asked, device) is None
 
 
+def latent(cache: str, **changes: Any) -> Problem:
+    """Multi-head latent attention, absorbed: one head of keys, whose first 512 elements are the values."""
+    dims = {"heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "layout": Layout.BSHD, "mask": Mask()}
+    return problem(dtype=DType.BFLOAT16, seq_q=1, cache=KeyCache.parse(cache), **dims | changes)
+
+
+@pytest.mark.parametrize("heads_q", [1, 16, 32, 128])
+def test_every_latent_cache_has_a_default_on_every_architecture(heads_q: int) -> None:
+    devices = {device.arch: device for device in device_profiles.all_devices()}.values()
+    for device, batch, seq_kv in itertools.product(devices, (1, 32, 512), (1, 64, 65536)):
+        for text in ("paged:64,latent", "contiguous,latent,splits=1", "paged:1,float8_e4m3,latent"):
+            check_defaults(latent(text, heads_q=heads_q, batch=batch, seq_kv=seq_kv), [device])
+
+
 @lru_cache(maxsize=1)
 def seeded() -> frozenset[Variant]:
     """The seeds that are feasible for some problem of any kind on an Ampere or a Hopper card."""
@@ -140,6 +154,15 @@ def seeded() -> frozenset[Variant]:
         for batch, heads_kv, seq_q, seq_kv in itertools.product((1, 8, 64), (8, 32), (1, 8), (512, 8192))
     ]
     asked.append(problem(head_dim=64, modifiers=Modifiers(bias=Bias.ADDITIVE)))
+    asked += [
+        latent(cache, batch=batch, heads_q=heads_q, seq_kv=seq_kv)
+        for cache, batch, heads_q, seq_kv in itertools.product(
+            ("paged:64,latent", "paged:64,float8_e4m3,latent", "paged:64,latent,splits=64"),
+            (1, 32),
+            (1, 16, 32, 128),
+            (64, 8192),
+        )
+    ]
     return frozenset(itertools.chain(*(SHIPPED.seeds_for(one, card) for one in asked for card in (A30, H200))))
 
 
@@ -232,6 +255,7 @@ OTHER_KINDS = [
     *(problem(batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, **facts) for facts in FEW_QUERIES),
     problem(batch=1, heads_q=4, heads_kv=1, seq_q=1024, seq_kv=1024),
     *(problem(batch=8, heads_q=32, heads_kv=8, seq_q=1, seq_kv=8192, **facts) for facts in CACHES),
+    latent("paged:64,latent"),
 ]
 
 

@@ -8,7 +8,7 @@ import kernels
 import pytest
 
 from autoattn.core import kernel_kind
-from autoattn.core.key_cache import KeyCache
+from autoattn.core.key_cache import KeyCache, are_latent_dims
 from autoattn.core.problem import Bias, DType, Modifiers, Op
 from autoattn.errors import ProblemError
 
@@ -20,6 +20,8 @@ TEXTS = (
     "paged:256,splits=1",
     "paged:16,float8_e4m3",
     "contiguous,float8_e4m3,rows",
+    "paged:64,latent",
+    "contiguous,float8_e4m3,latent,rows,splits=4",
 )
 
 
@@ -78,7 +80,9 @@ def test_a_cache_of_float8_has_queries_of_16_bits_and_half_the_bytes() -> None:
 
 
 def test_names_and_kinds_tell_caches_apart() -> None:
-    problems = [kernels.problem(cache=cache) for cache in (None, *map(KeyCache.parse, TEXTS))]
+    problems = [
+        kernels.problem(cache=cache, head_dim=48, head_dim_v=32) for cache in (None, *map(KeyCache.parse, TEXTS))
+    ]
     for facts in (
         {one.key for one in problems},
         {str(one) for one in problems},
@@ -86,3 +90,51 @@ def test_names_and_kinds_tell_caches_apart() -> None:
     ):
         assert len(facts) == len(problems)
     assert not set(":,= ") & set("".join(one.key for one in problems))
+
+
+# --- latents ----------------------------------------------------------------------------------------------------------
+
+LATENT = {"cache": KeyCache(page=64, latent=True), "dtype": DType.BFLOAT16, "head_dim": 576, "head_dim_v": 512}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "latent"),
+    [
+        *((576, 512, True), (560, 512, True), (513, 512, True), (288, 256, True), (96, 64, True), (48, 32, True)),
+        *(
+            (576, 576, False),
+            (576, 256, False),
+            (640, 512, False),
+            (112, 64, False),
+            (512, 256, False),
+            (80, 72, False),
+        ),
+    ],
+)
+def test_values_fill_the_first_of_two_powers_of_two_that_hold_a_latent(
+    head_dim: int, head_dim_v: int, latent: bool
+) -> None:
+    assert are_latent_dims(head_dim, head_dim_v) is latent
+
+
+def test_a_latent_is_read_once() -> None:
+    one = kernels.problem(**LATENT | {"batch": 2, "heads_q": 16, "heads_kv": 1, "seq_q": 1, "seq_kv": 100})
+    assert one.elements_per_key == 576
+    assert one.bytes() == 2 * 100 * 576 * 2 + 2 * 16 * (576 + 512) * 2
+    assert one.key.endswith("paged-64-latent")
+    assert kernel_kind.of(one) != kernel_kind.of(kernels.problem(**LATENT | {"cache": KeyCache(latent=True)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cache": KeyCache(page=64)}, "head_dim must be at most 256, got 576; say that the cache is latent"),
+        ({"cache": None}, "head_dim must be at most 256, got 576; use F.scaled_dot_product_attention"),
+        ({"dtype": DType.FLOAT32}, "a latent cache takes queries of 16 bits"),
+        ({"head_dim_v": 256}, "as 512 and 576, got bfloat16, 256 and 576; leave latent out"),
+        ({"head_dim": 640}, "head_dim must be at most 576, got 640"),
+    ],
+)
+def test_other_head_dims_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProblemError, match=words):
+        kernels.problem(**LATENT | changes)

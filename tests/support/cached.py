@@ -67,6 +67,8 @@ def operands(one: Problem, lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -
     stored = torch.float8_e4m3fn if one.caches_float8 else dtype
     key = torch.full((count, page, one.heads_kv, one.head_dim), math.nan, dtype=stored)
     value = torch.full((count, page, one.heads_kv, one.head_dim_v), math.nan, dtype=stored)
+    if one.cache.latent:
+        value, values = key[..., : one.head_dim_v], [tensor[..., : one.head_dim_v] for tensor in keys]
     for sequence, pad in enumerate(pads.tolist()):
         places_of = torch.arange(len(keys[sequence])) + pad
         rows = table[sequence, places_of // page].long()

@@ -34,6 +34,11 @@ def read(
     Raises:
         TensorError: a tensor does not fit the cache; nothing was written.
     """
+    if cache.key.data_ptr() == cache.value.data_ptr() and cache.value.shape[3] < cache.key.shape[3]:
+        raise TensorError(
+            "k and v must be left out where value_cache is a view of key_cache, got new keys; write them into "
+            "key_cache before the call"
+        )
     batch = cache.lengths.shape[0]
     dtype = query.dtype if cache.key.dtype is FLOAT8 else cache.key.dtype
     _check_new("k", key, cache.key, batch, dtype)

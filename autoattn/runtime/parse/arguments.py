@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import DEFAULTS, PACKED_DEFAULTS
+from autoattn.core.key_cache import MAX_LATENT_DIM, KeyCache
 from autoattn.core.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, DType, Layout, Numerics, Precision, Problem
 from autoattn.errors import TensorError
 from autoattn.kernels.forward import DTYPE, output_dtype
@@ -158,6 +159,8 @@ def call_of(
     """
     query, key, value = tensors
     batch, seq_q, seq_kv = sizes
+    cache: KeyCache | None = facts.get("cache")
+    most = MAX_LATENT_DIM if cache is not None and cache.latent else MAX_HEAD_DIM
     problem = _problem(
         dtype=DTYPE.get(query.dtype, DType.FLOAT32),
         batch=batch or 1,
@@ -165,7 +168,7 @@ def call_of(
         heads_kv=key.shape[1] or 1,
         seq_q=seq_q or 1,
         seq_kv=seq_kv or 1,
-        head_dim=min(query.shape[3], MAX_HEAD_DIM),
+        head_dim=min(query.shape[3], most),
         head_dim_v=min(value.shape[3], MAX_HEAD_DIM_V),
         precision=_precision(given["precision"], dtype, query),
         numerics=numerics_of(given["numerics"]),
@@ -183,17 +186,21 @@ def call_of(
     return Call(
         problem=problem,
         operands=as_they_lie(operands),
-        no_kernel=why_no_kernel(query, value),
+        no_kernel=why_no_kernel(query, value, most),
         empty=batch == 0 or seq_q == 0 or seq_kv == 0 or query.shape[1] == 0,
         deterministic=deterministic_of(given["deterministic"]),
     )
 
 
-def why_no_kernel(query: Tensor, value: Tensor) -> str:
-    """Why no kernel knows the dtype or the head dims of a call; empty where one may."""
+def why_no_kernel(query: Tensor, value: Tensor, most_dim: int = MAX_HEAD_DIM) -> str:
+    """Why no kernel knows the dtype or the head dims of a call; empty where one may.
+
+    Args:
+        most_dim: of a query.
+    """
     if query.dtype is torch.float64:
         return "the tensors are float64, and the kernels take float16, bfloat16, float32 and float8_e4m3fn"
-    for name, size, most in (("query", query.shape[-1], MAX_HEAD_DIM), ("value", value.shape[-1], MAX_HEAD_DIM_V)):
+    for name, size, most in (("query", query.shape[-1], most_dim), ("value", value.shape[-1], MAX_HEAD_DIM_V)):
         if size > most:
             return f"the head dim of {name} is {size}, and the kernels take at most {most}"
     return ""

@@ -5,7 +5,7 @@ What lies on the GPU is not read: kernels clamp lengths to what the cache holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import DEFAULTS
-from autoattn.core.key_cache import INVARIANT_SPLITS, KeyCache
+from autoattn.core.key_cache import INVARIANT_SPLITS, KeyCache, are_latent_dims
 from autoattn.core.mask import Alignment, Mask
-from autoattn.core.problem import MAX_SIZE, Layout
+from autoattn.core.problem import MAX_HEAD_DIM, MAX_SIZE, Layout
 from autoattn.errors import TensorError
 from autoattn.kernels.forward import DTYPE
 from autoattn.runtime.parse import arguments, mask_arguments, modifier_arguments
@@ -45,12 +45,13 @@ class CacheTensors:
 
     Attributes:
         key: [rows, capacity, heads_kv, head_dim], or with block_table [pages, page, heads_kv, head_dim]; any strides.
-        value: the same, with a head dim of its own.
+        value: the same, with a head dim of its own; a view of the key's first elements is read with the key.
         lengths: [batch] int32: the keys of each sequence.
         block_table: [batch, pages of a sequence] int32: which pages have its keys.
         rows: [batch] int32: its row in a contiguous cache; its own number when None.
         leftpad: [batch] int32: where its keys begin in the row.
-        key_scale, value_scale: float32 that expands to [batch, heads_kv]: what float8 numbers are multiplied by.
+        key_scale, value_scale: float32 that expands to [batch, heads_kv]: what float8 numbers are multiplied by. Values
+            that are a view of the keys have the key_scale when None.
     """
 
     key: Tensor
@@ -87,6 +88,9 @@ def read(
     """
     packed, batch = cu_seqlens_q is not None, _batch(query, cu_seqlens_q)
     check(query, cache, batch, packed=packed)
+    latent = is_latent(cache.key, cache.value)
+    _check_head_dims(cache, latent=latent)
+    cache = with_all_scales(cache)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, cache.key, cache.value)):
         raise TensorError(
             "attention on a cache gives no gradients, got a tensor that needs one; call it under torch.no_grad()"
@@ -108,6 +112,7 @@ def read(
         "cache": KeyCache(
             page=page,
             float8=cache.key.dtype is FLOAT8,
+            latent=latent,
             rows=cache.rows is not None,
             leftpad=cache.leftpad is not None,
             **_cut(splits, split_length, deterministic, packed=packed and max_seqlen_q is None),
@@ -121,16 +126,50 @@ def read(
     return arguments.call_of(three, (batch, seq_q, bound), query.dtype, {**DEFAULTS, **given}, facts, tensors)
 
 
-def with_scales(
-    key_cache: Any, key_scale: Tensor | None, value_scale: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The scales of a cache, where it is of float8 those that are missing as 1."""
-    if not isinstance(key_cache, Tensor) or key_cache.dtype is not FLOAT8:
-        return key_scale, value_scale
+def is_latent(key_cache: Any, value_cache: Any) -> bool:
+    """Whether the values of a cache are a view of its keys' first elements, so that kernels read both at once.
+
+    They do for elements of 16 or 8 bits, and for head dims of which one tile serves both (`are_latent_dims`).
+    """
     return (
-        _one(key_cache.device) if key_scale is None else key_scale,
-        _one(key_cache.device) if value_scale is None else value_scale,
+        begin_together(key_cache, value_cache)
+        and key_cache.dim() == value_cache.dim() == len(_CACHE_AXES)
+        and key_cache.stride() == value_cache.stride()
+        and key_cache.element_size() <= 2
+        and are_latent_dims(key_cache.shape[3], value_cache.shape[3])
     )
+
+
+def begin_together(key_cache: Any, value_cache: Any) -> bool:
+    """Whether keys and values begin at one address: what calls of the same shapes and strides differ in.
+
+    What torch.compile traces has no address, and is asked again when it runs.
+    """
+    if not (isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)) or torch.compiler.is_compiling():
+        return False
+    try:
+        return bool(key_cache.data_ptr() == value_cache.data_ptr())
+    except RuntimeError:  # a sparse or nested tensor has no address, which the checks say
+        return False
+
+
+def with_scales(
+    key_cache: Any, value_cache: Any, key_scale: Tensor | None, value_scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of a cache, where it is of float8 those that are missing as 1; values that are keys have the keys'."""
+    if not isinstance(key_cache, Tensor) or key_cache.dtype is not FLOAT8 or torch.compiler.is_compiling():
+        return key_scale, value_scale
+    if key_scale is None:
+        key_scale = _one(key_cache.device)
+    if value_scale is None:
+        value_scale = key_scale if is_latent(key_cache, value_cache) else _one(key_cache.device)
+    return key_scale, value_scale
+
+
+def with_all_scales(cache: CacheTensors) -> CacheTensors:
+    """The cache with the scales that are missing: torch.compile leaves them to who runs."""
+    key_scale, value_scale = with_scales(cache.key, cache.value, cache.key_scale, cache.value_scale)
+    return replace(cache, key_scale=key_scale, value_scale=value_scale)
 
 
 @lru_cache(maxsize=64)
@@ -223,6 +262,17 @@ def _cut(splits: Any, split_length: Any, deterministic: Any, *, packed: bool) ->
     if deterministic and not number and not split_length:
         number = INVARIANT_SPLITS
     return {"splits": number, "split_length": split_length}
+
+
+def _check_head_dims(cache: CacheTensors, *, latent: bool) -> None:
+    """Refuses keys for which kernels need the values as their first elements, and which are not given so."""
+    head_dim, head_dim_v = cache.key.shape[3], cache.value.shape[3]
+    fits = head_dim <= MAX_HEAD_DIM or not are_latent_dims(head_dim, head_dim_v)
+    if cache.key.is_cuda and not latent and not fits and cache.key.element_size() <= 2:
+        raise TensorError(
+            f"value_cache must be a view of key_cache where a head dim is more than {MAX_HEAD_DIM}, got a tensor of "
+            f"its own beside keys of {head_dim}; give key_cache[..., :{head_dim_v}]"
+        )
 
 
 def check(query: Tensor, cache: CacheTensors, batch: int, *, packed: bool) -> None:
