@@ -19,6 +19,7 @@ from autoattn.errors import ShapesError
 from autoattn.shapes import shapes_file
 
 OTHERS = (
+    "changed_scores",
     "decode",
     "float32",
     "h200_backward",
