@@ -17,6 +17,7 @@ from autoattn.runtime import merging_call
 from autoattn.runtime.torch_op import attention_schema
 from autoattn.tensors import cu_seqlens
 
+BACKWARD = torch.ops.autoattn.attention_backward.default
 WORDS: dict[str, Any] = {"mask": str(Mask.window(-1, -1)), "keep_lse": True, "layout": "bshd"}
 NONE = (None,) * len(attention_schema.LEARNING[3:])  # no bias, no slopes, no sinks
 
@@ -76,3 +77,28 @@ def test_where_no_kernel_answers_nothing_is_written() -> None:
     total, sums = torch.ones(2, 32, 4, 16), torch.zeros(2, 4, 32)
     assert not merging_call.attend([*tensors, *NONE], WORDS, total, sums)
     assert bool((total == 1.0).all())
+
+
+def test_gradients_whose_forward_pass_merged_are_prepared_by_the_first_of_them(card: dict[str, Any]) -> None:
+    tensors = three()
+    total, sums = torch.zeros(2, 32, 4, 16, dtype=torch.float16), torch.full((2, 4, 32), -math.inf)
+    assert merging_call.attend([*tensors, *NONE], WORDS, total, sums)
+    push, learns = torch.ones_like(total), [True] * 3 + [False] * len(NONE)
+    made = []
+    for prepared in (0, 1, 2):
+        made.append(BACKWARD(push, None, total, sums, *tensors, *NONE, learns=learns, **WORDS))
+        assert card["prepared"] == prepared
+    for first, *others in zip(*made, strict=True):
+        assert bool((first != 0).any())
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_gradients_of_an_output_with_gaps_are_computed_anew_each_time(card: dict[str, Any]) -> None:
+    """A prepared forward pass would leave none, so that the call is another one."""
+    tensors = three()
+    total, sums = torch.zeros(2, 40, 4, 16, dtype=torch.float16)[:, :32], torch.full((2, 4, 32), -math.inf)
+    assert merging_call.attend([*tensors, *NONE], WORDS, total, sums)
+    learns = [True] * 3 + [False] * len(NONE)
+    for _ in range(2):
+        BACKWARD(torch.ones_like(total), None, total, sums, *tensors, *NONE, learns=learns, **WORDS)
+    assert card["prepared"] == 0

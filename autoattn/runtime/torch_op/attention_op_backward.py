@@ -16,14 +16,17 @@ from autoattn import torch_private
 from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
-from autoattn.runtime import call_cache
+from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.call import attention, packed_attention
+from autoattn.runtime.call_cache import Key
+from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import decision, planner
 from autoattn.runtime.run import autograd, execute
 from autoattn.runtime.torch_op import attention_op, attention_schema
 from autoattn.runtime.torch_op.attention_schema import INPUTS, LEARNING, LISTS, PACKED, TENSORS, WORDS, library
 from autoattn.runtime.training_call import TrainingCall
 from autoattn.tensors import operands
+from autoattn.tensors.operands import View
 
 Gradients: TypeAlias = tuple[Tensor | list[None] | None, ...]
 
@@ -37,12 +40,16 @@ _THREE = LEARNING[:3]
 
 
 def _by_kernel(
-    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, given: dict[str, Any]
-) -> dict[str, Tensor | None] | None:
+    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, inputs: tuple[Any, ...],
+    words: dict[str, Any],
+) -> dict[str, Tensor | None] | None:  # fmt: skip
     """Gradients by kernels, of all tensors that they give one of; None where none serves."""
+    given, call_key = attention_schema.named(inputs, words), attention_op.posed(inputs, words)
     call = attention_op.read(given)
-    if (both := attention_op.plan_both(call, given).passes(call.problem)) is None:
+    plan = attention_op.plan_both(call, given)
+    if (both := plan.passes(call.problem)) is None:
         return None
+    _prepare(call_key, inputs, call, plan, output, lse)
     made = [None if tensor is None else attention_op.as_read(tensor, given) for tensor in (output, grad_output)]
     sums = [tensor[None] if tensor is not None and given["layout"] == PACKED else tensor for tensor in (lse, grad_lse)]
     gradients = autograd.differentiate(
@@ -58,6 +65,23 @@ def _by_kernel(
     slopes = given["alibi_slopes"]
     named["alibi_slopes"] = gradients.slopes if gradients.slopes is None else gradients.slopes.sum_to_size(slopes.shape)
     return named
+
+
+def _prepare(
+    call_key: Key | None, inputs: tuple[Any, ...], call: Call, plan: planner.Plan, output: Tensor, lse: Tensor
+) -> None:
+    """Keeps both passes of a call whose forward pass was another's: one that merged, or one before `forget`.
+
+    Args:
+        output, lse: of all keys, which the forward pass would leave in the same places.
+    """
+    problem = call.problem
+    without_gaps = View.of(call.operands.query).without_gaps(problem.head_dim_v).given(problem.layout)[1]
+    if call_key is None or output.stride() != without_gaps or not lse.is_contiguous():
+        return
+    own = *inputs[:3], *attention_op.others_of(inputs)
+    made = operands.viewed(output, problem.layout), lse[None] if problem.packed else lse
+    prepared_call.prepare(call_key, own, call, planner.settled(plan, problem), made, (output, lse))
 
 
 def _by_pytorch(
@@ -116,7 +140,8 @@ def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any
     with torch_private.above_autograd():
         grad_output, grad_lse, output, lse = tensors[:_BEFORE]
         learners = _learners(learns)
-        grads = _by_kernel(grad_output, grad_lse, output, lse, given) if given["keep_lse"] else None
+        pulls, inputs = (grad_output, grad_lse), tensors[_BEFORE:]
+        grads = _by_kernel(*pulls, output, lse, inputs, words) if given["keep_lse"] else None
         if grads is None:
             grads = _by_pytorch(grad_output, grad_lse, given, learners)
     return [_settled(grads[name], name, given) for name in learners]
