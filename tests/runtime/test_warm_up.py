@@ -15,8 +15,10 @@ import samples
 import autoattn
 from autoattn.cache import store
 from autoattn.codegen import render, resources, search_space
+from autoattn.core import device_profiles
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.trial import Outcome, StaticReport
 from autoattn.core.variant import Source
 from autoattn.errors import DeviceError, HostError, ShapesError
@@ -218,3 +220,10 @@ def test_needs_are_those_of_contiguous_tensors() -> None:
     needs = needed_kernels.of_call(SMALL, A30)
     assert [need.answer for need in needs] == [Answer.OUTPUT, Answer.OUTPUT_AND_LSE]
     assert [need.traits for need in needs] == [render.natural_traits(SMALL, lse=lse) for lse in (False, True)]
+
+
+@pytest.mark.parametrize("device", ["a30", "h100"])
+def test_calls_on_a_cache_need_no_gradients(device: str) -> None:
+    problem = replace(samples.problem(seq_q=1, seq_kv=4096, layout=Layout.BSHD), cache=KeyCache(page=16))
+    needs = needed_kernels.of_call(problem, device_profiles.named(device))
+    assert [need.answer for need in needs] == [Answer.OUTPUT, Answer.OUTPUT_AND_LSE]

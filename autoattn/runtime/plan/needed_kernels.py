@@ -62,6 +62,8 @@ def of_call(problem: Problem, card: Device, folder: Path | None = None) -> list[
         )
         for lse in (False, True)
     ]
+    if output.cache is not None:  # whose attention gives no gradients
+        return needs
     backward = problem if problem.op is Op.BACKWARD else gradient_problem.backward_of(output)
     gradients = decision.of_gradients(backward, card, folder, lse=False)
     believed = decision.pytorch_believed_faster(output, gradients, card, lse=False)
