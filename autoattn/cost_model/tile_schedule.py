@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from heapq import heapreplace
 from typing import Any
@@ -36,10 +37,17 @@ def key_blocks(problem: Problem, block_m: int, block_n: int, mask_loop: str, tog
     elif problem.packed:
         plain, masked = _packed_blocks(problem, block_m, block_n, together)
     else:
-        plain, masked = _band_blocks(problem, problem.seq_q, problem.seq_kv, block_m, block_n, together)
+        plain, masked = _band_blocks(problem, problem.seq_q, _mean_keys(problem), block_m, block_n, together)
     if mask_loop == "every":
         return plain + masked, np.zeros_like(plain)
     return plain, masked
+
+
+def _mean_keys(problem: Problem) -> int:
+    """Keys of a sequence: of unequal ones in a cache the mean, since programs share these out by their lengths."""
+    if problem.key_lengths is None:
+        return problem.seq_kv
+    return math.ceil(sum(problem.key_lengths.drawn(problem.batch)) / problem.batch)
 
 
 def shared(plain: Array, masked: Array, splits: int) -> tuple[Array, Array]:

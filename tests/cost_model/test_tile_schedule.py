@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from modelled import problem
 
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.problem import Layout
+from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.cost_model import tile_schedule
 
 MASKS = ["full", "causal", "causal:top-left", "window:40,-1", "window:-1,20", "window:70,0", "window:3,100"]
@@ -135,3 +137,12 @@ def test_a_tile_of_packed_heads_walks_what_its_queries_see(mask):
         alone = replace(of, seq_q=100)
         each = [sum(part) for part in zip(*tile_schedule.key_blocks(alone, 1, 32, "split"), strict=True)]
         assert max(each[first : last + 1]) <= blocks <= sum(each[first : last + 1])
+
+
+def test_sequences_of_unequal_lengths_in_a_cache_walk_what_the_mean_of_them_does():
+    """A launch shares the keys out by lengths: one sequence of 100,000 keys beside 63 short ones is no 64 of them."""
+    lengths = KeyLengths.parse("100000,uniform:100-4000")
+    one = problem(batch=64, seq_q=1, seq_kv=100_000, layout=Layout.BSHD, cache=KeyCache(page=16), key_lengths=lengths)
+    (blocks,), (masked,) = tile_schedule.key_blocks(one, 16, 64, "split")
+    total = 64 * 64 * (blocks + masked)
+    assert total == pytest.approx(sum(lengths.drawn(64)), rel=0.03)
