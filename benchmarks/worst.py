@@ -16,7 +16,7 @@ from pathlib import Path
 from kept import tell
 
 from autoattn.cache import store
-from autoattn.codegen import render, resources
+from autoattn.codegen import resources, template_facts
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Op
@@ -33,7 +33,7 @@ def keeping(folder: Path, device: Device) -> list[CacheEntry]:
         entry
         for entry in store.lookup(folder, device, Op.FORWARD).values()
         if entry.evidence is Evidence.MEASURED
-        and entry.params.get("softmax") == render.FIRST_MAX
+        and entry.params.get("softmax") == template_facts.FIRST_MAX
         and store.why_stale(entry) is None
     ]
 

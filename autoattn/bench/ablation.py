@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autoattn.codegen import render, search_space
-from autoattn.codegen.render import NO_SOFTMAX
 from autoattn.codegen.search_space import SearchSpace
+from autoattn.codegen.template_facts import NO_SOFTMAX
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Outcome, Prediction, StaticReport

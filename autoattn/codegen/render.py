@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache, partial
 
 import jinja2
 
-from autoattn.codegen import argument_names, precompiled, resources, search_space
+from autoattn.codegen import argument_names, precompiled, resources, search_space, template_facts
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
-from autoattn.core.key_cache import LATENT_GROUP
-from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Problem
-from autoattn.core.tile_widths import padded, pieces
-from autoattn.core.variant import Source, Traits, Value, Variant, digest_of
+from autoattn.core.mask import MaskKind
+from autoattn.core.problem import Bias, DType, Layout, Op, Problem
+from autoattn.core.tile_widths import padded
+from autoattn.core.variant import Source, Traits, Variant, digest_of
 from autoattn.errors import CompileError, ProblemError
-from autoattn.expressions import derivative, language
-from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Expression
-
-# Triton's names
-ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
+from autoattn.expressions import derivative
 
 MAX_LINE = 120  # characters of a rendered line
 MAX_SOURCES = 1024  # texts that are kept, of some 40 KB
-
-# The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
-# so that no cache entry can hold it and no call runs it.
-NO_SOFTMAX = "none"
-FIRST_MAX = "first_max"  # the one that keeps its first maximum, and computes a tile twice that outgrows it
-AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
 def render(problem: Problem, variant: Variant, traits: Traits | None = None, *, release: str | None = None) -> Source:
@@ -81,8 +69,8 @@ def append_source(kind: AppendKind) -> Source:
     return _unsearched(
         "append",
         wide=kind.wide,
-        element=ELEMENT[kind.dtype],
-        table_element=ELEMENT[kind.tables],
+        element=template_facts.ELEMENT[kind.dtype],
+        table_element=template_facts.ELEMENT[kind.tables],
         head_dim=kind.head_dim,
         head_dim_v=kind.head_dim_v,
         width=padded(kind.head_dim),
@@ -90,7 +78,7 @@ def append_source(kind: AppendKind) -> Source:
         page=kind.page,
         cache_rows=kind.rows,
         float8_cache=kind.float8,
-        cache_element=ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
+        cache_element=template_facts.ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
         rotary_dim=kind.rotary_dim,
         interleaved=kind.interleaved,
         strides=partial(argument_names.typed_strides, offset=offset, strided=True),
@@ -104,8 +92,8 @@ def merge_source(kind: MergeKind) -> Source:
     return _unsearched(
         "merge",
         wide=False,
-        element=ELEMENT[kind.first],
-        second_element=ELEMENT[kind.second],
+        element=template_facts.ELEMENT[kind.first],
+        second_element=template_facts.ELEMENT[kind.second],
         head_dim=kind.head_dim,
         width=width,
         rows=max(8, 4096 // width),
@@ -130,7 +118,7 @@ def text_of(kind: KernelKind, variant: Variant, traits: Traits, release: str) ->
     """The text of a variant for a kind of problem, in the names of a release of Triton."""
     template = _environment().get_template(f"{variant.template}.py.j2")
     text = template.render(
-        _facts(kind, variant, traits),
+        template_facts.of_kernel(kind, variant, traits),
         problem=_words(kind),
         variant=variant,
         gluon=triton_release.gluon_names(release),
@@ -142,7 +130,7 @@ def text_of(kind: KernelKind, variant: Variant, traits: Traits, release: str) ->
 def why_not(variant: Variant, problem: Problem, traits: Traits) -> str | None:
     """Why a template has no such kernel for tensors that lie as `traits` say, in one sentence; None when it has."""
     if (
-        variant.as_dict().get("softmax") == NO_SOFTMAX
+        variant.as_dict().get("softmax") == template_facts.NO_SOFTMAX
         and (reason := _why_no_bound(variant, problem, traits)) is not None
     ):
         return reason
@@ -186,7 +174,7 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     # Pages are found one by one, wherever they lie.
     seq_kv = problem.cache.page if problem.cache is not None and problem.cache.page else problem.seq_kv
     reach = max(problem.seq_q, seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
-    added = ELEMENT[problem.dtype.output]
+    added = template_facts.ELEMENT[problem.dtype.output]
     bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
     return Traits(
         alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias, bias_alignment=_natural_bias_alignment(problem)
@@ -210,184 +198,6 @@ def template_digest(template: str) -> str:
     folders = family / path.name.partition(".")[0], family / "shared", family.parent / "shared"
     parts = [part for folder in folders for part in sorted(folder.glob("*.j2"))]
     return digest_of("".join(file.read_text(encoding="utf-8") for file in (path, *parts)))
-
-
-def _facts(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, object]:
-    """Everything that a template may ask of a kind; numbers of the launch are left out on purpose."""
-    mask, modifiers = kind.mask, kind.modifiers
-    points = search_space.load(variant.template)
-    params = {**points.fixed, **points.params_of(variant)}
-    products = params["products"]
-    offset, strided = "i64" if traits.wide else "i32", traits.alignment == 1
-    score = _expression(modifiers.score_mod, SCORE_NAMES)
-    keep = _expression(mask.mod, MASK_NAMES)
-    facts = {
-        "dtype": kind.dtype.value,
-        "element": ELEMENT[kind.dtype],
-        "element_bytes": kind.dtype.bytes,
-        "key_element": ELEMENT[kind.key_dtype],
-        "key_bytes": kind.key_dtype.bytes,
-        "float8_cache": kind.key_dtype is not kind.dtype,
-        "input_precision": products if products != AS_ASKED else kind.precision.value,
-        "head_dim": kind.head_dim,
-        "head_dim_v": kind.head_dim_v,
-        "left": mask.bounded_left,
-        "right": bool(mask.right),
-        "last": mask.bounded_right,
-        "bottom_right": mask.alignment is Alignment.BOTTOM_RIGHT,
-        "on_scores": modifiers.on_scores,
-        **{name: getattr(modifiers, name) for name in SWITCHES},
-        "alignment": traits.alignment,
-        "strided": strided,
-        "offset": offset,
-        "strides": partial(argument_names.typed_strides, offset=offset, strided=strided),
-        "packed": kind.packed,
-        **_cache_facts(kind),
-        "sparse": mask.sparse,
-        "block_q": mask.block_q,
-        "block_kv": mask.block_kv,
-        "bias": modifiers.bias.value,
-        "bias_element": traits.bias,
-        "bias_alignment": traits.bias_alignment,
-        "bias_shared": traits.bias_shared,
-        "dropout": modifiers.dropout,
-        "lse": traits.lse,
-        "score_lines": score.triton() if score else [],
-        "mask_lines": keep.triton() if keep else [],
-        "score_captures": _captures(score),
-        "mask_captures": _captures(keep),
-        "captures": [
-            (f"{owner}_{name}", element)
-            for owner, expression in (("score", score), ("mask", keep))
-            for name, element in _captures(expression)
-        ],
-    }
-    if kind.op is Op.BACKWARD:
-        return facts | _backward_facts(kind, params, traits)
-    return facts | _forward_facts(kind, variant, params, traits)
-
-
-def _cache_facts(kind: KernelKind) -> dict[str, object]:
-    """How keys and values are found in a cache; without one they have tensors of their own."""
-    cache = kind.cache
-    return {
-        "cached": cache is not None,
-        "latent": cache is not None and cache.latent,
-        "page": cache.page if cache is not None else 0,
-        "cache_rows": cache is not None and cache.rows,
-        "leftpad": cache is not None and cache.leftpad,
-        "split_length": cache.split_length if cache is not None else 0,
-    }
-
-
-def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
-    """What the templates of gradients ask beside."""
-    score_mod = kind.modifiers.score_mod
-    widths = padded(kind.head_dim), padded(kind.head_dim_v)
-    # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
-    readable = traits.alignment * kind.dtype.bytes >= 16
-    return {
-        "turned": params.get("copies") == "turned",
-        "width_qk": widths[0],
-        "width_v": widths[1],
-        "padded_qk": widths[0] > kind.head_dim,
-        "padded_v": widths[1] > kind.head_dim_v,
-        "learned": kind.modifiers.bias is Bias.LEARNED,
-        "sloped": kind.modifiers.learned_slopes,
-        "ends_at_keys": _ends_at_keys(kind.mask),
-        "growth_lines": derivative.of(score_mod).triton() if score_mod else [],
-        "queries_boxes": readable and params["queries_loads"] == "descriptor",
-        "keys_boxes": readable and params["keys_loads"] == "descriptor",
-    }
-
-
-def _forward_facts(
-    kind: KernelKind, variant: Variant, params: Mapping[str, Value], traits: Traits
-) -> dict[str, object]:
-    """What the templates of outputs ask beside."""
-    mask, modifiers = kind.mask, kind.modifiers
-    hides = mask.bounded_right or mask.bounded_left or bool(mask.mod) or bool(modifiers.score_mod)
-    hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
-    split = bool(params["HEAD_SPLIT"])
-    least = 32 if kind.dtype is DType.FLOAT8 else 16  # elements that a product sums over
-    latent = kind.cache is not None and kind.cache.latent
-    return {
-        "output_element": traits.merged or ELEMENT[kind.dtype.output],
-        "merged": bool(traits.merged),
-        "float8": kind.dtype is DType.FLOAT8,
-        "parts_qk": _parts(kind.head_dim, split, least),
-        "parts_v": _parts(kind.head_dim_v, params["HEAD_SPLIT"] == 1, least),
-        "whole_qk": _parts(kind.head_dim, False, least),
-        "whole_v": _parts(kind.head_dim_v, False, least),
-        "tiles_n": _key_tiles(int(variant["BLOCK_N"])),
-        "visible": _visible(kind),
-        "needs_mask": _needs_mask(kind),
-        # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
-        # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
-        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX) and not latent,
-        "clears": hides and latent,
-        "group_parts": LATENT_GROUP,
-        "sinks": modifiers.sinks,
-        "growth_lines": [],
-    }
-
-
-def _visible(kind: KernelKind) -> str:
-    """Triton for: which pairs of a block the mask's shape keeps."""
-    mask = kind.mask
-    tests = []
-    if mask.bounded_right:
-        tests.append("o_n[None, :] <= o_m[:, None] + last")
-    if mask.bounded_left:
-        tests.append("o_n[None, :] >= o_m[:, None] + first")
-    if not _ends_at_keys(mask):
-        tests.append("o_n[None, :] < seq_kv")
-    return tests[0] if len(tests) == 1 else " & ".join(f"({test})" for test in tests)
-
-
-def _ends_at_keys(mask: Mask) -> bool:
-    """Whether the mask ends at seq_kv by itself, as a causal one that is aligned bottom-right does."""
-    return (mask.causal and mask.alignment is Alignment.BOTTOM_RIGHT) or mask.right == 0
-
-
-def _needs_mask(kind: KernelKind) -> str:
-    """Triton for: whether a block holds a pair that the mask's shape may hide."""
-    mask = kind.mask
-    end = "start_n + BLOCK_N > " + ("tl.minimum(seq_kv, tl.min(o_m) + last + 1)" if mask.bounded_right else "seq_kv")
-    return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
-
-
-def _parts(head_dim: int, split: bool, least: int) -> list[dict[str, object]]:
-    """The tiles that hold a head dim: one, or two powers of two that waste less; none narrower than `least`."""
-    widths = pieces(head_dim) if split else (padded(head_dim),)
-    if min(widths) < least:
-        widths = (max(least, padded(head_dim)),)
-    suffixes = ("",) if len(widths) == 1 else ("_low", "_high")
-    begins = (0, widths[0])
-    return [
-        {"suffix": suffix, "begin": begin, "width": width, "masked": begin + width > head_dim}
-        for suffix, begin, width in zip(suffixes, begins, widths, strict=False)
-    ]
-
-
-def _key_tiles(block_n: int) -> list[dict[str, object]]:
-    """The tiles that hold a block of keys: one, or two where the block is no power of two."""
-    widths = pieces(block_n)
-    if len(widths) == 1:
-        return [{"suffix": "", "begin": 0, "width": block_n, "size": "BLOCK_N"}]
-    return [
-        {"suffix": "", "begin": 0, "width": widths[0], "size": "TILE_N"},
-        {"suffix": "_rest", "begin": widths[0], "width": widths[1], "size": "REST_N"},
-    ]
-
-
-def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
-    return language.parse(text, names) if text else None
-
-
-def _captures(expression: Expression | None) -> list[tuple[str, str]]:
-    """(name, type) of the arguments with which an expression reads its tensors."""
-    return [argument for capture in (expression.captures if expression else ()) for argument in capture.arguments()]
 
 
 def _words(kind: KernelKind) -> str:

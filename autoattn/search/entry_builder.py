@@ -12,7 +12,7 @@ import triton
 
 from autoattn import __version__
 from autoattn.cache import finals_samples, sister_cards
-from autoattn.codegen import render, resources
+from autoattn.codegen import resources, template_facts
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.cache_entry import KERNEL, CacheEntry, Candidate, SearchRecord, WorstCase
 from autoattn.core.device import Device
@@ -116,7 +116,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
     if isinstance(decision, str):
         return decision
     worst: WorstCase | Failure | None = None
-    if decision.winner.variant.as_dict().get("softmax") == render.FIRST_MAX:
+    if decision.winner.variant.as_dict().get("softmax") == template_facts.FIRST_MAX:
         worst = yield from search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
     if isinstance(worst, Failure):
         return f"the winner's worst case ended with a {worst.outcome.value}: {worst.detail}"

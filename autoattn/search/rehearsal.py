@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoattn.codegen import render, search_space
+from autoattn.codegen import render, search_space, template_facts
 from autoattn.core.problem import DType, Op, Precision, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.trial import Outcome, Verdict
@@ -32,7 +32,7 @@ def structure(problem: Problem, variant: Variant) -> tuple[Problem, Source]:
             head_dim_v += 16 if head_dim == 16 else 32
     small, mask = search_space.load(variant.template).rehearsed(variant, problem.mask)
     # The interpreter knows no bfloat16 products, and tf32 ones take their factors in another order.
-    products = variant["products"] != render.AS_ASKED
+    products = variant["products"] != template_facts.AS_ASKED
     kind = replace(
         kind_of(replace(problem, mask=mask)),
         dtype=dtype,

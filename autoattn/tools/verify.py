@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoattn.cache import store
 from autoattn.cache.precedence import DAY
-from autoattn.codegen import render, search_space
+from autoattn.codegen import search_space, template_facts
 from autoattn.core import paired_stats
 from autoattn.core.cache_entry import KERNEL, CacheEntry, Finding, Mark
 from autoattn.core.device import Device
@@ -115,7 +115,7 @@ class Verifier:
             return self._found(entry, _finding_of(result), f"{result.outcome.value} at full size: {result.detail}")
         if not result.verdicts[0].ok:
             return self._found(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
-        if entry.variant.as_dict().get("softmax") == render.FIRST_MAX:
+        if entry.variant.as_dict().get("softmax") == template_facts.FIRST_MAX:
             worst = self.shop.alone(self.shop.outgrow(entry.problem, entry.variant, seed=0))
             if isinstance(worst, Failure):
                 return self._found(

@@ -25,7 +25,7 @@ from autoattn.bench import ablation, ablation_bench
 from autoattn.bench.ablation import BASELINE, BOUND, Cell, Change, Options, Row, Run
 from autoattn.cache import store
 from autoattn.codegen import render, search_space
-from autoattn.codegen.render import NO_SOFTMAX
+from autoattn.codegen.template_facts import NO_SOFTMAX
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask

@@ -10,7 +10,7 @@ import kernels
 import pytest
 import torch
 
-from autoattn.codegen import render, search_space
+from autoattn.codegen import render, search_space, template_facts
 from autoattn.core.cache_entry import WorstCase
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Problem
@@ -42,7 +42,7 @@ def keeping(one: Problem, card: Device, template: str, **changes: Any) -> Varian
     """The first seed that keeps its first maximum, changed; skips where the card has no such kernel."""
     points = search_space.load(template)
     for seed in points.seeds_for(one, card):
-        if seed["softmax"] == render.FIRST_MAX:
+        if seed["softmax"] == template_facts.FIRST_MAX:
             variant = Variant.of(template, {**seed.as_dict(), **changes})
             assert points.why_infeasible(variant, one, card) is None
             return variant
