@@ -6,11 +6,13 @@ beside, and waited for behind that.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -131,6 +133,8 @@ def reporting(ranks: Ranks) -> Iterator[None]:
 
 # --- Keys and values, and their gradients -----------------------------------------------------------------------------
 
+_ALIGNED = 64  # elements: where a tensor in a message begins, kernels read as much at once as in one of its own
+
 
 class Exchange:
     """Tensors on their way between ranks; `wait` orders what comes next behind their arrival."""
@@ -150,6 +154,32 @@ class Exchange:
         self._works.clear()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message:
+    """Memory for the same tokens of several tensors, keys and values or their gradients, which travel at once.
+
+    On two H100s PyTorch and NCCL took about 0.6 ms of the host for a hop of four messages, as long as a short call
+    computes (benchmarks/results/2026-11-25_h100_context_parallel.md).
+    """
+
+    whole: Tensor  # [elements], the parts one behind the other, with gaps
+    parts: list[Tensor]  # without gaps, each as its tensor but for the number of tokens
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], transfer: Transfer, axis: int) -> Message:
+        """New memory for the tokens of a transfer.
+
+        Args:
+            tensors: of one dtype, with the tokens on an axis.
+        """
+        shapes = [(*tensor.shape[:axis], transfer.length, *tensor.shape[axis + 1 :]) for tensor in tensors]
+        sizes = [math.prod(shape) for shape in shapes]
+        *begins, elements = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+        whole = tensors[0].new_empty(elements)
+        places = zip(begins, sizes, shapes, strict=True)
+        return cls(whole=whole, parts=[whole[begin : begin + size].view(shape) for begin, size, shape in places])
+
+
 class Arrival:
     """Keys and values of a hop on their way."""
 
@@ -162,17 +192,21 @@ class Arrival:
         self._axis, self._indices = axis, indices
         self._parts: list[list[Tensor]] = [[] for _ in tensors]
         operations = []
-        for tensor, parts in zip(tensors, self._parts, strict=True):
-            for target, index in zip(hop.targets, indices.targets, strict=True):
-                if target.rank != ranks.rank:
-                    part = taken(tensor, target.spans, index, axis).contiguous()
-                    operations.append(ranks.sends(part, target.rank))
-            for source, index in zip(hop.sources, indices.sources, strict=True):
-                if source.rank == ranks.rank:
-                    parts.append(taken(tensor, source.spans, index, axis))
-                else:
-                    parts.append(_room(tensor, source, axis))
-                    operations.append(ranks.receives(parts[-1], source.rank))
+        for target, index in zip(hop.targets, indices.targets, strict=True):
+            if target.rank != ranks.rank:
+                message = Message.of(tensors, target, axis)
+                for room, tensor in zip(message.parts, tensors, strict=True):
+                    write(room, tensor, target.spans, index, axis)
+                operations.append(ranks.sends(message.whole, target.rank))
+        for source, index in zip(hop.sources, indices.sources, strict=True):
+            if source.rank == ranks.rank:
+                arrived = [taken(tensor, source.spans, index, axis) for tensor in tensors]
+            else:
+                message = Message.of(tensors, source, axis)
+                arrived = message.parts
+                operations.append(ranks.receives(message.whole, source.rank))
+            for parts, part in zip(self._parts, arrived, strict=True):
+                parts.append(part)
         self._exchange = Exchange(ranks, operations)
 
     def wait(self) -> list[Tensor]:
@@ -207,12 +241,15 @@ class Return:
             if source.rank == ranks.rank:
                 self._received.append((source, parts))
             else:
-                operations += [ranks.sends(part.contiguous(), source.rank) for part in parts]
+                message = Message.of(own, source, axis)
+                for room, part in zip(message.parts, parts, strict=True):
+                    room.copy_(part)
+                operations.append(ranks.sends(message.whole, source.rank))
         for target in hop.targets:
             if target.rank != ranks.rank:
-                parts = [_room(tensor, target, axis) for tensor in own]
-                operations += [ranks.receives(part, target.rank) for part in parts]
-                self._received.append((target, parts))
+                message = Message.of(own, target, axis)
+                operations.append(ranks.receives(message.whole, target.rank))
+                self._received.append((target, message.parts))
         self._received.sort(key=lambda each: each[0].rank)
         self._exchange = Exchange(ranks, operations)
 
@@ -265,7 +302,9 @@ def _index(spans: Sequence[Span], device: torch.device) -> Tensor | None:
     return None if len(spans) == 1 else on(index_of(spans), device)
 
 
-def _room(tensor: Tensor, transfer: Transfer, axis: int) -> Tensor:
-    shape = list(tensor.shape)
-    shape[axis] = transfer.length
-    return tensor.new_empty(shape)
+def write(room: Tensor, tensor: Tensor, spans: Sequence[Span], index: Tensor | None, axis: int) -> None:
+    """Writes what `taken` takes into a new tensor's memory."""
+    if index is None:
+        room.copy_(taken(tensor, spans, None, axis))
+    else:
+        torch.index_select(tensor.detach(), axis, index, out=room)
