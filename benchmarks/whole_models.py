@@ -1,6 +1,6 @@
 """Times whole Hugging Face models of random weights with each attention, on the GPU that is here.
 
-python benchmarks/whole_models.py [--row TEXT] [--rounds 12] [--seconds 100] [--compiled] [--out FILE]
+python benchmarks/whole_models.py [--row TEXT] [--rounds 12] [--seconds 600] [--compiled] [--out FILE]
 python benchmarks/whole_models.py examples [--out FILE]
 python benchmarks/whole_models.py --device cpu --tiny
 
@@ -331,7 +331,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("what", nargs="?", choices=("models", "examples"), default="models")
     parser.add_argument("--row", default="", help="only rows whose model and task hold this")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=100.0, help="after which no row begins")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which no row begins")
     parser.add_argument("--compiled", action="store_true", help="with rows of compiled decoding, which take long")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, which show that the script runs")
