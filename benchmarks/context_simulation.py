@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from rank_timing import HEAD_DIM, HEADS, HEADS_KV, WINDOW, Bench, Row
 
+from autoattn.core.rank_choice import Method
 from autoattn.distributed import partial_call, schedule
 from autoattn.distributed.partial_call import Terms
 from autoattn.distributed.rectangles import Reach, Rectangle
-from autoattn.distributed.schedule import Hop, Method, Split
+from autoattn.distributed.schedule import Hop, Split
 from autoattn.distributed.sharding import Sharding
 
 SIMULATED = (2, 4, 8, 16, 32, 64)

@@ -143,6 +143,11 @@ class Mask:
         return self.causal or self.right is not None
 
     @property
+    def window_size(self) -> tuple[int, int]:
+        """(left, right), as `window` takes them; -1 is no bound on that side."""
+        return -1 if self.left is None else self.left, -1 if self.right is None else self.right
+
+    @property
     def structure(self) -> Mask:
         """What a kernel's text depends on; the widths of a window and a table's density are numbers of the launch."""
         if self.left is None and self.right is None and not self.density:
@@ -156,7 +161,7 @@ class Mask:
             return f"causal:{self.alignment.value}"
         if self.kind is MaskKind.WINDOW:
             # torch.compile traces widths as symbols, which no text can hold; this makes them numbers of the graph.
-            left, right = (-1 if side is None else operator.index(side) for side in (self.left, self.right))
+            left, right = (operator.index(side) for side in self.window_size)
             return f"window:{left},{right}"
         if self.sparse:
             return f"blocks:{self.block_q}x{self.block_kv},{self.density:.4g}"

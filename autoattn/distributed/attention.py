@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoattn import functional
 from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
-from autoattn.core.rank_choice import RankCall
+from autoattn.core.rank_choice import Method, RankCall
 from autoattn.distributed import measured_method, ring, shards, ulysses
 from autoattn.distributed.communication import Ranks, agree, ranks_of
 from autoattn.distributed.partial_call import Terms
 from autoattn.distributed.rectangles import Reach
-from autoattn.distributed.schedule import Method, Split
+from autoattn.distributed.schedule import Split
 from autoattn.distributed.sharding import Sharding
 from autoattn.errors import AutoattnError, TensorError, UsageError
 from autoattn.kernels.forward import DTYPE

@@ -41,9 +41,7 @@ class MergedOutput:
         """
         if self._outputs.keep(output, rows) and self._lses.keep(lse, rows):
             return
-        total, total_lse = self._merged(output.device)
-        length = rows[1] - rows[0]
-        merge(total.narrow(self._axis, rows[0], length), total_lse.narrow(-1, rows[0], length), output, lse)
+        merge(*self._of_rows(rows, output.device), output, lse)
 
     def merge_by(self, attend: Callable[[tuple[Tensor, Tensor]], bool], rows: Span, device: torch.device) -> bool:
         """Has a call on some of the queries merge itself into what is there, where it can.
@@ -55,9 +53,7 @@ class MergedOutput:
             Whether it did; else `add` is to have what it computes.
         """
         if self._outputs.meets(rows):
-            total, total_lse = self._merged(device)
-            length = rows[1] - rows[0]
-            return attend((total.narrow(self._axis, rows[0], length), total_lse.narrow(-1, rows[0], length)))
+            return attend(self._of_rows(rows, device))
         if not self._wide:  # an output of its own takes less memory, and is rounded once more at most
             return False
         output = self._outputs.blank(rows, self._total_dtype, 0.0, device)
@@ -78,6 +74,12 @@ class MergedOutput:
         """Output and LSE; 0 and -inf for queries of which no call was."""
         output = self._outputs.joined(device, self._dtype, 0.0)
         return output, self._lses.joined(device, self._lse_dtype, -math.inf)
+
+    def _of_rows(self, rows: Span, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Output and LSE of some of the queries, to be written over."""
+        total, total_lse = self._merged(device)
+        length = rows[1] - rows[0]
+        return total.narrow(self._axis, rows[0], length), total_lse.narrow(-1, rows[0], length)
 
     def _merged(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The same, to be written over."""

@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from autoattn.core.rank_choice import Method
 from autoattn.distributed import partial_call, schedule
 from autoattn.distributed.communication import Arrival, HopIndices, Ranks, Return
 from autoattn.distributed.merging import MergedOutput, Sum
 from autoattn.distributed.partial_call import Packing, Terms
 from autoattn.distributed.rectangles import Reach, Rectangle, Span
-from autoattn.distributed.schedule import Hop, Method, Schedule, Split
+from autoattn.distributed.schedule import Hop, Schedule, Split
 
 Three: TypeAlias = tuple[Tensor, Tensor, Tensor]
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
 
-from autoattn.core.rank_choice import Method as Method
+from autoattn.core.rank_choice import Method
 from autoattn.distributed import rectangles, sharding
 from autoattn.distributed.rectangles import Reach, Rectangle, Span
 from autoattn.distributed.sharding import Piece, Sharding

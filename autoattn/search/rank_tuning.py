@@ -217,5 +217,4 @@ def _mask_words(mask: Mask) -> dict[str, Any]:
     """The arguments that say a mask."""
     if mask.left is None and mask.right is None:
         return {"causal": mask.causal}
-    bounds = (mask.left, mask.right)
-    return {"window": tuple(-1 if bound is None else bound for bound in bounds)}
+    return {"window": mask.window_size}

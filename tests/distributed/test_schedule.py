@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoattn.core.rank_choice import Method
 from autoattn.distributed import rectangles, schedule, sharding
 from autoattn.distributed.rectangles import Reach, Rectangle
-from autoattn.distributed.schedule import Method, Schedule, Split
+from autoattn.distributed.schedule import Schedule, Split
 from autoattn.distributed.sharding import Sharding
 
 Token = tuple[int, int]  # document and position

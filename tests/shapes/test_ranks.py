@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from autoattn.core.mask import Mask
+from autoattn.core.rank_choice import Method
 from autoattn.distributed import schedule
 from autoattn.distributed.rectangles import Reach
-from autoattn.distributed.schedule import Method, Split
+from autoattn.distributed.schedule import Split
 from autoattn.distributed.sharding import Sharding
 from autoattn.errors import ShapesError
 from autoattn.shapes import model_config, shapes_file

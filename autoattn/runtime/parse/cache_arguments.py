@@ -227,7 +227,7 @@ def mask_of(causal: Any, window: Any, seq_q: int) -> Mask:
     mask = mask_arguments.band(causal, window)
     if seq_q > 1 or mask.alignment is Alignment.TOP_LEFT:
         return mask
-    return Mask.window(-1 if mask.left is None else mask.left, -1)
+    return Mask.window(mask.window_size[0], -1)
 
 
 def bound_of(max_length: Any) -> int:

@@ -192,7 +192,7 @@ def function_arguments(given: dict[str, Any]) -> dict[str, Any]:
     seen = Mask.parse(given["mask"])
     if seen.causal:
         return {**keywords, "causal": seen.alignment.value}
-    return {**keywords, "window": (-1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right)}
+    return {**keywords, "window": seen.window_size}
 
 
 def _score_mod(given: dict[str, Any]) -> str | Traced | None:
