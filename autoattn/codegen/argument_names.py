@@ -1,7 +1,13 @@
-"""The axes of a launch's tensors: the one list that names strides in signatures, in parameters and in launches."""
+"""The axes of a launch's tensors: the one list that names strides in signatures, in parameters and in launches.
+
+Also what Triton calls their elements.
+"""
 
 from __future__ import annotations
 
+from autoattn.core.problem import DType
+
+ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
 # What the strides of a tensor are called, and its axes: b(atch), h(ead), s(equence), d (head dim) and n (keys).
 AXES = {
     "q": "bhsd",  # query

@@ -69,8 +69,8 @@ def append_source(kind: AppendKind) -> Source:
     return _unsearched(
         "append",
         wide=kind.wide,
-        element=template_facts.ELEMENT[kind.dtype],
-        table_element=template_facts.ELEMENT[kind.tables],
+        element=argument_names.ELEMENT[kind.dtype],
+        table_element=argument_names.ELEMENT[kind.tables],
         head_dim=kind.head_dim,
         head_dim_v=kind.head_dim_v,
         width=padded(kind.head_dim),
@@ -78,7 +78,7 @@ def append_source(kind: AppendKind) -> Source:
         page=kind.page,
         cache_rows=kind.rows,
         float8_cache=kind.float8,
-        cache_element=template_facts.ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
+        cache_element=argument_names.ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
         rotary_dim=kind.rotary_dim,
         interleaved=kind.interleaved,
         strides=partial(argument_names.typed_strides, offset=offset, strided=True),
@@ -92,8 +92,8 @@ def merge_source(kind: MergeKind) -> Source:
     return _unsearched(
         "merge",
         wide=False,
-        element=template_facts.ELEMENT[kind.first],
-        second_element=template_facts.ELEMENT[kind.second],
+        element=argument_names.ELEMENT[kind.first],
+        second_element=argument_names.ELEMENT[kind.second],
         head_dim=kind.head_dim,
         width=width,
         rows=max(8, 4096 // width),
@@ -174,7 +174,7 @@ def natural_traits(problem: Problem, *, lse: bool = False) -> Traits:
     # Pages are found one by one, wherever they lie.
     seq_kv = problem.cache.page if problem.cache is not None and problem.cache.page else problem.seq_kv
     reach = max(problem.seq_q, seq_kv) * heads * max(problem.head_dim, problem.head_dim_v)
-    added = template_facts.ELEMENT[problem.dtype.output]
+    added = argument_names.ELEMENT[problem.dtype.output]
     bias = {Bias.NONE: "", Bias.ADDITIVE: added, Bias.LEARNED: added}.get(problem.modifiers.bias, "u8")
     return Traits(
         alignment=alignment, wide=reach >= 2**31, lse=lse, bias=bias, bias_alignment=_natural_bias_alignment(problem)

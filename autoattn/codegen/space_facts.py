@@ -79,7 +79,7 @@ def kind_facts(
         "float8_cache": int(kind.key_dtype is not kind.dtype),
         "packed": int(kind.packed),
         "cached": int(kind.cache is not None),
-        "latent": int(kind.cache is not None and kind.cache.latent),
+        "latent": int(kind.is_latent),
         "page": kind.cache.page if kind.cache is not None else 0,
         "max_splits": kind.cache.splits if kind.cache is not None else 0,
         "split_length": kind.cache.split_length if kind.cache is not None else 0,

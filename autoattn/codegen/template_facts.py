@@ -15,9 +15,6 @@ from autoattn.core.variant import Traits, Value, Variant
 from autoattn.expressions import derivative, language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Expression
 
-# Triton's names
-ELEMENT = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT8: "fp8e4nv"}
-
 # The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
 # so that no cache entry can hold it and no call runs it.
 NO_SOFTMAX = "none"
@@ -36,9 +33,9 @@ def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, o
     keep = _expression(mask.mod, MASK_NAMES)
     facts = {
         "dtype": kind.dtype.value,
-        "element": ELEMENT[kind.dtype],
+        "element": argument_names.ELEMENT[kind.dtype],
         "element_bytes": kind.dtype.bytes,
-        "key_element": ELEMENT[kind.key_dtype],
+        "key_element": argument_names.ELEMENT[kind.key_dtype],
         "key_bytes": kind.key_dtype.bytes,
         "float8_cache": kind.key_dtype is not kind.dtype,
         "input_precision": products if products != AS_ASKED else kind.precision.value,
@@ -85,7 +82,7 @@ def _cache_facts(kind: KernelKind) -> dict[str, object]:
     cache = kind.cache
     return {
         "cached": cache is not None,
-        "latent": cache is not None and cache.latent,
+        "latent": kind.is_latent,
         "page": cache.page if cache is not None else 0,
         "cache_rows": cache is not None and cache.rows,
         "leftpad": cache is not None and cache.leftpad,
@@ -123,9 +120,9 @@ def _forward_facts(
     hides = hides or modifiers.bias not in (Bias.NONE, Bias.KEYS)
     split = bool(params["HEAD_SPLIT"])
     least = 32 if kind.dtype is DType.FLOAT8 else 16  # elements that a product sums over
-    latent = kind.cache is not None and kind.cache.latent
+    latent = kind.is_latent
     return {
-        "output_element": traits.merged or ELEMENT[kind.dtype.output],
+        "output_element": traits.merged or argument_names.ELEMENT[kind.dtype.output],
         "merged": bool(traits.merged),
         "float8": kind.dtype is DType.FLOAT8,
         "parts_qk": _parts(kind.head_dim, split, least),

@@ -36,6 +36,11 @@ class KernelKind:
         """Of keys and values."""
         return DType.FLOAT8 if self.cache is not None and self.cache.float8 else self.dtype
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first elements of keys, in a cache that holds them once."""
+        return self.cache is not None and self.cache.latent
+
 
 def of(problem: Problem) -> KernelKind:
     """The kind of kernel that a problem needs."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoattn.codegen.argument_names import strides
+from autoattn.codegen.argument_names import ELEMENT, strides
 from autoattn.core.call_arguments import NUMBERS
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Traits
@@ -25,8 +25,9 @@ from autoattn.tensors.operands import BlockTable, CachedKeys, Operands, View, em
 from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
 DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
-ELEMENT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # Triton's names
-BIAS_ELEMENT = {torch.bool: "u8", **ELEMENT}  # of what a bias may hold; booleans lie in bytes
+_FLOATS = torch.float16, torch.bfloat16, torch.float32
+# Triton's names of what a bias may hold; booleans lie in bytes.
+BIAS_ELEMENT = {torch.bool: "u8", **{kind: ELEMENT[DTYPE[kind]] for kind in _FLOATS}}
 # Of a call on a cache: names of addresses, and the fields of CachedKeys
 CACHE_POINTERS = {"lengths_ptr": "lengths", "pages_ptr": "pages", "cache_rows_ptr": "rows", "leftpad_ptr": "leftpad"}
 # The order in which a bound launch takes the addresses of a call's tensors; 0 for one that is not there.
@@ -82,7 +83,7 @@ def merging(traits: Traits, output: Tensor, element: int) -> Traits:
     alignment, wide = memory_of_views([View.of(output)], output.data_ptr(), element)
     return replace(
         traits, alignment=math.gcd(traits.alignment, alignment), wide=traits.wide or wide, lse=True,
-        merged=ELEMENT[output.dtype],
+        merged=ELEMENT[DTYPE[output.dtype]],
     )  # fmt: skip
 
 

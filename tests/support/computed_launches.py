@@ -21,12 +21,14 @@ import autoattn
 from autoattn import functional, torch_private
 from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import store
+from autoattn.codegen.argument_names import ELEMENT
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import Bias, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula, merge_formula
+from autoattn.reference.attention_formula import TORCH_DTYPE
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.plan.gradient_problem import NONE_LEARNED, Learned
 from autoattn.tensors import score_tensors
@@ -42,7 +44,7 @@ def at(address: int, view: View, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(room, dtype=dtype).as_strided(*view)
 
 
-RUNNING = {name: dtype for dtype, name in forward.ELEMENT.items()}
+RUNNING = {name: TORCH_DTYPE[kind] for kind, name in ELEMENT.items()}
 
 
 def merge_into(output: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
