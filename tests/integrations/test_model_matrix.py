@@ -7,20 +7,25 @@ test-exhaustive` runs each family in each way.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from rarely import rarely
-from tiny_models import WINDOW, model, padded, tokens, transformers
+from tiny_models import (
+    WINDOW,
+    model,
+    padded,
+    registered,  # noqa: F401 - a fixture
+    tokens,
+    transformers,
+)
 from torch import Tensor
 
 from autoattn import functional
-from autoattn.integrations import once
-from autoattn.integrations.huggingface import NAME, register
+from autoattn.integrations.huggingface import NAME
 
 # Older releases count chunks of packed sequences through the row, and want a tensor for the prompt of a static cache.
 REMAPPED = hasattr(import_module("transformers.masking_utils"), "remap_positions_for_packed_sequence")
@@ -148,15 +153,6 @@ OFTEN: dict[Any, set[str]] = {
 }  # fmt: skip
 TENSORS = {(compiled, "llama4")}  # chunks in a graph, which cannot count them
 CASES = [(way, name) for way, families in WAYS.items() for name in families]
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    once.forget()
 
 
 @pytest.fixture

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import TEXT, padded, tokens, transformers
+from tiny_models import (
+    TEXT,
+    padded,
+    registered,  # noqa: F401 - a fixture
+    tokens,
+    transformers,
+)
 
 from autoattn.errors import UsageError
-from autoattn.integrations import once
-from autoattn.integrations.huggingface import NAME, attention_function, register
+from autoattn.integrations.huggingface import NAME, attention_function
 from autoattn.integrations.huggingface.attention_function import attend
 from autoattn.integrations.huggingface.structured_mask import StructuredMask
 
@@ -48,15 +51,6 @@ HARMLESS = {
     "attention_mask", "cu_seqlens", "deterministic", "hidden_states", "output_attentions", "position_embeddings",
     "position_ids", "rotary_pos_emb", "query", "key", "value", "dim", "hidden_act", "hidden_dim",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    once.forget()
 
 
 @cache

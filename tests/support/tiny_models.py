@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+
+from autoattn.integrations import once
+from autoattn.integrations.huggingface import register
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="needs Hugging Face Transformers, which is not installed"
@@ -105,3 +110,13 @@ def padded(batch: int, seq: int, *, left: int = 0, right: int = 0) -> torch.Tens
     mask[0, :left] = 0
     mask[-1, seq - right :] = 0
     return mask
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """autoattn among the attentions of Transformers, without a word; for the modules that import it."""
+    register()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    once.forget()
