@@ -6,6 +6,7 @@ interpreter. Where the interpreter itself fails, nobody knows whether the number
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -103,7 +104,8 @@ def _beats(trial: Trial, default: Trial, arch: int) -> bool:
     """Whether a prediction is better than the default's by more than the model errs."""
     assert trial.prediction is not None
     assert default.prediction is not None
-    error = max(accuracy.error_of(side.variant.template, arch) for side in (trial, default))
+    errors = {side.variant.template: accuracy.error_of(side.variant.template, arch) for side in (trial, default)}
+    error = math.hypot(*errors.values())  # those of two templates add up, as they have nothing in common
     return trial.prediction.time_us * (1.0 + error) < default.prediction.time_us
 
 
