@@ -95,7 +95,7 @@ ENCODER_FACTS = {
 MODELS = (
     Model(
         name="Llama 3 8B", config="LlamaConfig", facts={**DECODER_FACTS, **EIGHT_B}, tiny=TINY_DECODER,
-        flex=(Task.PREFILL, Task.STATIC, Task.TRAINING),
+        flex=(Task.PREFILL, Task.TRAINING),
     ),
     Model(
         name="Mistral 7B, window 4096", config="MistralConfig",

@@ -20,6 +20,7 @@ import gc
 import importlib.util
 import math
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -46,6 +47,7 @@ from autoattn.hardware import nvidia
 from autoattn.integrations import huggingface
 from autoattn.runtime.plan.explanations import Level
 
+BEGUN = time.monotonic()
 OURS, SDPA, FLEX, EAGER = "autoattn", "sdpa", "flex_attention", "eager"
 RIVALS = (SDPA, FLEX, EAGER)
 # The error of an output is its distance from that of eager attention in float32, as a part of the latter's norm.
@@ -53,6 +55,8 @@ FACTOR = 3.0  # so many times the error of eager attention in the model's dtype 
 FLOOR = {torch.float32: 1e-3, torch.bfloat16: 1e-2}  # and this much in any case;
 WITHOUT_EAGER = {torch.float32: 1e-3, torch.bfloat16: 1e-1}  # this much, where eager attention has no memory
 ROW_SECONDS = 5.0  # of the rounds of a row
+PREPARED_SECONDS = 60  # that an attention has until its first call is done: compilers are at work
+CALL_SECONDS = 10.0  # a later call that takes longer is told and takes part in no round
 EXAMPLES_FOLDER = Path(__file__).parents[1] / "examples"
 IMAGES = "generate_images"  # whose model has no mask that FlexAttention could use
 # Name -> (unit, its words on a GPU, its words with --tiny)
@@ -143,19 +147,23 @@ def contest(workload: Workload, task: Task, rounds: int) -> Row:
     prepared: dict[str, Prepared] = {}
     allowed = WITHOUT_EAGER[net.dtype]
     for name in (EAGER, OURS, SDPA, *((FLEX,) if net.device.type == "cuda" and task in workload.model.flex else ())):
+        print(f"{workload.model.name}, {task.value}: {name} after {time.monotonic() - BEGUN:.0f} s", file=sys.stderr)
         try:
-            net.set_attn_implementation(name)
-            one = workload.prepare(task)
-            with routes() as ways:
-                error = distance(one.output(), expected)
-            if name == EAGER:
-                allowed = max(FLOOR[net.dtype], FACTOR * error)
-            if error <= allowed:
+            with limited(PREPARED_SECONDS):
+                net.set_attn_implementation(name)
+                one = workload.prepare(task)
+                with routes() as ways:
+                    error = distance(one.output(), expected)
                 one.ready()
                 one.call()  # a shorter list of logits, or gradients that are not there yet, may need another kernel
-                prepared[name] = one
-            else:
+            if name == EAGER:
+                allowed = max(FLOOR[net.dtype], FACTOR * error)
+            if error > allowed:
                 row.reasons[name] = f"wrong: its error is {error:.2g} of the norm, at most {allowed:.2g} is right"
+            elif (seconds := seconds_of(one, net)) > CALL_SECONDS:
+                row.reasons[name] = f"a call takes {seconds:.1f} s, more than {CALL_SECONDS:g} s"
+            else:
+                prepared[name] = one
             if name == OURS:
                 row.ran = ", ".join(f"{way} ({count})" for way, count in ways.most_common())
         except Exception as error:
@@ -175,22 +183,44 @@ def distance(output: torch.Tensor, expected: torch.Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def time_in_turns(prepared: dict[str, Prepared], net: Any, rounds: int) -> tuple[int, list[Round]]:
-    """What a sample's time is divided by, and the samples."""
-    begin = time.monotonic()
+def seconds_of(task: Prepared, net: Any) -> float:
+    """Of one call, by the host's clock until the GPU is done."""
 
     def wait() -> None:
         if net.device.type == "cuda":
             torch.cuda.synchronize()
 
+    task.ready()
+    wait()
+    start = time.perf_counter()
+    task.call()
+    wait()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Ends what runs longer with an error: a compiler that begins anew in each step takes minutes."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it was not ready after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def time_in_turns(prepared: dict[str, Prepared], net: Any, rounds: int) -> tuple[int, list[Round]]:
+    """What a sample's time is divided by, and the samples."""
+    begin = time.monotonic()
+
     def sample(name: str) -> float:
         net.set_attn_implementation(name)
-        prepared[name].ready()
-        wait()
-        start = time.perf_counter_ns()
-        prepared[name].call()
-        wait()
-        return (time.perf_counter_ns() - start) / 1e3
+        return 1e6 * seconds_of(prepared[name], net)
 
     def enough(done: list[Round]) -> bool:
         spent = time.monotonic() - begin
