@@ -19,7 +19,10 @@ def pieces(head_dim: int) -> tuple[int, ...]:
 
 
 def halves(head_dim: int, width: int) -> tuple[int, int]:
-    """Two powers of two, at least 16, that hold `head_dim` of `width` elements, the first of them half: 80 -> (64, 16)."""
+    """Two powers of two, at least 16, that hold `head_dim` of `width` elements, the first half of them.
+
+    80 of 128 -> (64, 16).
+    """
     low = max(16, width // 2)
     return low, padded(max(1, head_dim - low))
 
