@@ -10,7 +10,7 @@ from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.key_cache import LATENT_GROUP
 from autoattn.core.mask import Alignment, Mask
 from autoattn.core.problem import SWITCHES, Bias, DType, Op
-from autoattn.core.tile_widths import padded, pieces
+from autoattn.core.tile_widths import depths, halves, padded, pieces
 from autoattn.core.variant import Traits, Value, Variant
 from autoattn.expressions import derivative, language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Expression
@@ -100,6 +100,9 @@ def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Trait
         "turned": params.get("copies") == "turned",
         "width_qk": widths[0],
         "width_v": widths[1],
+        "depths_qk": depths(kind.head_dim),
+        "depths_v": depths(kind.head_dim_v),
+        "halves": halves,
         "padded_qk": widths[0] > kind.head_dim,
         "padded_v": widths[1] > kind.head_dim_v,
         "learned": kind.modifiers.bias is Bias.LEARNED,

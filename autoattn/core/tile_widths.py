@@ -16,3 +16,22 @@ def pieces(head_dim: int) -> tuple[int, ...]:
         return (whole,)
     high = padded(head_dim - low)
     return (low, high) if low + high < whole else (whole,)
+
+
+def halves(head_dim: int, width: int) -> tuple[int, int]:
+    """Two powers of two, at least 16, that hold `head_dim` of `width` elements, the first half of them.
+
+    80 of 128 -> (64, 16).
+    """
+    low = max(16, width // 2)
+    return low, padded(max(1, head_dim - low))
+
+
+def depths(head_dim: int) -> tuple[int, ...]:
+    """The powers of two, at least 16, whose sum is `head_dim` rounded up to 16, the largest first: 112 -> (64, 32, 16).
+
+    Of four, as 240 would have, one product fewer is not worth three more: they are one.
+    """
+    rounded = -(-head_dim // 16) * 16
+    widths = tuple(1 << bit for bit in range(rounded.bit_length() - 1, 3, -1) if rounded >> bit & 1)
+    return widths if len(widths) <= 3 else (padded(head_dim),)

@@ -32,6 +32,7 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"mask": "window:600,64", "head_dim": 192, "head_dim_v": 128}, Traits(wide=True)),
     ({"mask": "causal", "layout": Layout.PACKED}, Traits(lse=True)),
     ({"mask": "window:600,64", "layout": Layout.PACKED, "head_dim": 64}, Traits(wide=True)),
+    ({"mask": "causal", "layout": Layout.PACKED, "head_dim": 160, "head_dim_v": 112}, Traits(lse=True)),
 )
 
 

@@ -51,7 +51,7 @@ class Swept:
     source: Source
     head_dim: int
     lse: bool
-    ordered: bool
+    columns: int  # of 64 queries, to which consumers add; none where the first of those that take turns writes
 
     def run(self, memory: dict[Hashable, Any]) -> dict[str, tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -74,26 +74,28 @@ class Swept:
         row_lse[:, :, :SEQ] = (lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf)
         delta = torch.zeros(BATCH, HEADS, ROWS)
         delta[:, :, :SEQ] = (output.float() * output_grad.float()).sum(-1) - self.lse * lse_grad
+        cleared = torch.full_like(sums, math.nan)
+        cleared.view(-1, 64 * width_of(self.head_dim))[:, : 64 * self.columns] = 0.0
         return {
             "row_lse": (found["row_lse"], row_lse),
             "delta": (found["delta"], delta),
-            # The first of programs that take turns writes: its room is left as it is.
-            "sums": (sums, torch.full_like(sums, math.nan) if self.ordered else torch.zeros_like(sums)),
+            "sums": (sums, cleared),
             "turns": (turns, torch.zeros_like(turns)),
         }
 
 
 @pytest.mark.parametrize("schedule", ["one_tile", "dynamic"])
 @pytest.mark.parametrize(
-    ("head_dim", "lse", "order"),
-    [(128, False, "any"), (64, True, "ascending"), (40, False, "ascending"), (200, True, "any")],
-)
+    ("head_dim", "lse", "order", "columns"),
+    [(128, False, "any", 128), (64, True, "ascending", 0), (40, False, "ascending", 0), (200, True, "any", 256),
+     (80, False, "any", 64 + 16)],
+)  # fmt: skip
 def test_delta_and_lse_stand_for_every_row_and_sums_turns_and_tiles_begin_at_0(
-    child: Pool, head_dim: int, lse: bool, order: str, schedule: str
+    child: Pool, head_dim: int, lse: bool, order: str, columns: int, schedule: str
 ) -> None:
     one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
     rendered = hopper_gradients.source(one, Traits(lse=lse), order=order, schedule=schedule)
-    job = Swept(source=rendered, head_dim=head_dim, lse=lse, ordered=order != "any")
+    job = Swept(source=rendered, head_dim=head_dim, lse=lse, columns=columns)
     found = child.result(job, interpreted.SECONDS)
     assert not isinstance(found, Failure), found.detail
     assert (found["turns"][0].numel() > 0) is (order != "any" or schedule == "dynamic")
@@ -108,16 +110,18 @@ class Rounded:
     source: Source
     head_dim: int
     block: int
-    width: int
+    held: int  # columns that the second consumer has of 64 queries; a part of its room
     ordered: bool
 
     def run(self, memory: dict[Hashable, Any]) -> tuple[Tensor, Tensor]:
         module = load_module(self.source)
-        blocks = -(-SEQ // self.block)
-        exact = torch.randn(BATCH * HEADS, blocks * self.block, self.width, generator=torch.Generator().manual_seed(0))
-        tiles = exact.view(BATCH * HEADS, blocks, self.block, self.width)
+        blocks, width = -(-SEQ // self.block), width_of(self.head_dim)
+        exact = torch.randn(BATCH * HEADS, blocks * self.block, width, generator=torch.Generator().manual_seed(0))
+        tiles = exact.view(BATCH * HEADS, blocks, self.block, width)
         halves = tiles.chunk(2, dim=3 if self.block == 64 else 2)  # of the two consumers
         sums = torch.stack([half[(..., *in_registers(half.shape[-1]))] for half in halves], 2)
+        if self.block == 64:
+            sums[:, :, 1, 64 * self.held :] = math.nan  # nobody adds there
         turns = torch.ones(sums.shape[:3], dtype=torch.int32)
         if self.ordered:  # a block to which nobody came
             sums[1, 1] = math.nan
@@ -130,7 +134,12 @@ class Rounded:
         )  # fmt: skip
         assert found._base is not None
         assert int(found._base.isnan().sum()) == found._base.numel() - found.numel(), "it wrote outside"
-        return found, (0.5 * exact.view(BATCH, HEADS, -1, self.width)[:, :, :SEQ, : self.head_dim]).half()
+        return found, (0.5 * exact.view(BATCH, HEADS, -1, width)[:, :, :SEQ, : self.head_dim]).half()
+
+
+def width_of(head_dim: int) -> int:
+    """Columns of a tile."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def in_registers(columns: int) -> tuple[Tensor, Tensor]:
@@ -147,12 +156,17 @@ def in_registers(columns: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("order", ["any", "ascending"])
-@pytest.mark.parametrize(("head_dim", "block"), [(128, 64), (64, 128), (64, 64), (40, 128), (72, 64), (200, 64)])
-def test_sums_are_rounded_from_where_threads_left_them(child: Pool, head_dim: int, block: int, order: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "block", "held"),
+    [(128, 64, 64), (64, 128, 64), (64, 64, 32), (40, 128, 64), (40, 64, 16), (72, 64, 16), (96, 64, 32),
+     (200, 64, 128)],
+)  # fmt: skip
+def test_sums_are_rounded_from_where_threads_left_them(
+    child: Pool, head_dim: int, block: int, held: int, order: str
+) -> None:
     one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
     rendered = hopper_gradients.source(one, BLOCK_M=block, num_stages=2, order=order)
-    width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    job = Rounded(source=rendered, head_dim=head_dim, block=block, width=width, ordered=order != "any")
+    job = Rounded(source=rendered, head_dim=head_dim, block=block, held=held, ordered=order != "any")
     pair = child.result(job, interpreted.SECONDS)
     assert not isinstance(pair, Failure), pair.detail
     torch.testing.assert_close(*pair, rtol=0.0, atol=1e-3)

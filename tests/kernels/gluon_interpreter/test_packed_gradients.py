@@ -71,6 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two tiles of keys": ({"mask": "causal"}, {**WALK, "key_stages": 2, "BLOCK_M": 64}),
     "two tiles of keys, in turns": ({"mask": "full"}, {"schedule": "dynamic", "order": "ascending", "key_stages": 2}),
     "wide heads": ({"mask": "causal", "head_dim": 192, "head_dim_v": 128}, {}),
+    "between powers of two": ({"mask": "causal", "head_dim": 96}, {**WALK, "num_stages": 2}),
 }
 
 
