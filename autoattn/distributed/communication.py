@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -148,6 +149,8 @@ class Exchange:
 
     def wait(self) -> None:
         """Waits on the current stream of a GPU, or for the CPU's."""
+        if not self._works:
+            return
         with reporting(self._ranks):
             for work in self._works:
                 work.wait()
@@ -172,12 +175,21 @@ class Message:
         Args:
             tensors: of one dtype, with the tokens on an axis.
         """
-        shapes = [(*tensor.shape[:axis], transfer.length, *tensor.shape[axis + 1 :]) for tensor in tensors]
-        sizes = [math.prod(shape) for shape in shapes]
-        *begins, elements = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+        elements, places = _places(tuple([tensor.shape for tensor in tensors]), transfer.length, axis)
         whole = tensors[0].new_empty(elements)
-        places = zip(begins, sizes, shapes, strict=True)
-        return cls(whole=whole, parts=[whole[begin : begin + size].view(shape) for begin, size, shape in places])
+        return cls(whole=whole, parts=[whole.as_strided(*place) for place in places])
+
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, elements before it
+
+
+@lru_cache(maxsize=1024)
+def _places(shapes: tuple[torch.Size, ...], length: int, axis: int) -> tuple[tuple[int], list[Place]]:
+    """The size of a message of so many tokens of tensors with these shapes, and where their parts lie in it."""
+    parts = [(*shape[:axis], length, *shape[axis + 1 :]) for shape in shapes]
+    *begins, elements = accumulate((-(-math.prod(part) // _ALIGNED) * _ALIGNED for part in parts), initial=0)
+    strides = [tuple(math.prod(part[dim + 1 :]) for dim in range(len(part))) for part in parts]
+    return (elements,), list(zip(parts, strides, begins, strict=True))
 
 
 class Arrival:

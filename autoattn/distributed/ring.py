@@ -109,7 +109,7 @@ class _ContextAttention(torch.autograd.Function):
         pull = torch.zeros_like(output) if pull is None else pull.contiguous() if 0 in pull.stride() else pull
         answer, pulls = (output, lse), (pull, pull_lse)
         gradients, slopes_grad = _backward((query, key, value), answer, pulls, terms, ranks, plan)
-        sinks_grad = None if sinks is None else _sinks_gradient(sinks, answer, pulls)
+        sinks_grad = _sinks_gradient(sinks, answer, pulls) if ctx.needs_input_grad[3] else None
         return *gradients, sinks_grad, slopes_grad, None, None, None
 
 
