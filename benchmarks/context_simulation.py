@@ -16,6 +16,7 @@ from context_rows import HEAD_DIM, HEADS, HEADS_KV, WINDOW, Row, tensors
 
 from autoattn.core.rank_choice import Link, Method
 from autoattn.distributed import partial_call, schedule
+from autoattn.distributed.communication import MOST_PIECES
 from autoattn.distributed.partial_call import Terms
 from autoattn.distributed.rectangles import Reach, Rectangle
 from autoattn.distributed.schedule import Hop, Schedule, Transfer
@@ -94,7 +95,7 @@ class Simulation:
 
     def _computing(self, row: Row, hop: Hop, *, backward: bool, merges: bool) -> float:
         """Seconds of a hop's calls, and of putting its keys together."""
-        copies = (len(hop.sources) > 1) + bool(hop.order)
+        copies = (len(hop.sources) > 1 or bool(hop.order)) + (len(hop.order) > MOST_PIECES)
         seconds = copies * 2 * _key_bytes(hop.length) / self.memory
         for call in hop.calls:
             for each in [call] if row.packed else [(rectangle,) for rectangle in call]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,6 +225,11 @@ class Arrival:
     def wait(self) -> list[Tensor]:
         """Keys and values in the order that the calls of the hop read."""
         self._exchange.wait()
+        if pieces := self._indices.pieces:
+            return [
+                torch.cat([parts[source].narrow(self._axis, *span) for source, span in pieces], self._axis)
+                for parts in self._parts
+            ]
         tensors = [parts[0] if len(parts) == 1 else torch.cat(parts, self._axis) for parts in self._parts if parts]
         if self._indices.order is None:
             return tensors
@@ -246,16 +252,13 @@ class Return:
         self._received: list[tuple[Transfer, list[Tensor]]] = []
         if indices.places is not None:
             gradients = [gradient.index_select(axis, indices.places) for gradient in gradients]
-        begin = 0
-        for source in hop.sources:
-            parts = [gradient.narrow(axis, begin, source.length) for gradient in gradients]
-            begin += source.length
+        for source, spans in zip(hop.sources, indices.returning, strict=True):
             if source.rank == ranks.rank:
-                self._received.append((source, parts))
+                self._received.append((source, [_together(gradient, spans, axis) for gradient in gradients]))
             else:
                 message = Message.of(own, source, axis)
-                for room, part in zip(message.parts, parts, strict=True):
-                    room.copy_(part)
+                for room, gradient in zip(message.parts, gradients, strict=True):
+                    _write_together(room, gradient, spans, axis)
                 operations.append(ranks.sends(message.whole, source.rank))
         for target in hop.targets:
             if target.rank != ranks.rank:
@@ -271,22 +274,42 @@ class Return:
         return self._received
 
 
+Range: TypeAlias = tuple[int, int]  # the first token, and how many
+MOST_PIECES = 8  # that are put together one by one; an index of more takes less of the host
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HopIndices:
     """Places of tokens on a device, where spans do not say them as a view: [tokens] int64."""
 
     sources: tuple[Tensor | None, ...]
     targets: tuple[Tensor | None, ...]
-    order: Tensor | None  # among the tokens of the sources, in the order of the calls
+    # How the tokens of the sources come into the order of the calls, where that is another: as pieces, or as places
+    # among all of them where pieces would be many.
+    pieces: tuple[tuple[int, Range], ...]  # in the order of the calls: place of the source, and where among its tokens
+    order: Tensor | None
     places: Tensor | None  # the other way round
+    returning: tuple[tuple[Range, ...], ...]  # of each source, where gradients stand that are in the calls' order
 
     @classmethod
     def of(cls, hop: Hop, device: torch.device) -> HopIndices:
         """Of a hop."""
-        order = index_of(hop.order) if hop.order else None
+        begins = list(accumulate((source.length for source in hop.sources), initial=0))
+        few = len(hop.order) <= MOST_PIECES
+        order = None if few else index_of(hop.order)
+        pieces = [(bisect_right(begins, begin) - 1, begin, end - begin) for begin, end in hop.order] if few else []
+        returning: list[list[tuple[int, Range]]] = [[] for _ in hop.sources]
+        place = 0
+        for source, begin, length in pieces:
+            returning[source].append((begin, (place, length)))
+            place += length
+        if not pieces:
+            returning = [[(0, (begin, source.length))] for begin, source in zip(begins, hop.sources, strict=False)]
         return cls(
             sources=tuple(_index(source.spans, device) for source in hop.sources),
             targets=tuple(_index(target.spans, device) for target in hop.targets),
+            pieces=tuple((source, (begin - begins[source], length)) for source, begin, length in pieces),
+            returning=tuple(tuple(span for _, span in sorted(spans)) for spans in returning),
             order=None if order is None else on(order, device),
             places=None if order is None else on(torch.argsort(order), device),
         )
@@ -308,6 +331,20 @@ def taken(tensor: Tensor, spans: Sequence[Span], index: Tensor | None, axis: int
         return tensor.index_select(axis, index)
     begin, end = spans[0]
     return tensor.narrow(axis, begin, end - begin)
+
+
+def _together(tensor: Tensor, ranges: Sequence[Range], axis: int) -> Tensor:
+    """Ranges of a tensor's tokens one behind the other."""
+    parts = [tensor.narrow(axis, *span) for span in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _write_together(room: Tensor, tensor: Tensor, ranges: Sequence[Range], axis: int) -> None:
+    """The same into a new tensor's memory."""
+    if len(ranges) == 1:
+        room.copy_(tensor.narrow(axis, *ranges[0]))
+    else:
+        torch.cat([tensor.narrow(axis, *span) for span in ranges], axis, out=room)
 
 
 def _index(spans: Sequence[Span], device: torch.device) -> Tensor | None:
