@@ -127,8 +127,8 @@ class _Kind:
     order: Layout
     split: Split
     method: Method
+    reach: Reach
     terms: Terms  # without slopes
-    plan: ring.ScheduleOnDevice | None  # None for Ulysses, which has none
     words: str  # all that must be the same on each rank
 
 
@@ -228,10 +228,6 @@ def _read(
         learns=learns,
         learns_slopes=slopes is not None and slopes.requires_grad and torch.is_grad_enabled(),
     )
-    plan = None
-    if chosen is not Method.ULYSSES:
-        packed = order is Layout.PACKED
-        plan = ring.placed(split, ranks.rank, reach, chosen, three[0].device, packed=packed)
     shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in three]
     words = (
         f"{_tokens_in_words(split)}; query {shapes[0]} beside tokens; key {shapes[1]} beside tokens; value {shapes[2]} "
@@ -239,7 +235,7 @@ def _read(
         f"{given['softcap']}; scale {given['scale']}; sinks {_shape(given['sinks'])}; alibi_slopes "
         f"{_shape(slopes)}; deterministic {terms.deterministic}; gradients {learns}"
     )
-    return _Kind(order=order, split=split, method=chosen, terms=terms, plan=plan, words=words)
+    return _Kind(order=order, split=split, method=chosen, reach=reach, terms=terms, words=words)
 
 
 def _tokens_first(three: tuple[Tensor, ...], order: Layout) -> tuple[Tensor, ...]:
@@ -331,12 +327,14 @@ def _computed(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of the rank's queries."""
     query, key, value = _tokens_first(three, kind.order)
-    if kind.plan is None:
+    if kind.method is Method.ULYSSES:
         output, lse = ulysses.attend(query, key, value, kind.split, ranks, **given)
     else:
         slopes = given["alibi_slopes"]
         terms = kind.terms if slopes is None else replace(kind.terms, slopes=slopes)
-        output, lse = ring.attend(query, key, value, given["sinks"], terms, ranks, kind.plan)
+        packed = kind.order is Layout.PACKED
+        plan = ring.placed(kind.split, ranks.rank, kind.reach, kind.method, query.device, packed=packed)
+        output, lse = ring.attend(query, key, value, given["sinks"], terms, ranks, plan)
     return output.transpose(1, 2) if kind.order is Layout.BHSD else output, lse
 
 

@@ -45,7 +45,8 @@ class ScheduleOnDevice:
     axis: int  # of the tokens: 1, or 0 where sequences are packed
 
 
-@lru_cache(maxsize=256)
+# Few, since places of tokens take memory: 8 bytes for each token that comes or goes, of packed documents.
+@lru_cache(maxsize=32)
 def placed(
     split: Split, rank: int, reach: Reach, method: Method, device: torch.device, *, packed: bool
 ) -> ScheduleOnDevice:
