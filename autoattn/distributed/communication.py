@@ -196,21 +196,28 @@ def _places(shapes: tuple[torch.Size, ...], length: int, axis: int) -> tuple[tup
 class Arrival:
     """Keys and values of a hop on their way."""
 
-    def __init__(self, ranks: Ranks, hop: Hop, indices: HopIndices, tensors: Sequence[Tensor], axis: int) -> None:
+    def __init__(
+        self, ranks: Ranks, hop: Hop, indices: HopIndices, tensors: Sequence[Tensor], axis: int,
+        before: Arrival | None,
+    ) -> None:  # fmt: skip
         """Begins to send to the targets and to receive of the sources.
 
         Args:
             tensors: the rank's own keys and values, with the tokens on an axis.
+            before: that of the hop before, whose message serves once more where targets need the same tokens.
         """
         self._axis, self._indices = axis, indices
         self._parts: list[list[Tensor]] = [[] for _ in tensors]
+        self._sent: tuple[tuple[Span, ...], Message] | None = None if before is None else before._sent
         operations = []
         for target, index in zip(hop.targets, indices.targets, strict=True):
             if target.rank != ranks.rank:
-                message = Message.of(tensors, target, axis)
-                for room, tensor in zip(message.parts, tensors, strict=True):
-                    write(room, tensor, target.spans, index, axis)
-                operations.append(ranks.sends(message.whole, target.rank))
+                if self._sent is None or self._sent[0] != target.spans:
+                    message = Message.of(tensors, target, axis)
+                    for room, tensor in zip(message.parts, tensors, strict=True):
+                        write(room, tensor, target.spans, index, axis)
+                    self._sent = target.spans, message
+                operations.append(ranks.sends(self._sent[1].whole, target.rank))
         for source, index in zip(hop.sources, indices.sources, strict=True):
             if source.rank == ranks.rank:
                 arrived = [taken(tensor, source.spans, index, axis) for tensor in tensors]

@@ -171,7 +171,7 @@ def _arrivals(own: Sequence[Tensor], ranks: Ranks, plan: ScheduleOnDevice) -> It
     """Keys and values of each hop; those of the next are on their way meanwhile."""
     before: Arrival | None = None
     for hop, indices in zip(plan.schedule.hops, plan.indices, strict=True):
-        arrival = Arrival(ranks, hop, indices, own, plan.axis)
+        arrival = Arrival(ranks, hop, indices, own, plan.axis, before)
         if before is not None:
             yield before.wait()
         before = arrival
