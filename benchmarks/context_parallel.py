@@ -7,7 +7,8 @@ The script starts a process for each rank, anew for each row, so that one that f
 that of ring-flash-attention's README: calls of one rank on its own tokens a second, over calls of all ranks a second
 times their number, since N ranks have N * N times the work of one. A row has the slowest rank's time. The window's row
 keeps the tokens of a rank and has the ideal of a call on them alone. The simulation computes the same hops from the
-times of single calls and the link's speed. FILE gets the tables as Markdown.
+times of single calls and the link's speed. The column of the host has the milliseconds in which Python and NCCL issue
+a call, of the rank where that takes the longest. FILE gets the tables as Markdown.
 """
 
 from __future__ import annotations
@@ -15,22 +16,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from context_simulation import link, simulation
-from rank_timing import DTYPE, HEAD_DIM, HEADS, HEADS_KV, Bench, Call, Row
+from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, Row, tensors
+from context_simulation import Simulation
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -38,10 +35,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import autoattn
 from autoattn import distributed
 from autoattn.distributed import partial_call
-from autoattn.distributed.schedule import Split
-from autoattn.distributed.sharding import Sharding
+from autoattn.errors import GroupError
+from autoattn.search import rank_processes
+from autoattn.search.rank_processes import Call, CallTime, RankTimer
 
-LIMIT = timedelta(seconds=60)  # that ranks wait for one that failed alone
+LIMIT_S = 60.0  # that ranks wait for one that failed alone
 PYTORCH = "pytorch"  # the row of PyTorch's own ring, whose calls are causal
 
 
@@ -58,45 +56,48 @@ def stepped(attend: Callable[[], Tensor], learners: Sequence[Tensor], pull: Tens
     return both if learns else forward
 
 
-def one_rank(bench: Bench, row: Row, *, learns: bool) -> float:
-    """Seconds of the plain call on the tokens of a rank."""
-    packed = row.name == "packed"
-    query, key, value, pull = bench.tensors(row.tokens, learns=learns, packed=packed)
-    words = {**row.words, **bench.sinks(row)}
-    if packed:
-        offsets = torch.tensor(row.offsets(1), dtype=torch.int32, device=bench.device)
+def one_rank(timer: RankTimer, row: Row) -> CallTime:
+    """The plain call on the tokens of a rank."""
+    query, key, value, pull = tensors(timer, row.tokens, learns=row.learns, packed=row.packed)
+    words = row.words(timer.device)
+    if row.packed:
+        offsets = torch.tensor(row.offsets(1), dtype=torch.int32, device=timer.device)
         lengths = offsets, offsets, row.tokens, row.tokens
         attend: Callable[[], Tensor] = lambda: autoattn.packed_attention(query, key, value, *lengths, **words)  # noqa: E731
     else:
         attend = lambda: autoattn.attention(query, key, value, layout="bshd", **words)  # noqa: E731
-    return bench.alone(stepped(attend, (query, key, value), pull, learns=learns))
+    return timer.time_alone(stepped(attend, (query, key, value), pull, learns=row.learns))
 
 
-def by_autoattn(bench: Bench, row: Row, *, method: str, learns: bool) -> float:
-    """Seconds of the call over all ranks."""
-    packed = row.name == "packed"
-    offsets = row.offsets(bench.size)
-    tokens = Split(offsets=tuple(offsets), ranks=bench.size, sharding=Sharding.ZIGZAG).lengths[bench.rank]
-    query, key, value, pull = bench.tensors(tokens, learns=learns, packed=packed)
-    words = {**row.words, **bench.sinks(row), **({"cu_seqlens": offsets} if packed else {"layout": "bshd"})}
+def by_autoattn(timer: RankTimer, row: Row, *, method: str) -> CallTime:
+    """The call over all ranks."""
+    ranks = timer.ranks
+    tokens = row.split(ranks.size).lengths[ranks.rank]
+    query, key, value, pull = tensors(timer, tokens, learns=row.learns, packed=row.packed)
+    words = {
+        **row.words(timer.device),
+        **({"cu_seqlens": row.offsets(ranks.size)} if row.packed else {"layout": "bshd"}),
+    }
 
     def attend() -> Tensor:
-        return distributed.context_attention(query, key, value, group=bench.group, method=method, **words)
+        return distributed.context_attention(query, key, value, group=ranks.group, method=method, **words)
 
-    return bench.slowest(stepped(attend, (query, key, value), pull, learns=learns))
+    return timer.time(stepped(attend, (query, key, value), pull, learns=row.learns))
 
 
-def by_pytorch(bench: Bench, row: Row, *, rotation: str, backend: SDPBackend, heads_kv: int, learns: bool) -> float:
-    """Seconds of PyTorch's ring over all ranks."""
+def by_pytorch(timer: RankTimer, row: Row, *, rotation: str, backend: SDPBackend, heads_kv: int) -> CallTime:
+    """PyTorch's ring over all ranks."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(rotation)
-    shapes = [(1, heads, row.tokens * bench.size, HEAD_DIM) for heads in (HEADS, heads_kv, heads_kv)]
-    three = [torch.randn(shape, device=bench.device, dtype=DTYPE) for shape in shapes]
-    context: AbstractContextManager[Any] = context_parallel(bench.mesh, buffers=three, buffer_seq_dims=[2] * 3)
+    size = timer.ranks.size
+    mesh = init_device_mesh("cuda", (size,))
+    shapes = [(1, heads, row.tokens * size, HEAD_DIM) for heads in (HEADS, heads_kv, heads_kv)]
+    three = [torch.randn(shape, device=timer.device, dtype=DTYPE) for shape in shapes]
+    context: AbstractContextManager[Any] = context_parallel(mesh, buffers=three, buffer_seq_dims=[2] * 3)
     with context, sdpa_kernel(backend):
-        learners = [tensor.detach().requires_grad_(learns) for tensor in three]
+        learners = [tensor.detach().requires_grad_(row.learns) for tensor in three]
         pull = torch.randn_like(learners[0])
 
         def attend() -> Tensor:
@@ -104,12 +105,12 @@ def by_pytorch(bench: Bench, row: Row, *, rotation: str, backend: SDPBackend, he
                 *learners, is_causal=True, enable_gqa=heads_kv != HEADS
             )
 
-        return bench.slowest(stepped(attend, learners, pull, learns=learns))
+        return timer.time(stepped(attend, learners, pull, learns=row.learns))
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
-Contestant = tuple[str, Callable[[], float]]  # its name, and what measures it in seconds
+Contestant = tuple[str, Callable[[], CallTime]]  # its name, and what measures it
 OURS = {  # name -> method, and whether its outputs are merged by a pass of their own
     "ring": ("ring", False),
     "ring, merged apart": ("ring", True),
@@ -118,31 +119,30 @@ OURS = {  # name -> method, and whether its outputs are merged by a pass of thei
 }
 
 
-def ours(bench: Bench, row: Row, *, learns: bool) -> Iterable[Contestant]:
+def ours(timer: RankTimer, row: Row) -> Iterable[Contestant]:
     """Our methods."""
     for name, (method, apart) in OURS.items():
-        yield name, lambda: _by_method(bench, row, method, apart=apart, learns=learns)  # noqa: B023 - called at once
+        yield name, partial(_by_method, timer, row, method, apart=apart)
 
 
-def _by_method(bench: Bench, row: Row, method: str, *, apart: bool, learns: bool) -> float:
+def _by_method(timer: RankTimer, row: Row, method: str, *, apart: bool) -> CallTime:
     as_asked: Any = mock.patch.object(partial_call, "attend_into", return_value=False) if apart else nullcontext()
     with as_asked:
-        return by_autoattn(bench, row, method=method, learns=learns)
+        return by_autoattn(timer, row, method=method)
 
 
-def pytorchs(bench: Bench, row: Row, *, learns: bool) -> Iterable[Contestant]:
+def pytorchs(timer: RankTimer, row: Row) -> Iterable[Contestant]:
     """PyTorch's ring and all-gather, with each of its backends."""
     backends = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     for rotation, backend in itertools.product(("alltoall", "allgather"), backends):
-        given = {"rotation": rotation, "backend": backend, "learns": learns}
         name = f"PyTorch {rotation}, {backend.name.partition('_')[0].lower()}"
-        yield f"{name}, {HEADS_KV} key heads", lambda: by_pytorch(bench, row, heads_kv=HEADS_KV, **given)  # noqa: B023
-        # Keys of all heads, where it takes no fewer.
-        yield f"{name}, {HEADS} key heads", lambda: by_pytorch(bench, row, heads_kv=HEADS, **given)  # noqa: B023
+        for heads_kv in (HEADS_KV, HEADS):  # keys of all heads, where it takes no fewer
+            measure = partial(by_pytorch, timer, row, rotation=rotation, backend=backend, heads_kv=heads_kv)
+            yield f"{name}, {heads_kv} key heads", measure
 
 
-def attempted(measure: Callable[[], float]) -> float | str:
-    """Seconds, or why there are none, which must be so on all ranks."""
+def attempted(measure: Callable[[], CallTime]) -> CallTime | str:
+    """The time, or why there is none, which must be so on all ranks."""
     try:
         return measure()
     except Exception as error:  # whatever it is, the other rows go on
@@ -152,95 +152,83 @@ def attempted(measure: Callable[[], float]) -> float | str:
             torch.cuda.empty_cache()
 
 
-def records(bench: Bench, name: str, given: argparse.Namespace) -> Iterable[dict[str, Any]]:
+def records(timer: RankTimer, name: str, given: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """What is measured of the rows of a name."""
-    simulations = []
+    simulation = Simulation(timer=timer)
     for tokens, learns in itertools.product(map(int, given.tokens.split(",")), (False, True)):
-        row = Row(name="causal" if name == PYTORCH else name, tokens=tokens)
-        facts = {"row": row.name, "tokens": tokens, "passes": "both" if learns else "forward"}
+        row = Row(name="causal" if name == PYTORCH else name, tokens=tokens, learns=learns)
+        contestants = ours(timer, row) if name != PYTORCH else pytorchs(timer, row)
         times = {}
         if name != PYTORCH:
-            times["one rank"] = attempted(lambda: one_rank(bench, row, learns=learns))  # noqa: B023 - called at once
-            yield {**facts, "who": "one rank", "seconds": times["one rank"]}
-        contestants = ours if name != PYTORCH else pytorchs
-        for who, measure in contestants(bench, row, learns=learns):
+            contestants = itertools.chain([("one rank", partial(one_rank, timer, row))], contestants)
+        for who, measure in contestants:
             times[who] = attempted(measure)
-            yield {**facts, "who": who, "seconds": times[who]}
-        own = times.get("all-gather" if name == "window" else "ring")
-        if isinstance(own, float) and isinstance(times["one rank"], float):
-            simulations.append((row, facts["passes"], learns, times["one rank"], own))
-    if given.simulate and simulations:
-        speed = link(bench)
-        source = "assumed" if bench.size == 1 else "measured"
-        words = f"{speed[0] / 1e9:.0f} GB/s each way and {speed[1] * 1e6:.0f} us, {source}"
-        lines = [
-            "",
-            f"Simulated efficiency by ranks; the link has {words}:",
-            "",
-            *simulation(bench, simulations, speed),
-        ]
-        yield {"lines": lines}
+            yield record(row, who, times[who])
+        alone, own = times.get("one rank"), times.get(row.own_method)
+        if given.simulate and isinstance(alone, CallTime) and isinstance(own, CallTime):
+            yield {"simulated": simulation.table_row(row, alone, own), "link": simulation.link_in_words()}
+
+
+def record(row: Row, who: str, time: CallTime | str) -> dict[str, Any]:
+    """A measurement as a line of JSON."""
+    found = {"failed": time} if isinstance(time, str) else {"seconds": time.seconds, "host": time.issue_seconds}
+    return {"row": row.name, "tokens": row.tokens, "passes": row.passes, "who": who, **found}
 
 
 def tables(found: Sequence[dict[str, Any]], size: int) -> Iterable[str]:
     """Lines of Markdown."""
-    yield "| row | tokens a rank | passes | who | ms | efficiency |"
-    yield "|---|---|---|---|---|---|"
-    alone = {_kind(each): each["seconds"] for each in found if each.get("who") == "one rank"}
+    yield "| row | tokens a rank | passes | who | ms | efficiency | host ms |"
+    yield "|---|--:|---|---|--:|--:|--:|"
+    alone = {_kind(each): each.get("seconds") for each in found if each.get("who") == "one rank"}
     for each in found:
-        if "lines" not in each:
+        if "who" in each:
             yield table_row(each, alone.get(_kind(each)), size)
-    for each in found:
-        yield from each.get("lines", ())
+    simulated = [each for each in found if "simulated" in each]
+    if simulated:
+        yield from ("", f"Simulated efficiency by ranks; the link has {simulated[0]['link']}:", "")
+        yield from Simulation.HEAD
+        yield from (each["simulated"] for each in simulated)
 
 
-def table_row(each: dict[str, Any], alone: float | str | None, size: int) -> str:
-    """A line of the table; the ideal is the time of one rank alone, times what ranks have more to do."""
-    seconds, share = each["seconds"], ""
-    if isinstance(seconds, float) and isinstance(alone, float) and each["who"] != "one rank":
-        share = f"{alone * (1 if each['row'] == 'window' else size) / seconds:.1%}"
-    told = seconds if isinstance(seconds, str) else f"{seconds * 1e3:.3f}"
-    return f"| {each['row']} | {each['tokens']} | {each['passes']} | {each['who']} | {told} | {share} |"
+def table_row(each: dict[str, Any], alone: float | None, size: int) -> str:
+    """A line of the table."""
+    row = Row(name=each["row"], tokens=each["tokens"], learns=each["passes"] == "both")
+    begin = f"| {each['row']} | {each['tokens']} | {each['passes']} | {each['who']} |"
+    if "failed" in each:
+        return f"{begin} {each['failed']} | | |"
+    share = ""
+    if alone is not None and each["who"] != "one rank":
+        share = f"{row.ideal(alone, size) / each['seconds']:.1%}"
+    return f"{begin} {each['seconds'] * 1e3:.3f} | {share} | {each['host'] * 1e3:.2f} |"
 
 
 def _kind(each: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(each.get(name) for name in ("row", "tokens", "passes"))
 
 
-def run(rank: int, size: int, given: argparse.Namespace, name: str, path: str) -> None:
-    """What each process does; the first writes what it found into a file, a line of JSON each."""
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=size, device_id=device, timeout=LIMIT)
-    mesh = init_device_mesh("cuda", (size,))
-    bench = Bench(group=mesh.get_group(), mesh=mesh, rank=rank, size=size, device=device)
-    with open(path, "a", encoding="utf-8") as file:
-        for each in records(bench, name, given):
-            if rank == 0:
-                print(told(each), flush=True)
+def write_records(timer: RankTimer, name: str, given: argparse.Namespace, path: Path) -> int:
+    """What each process does; the first writes what it finds into a file, a line of JSON each, and counts these."""
+    count = 0
+    with path.open("a", encoding="utf-8") as file:
+        for each in records(timer, name, given):
+            if timer.ranks.rank == 0:
+                print(each.get("simulated") or table_row(each, None, 1), flush=True)
                 file.write(json.dumps(each) + "\n")
                 file.flush()
-    dist.destroy_process_group()
-
-
-def told(each: dict[str, Any]) -> str:
-    """A record for who watches."""
-    return "\n".join(each["lines"]) if "lines" in each else table_row(each, None, 1)
+                count += 1
+    return count
 
 
 def measured(size: int, given: argparse.Namespace, name: str) -> list[Any]:
     """What fresh ranks find of a row; what they had when one of them failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found"
         begin = time.monotonic()
+        job = partial(write_records, name=name, given=given, path=path)
         try:
-            mp.spawn(run, args=(size, given, name, str(path)), nprocs=size)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            print(f"the row {name} ended early: {error}"[-2000:], flush=True)
+            rank_processes.run(job, size, "nccl", int, seconds=LIMIT_S)
+        except GroupError as error:
+            print(f"the row {name} ended early: {error}", flush=True)
         print(f"the row {name} took {time.monotonic() - begin:.0f} s\n", flush=True)
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, overload
@@ -107,30 +107,28 @@ def context_attention(
         return _alone(query, key, value, sharding, cu_seqlens, {**given, "return_lse": return_lse}, layout)
     if not all(isinstance(tensor, Tensor) for tensor in (query, key, value)):  # other ranks cannot be told without one
         arguments.check_tensors(query, key, value, arguments.AXES[Layout.BHSD])
-    call, refusal = None, None
+    kind, refusal = None, None
     try:
-        call = _read(query, key, value, ranks, (sharding, method, layout), cu_seqlens, seq_len, given)
+        three = arguments.autocast(query, key, value)
+        kind = _kind(three, ranks, (sharding, method, layout), cu_seqlens, seq_len, given)
     except AutoattnError as error:  # a mistake, or a damaged file of choices
         refusal = error
-    words = "" if call is None else f"{call.words}; return_lse {return_lse}"
+    words = "" if kind is None else f"{kind.words}; return_lse {return_lse}"
     agree(ranks, words, refusal, query.device)
-    assert call is not None
-    output, lse = _computed(call, ranks)
-    output = output.transpose(1, 2) if call.transposed else output
+    assert kind is not None
+    output, lse = _computed((three[0], three[1], three[2]), kind, ranks, given)
     return (output, lse) if return_lse else output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Call:
-    """A call that was read; tensors are [batch, seq, heads, head_dim], or packed [tokens, heads, head_dim]."""
+class _Kind:
+    """What calls have in common whose arguments differ in the numbers of tensors alone."""
 
-    three: tuple[Tensor, Tensor, Tensor]
-    transposed: bool  # whether the caller has the heads in front
-    packed: bool
+    order: Layout
     split: Split
     method: Method
     reach: Reach
-    given: dict[str, Any]  # causal, window and the arguments behind them
+    terms: Terms  # without slopes
     words: str  # all that must be the same on each rank
 
 
@@ -146,23 +144,67 @@ def _alone(
     return functional.packed_attention(query, key, value, tensor, tensor, longest, longest, **given)
 
 
-def _read(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Ranks, choices: tuple[str, str, str], cu_seqlens: Any,
-    seq_len: int | None, given: dict[str, Any],
-) -> _Call:  # fmt: skip
-    """The call that the arguments pose.
+_kinds: dict[Any, _Kind] = {}
+_REMEMBERED = 256  # kinds of calls
+_PLAIN = frozenset({type(None), bool, int, float, str})  # types whose values say all about an argument
+
+
+def _kind(
+    three: tuple[Tensor, ...], ranks: Ranks, choices: tuple[str, str, str], cu_seqlens: Any, seq_len: int | None,
+    given: dict[str, Any],
+) -> _Kind:  # fmt: skip
+    """What call the arguments pose; they are read once for each kind.
 
     Raises:
         TensorError, UsageError: they pose none.
     """
+    offsets = None if cu_seqlens is None else shards.offsets_of(cu_seqlens)
+    kind_key = _kind_key(three, ranks, choices, offsets, seq_len, given)
+    kind = None if kind_key is None else _kinds.get(kind_key)
+    if kind is None:
+        kind = _read(three, ranks, choices, offsets, seq_len, given)
+        if kind_key is not None:
+            if len(_kinds) >= _REMEMBERED:
+                _kinds.clear()
+            _kinds[kind_key] = kind
+    return kind
+
+
+def _kind_key(
+    three: tuple[Tensor, ...], ranks: Ranks, choices: tuple[str, str, str], offsets: tuple[int, ...] | None,
+    seq_len: int | None, given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """All that decides what a call computes and sends; None where that takes more than a look at its arguments."""
+    window = given["window"]
+    words = (
+        *choices, seq_len, given["causal"], given["softcap"], given["scale"], given["deterministic"],
+        *(window if type(window) is tuple else (window,)),
+    )  # fmt: skip
+    kinds = tuple(map(type, words))  # 1, 1.0 and True are equal, but not the same argument
+    if not _PLAIN.issuperset(kinds):
+        return None
+    tensors = *three, given["sinks"], given["alibi_slopes"]
+    try:
+        facts = tuple([
+            None if each is None else (type(each), each.layout, each.dtype, each.device, each.shape, each.requires_grad)
+            for each in tensors
+        ])  # fmt: skip
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
+        return None
+    switches = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    return ranks.rank, ranks.size, offsets, words, kinds, facts, switches
+
+
+def _read(
+    three: tuple[Tensor, ...], ranks: Ranks, choices: tuple[str, str, str], offsets: tuple[int, ...] | None,
+    seq_len: int | None, given: dict[str, Any],
+) -> _Kind:  # fmt: skip
     sharding, method, layout = choices
-    order = arguments.layout_of(layout) if cu_seqlens is None else Layout.PACKED
-    three = arguments.autocast(query, key, value)
+    order = arguments.layout_of(layout) if offsets is None else Layout.PACKED
     _check_tensors(three[0], three[1], three[2], order)
-    if order is Layout.BHSD:
-        three = tuple(tensor.transpose(1, 2) for tensor in three)
+    three = _tokens_first(three, order)
     axis = 0 if order is Layout.PACKED else 1
-    split = _split(three[0].shape[axis], ranks, sharding, cu_seqlens, seq_len)
+    split = _split(three[0].shape[axis], ranks, sharding, offsets, seq_len)
     mask = mask_arguments.band(given["causal"], given["window"])
     reach = Reach(left=mask.left, right=0 if mask.causal else mask.right)
     # [batch, heads_q, seq, head_dim], for the checks of what changes scores
@@ -173,24 +215,32 @@ def _read(
         isinstance(tensor, Tensor) and tensor.requires_grad
         for tensor in (*three, given["sinks"], given["alibi_slopes"])
     )
-    if method == "auto" and given["alibi_slopes"] is None and split.sharding is Sharding.ZIGZAG:
+    slopes = given["alibi_slopes"]
+    if method == "auto" and slopes is None and split.sharding is Sharding.ZIGZAG:
         asked = _rank_call(three, mask, split, packed=order is Layout.PACKED, learns=learns)
         measured = None if asked is None else measured_method.find(asked, ranks.size, three[0].device)
         method = method if measured is None else measured.value
-    chosen = _method(method, reach, split, ranks, three, given["alibi_slopes"])
+    chosen = _method(method, reach, split, ranks, three, slopes)
+    terms = Terms(
+        scale=arguments.scale_of(given["scale"]),
+        softcap=float(given["softcap"]),
+        deterministic=arguments.deterministic_of(given["deterministic"]),
+        learns=learns,
+        learns_slopes=slopes is not None and slopes.requires_grad and torch.is_grad_enabled(),
+    )
     shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in three]
     words = (
         f"{_tokens_in_words(split)}; query {shapes[0]} beside tokens; key {shapes[1]} beside tokens; value {shapes[2]} "
         f"beside tokens; {three[0].dtype}; {split.sharding.value}; method {chosen.value}; mask {mask}; softcap "
         f"{given['softcap']}; scale {given['scale']}; sinks {_shape(given['sinks'])}; alibi_slopes "
-        f"{_shape(given['alibi_slopes'])}; deterministic {arguments.deterministic_of(given['deterministic'])}; "
-        f"gradients {learns}"
+        f"{_shape(slopes)}; deterministic {terms.deterministic}; gradients {learns}"
     )
-    return _Call(
-        three=(three[0], three[1], three[2]), transposed=order is Layout.BHSD, packed=order is Layout.PACKED,
-        split=split, method=chosen, reach=reach, words=words,
-        given={**given, "scale": arguments.scale_of(given["scale"]), "learns": learns},
-    )  # fmt: skip
+    return _Kind(order=order, split=split, method=chosen, reach=reach, terms=terms, words=words)
+
+
+def _tokens_first(three: tuple[Tensor, ...], order: Layout) -> tuple[Tensor, ...]:
+    """Tensors as [batch, seq, heads, head_dim], or packed [tokens, heads, head_dim]."""
+    return tuple([tensor.transpose(1, 2) for tensor in three]) if order is Layout.BHSD else three
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, order: Layout) -> None:
@@ -213,15 +263,15 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, order: Layout) -> 
         raise TensorError(f"a call over ranks must have a sequence and a head, got {tuple(query.shape)}; leave it out")
 
 
-def _split(tokens: int, ranks: Ranks, sharding: str, cu_seqlens: Any, seq_len: int | None) -> Split:
+def _split(tokens: int, ranks: Ranks, sharding: str, offsets: tuple[int, ...] | None, seq_len: int | None) -> Split:
     """How the tokens of all ranks are divided, of which this one has some."""
-    if cu_seqlens is not None:
-        total = shards.offsets_of(cu_seqlens)[-1]
+    if offsets is not None:
+        total = offsets[-1]
         if seq_len is not None:
             raise UsageError(f"seq_len must not be given with cu_seqlens, got {seq_len!r}; leave it out")
     else:
         total = ranks.size * tokens if seq_len is None else arguments.length_of("seq_len", seq_len)
-    split = shards.split_of(ranks, sharding, cu_seqlens, total)
+    split = shards.split_of(ranks, sharding, offsets, total)
     if tokens != split.lengths[ranks.rank]:
         raise TensorError(
             f"rank {ranks.rank} must have {split.lengths[ranks.rank]} of {total} tokens on {ranks.size} ranks, got "
@@ -272,24 +322,20 @@ def _method(
     return chosen
 
 
-def _computed(call: _Call, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _computed(
+    three: tuple[Tensor, Tensor, Tensor], kind: _Kind, ranks: Ranks, given: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Output and LSE of the rank's queries."""
-    given = call.given
-    query, key, value = call.three
-    if call.method is Method.ULYSSES:
-        names = "causal", "window", "softcap", "sinks", "alibi_slopes", "scale", "deterministic"
-        return ulysses.attend(*call.three, call.split, ranks, **{name: given[name] for name in names})
-    slopes = given["alibi_slopes"]
-    terms = Terms(
-        scale=given["scale"],
-        softcap=float(given["softcap"]),
-        deterministic=arguments.deterministic_of(given["deterministic"]),
-        learns=given["learns"],
-        slopes=slopes,
-        learns_slopes=slopes is not None and slopes.requires_grad and torch.is_grad_enabled(),
-    )
-    plan = ring.placed(call.split, ranks.rank, call.reach, call.method, query.device, packed=call.packed)
-    return ring.attend(query, key, value, given["sinks"], terms, ranks, plan)
+    query, key, value = _tokens_first(three, kind.order)
+    if kind.method is Method.ULYSSES:
+        output, lse = ulysses.attend(query, key, value, kind.split, ranks, **given)
+    else:
+        slopes = given["alibi_slopes"]
+        terms = kind.terms if slopes is None else replace(kind.terms, slopes=slopes)
+        packed = kind.order is Layout.PACKED
+        plan = ring.placed(kind.split, ranks.rank, kind.reach, kind.method, query.device, packed=packed)
+        output, lse = ring.attend(query, key, value, given["sinks"], terms, ranks, plan)
+    return output.transpose(1, 2) if kind.order is Layout.BHSD else output, lse
 
 
 @lru_cache(maxsize=64)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -148,6 +150,8 @@ class Exchange:
 
     def wait(self) -> None:
         """Waits on the current stream of a GPU, or for the CPU's."""
+        if not self._works:
+            return
         with reporting(self._ranks):
             for work in self._works:
                 work.wait()
@@ -172,32 +176,48 @@ class Message:
         Args:
             tensors: of one dtype, with the tokens on an axis.
         """
-        shapes = [(*tensor.shape[:axis], transfer.length, *tensor.shape[axis + 1 :]) for tensor in tensors]
-        sizes = [math.prod(shape) for shape in shapes]
-        *begins, elements = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+        elements, places = _places(tuple([tensor.shape for tensor in tensors]), transfer.length, axis)
         whole = tensors[0].new_empty(elements)
-        places = zip(begins, sizes, shapes, strict=True)
-        return cls(whole=whole, parts=[whole[begin : begin + size].view(shape) for begin, size, shape in places])
+        return cls(whole=whole, parts=[whole.as_strided(*place) for place in places])
+
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, elements before it
+
+
+@lru_cache(maxsize=1024)
+def _places(shapes: tuple[torch.Size, ...], length: int, axis: int) -> tuple[tuple[int], list[Place]]:
+    """The size of a message of so many tokens of tensors with these shapes, and where their parts lie in it."""
+    parts = [(*shape[:axis], length, *shape[axis + 1 :]) for shape in shapes]
+    *begins, elements = accumulate((-(-math.prod(part) // _ALIGNED) * _ALIGNED for part in parts), initial=0)
+    strides = [tuple(math.prod(part[dim + 1 :]) for dim in range(len(part))) for part in parts]
+    return (elements,), list(zip(parts, strides, begins, strict=True))
 
 
 class Arrival:
     """Keys and values of a hop on their way."""
 
-    def __init__(self, ranks: Ranks, hop: Hop, indices: HopIndices, tensors: Sequence[Tensor], axis: int) -> None:
+    def __init__(
+        self, ranks: Ranks, hop: Hop, indices: HopIndices, tensors: Sequence[Tensor], axis: int,
+        before: Arrival | None,
+    ) -> None:  # fmt: skip
         """Begins to send to the targets and to receive of the sources.
 
         Args:
             tensors: the rank's own keys and values, with the tokens on an axis.
+            before: that of the hop before, whose message serves once more where targets need the same tokens.
         """
         self._axis, self._indices = axis, indices
         self._parts: list[list[Tensor]] = [[] for _ in tensors]
+        self._sent: tuple[tuple[Span, ...], Message] | None = None if before is None else before._sent
         operations = []
         for target, index in zip(hop.targets, indices.targets, strict=True):
             if target.rank != ranks.rank:
-                message = Message.of(tensors, target, axis)
-                for room, tensor in zip(message.parts, tensors, strict=True):
-                    write(room, tensor, target.spans, index, axis)
-                operations.append(ranks.sends(message.whole, target.rank))
+                if self._sent is None or self._sent[0] != target.spans:
+                    message = Message.of(tensors, target, axis)
+                    for room, tensor in zip(message.parts, tensors, strict=True):
+                        write(room, tensor, target.spans, index, axis)
+                    self._sent = target.spans, message
+                operations.append(ranks.sends(self._sent[1].whole, target.rank))
         for source, index in zip(hop.sources, indices.sources, strict=True):
             if source.rank == ranks.rank:
                 arrived = [taken(tensor, source.spans, index, axis) for tensor in tensors]
@@ -212,6 +232,11 @@ class Arrival:
     def wait(self) -> list[Tensor]:
         """Keys and values in the order that the calls of the hop read."""
         self._exchange.wait()
+        if pieces := self._indices.pieces:
+            return [
+                torch.cat([parts[source].narrow(self._axis, *span) for source, span in pieces], self._axis)
+                for parts in self._parts
+            ]
         tensors = [parts[0] if len(parts) == 1 else torch.cat(parts, self._axis) for parts in self._parts if parts]
         if self._indices.order is None:
             return tensors
@@ -234,16 +259,13 @@ class Return:
         self._received: list[tuple[Transfer, list[Tensor]]] = []
         if indices.places is not None:
             gradients = [gradient.index_select(axis, indices.places) for gradient in gradients]
-        begin = 0
-        for source in hop.sources:
-            parts = [gradient.narrow(axis, begin, source.length) for gradient in gradients]
-            begin += source.length
+        for source, spans in zip(hop.sources, indices.returning, strict=True):
             if source.rank == ranks.rank:
-                self._received.append((source, parts))
+                self._received.append((source, [_together(gradient, spans, axis) for gradient in gradients]))
             else:
                 message = Message.of(own, source, axis)
-                for room, part in zip(message.parts, parts, strict=True):
-                    room.copy_(part)
+                for room, gradient in zip(message.parts, gradients, strict=True):
+                    _write_together(room, gradient, spans, axis)
                 operations.append(ranks.sends(message.whole, source.rank))
         for target in hop.targets:
             if target.rank != ranks.rank:
@@ -259,22 +281,42 @@ class Return:
         return self._received
 
 
+Range: TypeAlias = tuple[int, int]  # the first token, and how many
+MOST_PIECES = 8  # that are put together one by one; an index of more takes less of the host
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HopIndices:
     """Places of tokens on a device, where spans do not say them as a view: [tokens] int64."""
 
     sources: tuple[Tensor | None, ...]
     targets: tuple[Tensor | None, ...]
-    order: Tensor | None  # among the tokens of the sources, in the order of the calls
+    # How the tokens of the sources come into the order of the calls, where that is another: as pieces, or as places
+    # among all of them where pieces would be many.
+    pieces: tuple[tuple[int, Range], ...]  # in the order of the calls: place of the source, and where among its tokens
+    order: Tensor | None
     places: Tensor | None  # the other way round
+    returning: tuple[tuple[Range, ...], ...]  # of each source, where gradients stand that are in the calls' order
 
     @classmethod
     def of(cls, hop: Hop, device: torch.device) -> HopIndices:
         """Of a hop."""
-        order = index_of(hop.order) if hop.order else None
+        begins = list(accumulate((source.length for source in hop.sources), initial=0))
+        few = len(hop.order) <= MOST_PIECES
+        order = None if few else index_of(hop.order)
+        pieces = [(bisect_right(begins, begin) - 1, begin, end - begin) for begin, end in hop.order] if few else []
+        returning: list[list[tuple[int, Range]]] = [[] for _ in hop.sources]
+        place = 0
+        for source, begin, length in pieces:
+            returning[source].append((begin, (place, length)))
+            place += length
+        if not pieces:
+            returning = [[(0, (begin, source.length))] for begin, source in zip(begins, hop.sources, strict=False)]
         return cls(
             sources=tuple(_index(source.spans, device) for source in hop.sources),
             targets=tuple(_index(target.spans, device) for target in hop.targets),
+            pieces=tuple((source, (begin - begins[source], length)) for source, begin, length in pieces),
+            returning=tuple(tuple(span for _, span in sorted(spans)) for spans in returning),
             order=None if order is None else on(order, device),
             places=None if order is None else on(torch.argsort(order), device),
         )
@@ -296,6 +338,20 @@ def taken(tensor: Tensor, spans: Sequence[Span], index: Tensor | None, axis: int
         return tensor.index_select(axis, index)
     begin, end = spans[0]
     return tensor.narrow(axis, begin, end - begin)
+
+
+def _together(tensor: Tensor, ranges: Sequence[Range], axis: int) -> Tensor:
+    """Ranges of a tensor's tokens one behind the other."""
+    parts = [tensor.narrow(axis, *span) for span in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _write_together(room: Tensor, tensor: Tensor, ranges: Sequence[Range], axis: int) -> None:
+    """The same into a new tensor's memory."""
+    if len(ranges) == 1:
+        room.copy_(tensor.narrow(axis, *ranges[0]))
+    else:
+        torch.cat([tensor.narrow(axis, *span) for span in ranges], axis, out=room)
 
 
 def _index(spans: Sequence[Span], device: torch.device) -> Tensor | None:

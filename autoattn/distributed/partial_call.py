@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,13 +20,14 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.distributed.rectangles import Rectangle
 from autoattn.runtime import merging_call
-from autoattn.runtime.torch_op import attention_schema
+from autoattn.runtime.torch_op import attention_op, attention_op_backward, attention_schema
 from autoattn.runtime.torch_op.kernel_choices import KernelChoices
 from autoattn.tensors import cu_seqlens
 
 _choices = KernelChoices()
 _LEARNING = attention_schema.LEARNING
-_SLOPES = _LEARNING.index("alibi_slopes")
+_LEARNS = [name in _LEARNING[:3] for name in _LEARNING]
+_LEARNS_SLOPES = [name in (*_LEARNING[:3], "alibi_slopes") for name in _LEARNING]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,8 +93,10 @@ def attend(
     """
     if terms.learns:
         tensors, words = _posed(three, window, terms, packing, sinks)
-        if _choices.takes(tensors, words, learns=True):
-            answer: tuple[Tensor, Tensor] = attention_schema.operator(*tensors, **words)
+        answer = attention_op.at_once_by_kernels(tensors, words)
+        if answer is None and _choices.takes(tensors, words, learns=True):
+            answer = attention_schema.operator(*tensors, **words)
+        if answer is not None:
             return answer
     return _by_function(three, window, terms, packing, sinks, terms.slopes)
 
@@ -122,37 +126,52 @@ def differentiate(
         answer: output and LSE of the queries on all keys and sinks.
         pulls: the gradients of these; that of the LSE may be None.
     """
-    tensors, words = _posed(three, window, terms, packing, None)
-    words["return_lse"] = pulls[1] is not None
-    if not _choices.takes(tensors, words, learns=True):
-        return _by_formula(three, window, terms, packing, answer, pulls)
-    learns = [True] * 3 + [name == "alibi_slopes" and terms.learns_slopes for name in _LEARNING[3:]]
-    query, key, value, *slopes = torch.ops.autoattn.attention_backward.default(
-        *pulls, answer[0], answer[1].contiguous(), *tensors, learns=learns, **words
-    )
+    tensors, words = _posed(three, window, terms, packing, None, return_lse=pulls[1] is not None)
+    given = *pulls, answer[0], answer[1].contiguous(), *tensors
+    learns = _LEARNS_SLOPES if terms.learns_slopes else _LEARNS
+    gradients = attention_op_backward.at_once(given, learns, words)
+    if gradients is None:
+        if not _choices.takes(tensors, words, learns=True):
+            return _by_formula(three, window, terms, packing, answer, pulls)
+        gradients = torch.ops.autoattn.attention_backward.default(*given, learns=learns, **words)
+    query, key, value, *slopes = gradients
     return Gradients(query, key, value, slopes[0] if slopes else None)
 
 
 def _posed(
     three: tuple[Tensor, Tensor, Tensor], window: tuple[int, int], terms: Terms, packing: Packing | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, *, return_lse: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:  # fmt: skip
     """Tensors and words of torch.ops.autoattn.attention."""
     others = {"alibi_slopes": terms.slopes, "sinks": sinks}
-    tensors = (*three, *(others.get(name) for name in _LEARNING[3:]))
-    words: dict[str, Any] = {
-        "mask": str(Mask.window(*window)), "keep_lse": True, "learns_slopes": terms.learns_slopes,
-        "softcap": terms.softcap, "scale": terms.scale, "layout": Layout.BSHD.value,
-        "deterministic": terms.deterministic,
-    }  # fmt: skip
+    tensors: tuple[Tensor | None, ...] = (*three, *map(others.get, _LEARNING[3:]))
+    longest = None
     if packing is not None:
         tensors = (*tensors, packing.cu_seqlens_q, packing.cu_seqlens_kv)
-        words |= {
-            "layout": Layout.PACKED.value,
-            "max_seqlen_q": packing.max_seqlen_q,
-            "max_seqlen_kv": packing.max_seqlen_kv,
-        }
-    return tensors, words
+        longest = packing.max_seqlen_q, packing.max_seqlen_kv
+    facts = terms.scale, terms.softcap, terms.deterministic, terms.learns_slopes
+    return tensors, _words(window, facts, longest, return_lse)
+
+
+@lru_cache(maxsize=4096)
+def _words(
+    window: tuple[int, int], facts: tuple[float | None, float, bool, bool], longest: tuple[int, int] | None,
+    return_lse: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The words, not to be changed.
+
+    Args:
+        facts: scale, softcap, deterministic and learns_slopes of the terms.
+        longest: queries and keys of the longest packed sequences.
+    """
+    scale, softcap, deterministic, learns_slopes = facts
+    words: dict[str, Any] = {
+        "mask": str(Mask.window(*window)), "keep_lse": True, "learns_slopes": learns_slopes, "softcap": softcap,
+        "scale": scale, "layout": Layout.BSHD.value, "deterministic": deterministic, "return_lse": return_lse,
+    }  # fmt: skip
+    if longest is not None:
+        words |= {"layout": Layout.PACKED.value, "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
+    return attention_schema.without_defaults(words)
 
 
 def _by_function(

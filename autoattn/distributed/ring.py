@@ -45,7 +45,8 @@ class ScheduleOnDevice:
     axis: int  # of the tokens: 1, or 0 where sequences are packed
 
 
-@lru_cache(maxsize=256)
+# Few, since places of tokens take memory: 8 bytes for each token that comes or goes, of packed documents.
+@lru_cache(maxsize=32)
 def placed(
     split: Split, rank: int, reach: Reach, method: Method, device: torch.device, *, packed: bool
 ) -> ScheduleOnDevice:
@@ -109,7 +110,7 @@ class _ContextAttention(torch.autograd.Function):
         pull = torch.zeros_like(output) if pull is None else pull.contiguous() if 0 in pull.stride() else pull
         answer, pulls = (output, lse), (pull, pull_lse)
         gradients, slopes_grad = _backward((query, key, value), answer, pulls, terms, ranks, plan)
-        sinks_grad = None if sinks is None else _sinks_gradient(sinks, answer, pulls)
+        sinks_grad = _sinks_gradient(sinks, answer, pulls) if ctx.needs_input_grad[3] else None
         return *gradients, sinks_grad, slopes_grad, None, None, None
 
 
@@ -170,7 +171,7 @@ def _arrivals(own: Sequence[Tensor], ranks: Ranks, plan: ScheduleOnDevice) -> It
     """Keys and values of each hop; those of the next are on their way meanwhile."""
     before: Arrival | None = None
     for hop, indices in zip(plan.schedule.hops, plan.indices, strict=True):
-        arrival = Arrival(ranks, hop, indices, own, plan.axis)
+        arrival = Arrival(ranks, hop, indices, own, plan.axis, before)
         if before is not None:
             yield before.wait()
         before = arrival

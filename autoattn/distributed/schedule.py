@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
@@ -45,11 +45,10 @@ class Transfer:
 
     rank: int  # the other one; the rank itself for what it needs of its own
     spans: tuple[Span, ...]  # among the tokens of the rank that sends them
+    length: int = field(init=False)  # how many tokens
 
-    @property
-    def length(self) -> int:
-        """How many tokens."""
-        return sum(end - begin for begin, end in self.spans)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", sum(end - begin for begin, end in self.spans))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,8 @@ def attend(tensors: Sequence[Any], words: dict[str, Any], output: Tensor, lse: T
     """
     if planner.why_not_on(output.device) is not None:
         return False
-    facts = {"merged": str(output.dtype), "address": output.data_ptr() & forward.ALIGNED}
-    for name, steps in (("output", output.stride()), ("lse", lse.stride())):
-        facts |= {f"{name} {axis}": step for axis, step in enumerate(steps)}
-    call_key = attention_op.posed(tensors, words | facts)
+    lies = *output.stride(), *lse.stride(), output.data_ptr() & forward.ALIGNED
+    call_key = attention_op.posed(tensors, words, "merged", str(output.dtype), *lies)
     own = *tensors[:3], *attention_op.others_of(tensors)
     known = call_cache.find(call_key)
     if isinstance(known, KernelCall):

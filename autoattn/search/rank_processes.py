@@ -7,7 +7,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,32 +21,52 @@ import torch.multiprocessing as mp
 from autoattn.distributed.communication import Ranks, ranks_of
 from autoattn.errors import GroupError
 
-ROUNDS = 7
-LONG_S = 0.02  # a call that takes longer is timed by itself, others three at a time
-SECONDS = 300  # that ranks wait for one another
+ROUNDS = 5
+TIMED = 0.15  # seconds of calls in a row, so that the host's time before the first one counts for little
+MOST_CALLS = 20
+SECONDS = 300.0  # that ranks wait for one another
 
 Call = Callable[[], object]
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallTime:
+    """How long a call takes, as the median of rounds of the rank where that is the most."""
+
+    seconds: float
+    issue_seconds: float  # until the host has issued it; a card may compute on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimer:
-    """This process among the ranks, and its clock."""
+    """This process among the ranks, and its clock: events of a card around calls in a row, or the host's."""
 
     ranks: Ranks
     device: torch.device
 
-    def rounds(self, calls: dict[str, Call]) -> dict[str, float]:
-        """Seconds of each call: of the slowest rank, the median of rounds in which each has its turn."""
-        counts = {}
-        for name, call in calls.items():
-            call()
-            counts[name] = 3 if self.largest(self._timed(call, 1)) < LONG_S else 1
-        times: dict[str, list[float]] = {name: [] for name in calls}
+    def times(self, calls: dict[str, Call]) -> dict[str, CallTime]:
+        """How long calls take that all ranks make together, of rounds in which each has its turn."""
+        counts = {name: _count(self.largest(self._third(call))) for name, call in calls.items()}
+        rounds: dict[str, list[CallTime]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
-                times[name].append(self.largest(self._timed(call, counts[name])))
-        return {name: statistics.median(each) for name, each in times.items()}
+                dist.barrier(self.ranks.group)
+                rounds[name].append(self._timed(call, counts[name]))
+        medians = {name: _median(each) for name, each in rounds.items()}
+        return {
+            name: CallTime(seconds=self.largest(each.seconds), issue_seconds=self.largest(each.issue_seconds))
+            for name, each in medians.items()
+        }
+
+    def time(self, call: Call) -> CallTime:
+        """How long one call takes."""
+        return self.times({"": call})[""]
+
+    def time_alone(self, call: Call) -> CallTime:
+        """How long a call takes that no other rank takes part in."""
+        count = _count(self._third(call))
+        return _median([self._timed(call, count) for _ in range(ROUNDS)])
 
     def largest(self, number: float) -> float:
         """The largest of the numbers that the ranks have."""
@@ -54,28 +74,56 @@ class RankTimer:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.group)
         return float(largest)
 
-    def _timed(self, call: Call, count: int) -> float:
-        """Seconds of a call that all ranks begin together."""
-        dist.barrier(self.ranks.group)
-        self._wait()
-        begin = time.perf_counter()
-        for _ in range(count):
+    def _third(self, call: Call) -> float:
+        """Seconds of the third call, before which kernels are compiled."""
+        for _ in range(2):
             call()
-        self._wait()
-        return (time.perf_counter() - begin) / count
+        return self._timed(call, 1).seconds
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _timed(self, call: Call, count: int) -> CallTime:
+        """A call of so many in a row."""
+        if self.device.type != "cuda":
+            seconds = _issued(call, count)
+            return CallTime(seconds=seconds, issue_seconds=seconds)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        issued = _issued(call, count)
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return CallTime(seconds=begin.elapsed_time(end) / 1e3 / count, issue_seconds=issued)
 
 
-def run(job: Callable[[RankTimer], Answer], ranks: int, backend: str, kind: type[Answer]) -> Answer:
+def _issued(call: Call, count: int) -> float:
+    """Seconds of the host for a call."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count
+
+
+def _count(seconds: float) -> int:
+    """How many calls that take so long come in a row."""
+    return max(1, min(MOST_CALLS, int(TIMED / seconds)))
+
+
+def _median(times: Sequence[CallTime]) -> CallTime:
+    return CallTime(
+        seconds=statistics.median(each.seconds for each in times),
+        issue_seconds=statistics.median(each.issue_seconds for each in times),
+    )
+
+
+def run(
+    job: Callable[[RankTimer], Answer], ranks: int, backend: str, kind: type[Answer], *, seconds: float = SECONDS
+) -> Answer:
     """What the first rank returns of a job that so many new processes do together.
 
     Args:
         job: a function of a module, or a partial of one.
         backend: nccl for cards, gloo for the CPU.
         kind: of what it returns, which travels as JSON.
+        seconds: that ranks wait for one another, before the group fails.
 
     Raises:
         GroupError: a rank ended.
@@ -86,7 +134,7 @@ def run(job: Callable[[RankTimer], Answer], ranks: int, backend: str, kind: type
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
         try:
-            mp.spawn(_rank, args=(ranks, backend, address, job, path), nprocs=ranks)
+            mp.spawn(_rank, args=(ranks, backend, address, seconds, job, path), nprocs=ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             lines = str(error).strip().splitlines()
             raise GroupError(
@@ -95,17 +143,17 @@ def run(job: Callable[[RankTimer], Answer], ranks: int, backend: str, kind: type
         return msgspec.json.decode(path.read_bytes(), type=kind)
 
 
-def _rank(rank: int, size: int, backend: str, address: str, job: Callable[[RankTimer], Any], path: Path) -> None:
+def _rank(
+    rank: int, size: int, backend: str, address: str, seconds: float, job: Callable[[RankTimer], Any], path: Path
+) -> None:
     """What each process does."""
-    device = torch.device("cpu")
+    device, card = torch.device("cpu"), None
     if backend == "nccl":
-        device = torch.device("cuda", rank)
+        device = card = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    limit = timedelta(seconds=SECONDS)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit)
-    try:
-        answer = job(RankTimer(ranks=ranks_of(dist.group.WORLD), device=device))
-        if rank == 0:
-            path.write_text(json.dumps(msgspec.to_builtins(answer)), encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit, device_id=card)
+    answer = job(RankTimer(ranks=ranks_of(dist.group.WORLD), device=device))
+    if rank == 0:
+        path.write_text(json.dumps(msgspec.to_builtins(answer)), encoding="utf-8")
+    dist.destroy_process_group()  # not after an error: it would wait for what other ranks never send

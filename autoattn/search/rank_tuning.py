@@ -143,7 +143,7 @@ class Measurement:
             def call() -> None:
                 Exchange(ranks, [ranks.sends(sent, after), ranks.receives(received, before)]).wait()
 
-            return self.timer.rounds({"": call})[""]
+            return self.timer.time(call).seconds
 
         latency = exchange(1024)
         speed = LARGE / max(exchange(LARGE) - latency, 1e-9)
@@ -159,7 +159,8 @@ class Measurement:
                 made[method.value] = attempt
             except (AutoattnError, torch.OutOfMemoryError) as error:  # on all ranks alike
                 refused[method.value] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return {Method(name): _tidy(seconds * 1e6) for name, seconds in self.timer.rounds(made).items()}, refused
+        times = self.timer.times(made)
+        return {Method(name): _tidy(each.seconds * 1e6) for name, each in times.items()}, refused
 
     def communication_sms(self, choice: RankChoice) -> int | None:
         """The limit of NCCL's SMs with which the call is faster than with NCCL's own choice; None without one."""
@@ -169,7 +170,7 @@ class Measurement:
             options.config.max_ctas = sms
             group = dist.new_group(pg_options=options)
             calls[str(sms)] = self.attention(choice.call, choice.method, group)
-        times = self.timer.rounds(calls)
+        times = {name: each.seconds for name, each in self.timer.times(calls).items()}
         best = min(times, key=lambda name: times[name])
         return int(best) if best and times[best] < GAIN * times[""] else None
 

@@ -53,6 +53,16 @@ def test_one_rank_is_the_plain_call(ranks: Ranks) -> None:
     assert ranks.run(1, context_calls.plain) == [True]
 
 
+def test_calls_that_differ_in_numbers_alone_are_read_once(ranks: Ranks) -> None:
+    calls = [{"causal": True}, {"causal": True}, {"window": (2, 1)}, {"window": (2, 1)}, {"causal": True, "scale": 2.0}]
+    assert ranks.run(2, context_calls.readings, calls) == [[1, 0, 1, 0, 1]] * 2
+    error = "TensorError: deterministic must be True or False, got 1"
+    for deterministic, expected in ((True, ""), (1, error), (True, "")):  # equal, but not the same argument
+        words = {"causal": True, "deterministic": deterministic}
+        errors = ranks.run(2, context_calls.refusal, dict.fromkeys(range(2), SHAPE), words)
+        assert all(found.startswith(expected) and bool(found) == bool(expected) for found in errors), errors
+
+
 def test_a_tensor_is_divided_and_put_together_again(ranks: Ranks) -> None:
     assert ranks.run(3, context_calls.divided) == [[]] * 3
 

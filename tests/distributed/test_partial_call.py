@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from computed_launches import card, tune  # noqa: F401 - a fixture
+from computed_launches import card, enter, tune  # noqa: F401 - a fixture
 from torch import Tensor
 
 import autoattn
+from autoattn import functional
 from autoattn.core.problem import Problem
 from autoattn.distributed import merging, partial_call
 from autoattn.distributed.partial_call import Packing, Terms
@@ -17,6 +18,7 @@ from autoattn.distributed.rectangles import Rectangle
 from autoattn.kernels import backward, merge
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import merge_formula
+from autoattn.runtime.torch_op.kernel_choices import KernelChoices
 from autoattn.tensors.operands import Gradients, Operands, Saved
 from autoattn.tensors.partial_outputs import PartialOutputs
 
@@ -84,6 +86,32 @@ def test_kernels_of_both_passes_get_the_output_and_the_lse_of_all_keys(
     expected, expected_gradients = whole(*given)
     for found, right in zip([output, *gradients], [expected, *expected_gradients], strict=True):
         torch.testing.assert_close(found.double(), right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_prepared_for_both_passes_runs_without_asking_for_a_choice(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    query, key, value, pull = tensors(torch.float16)
+    three, packing = (query, key[:, :32].contiguous(), value[:, :32].contiguous()), None
+    if packed:
+        three, pull = (three[0][0], three[1][0], three[2][0]), pull[0]
+        packing = Packing.of([Rectangle(queries=(0, 32), keys=(0, 32))], query.device)
+        problem = functional.explain_packed(*three, packing.cu_seqlens_q, packing.cu_seqlens_kv, 32, 32).problem
+    else:
+        problem = autoattn.explain(*three, layout="bshd").problem
+    assert problem is not None
+    enter(card, problem)
+    made = []
+    for _ in range(3):
+        answer = partial_call.attend(three, (-1, -1), TERMS, packing, None)
+        gradients = partial_call.differentiate(three, (-1, -1), TERMS, packing, answer, (pull, None))
+        made.append([*answer, *gradients[:3]])
+        monkeypatch.setattr(KernelChoices, "takes", lambda *given, **words: pytest.fail("a choice was asked for"))
+    assert card["backward"] == 3
+    for again in made[1:]:
+        for found, expected in zip(again, made[0], strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_pytorch_differentiates_a_call_where_no_kernel_does() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoattn
 from autoattn import distributed
-from autoattn.distributed import merging
+from autoattn.distributed import merging, shards
 from autoattn.distributed.sharding import Sharding
 from autoattn.errors import TensorError, UsageError
 from autoattn.runtime import merging_call
@@ -218,6 +218,20 @@ def refusal(group: dist.ProcessGroup, shapes: dict[int, tuple[int, ...]], words:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def readings(group: dist.ProcessGroup, calls: list[dict[str, Any]]) -> list[int]:
+    """How often it is reckoned how each call's tokens are divided, one after another; each is of other numbers."""
+    found = []
+    for words in calls:
+        query, key, value = torch.randn(3, 1, 2, 4, 8)
+        whole = [distributed.unshard(tensor, 2, group) for tensor in (query, key, value)]
+        with mock.patch.object(shards, "split_of", wraps=shards.split_of) as split_of:
+            output = distributed.context_attention(query, key, value, group=group, method="ring", **words)
+            found.append(split_of.call_count)
+        expected = autoattn.attention(*whole, **words)
+        torch.testing.assert_close(output, distributed.shard(expected, 2, group))
+    return found
 
 
 def plain(group: dist.ProcessGroup) -> bool:

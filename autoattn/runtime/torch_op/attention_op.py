@@ -102,14 +102,28 @@ def _ordinary(tensors: Sequence[Any], words: dict[str, Any]) -> Answer:
         return call.answer(call_key, own, parsed, plan, lse=lse, like=like)
 
 
-def posed(tensors: Sequence[Any], words: dict[str, Any]) -> call_cache.Key | None:
-    """The key of the operator's call; None where it computes on more tensors than that keeps."""
+def at_once_by_kernels(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Output and LSE where kernels are prepared for both passes; None where they are not.
+
+    Args:
+        words: without defaults and in the order of the schema, as the dispatcher gives them.
+    """
+    known = call_cache.find(posed(tensors, words))
+    return known.forward(*tensors[:3], *others_of(tensors)) if isinstance(known, TrainingCall) else None
+
+
+def posed(tensors: Sequence[Any], words: dict[str, Any], *more: str | int) -> call_cache.Key | None:
+    """The key of the operator's call; None where it computes on more tensors than that keeps.
+
+    Args:
+        more: what else tells calls apart.
+    """
     query, key, value, *extras = tensors
     offsets, scores = _offsets_of(tensors), tensors[_SCORES]
     known = len(offsets) + sum(tensor is not None for tensor in scores)
     if sum(isinstance(extra, Tensor) or bool(extra) for extra in extras) > known:
         return None
-    facts = (*words, *words.values(), "operator", torch.are_deterministic_algorithms_enabled())
+    facts = (*words, *words.values(), *more, "operator", torch.are_deterministic_algorithms_enabled())
     return call_cache.key(query, key, value, offsets, facts, (None, *scores) if known > len(offsets) else None)
 
 

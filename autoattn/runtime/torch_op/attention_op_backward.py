@@ -114,12 +114,17 @@ def _answer(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
 
 def _backward(*tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
     """Gradients of those of LEARNING that learn, in its order; each lies in memory as its tensor does."""
-    grads = _at_once(tensors, learns, words)
+    grads = at_once(tensors, learns, words)
     return _ordinary(tensors, learns, words) if grads is None else grads
 
 
-def _at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor] | None:
-    """Gradients where both passes are prepared; None where they are not."""
+def at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor] | None:
+    """Gradients where both passes are prepared; None where they are not.
+
+    Args:
+        tensors, learns, words: what `torch.ops.autoattn.attention_backward` takes, words without defaults and in the
+            order of the schema, as the dispatcher gives them.
+    """
     known = call_cache.find(attention_op.posed(tensors[_BEFORE:], words)) if words.get("keep_lse") else None
     if not isinstance(known, TrainingCall):
         return None
@@ -267,7 +272,7 @@ _TRACED = ("FakeTensor", "FunctionalTensor")  # by name: most programs do not lo
 
 
 def _attention_backward(keys: torch.DispatchKeySet, *tensors: Any, learns: list[bool], **words: Any) -> list[Tensor]:
-    grads = None if torch.is_grad_enabled() else _at_once(tensors, learns, words)
+    grads = None if torch.is_grad_enabled() else at_once(tensors, learns, words)
     return recorded_backward(keys, *tensors, learns=learns, **words) if grads is None else grads
 
 

@@ -34,6 +34,14 @@ operator = torch.ops.autoattn.attention.default
 _DEFAULTS = {argument.name: argument.default_value for argument in operator._schema.arguments[3:]}
 
 
+_KEYWORDS = tuple(argument.name for argument in operator._schema.arguments if argument.kwarg_only)
+
+
+def without_defaults(words: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as the dispatcher gives them: in the order of the schema, without those that are defaults."""
+    return {name: words[name] for name in _KEYWORDS if name in words and words[name] != _DEFAULTS[name]}
+
+
 def named(tensors: Sequence[Any], words: dict[str, Any]) -> dict[str, Any]:
     """An operator's arguments by name; the dispatcher leaves out those that are the defaults."""
     return {**_DEFAULTS, **dict(zip(TENSORS, tensors, strict=False)), **words}

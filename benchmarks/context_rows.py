@@ -1,0 +1,75 @@
+"""The rows of benchmarks/context_parallel.py: kinds of attention, and what ranks compute of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoattn.distributed.schedule import Split
+from autoattn.distributed.sharding import Sharding
+from autoattn.search.rank_processes import RankTimer
+
+HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
+DTYPE = torch.bfloat16
+DOCUMENTS = (0.05, 0.4, 0.02, 0.2, 0.08, 0.25)  # shares of a packed sequence
+WINDOW = (4096, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One kind of attention on so many tokens a rank, forward or both passes."""
+
+    name: str
+    tokens: int  # of a rank
+    learns: bool  # whether both passes count
+
+    @property
+    def packed(self) -> bool:
+        """Whether its documents are packed."""
+        return self.name == "packed"
+
+    @property
+    def passes(self) -> str:
+        """In words."""
+        return "both" if self.learns else "forward"
+
+    @property
+    def own_method(self) -> str:
+        """The name of the method that suits the mask."""
+        return "all-gather" if self.name == "window" else "ring"
+
+    def split(self, ranks: int) -> Split:
+        """How the tokens of so many ranks are divided."""
+        return Split(offsets=tuple(self.offsets(ranks)), ranks=ranks, sharding=Sharding.ZIGZAG)
+
+    def ideal(self, seconds: float, ranks: int) -> float:
+        """Seconds on so many ranks without a loss, of a call of one rank on its own tokens.
+
+        N ranks have N * N times the pairs of one, but N times those of one where a window has a fixed length.
+        """
+        return seconds if self.name == "window" else seconds * ranks
+
+    def offsets(self, ranks: int) -> list[int]:
+        """Where documents begin and the last ends, among the tokens of all ranks."""
+        if not self.packed:
+            return [0, self.tokens * ranks]
+        lengths = [int(share * self.tokens) * ranks for share in DOCUMENTS[:-1]]
+        return list(accumulate([0, *lengths, self.tokens * ranks - sum(lengths)]))
+
+    def words(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of the call."""
+        if self.name == "window":
+            return {"window": WINDOW, "sinks": torch.zeros(HEADS, device=device)}
+        return {"causal": True}
+
+
+def tensors(timer: RankTimer, tokens: int, *, learns: bool, packed: bool) -> list[Tensor]:
+    """Query, key, value and the output's gradient, [batch, seq, heads, head_dim] or [tokens, heads, head_dim]."""
+    torch.manual_seed(timer.ranks.rank)
+    shapes = [(tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
+    made = [torch.randn(shape if packed else (1, *shape), device=timer.device, dtype=DTYPE) for shape in shapes]
+    return [*(tensor.requires_grad_(learns) for tensor in made[:3]), made[3]]
