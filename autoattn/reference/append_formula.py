@@ -53,10 +53,15 @@ def _stored(new: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def rotated(tensor: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-    """A [batch, heads, seq, head_dim] tensor, rotated in float32 as its positions [batch, seq] say."""
-    rotary_dim = rotation.rotary_dim
-    inside = positions.clamp(0, rotation.cos.shape[0] - 1).long()
-    cos, sin = (table[inside][:, None].float() for table in (rotation.cos, rotation.sin))  # [batch, 1, seq, pairs]
+    """A [batch, heads, seq, head_dim] tensor, rotated in float32 as its positions [batch, seq] say.
+
+    Positions that the tables do not have, which only lengths that lie lead to, make the rotated elements 0.
+    """
+    rotary_dim, last = rotation.rotary_dim, rotation.cos.shape[0] - 1
+    rows = positions.clamp(0, last).long()
+    known = (positions == rows)[:, None, :, None]
+    # [batch, 1, seq, pairs]
+    cos, sin = (table[rows][:, None].float() * known for table in (rotation.cos, rotation.sin))
     turned = tensor[..., :rotary_dim].float()
     if rotation.interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.interpreter
 
 CAPACITY = 36
 LENGTHS = (0, 7, 33, -1)  # the third sequence has no room for all new keys, and the last none for its first one
+LIES = (2**31 - 1, CAPACITY + 1, 10**6, -5)  # with a new key more, the first one is no number of 32 bits
 HEADS_Q, HEADS_KV = 4, 2
 
 
@@ -42,6 +43,7 @@ class Appending:
     seq_new: int = 5
     seq_q: int = 3
     float8: bool = False
+    lengths: tuple[int, ...] = LENGTHS
 
     def given(self) -> Append:
         """Random tensors, the same at each call."""
@@ -54,8 +56,8 @@ class Appending:
         def stored(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(torch.float8_e4m3fn) if self.float8 else tensor
 
-        batch = len(LENGTHS)
-        lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+        batch = len(self.lengths)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
         pages = rows = rotation = None
         count, page = batch, CAPACITY
         if self.page:
@@ -116,6 +118,13 @@ def test_the_kernel_writes_what_the_formula_writes(child: Pool, appending: Appen
     outcome = child.result(appending, SECONDS)
     assert not isinstance(outcome, Failure), f"{outcome.outcome.value}: {outcome.detail}"
     assert all(outcome.values()), outcome
+
+
+@pytest.mark.parametrize("page", [0, 4])
+def test_lengths_that_lie_read_no_table_and_write_no_key_outside(child: Pool, page: int) -> None:
+    outcome = child.result(Appending(page=page, rotary_dim=16, moving=True, lengths=LIES), SECONDS)
+    assert not isinstance(outcome, Failure), f"{outcome.outcome.value}: {outcome.detail}"
+    assert outcome == {"key": True, "value": True, "query": True, "lengths": True, "written": False}
 
 
 def test_a_length_of_minus_one_leaves_out_the_first_new_key() -> None:
