@@ -1,15 +1,19 @@
 """Predicts the times of variants on problems that nobody measured, from those that were: a Gaussian process.
 
 It knows a variant by its parameters, and a problem with it by what a card has to do: tiles, waves, passes over keys,
-products, and bytes. A tree of rules that is grown on measured problems alone chooses badly on kinds that it has not
+products, and bytes. How much each of these features counts is fitted to the measured times (`portfolio_scales.py`).
+A tree of rules that is grown on measured problems alone chooses badly on kinds that it has not
 seen; grown on many drawn problems whose times are predicted, it comes near the model (docs/decisions/portfolios.md).
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +44,8 @@ CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("HEAD_SPLIT", (1, 2)),
     ("products", ("bf16x3", "bf16x6")),
 )
-LENGTH_SCALE = 7.0  # of the kernel, in standard deviations of the features
+LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
+SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
 NOISE = 0.002  # variance of the logarithm of a time measured in rounds
 DIGITS = 2  # of the logarithm of a predicted time
 ROUGH = 3  # times as much of a screened one
@@ -109,8 +114,8 @@ def roofline_us(problem: Problem, device: Device) -> float:
     return 1e6 * seconds
 
 
-def features(problem: Problem, variant: Variant, device: Device) -> list[float]:
-    """What the model knows of a variant on a problem; sizes and ratios as powers of two."""
+def features(problem: Problem, variant: Variant, device: Device) -> dict[str, float]:
+    """What the model knows of a variant on a problem, by name; sizes and ratios as powers of two."""
     params, work = variant.as_dict(), work_of(problem, variant, device)
     least_us, waves = roofline_us(problem, device), work.programs / work.slots
     peak = roofline.peak_flops(problem, device)
@@ -119,37 +124,58 @@ def features(problem: Problem, variant: Variant, device: Device) -> list[float]:
     at_once = work.slots / device.sm_count
     rows, keys = int(params["BLOCK_M"]), int(params["BLOCK_N"])
     width = work.products / (4.0 * rows * keys)
-    sizes = [
-        waves, work.longest, span, rows, keys, width, work.products, span * work.products * at_once,
-        1e6 * span * work.products * work.slots / peak, work.programs, math.ceil(waves) / waves,
-        work.programs / work.tiles, int(params.get("num_warps", rows // 16 + 4)), int(params["num_stages"]), at_once,
-        max(1, int(params.get("PACK_GQA", 1))), work.passes * work.products / max(1, problem.flops()),
-        problem.group_size, problem.head_dim / width, problem.bytes(), problem.flops(), least_us, problem.seq_q,
-        problem.seq_kv, problem.heads_kv * problem.batch / device.sm_count, 0.01 + work.masked,
-        work.bytes_read / problem.bytes(), work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
-        2.0 + work.bytes_read / L2_BYTES_PER_US, work.rows_used, max(1.0, waves), problem.dtype.bytes,
-    ]  # fmt: skip
-    flags: list[float] = [
-        min(waves, 1.0), problem.precision is Precision.IEEE, problem.precision is Precision.TF32X3,
-        problem.mask.bounded_left, problem.mask.bounded_right,
-        variant.template.startswith("gluon"), int(params.get("HEAD_GROUP", 1)) > 1,
-    ]  # fmt: skip
-    flags += [params.get(name) == value for name, values in CHOICES for value in values]
-    return [math.log2(max(size, 1e-6)) for size in sizes] + [float(flag) for flag in flags]
+    sizes: dict[str, float] = {
+        "waves": waves, "longest": work.longest, "span": span, "rows": rows, "keys": keys, "width": width,
+        "products": work.products, "products_in_turn": span * work.products * at_once,
+        "products_us": 1e6 * span * work.products * work.slots / peak, "programs": work.programs,
+        "last_wave": math.ceil(waves) / waves, "splits": work.programs / work.tiles,
+        "warps": int(params.get("num_warps", rows // 16 + 4)), "stages": int(params["num_stages"]),
+        "programs_an_sm": at_once, "packed_heads": max(1, int(params.get("PACK_GQA", 1))),
+        "products_over_flops": work.passes * work.products / max(1, problem.flops()), "group": problem.group_size,
+        "width_used": problem.head_dim / width, "bytes": problem.bytes(), "flops": problem.flops(),
+        "least_us": least_us, "seq_q": problem.seq_q, "seq_kv": problem.seq_kv,
+        "heads_an_sm": problem.heads_kv * problem.batch / device.sm_count, "masked": 0.01 + work.masked,
+        "bytes_over_least": work.bytes_read / problem.bytes(),
+        "l2_over_least": work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
+        "l2_us": 2.0 + work.bytes_read / L2_BYTES_PER_US, "rows_used": work.rows_used,
+        "full_waves": max(1.0, waves), "element_bytes": problem.dtype.bytes,
+    }  # fmt: skip
+    flags: dict[str, float] = {
+        "wave_begun": min(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
+        "tf32x3": problem.precision is Precision.TF32X3, "left": problem.mask.bounded_left,
+        "right": problem.mask.bounded_right, "gluon": variant.template.startswith("gluon"),
+        "grouped_heads": int(params.get("HEAD_GROUP", 1)) > 1,
+    }  # fmt: skip
+    flags |= {f"{name}={value}": params.get(name) == value for name, values in CHOICES for value in values}
+    logs = {name: math.log2(max(size, 1e-6)) for name, size in sizes.items()}
+    return logs | {name: float(flag) for name, flag in flags.items()}
+
+
+def matrix(cases: Iterable[tuple[Problem, Variant, Device]]) -> Array:
+    """Features of each case, [cases, features]."""
+    return np.array([list(features(*case).values()) for case in cases])
+
+
+@cache
+def scales() -> Mapping[str, float]:
+    """The weight of each feature."""
+    weights: dict[str, float] = json.loads(SCALES.read_text(encoding="utf-8"))
+    return weights
 
 
 class TimeModel:
     """A Gaussian process over the logarithm of time over the roofline's."""
 
-    def __init__(self, inputs: Array, targets: Array, noise: Array) -> None:
+    def __init__(self, inputs: Array, targets: Array, noise: Array, weights: Sequence[float]) -> None:
         """Fits.
 
         Args:
             inputs: [samples, features].
             targets: [samples], logarithms.
             noise: [samples], variances of the targets.
+            weights: of the features.
         """
-        self._mean, self._deviation = inputs.mean(axis=0), inputs.std(axis=0) + 1e-9
+        self._mean, self._deviation = inputs.mean(axis=0), (inputs.std(axis=0) + 1e-9) / np.array(weights)
         self._offset = float(targets.mean())
         self._inputs = self._scaled(inputs)
         covariance = self._covariance(self._inputs, self._inputs)
@@ -162,7 +188,7 @@ class TimeModel:
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
-        logs = self.predict(np.array([features(problem, variant, device) for variant in variants]))
+        logs = self.predict(matrix((problem, variant, device) for variant in variants))
         least_us = LAUNCH_US + roofline_us(problem, device)
         return {
             variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
@@ -175,7 +201,8 @@ class TimeModel:
     @staticmethod
     def _covariance(left: Array, right: Array) -> Array:
         squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None] - 2.0 * left @ right.T
-        covariance: Array = np.exp(-np.sqrt(np.maximum(squares, 0.0)))
+        distance = np.sqrt(3.0 * np.maximum(squares, 0.0))
+        covariance: Array = (1.0 + distance) * np.exp(-distance)  # Matern's, of smoothness 3/2
         return covariance
 
 
@@ -195,9 +222,26 @@ class Sample:
     rough: bool  # a first look
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Samples as a Gaussian process takes them: [samples, features], [samples] logarithms, and their variances."""
+
+    inputs: Array
+    values: Array
+    noise: Array
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Targets:
+        """The features and targets of samples."""
+        return cls(
+            inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
+            values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
+            noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
+        )
+
+
 def fit(samples: Sequence[Sample]) -> TimeModel:
     """A model of measured times."""
-    inputs = np.array([features(sample.problem, sample.variant, sample.device) for sample in samples])
-    targets = np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples])
-    noise = np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples])
-    return TimeModel(inputs, targets, noise)
+    known, sample = Targets.of(samples), samples[0]
+    names = features(sample.problem, sample.variant, sample.device)
+    return TimeModel(known.inputs, known.values, known.noise, [scales()[name] for name in names])

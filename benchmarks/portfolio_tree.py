@@ -31,10 +31,14 @@ LET = {
     "sequence_tiles": "heads_q * queries / 128 / sm_count",
     "key_heads": "heads_kv * batch / sm_count",
     "shared_rows": "queries / batch * group_size",
+    # Tiles for each SM, of which the last wave may be short
+    "tiles": "heads_q * batch * ((queries / batch + 127) // 128) / sm_count",
+    "half_tiles": "heads_q * batch * ((queries / batch + 63) // 64) / sm_count",
+    "shared_tiles": "heads_kv * batch * ((queries / batch * group_size + 127) // 128) / sm_count",
 }
 FEATURES = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
-    "key_heads", "shared_rows",
+    "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles",
 )  # fmt: skip
 LEAST_PROBLEMS = 6  # of a leaf
 MOST_DEPTH = 16

@@ -3,6 +3,7 @@
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py fill --seed 1003 --seconds 460       likewise, of kinds that are seldom drawn
+python benchmarks/portfolios.py scales                               writes data/feature_scales.json
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
 
 screen: for each drawn problem, a wide pool of variants (`variant_pool.py`) is compiled, passes the gate and has a first
@@ -13,6 +14,8 @@ gate, and the best of them meet PyTorch's backends in interleaved rounds. What i
 
 fill: problems of the kinds of `gap_calls.py`. The model of derive chooses a few variants of a pool for each. Short
 calls are measured last, on idle cores.
+
+scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
 derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
 decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
@@ -39,6 +42,7 @@ import gap_calls
 import measured_calls
 import msgspec
 import portfolio_model
+import portfolio_scales
 import portfolio_tree
 import typer
 import variant_pool
@@ -71,7 +75,7 @@ NEAR = 1.02
 LEFT_OUT = {"biased_prompt": "bias_of_pairs and element_bytes < 4 and shared_rows >= 80"}
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
-PREDICTED = {DType.FLOAT16: 8000, Precision.TF32: 3000, Precision.IEEE: 3000}
+PREDICTED = {DType.FLOAT16: 12_000, Precision.TF32: 4000, Precision.IEEE: 4000}
 TF32X3_OF = 4
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
@@ -299,9 +303,13 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
 
 def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
     """A model of all measured times."""
+    return portfolio_model.fit(_all_samples(measured, screened))
+
+
+def _all_samples(measured: Sequence[Example], screened: Sequence[Example]) -> list[portfolio_model.Sample]:
+    """Of measured and of screened problems."""
     cover = variant_pool.cover(screened)
-    samples = _samples(measured, cover, _failing(measured, cover))
-    return portfolio_model.fit([*samples, *_rough_samples(screened)])
+    return [*_samples(measured, cover, _failing(measured, cover)), *_rough_samples(screened)]
 
 
 def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
@@ -363,6 +371,13 @@ def problems_to_predict() -> list[Problem]:
         if not any(left.values()):
             return list(problems)
     raise AssertionError("seeds never end")
+
+
+@app.command()
+def scales() -> None:
+    """Fit the weights of the model's features."""
+    weights = portfolio_scales.fit(_all_samples(examples_of(DATA), examples_of(SCREENED)))
+    portfolio_model.SCALES.write_text(json.dumps(weights, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()

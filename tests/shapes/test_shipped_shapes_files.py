@@ -32,6 +32,7 @@ OTHERS = (
     "repeated",
     "sparse",
     "speed",
+    "training",
     "variants",
 )
 
