@@ -137,7 +137,7 @@ def _forward_facts(
         "needs_mask": _needs_mask(kind),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
         # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
-        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX) and not latent,
+        "redo": params["softmax"] != NO_SOFTMAX and (hides or params["softmax"] == FIRST_MAX) and not latent,
         "clears": hides and latent,
         "group_parts": LATENT_GROUP,
         "sinks": modifiers.sinks,
