@@ -25,8 +25,7 @@ AS_ASKED = "as_asked"  # the parameter `products` when float32 products are form
 def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, object]:
     """Everything that a template may ask of a kind; numbers of the launch are left out on purpose."""
     mask, modifiers = kind.mask, kind.modifiers
-    points = search_space.load(variant.template)
-    params = {**points.fixed, **points.params_of(variant)}
+    params = search_space.load(variant.template).all_params_of(variant)
     products = params["products"]
     offset, strided = "i64" if traits.wide else "i32", traits.alignment == 1
     score = _expression(modifiers.score_mod, SCORE_NAMES)

@@ -49,7 +49,7 @@ class Program:
 
 def program_of(variant: Variant, report: StaticReport) -> Program:
     """From a variant's parameters, and from what its template says of its warps."""
-    params = variant.as_dict()
+    params = search_space.load(variant.template).all_params_of(variant)
     block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
     if not search_space.load(variant.template).specialised:
         return Program(
