@@ -12,12 +12,12 @@ import torch
 from latent_kernels import CPU, MLA, TEMPLATE
 from rarely import diagonal
 
-from autoattn.core.problem import DType
+from autoattn.core.problem import DType, Problem
 from autoattn.core.trial import Verdict
 from autoattn.core.variant import Source
 from autoattn.errors import SynchronizationError
 from autoattn.kernels import forward
-from autoattn.kernels.compiler import load
+from autoattn.kernels.compiler import Kernel, load
 from autoattn.search.gpu_jobs import Rehearse
 
 pytestmark = pytest.mark.interpreter
@@ -111,6 +111,12 @@ FAULTS = (
 )
 
 
+def launch_often(one: Problem, kernel: Kernel) -> None:
+    """Launches a kernel five times, in which its warps take turns in other orders."""
+    for _ in range(5):
+        latent_kernels.run(one, kernel, cached.operands(one))
+
+
 @pytest.mark.parametrize(("right", "wrong", "words"), FAULTS)
 def test_the_interpreter_finds_what_is_not_waited_for(right: str, wrong: str, words: str) -> None:
     one = latent_kernels.problem("paged:32,latent", mask="causal")
@@ -118,8 +124,7 @@ def test_the_interpreter_finds_what_is_not_waited_for(right: str, wrong: str, wo
     assert right in rendered.text
     kernel = load(replace(rendered, text=rendered.text.replace(right, wrong)), CPU)
     with pytest.raises(SynchronizationError, match=words):
-        for _ in range(5):
-            latent_kernels.run(one, kernel, cached.operands(one))
+        launch_often(one, kernel)
 
 
 def judged(rendered: Source, text: str = "paged:32,latent") -> Verdict:
