@@ -56,7 +56,6 @@ def test_keys_of_576_elements_match_the_reference(text: str, queries: int) -> No
         ("", {"SPLITS": 4, "PART_BLOCKS": 2}),
         ("", {"SPLITS": 8}),
         ("", {"SPLITS": 16}),  # more parts than a group has
-        ("", {"SPLITS": 8, "SHARED_PROGRAMS": 64}),
         (",split_length=64", {"SPLITS": 4}),
     ],
     ids=str,
@@ -70,10 +69,29 @@ def test_programs_that_share_a_tile_add_up_its_parts(
     latent_kernels.check(latent_kernels.problem(text + words, lengths, seq_q=2, mask="causal"), lengths, **changes)
 
 
-def test_counters_are_zeros_again_behind_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["paged:64,latent", FLOAT8])
+@pytest.mark.parametrize(("programs", "heads"), [(1, 8), (5, 8), (7, 40), (40, 8)])
+def test_persistent_programs_share_all_blocks_whatever_tiles_they_are_of(
+    text: str, programs: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "CAPACITY", 512)
+    lengths = *LONG, 512  # 25 blocks of 32 keys, of which 16 are of the last sequence
+    one = latent_kernels.problem(text, lengths, seq_q=2, heads_q=heads, mask="causal")
+    latent_kernels.check(one, lengths, programs=programs, PERSISTENT=1)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3, 0), (1,)])
+def test_persistent_programs_write_the_outputs_of_sequences_without_keys(lengths: tuple[int, ...]) -> None:
+    one = latent_kernels.problem("paged:32,latent", lengths, mask="causal")
+    latent_kernels.check(one, lengths, programs=4, PERSISTENT=1, PART_BLOCKS=2)
+
+
+@pytest.mark.parametrize("changes", [{"SPLITS": 16}, {"PERSISTENT": 1}], ids=str)
+def test_counters_are_zeros_again_behind_a_launch(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "CAPACITY", 512)
     one, lengths = latent_kernels.problem("paged:64,latent", (512, 0, 300)), (512, 0, 300)
-    kernel, given = load(latent_kernels.source(one, SPLITS=16), CPU), cached.operands(one, lengths)
+    kernel = replace(load(latent_kernels.source(one, **changes), CPU), sm_count=20)
+    given = cached.operands(one, lengths)
     output, lse = forward.empty_output(one, given.query), torch.empty(3, one.heads_q, 1)
     name, count = forward.zeros(kernel, one, given.query) or ("", 0)
     counters = torch.zeros(count, dtype=torch.int32)

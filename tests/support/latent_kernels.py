@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import cached
@@ -22,7 +23,7 @@ from autoattn.tensors.operands import Operands
 TEMPLATE = "latent/forward"
 CPU = torch.device("cpu")
 BASE: dict[str, Value] = {
-    "BLOCK_N": 32, "num_stages": 2, "byte_stages": 1, "SPLITS": 1, "PART_BLOCKS": 1, "SHARED_PROGRAMS": 0,
+    "BLOCK_N": 32, "num_stages": 2, "byte_stages": 1, "SPLITS": 1, "PART_BLOCKS": 1, "PERSISTENT": 0,
 }  # fmt: skip
 DIMS: dict[str, Any] = {
     "head_dim": 96,
@@ -57,10 +58,10 @@ def run(one: Problem, kernel: Kernel, given: Operands) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def check(one: Problem, lengths: Sequence[int] = cached.LENGTHS, **changes: Value) -> None:
-    """Compares a kernel with the reference in float64."""
+def check(one: Problem, lengths: Sequence[int] = cached.LENGTHS, *, programs: int = 1, **changes: Value) -> None:
+    """Compares a kernel with the reference in float64; `programs` is how many persistent ones there are."""
     given = cached.operands(one, lengths)
-    output, lse = run(one, load(source(one, **changes), CPU), given)
+    output, lse = run(one, replace(load(source(one, **changes), CPU), sm_count=programs), given)
     expected, expected_lse = attention_formula.attention(one, given)
     # What weights and outputs of bfloat16 are rounded by; float8 latents are multiplied in float16.
     error = 2e-3 if one.dtype is DType.FLOAT16 else 1e-2
