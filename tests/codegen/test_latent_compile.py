@@ -7,7 +7,7 @@ from typing import Any
 import latent_kernels
 import pytest
 from latent_kernels import MLA, TEMPLATE
-from rarely import rarely
+from rarely import diagonal, rarely
 from samples import A30, H200
 
 from autoattn.codegen import portfolio, render, search_space
@@ -57,7 +57,9 @@ def test_other_calls_are_left_to_triton_in_words(one: Problem, words: str) -> No
         ("paged:64,latent,splits=2", {"PERSISTENT": 1}, "would depend on its batch"),
         ("paged:64,latent,split_length=64", {"SPLITS": 4, "PART_BLOCKS": 2}, "how many keys a program has"),
         ("paged:64,latent", {"PERSISTENT": 1, "SPLITS": 2}, "where their shares of all keys end"),
-        ("paged:64,latent", {}, ""),
+        ("paged:64,latent", {"BLOCK_M": 16, "BLOCK_N": 32}, "has 64 rows, of keys"),
+        ("paged:64,latent", {"BLOCK_M": 32, "BLOCK_N": 64}, "half of such a tile's rows"),
+        ("paged:64,latent", {"BLOCK_M": 16, "BLOCK_N": 64}, ""),
         ("paged:64,float8_e4m3,latent", {"num_stages": 3}, ""),
     ],
 )
@@ -89,7 +91,7 @@ DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("paged:64,latent", {"seq_q": 4}),
     ("paged:64,latent", {"batch": 1, "heads_q": 128, "seq_kv": 65536}),
     ("contiguous,latent", {}),
-    ("paged:64,float8_e4m3,latent", {}),
+    ("paged:64,float8_e4m3,latent", {"seq_q": 4}),
 )
 
 
@@ -107,6 +109,17 @@ def test_defaults_keep_the_loop_in_registers_and_fill_the_shared_memory_of_one_p
     # [64, 576] x [576, keys], and [64, keys] x [keys, 256] from weights in registers
     assert sorted(products.values()) == sorted([576 // 16, keys // 16])
     assert H200.shared_bytes_per_block - 16 * 1024 < report.shared_bytes <= H200.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(("text", "rows"), diagonal(("paged:64,latent", "paged:64,float8_e4m3,latent"), (16, 32)))
+def test_few_rows_are_the_columns_of_products(text: str, rows: int) -> None:
+    one = problem(text, seq_q=rows // 16)
+    stages = {"num_stages": 1, "byte_stages": 3} if one.caches_float8 else {}
+    report = compiler.inspect(latent_kernels.source(one, BLOCK_M=rows, BLOCK_N=64, **stages), H200.arch)
+    products = {opcode for opcode in report.loop if opcode.startswith("HGMMA")}
+    assert {opcode.split(".")[1] for opcode in products} == {f"64x{rows}x16"}
+    # [64, 576] x [576, rows], and four times [64, 64] x [64, rows]
+    assert sum(report.loop[opcode] for opcode in products) == 576 // 16 + 4 * 4
 
 
 def test_float8_becomes_float16_two_numbers_at_a_time() -> None:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.interpreter
 
 LONG = (0, 1, 63, 64, 65, 200, 256)  # keys of sequences in a cache of 256
 FLOAT8 = "paged:64,float8_e4m3,latent"
+WIDE = {"head_dim": 192, "head_dim_v": 128}  # the smallest where tiles of few rows are the columns of products
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("paged:32,latent", {"mask": "causal"}, {}),
     ("paged:32,latent", {"mask": "full", "seq_q": 2}, {"num_stages": 1}),
@@ -33,7 +34,11 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("contiguous,latent,rows,leftpad", {"mask": "causal", "dtype": DType.FLOAT16}, {"SPLITS": 2}),
     ("paged:32,latent", {"mask": "causal", "heads_q": 80, "seq_q": 2}, {}),  # three tiles of rows
     ("paged:32,latent", {"mask": "causal", "heads_q": 6, "heads_kv": 2, "seq_q": 3}, {}),
+    ("paged:64,latent", {"mask": "causal", **WIDE}, {"BLOCK_M": 16, "BLOCK_N": 64}),
+    ("paged:64,latent", {"mask": "full", "seq_q": 3, **WIDE}, {"BLOCK_M": 16, "BLOCK_N": 64, "num_stages": 1}),
+    ("contiguous,latent", {"mask": "causal", "seq_q": 5, **WIDE}, {"BLOCK_M": 32, "BLOCK_N": 64, "PERSISTENT": 1}),
     (FLOAT8, {"mask": "causal"}, {"byte_stages": 2}),
+    (FLOAT8, {"mask": "causal", "seq_q": 4, **WIDE}, {"BLOCK_M": 32, "BLOCK_N": 64, "byte_stages": 3, "SPLITS": 2}),
     (FLOAT8, {"mask": "full", "seq_q": 2}, {"byte_stages": 4, "num_stages": 1}),
     (FLOAT8, {"mask": "causal", "dtype": DType.FLOAT16}, {"BLOCK_N": 64, "num_stages": 1, "SPLITS": 2}),
 )

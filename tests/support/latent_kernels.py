@@ -23,7 +23,7 @@ from autoattn.tensors.operands import Operands
 TEMPLATE = "latent/forward"
 CPU = torch.device("cpu")
 BASE: dict[str, Value] = {
-    "BLOCK_N": 32, "num_stages": 2, "byte_stages": 1, "SPLITS": 1, "PART_BLOCKS": 1, "PERSISTENT": 0,
+    "BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2, "byte_stages": 1, "SPLITS": 1, "PART_BLOCKS": 1, "PERSISTENT": 0,
 }  # fmt: skip
 DIMS: dict[str, Any] = {
     "head_dim": 96,
