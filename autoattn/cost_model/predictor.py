@@ -91,11 +91,9 @@ def predict(
     """
     if reason := why_unlaunchable(device, report):
         raise ValueError(f"a prediction needs a kernel that can run; {reason}")
-    own, params = (
-        constants[path_of(report, variant.template)],
-        search_space.load(variant.template).all_params_of(variant),
-    )
-    together = search_space.load(variant.template).heads_of_tile(params, problem)
+    own, space = constants[path_of(report, variant.template)], search_space.load(variant.template)
+    params = space.all_params_of(variant)
+    together = space.heads_of_tile(params, problem)
     work = _work(problem, device, variant, report, own, together)
     fitting = occupancy(device, report.registers, report.shared_bytes, report.num_warps)
     resident = min(fitting, work.program.persistent or fitting)
