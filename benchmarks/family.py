@@ -26,7 +26,8 @@ def main() -> None:
     if not of(Op.FORWARD):
         known = sorted({one.template.partition("/")[0] for one in _of(Op.FORWARD)})
         sys.exit(
-            f"benchmarks/family.py needs a family of templates first, got {family!r}; it may be {' or '.join(known)}"
+            f"benchmarks/family.py needs a family of templates first, got {family!r}; it may be "
+            f"{', '.join(known[:-1])} or {known[-1]}"
         )
     search_space.of = of  # type: ignore[assignment]
     cli.main()

@@ -25,8 +25,7 @@ AS_ASKED = "as_asked"  # the parameter `products` when float32 products are form
 def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, object]:
     """Everything that a template may ask of a kind; numbers of the launch are left out on purpose."""
     mask, modifiers = kind.mask, kind.modifiers
-    points = search_space.load(variant.template)
-    params = {**points.fixed, **points.params_of(variant)}
+    params = search_space.load(variant.template).all_params_of(variant)
     products = params["products"]
     offset, strided = "i64" if traits.wide else "i32", traits.alignment == 1
     score = _expression(modifiers.score_mod, SCORE_NAMES)
@@ -137,7 +136,7 @@ def _forward_facts(
         "needs_mask": _needs_mask(kind),
         # Whether a tile can hold a pair that is hidden though its key is loaded, or lose count of a maximum.
         # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
-        "redo": variant["softmax"] != NO_SOFTMAX and (hides or variant["softmax"] == FIRST_MAX) and not latent,
+        "redo": params["softmax"] != NO_SOFTMAX and (hides or params["softmax"] == FIRST_MAX) and not latent,
         "clears": hides and latent,
         "group_parts": LATENT_GROUP,
         "sinks": modifiers.sinks,

@@ -49,7 +49,7 @@ class Program:
 
 def program_of(variant: Variant, report: StaticReport) -> Program:
     """From a variant's parameters, and from what its template says of its warps."""
-    params = variant.as_dict()
+    params = search_space.load(variant.template).all_params_of(variant)
     block_m, block_n = int(params["BLOCK_M"]), int(params["BLOCK_N"])
     if not search_space.load(variant.template).specialised:
         return Program(
@@ -58,7 +58,7 @@ def program_of(variant: Variant, report: StaticReport) -> Program:
         )  # fmt: skip
     walking = params["schedule"] != "one_tile"
     return Program(
-        block_m=block_m, block_n=block_n, workers=block_m // ROWS, rows=ROWS, warps=4, specialised=True,
-        persistent=int(params.get("CTAS", 1)) if walking else 0, dealt=params["schedule"] == "persistent",
-        ahead=bool(params["overlap"]),
+        block_m=block_m, block_n=block_n, workers=max(1, block_m // ROWS), rows=min(ROWS, block_m), warps=4,
+        specialised=True, persistent=int(params.get("CTAS", 1)) if walking else 0,
+        dealt=params["schedule"] == "persistent", ahead=bool(params["overlap"]),
     )  # fmt: skip

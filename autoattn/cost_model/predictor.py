@@ -91,8 +91,9 @@ def predict(
     """
     if reason := why_unlaunchable(device, report):
         raise ValueError(f"a prediction needs a kernel that can run; {reason}")
-    own, params = constants[path_of(report, variant.template)], variant.as_dict()
-    together = search_space.load(variant.template).heads_of_tile(params, problem)
+    own, space = constants[path_of(report, variant.template)], search_space.load(variant.template)
+    params = space.all_params_of(variant)
+    together = space.heads_of_tile(params, problem)
     work = _work(problem, device, variant, report, own, together)
     fitting = occupancy(device, report.registers, report.shared_bytes, report.num_warps)
     resident = min(fitting, work.program.persistent or fitting)
@@ -117,7 +118,7 @@ def predict(
 def _work(
     problem: Problem, device: Device, variant: Variant, report: StaticReport, constants: Constants, together: int
 ) -> _Work:
-    program, params = program_of(variant, report), variant.as_dict()
+    program, params = program_of(variant, report), search_space.load(variant.template).all_params_of(variant)
     mask_loop = str(params["mask_loop"]) if report.masked_loop else "every"
     splits = int(params.get("SPLITS", 1))
     plain, masked = tile_schedule.key_blocks(

@@ -36,6 +36,6 @@ def test_another_word_is_a_mistake_that_names_the_families(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(
-        SystemExit, match=r"needs a family of templates first, got '(tune)?'; it may be gluon or triton"
+        SystemExit, match=r"needs a family of templates first, got '(tune)?'; it may be gluon, latent or triton"
     ):
         run(monkeypatch, *words)

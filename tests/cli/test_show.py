@@ -122,7 +122,7 @@ def test_a_misspelt_route_is_one_sentence(autoattn: Run, user_cache: Path) -> No
     code, out, error = autoattn("show", "--route", "sdpa-cudn")
     assert (code, out) == (2, "")
     assert_one_sentence(error)
-    assert "--route must be of gluon/backward, gluon/forward, kernel, sdpa, sdpa-cudnn," in error
+    assert "--route must be of gluon/backward, gluon/forward, kernel, latent/forward, sdpa, sdpa-cudnn," in error
 
 
 def test_show_json_is_one_document(autoattn: Run, user_cache: Path) -> None:

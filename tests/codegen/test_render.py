@@ -20,6 +20,7 @@ from typing import Any
 
 import hopper_gradients
 import kernels
+import latent_kernels
 import pytest
 from checkout_paths import GOLDEN
 
@@ -290,6 +291,14 @@ GLUON: dict[str, Value] = {
     "row_order": "descending", "software_exp2": 4,
 }  # fmt: skip
 GOLDEN_SOURCES = {
+    "latent_bf16_d576_float8_persistent": latent_kernels.source(
+        latent_kernels.problem("paged:64,float8_e4m3,latent", mask="causal", **latent_kernels.MLA),
+        byte_stages=4, PART_BLOCKS=4, PERSISTENT=1,
+    ),
+    "latent_bf16_d576_few_rows": latent_kernels.source(
+        latent_kernels.problem("contiguous,latent,rows,leftpad", **latent_kernels.MLA),
+        BLOCK_M=16, BLOCK_N=64, SPLITS=4,
+    ),
     "forward_bf16_d128_causal": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
         BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3,

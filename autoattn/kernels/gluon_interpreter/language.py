@@ -134,8 +134,8 @@ def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Lay
     return mbarriers.allocate(shape) if isinstance(layout, MBarrierLayout) else shared_memory.allocate(dtype, shape)
 
 
-def load(pointer: Tensor, mask: Any = None, other: Any = None) -> Tensor:
-    """Global memory at addresses."""
+def load(pointer: Tensor, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tensor:
+    """Global memory at addresses; of caches there is no model."""
     return scheduler.current().program.memory.load(pointer, None if mask is None else to_tensor(mask), other)
 
 
@@ -144,8 +144,8 @@ def store(pointer: Tensor, value: Any, mask: Any = None) -> None:
     scheduler.current().program.memory.store(pointer, to_tensor(value), None if mask is None else to_tensor(mask))
 
 
-def atomic_add(pointer: Tensor, value: Any) -> Tensor:
-    """Adds to global memory; gives what was there."""
+def atomic_add(pointer: Tensor, value: Any, sem: str = "acq_rel", scope: str = "gpu") -> Tensor:
+    """Adds to global memory; gives what was there. Programs follow one another, so that no order is left open."""
     return scheduler.current().program.memory.add(pointer, to_tensor(value))
 
 
@@ -158,6 +158,14 @@ def full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: object = 
 def arange(begin: Any, end: Any, layout: object = None) -> Tensor:
     """A row of int32."""
     return Tensor(torch.arange(int(begin), int(end), dtype=torch.int32))
+
+
+def associative_scan(value: Tensor, axis: int, combine: Callable[[Any, Any], Any]) -> Tensor:
+    """What `combine` makes of all elements up to each, along an axis."""
+    rows = [Tensor(row) for row in value.data.unbind(axis)]
+    for place in range(1, len(rows)):
+        rows[place] = combine(rows[place - 1], rows[place])
+    return Tensor(torch.stack([row.data for row in rows], axis))
 
 
 def _extreme(largest: bool) -> Callable[[Any, Any], Any]:
@@ -175,6 +183,7 @@ _MATHS: Mapping[str, Any] = {
     "minimum": _extreme(False),
     "max": row_max,
     "sum": row_sum,
+    "associative_scan": associative_scan,
     **{name: _elementwise(getattr(torch, name)) for name in ("exp2", "exp", "log2", "log", "abs", "floor", "sqrt")},
     "cos": _elementwise(torch.cos),
     "sin": _elementwise(torch.sin),

@@ -1,0 +1,130 @@
+"""The template for latent caches on Hopper: which problems it takes, when calls run it, and its machine code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import latent_kernels
+import pytest
+from latent_kernels import MLA, TEMPLATE
+from rarely import diagonal, rarely
+from samples import A30, H200
+
+from autoattn.codegen import portfolio, render, search_space
+from autoattn.core.problem import Layout, Modifiers, Op, Problem
+from autoattn.kernels import compiler
+
+SIZES: dict[str, Any] = {"batch": 32, "seq_kv": 8192, "mask": "causal", **MLA}
+
+
+def problem(text: str, **facts: Any) -> Problem:
+    """Multi-head latent attention of 16 heads, absorbed."""
+    return latent_kernels.problem(text, **SIZES | facts)
+
+
+def why_not(one: Problem, **changes: Any) -> str:
+    """Why a variant is infeasible on an H200."""
+    found = latent_kernels.variant(**{"byte_stages": 2 if one.caches_float8 else 1, **changes})
+    return search_space.load(TEMPLATE).why_infeasible(found, one, H200) or ""
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (problem("paged:16,latent"), "from one page"),
+        (problem("paged:48,latent"), "from one page"),
+        (problem("paged:64,latent", modifiers=Modifiers(sinks=True)), "changes no scores"),
+        (problem("paged:64,latent", modifiers=Modifiers(softcap=True)), "changes no scores"),
+        (problem("paged:64,latent", mask="window:99,0"), "in front of a window"),
+        (problem("paged:64,latent", layout=Layout.PACKED, tokens_q=40, tokens_kv=9999), "of one sequence"),
+        (problem("paged:64", head_dim=96, head_dim_v=64), "latent caches alone"),
+        (problem("paged:64,latent", head_dim=41, head_dim_v=32), "at least 32 columns"),
+    ],
+    ids=str,
+)
+def test_other_calls_are_left_to_triton_in_words(one: Problem, words: str) -> None:
+    assert words in why_not(one)
+    assert portfolio.default(one, H200).template == "triton/forward"
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "words"),
+    [
+        ("paged:64,latent", {"BLOCK_N": 64, "num_stages": 3}, "shared memory of one block"),
+        ("paged:64,latent", {"byte_stages": 2}, "only keys of 8 bits wait"),
+        ("paged:64,latent", {"PART_BLOCKS": 2}, "only tiles that programs share"),
+        ("paged:64,latent,splits=2", {"SPLITS": 4}, "how many programs may share"),
+        ("paged:64,latent,splits=2", {"PERSISTENT": 1}, "would depend on its batch"),
+        ("paged:64,latent,split_length=64", {"SPLITS": 4, "PART_BLOCKS": 2}, "how many keys a program has"),
+        ("paged:64,latent", {"PERSISTENT": 1, "SPLITS": 2}, "where their shares of all keys end"),
+        ("paged:64,latent", {"BLOCK_M": 16, "BLOCK_N": 32}, "has 64 rows, of keys"),
+        ("paged:64,latent", {"BLOCK_M": 32, "BLOCK_N": 64}, "half of such a tile's rows"),
+        ("paged:64,latent", {"BLOCK_M": 16, "BLOCK_N": 64}, ""),
+        ("paged:64,float8_e4m3,latent", {"num_stages": 3}, ""),
+    ],
+)
+def test_variants_are_refused_in_words(text: str, changes: dict[str, Any], words: str) -> None:
+    reason = why_not(problem(text), **changes)
+    assert words in reason
+    assert bool(words) or not reason
+
+
+def test_ampere_is_left_to_triton() -> None:
+    points = search_space.load(TEMPLATE)
+    assert "those of Hopper" in str(points.why_infeasible(latent_kernels.variant(), problem("paged:64,latent"), A30))
+
+
+def test_a_template_that_nobody_timed_runs_where_no_other_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = search_space.of(Op.FORWARD)
+    assert [space.untimed for space in spaces] == sorted(space.untimed for space in spaces)
+    one = problem("paged:64,latent")
+    order = [variant.template for variant in portfolio.starters_for(one, H200)]
+    last = spaces[-1].template
+    assert last == TEMPLATE
+    assert order.index(last) > order.index("triton/forward")
+    monkeypatch.setattr(search_space, "of", lambda op: (spaces[-1],))
+    assert portfolio.default(one, H200).template == last
+
+
+DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("paged:64,latent", {}),
+    ("paged:64,latent", {"seq_q": 4}),
+    ("paged:64,latent", {"batch": 1, "heads_q": 128, "seq_kv": 65536}),
+    ("contiguous,latent", {}),
+    ("paged:64,float8_e4m3,latent", {"seq_q": 4}),
+)
+
+
+@pytest.mark.parametrize(("text", "facts"), rarely(DEFAULTS, lambda case: case in (DEFAULTS[0], DEFAULTS[-1])), ids=str)
+def test_defaults_keep_the_loop_in_registers_and_fill_the_shared_memory_of_one_program(
+    text: str, facts: dict[str, Any]
+) -> None:
+    one = problem(text, **facts)
+    default = search_space.load(TEMPLATE).default(one, H200)
+    report = compiler.inspect(render.render(one, default), H200.arch)
+    assert report.spilled_bytes <= 8
+    assert not any(opcode.startswith(("LDL", "STL")) for opcode in report.loop)
+    products = {opcode: count for opcode, count in report.loop.items() if opcode.startswith("HGMMA")}
+    keys = 32 if one.caches_float8 else 64
+    # [64, 576] x [576, keys], and [64, keys] x [keys, 256] from weights in registers
+    assert sorted(products.values()) == sorted([576 // 16, keys // 16])
+    assert H200.shared_bytes_per_block - 16 * 1024 < report.shared_bytes <= H200.shared_bytes_per_block
+
+
+@pytest.mark.parametrize(("text", "rows"), diagonal(("paged:64,latent", "paged:64,float8_e4m3,latent"), (16, 32)))
+def test_few_rows_are_the_columns_of_products(text: str, rows: int) -> None:
+    one = problem(text, seq_q=rows // 16)
+    stages = {"num_stages": 1, "byte_stages": 3} if one.caches_float8 else {}
+    report = compiler.inspect(latent_kernels.source(one, BLOCK_M=rows, BLOCK_N=64, **stages), H200.arch)
+    products = {opcode for opcode in report.loop if opcode.startswith("HGMMA")}
+    assert {opcode.split(".")[1] for opcode in products} == {f"64x{rows}x16"}
+    # [64, 576] x [576, rows], and four times [64, 64] x [64, rows]
+    assert sum(report.loop[opcode] for opcode in products) == 576 // 16 + 4 * 4
+
+
+def test_float8_becomes_float16_two_numbers_at_a_time() -> None:
+    one = problem("paged:64,float8_e4m3,latent")
+    source = latent_kernels.source(one, byte_stages=4)
+    ptx = compiler.build(source, 90).asm["ptx"]
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == 32 * 576 // 2 // 128
+    assert "ELEMENT = gl.constexpr(gl.float16)" in source.text
