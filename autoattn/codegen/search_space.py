@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from operator import attrgetter
 
 from autoattn.codegen import feasibility, resources, space_file
 from autoattn.codegen.feasibility import DerivedFacts, Judgement, Requirement, SharedRules
@@ -44,7 +43,6 @@ class SearchSpace:
     step_bytes: int = 1  # divide all steps of the tensors that the template reads, but the one inside a row
     deterministic: Rule = field(default_factory=lambda: Rule("1"))  # of parameters; see `repeats`
     specialised: bool = False  # whether some warps of a program load what others compute with
-    untimed: bool = False  # whether nobody timed its kernels yet: other templates' defaults go before its own
     heads_together: Rule = field(default_factory=lambda: Rule("1"))  # query heads that one tile has rows of
     tile: str = ""  # what to call a variant by; {names} are parameters
     rehearsal: dict[str, Rule] = field(default_factory=dict)  # parameter or block -> value; see `rehearsed`
@@ -292,11 +290,8 @@ def _judged_seeds(
 
 
 def of(op: Op) -> tuple[SearchSpace, ...]:
-    """The spaces of an operation's templates; the default is taken from the first that has one.
-
-    Templates that nobody timed yet come last.
-    """
-    return tuple(sorted(map(load, resources.template_names(op)), key=attrgetter("untimed")))
+    """The spaces of an operation's templates; the default is taken from the first that has one."""
+    return tuple(map(load, resources.template_names(op)))
 
 
 @lru_cache(maxsize=16)
@@ -345,7 +340,6 @@ def _checked(file: space_file.SpaceFile, digest: str) -> SearchSpace:
         step_bytes=file.step_bytes,
         deterministic=space_file.rule_of(file.deterministic, file.parameters),
         specialised=file.specialised,
-        untimed=file.untimed,
         heads_together=space_file.rule_of(file.heads_together, {*file.parameters, *HEADS}),
         tile=_tile(file),
         rehearsal={

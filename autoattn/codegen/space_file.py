@@ -43,7 +43,6 @@ class SpaceFile(msgspec.Struct, forbid_unknown_fields=True):
     step_bytes: int = 1
     deterministic: str = "1"
     specialised: bool = False
-    untimed: bool = False
     heads_together: str = "1"
     tile: str = ""
     rehearsal: dict[str, int | str] = {}

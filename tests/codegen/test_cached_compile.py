@@ -8,7 +8,7 @@ import kernels
 import pytest
 from samples import H200
 
-from autoattn.codegen import portfolio, render
+from autoattn.codegen import render, search_space
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.problem import DType, Layout, Problem
 from autoattn.kernels import compiler
@@ -67,7 +67,8 @@ def test_kernels_on_latents_read_each_block_once_and_ahead(
 @pytest.mark.parametrize("text", ["paged:64,latent", "contiguous,latent", "paged:64,float8_e4m3,latent"])
 def test_defaults_for_few_rows_of_latents_keep_all_in_registers_and_shared_memory(text: str) -> None:
     one = latent(text)
-    report = compiler.inspect(render.render(one, portfolio.default(one, H200)), H200.arch)
+    default = search_space.load("triton/forward").default(one, H200)
+    report = compiler.inspect(render.render(one, default), H200.arch)
     assert report.spilled_bytes == 0
     programs = 1 if one.caches_float8 else 2  # on an SM
     assert programs * (report.shared_bytes + 1024) <= H200.shared_bytes_per_sm

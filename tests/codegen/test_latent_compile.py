@@ -11,7 +11,7 @@ from rarely import diagonal, rarely
 from samples import A30, H200
 
 from autoattn.codegen import portfolio, render, search_space
-from autoattn.core.problem import Layout, Modifiers, Op, Problem
+from autoattn.core.problem import Layout, Modifiers, Problem
 from autoattn.kernels import compiler
 
 SIZES: dict[str, Any] = {"batch": 32, "seq_kv": 8192, "mask": "causal", **MLA}
@@ -74,29 +74,36 @@ def test_ampere_is_left_to_triton() -> None:
     assert "those of Hopper" in str(points.why_infeasible(latent_kernels.variant(), problem("paged:64,latent"), A30))
 
 
-def test_a_template_that_nobody_timed_runs_where_no_other_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    spaces = search_space.of(Op.FORWARD)
-    assert [space.untimed for space in spaces] == sorted(space.untimed for space in spaces)
-    one = problem("paged:64,latent")
-    order = [variant.template for variant in portfolio.starters_for(one, H200)]
-    last = spaces[-1].template
-    assert last == TEMPLATE
-    assert order.index(last) > order.index("triton/forward")
-    monkeypatch.setattr(search_space, "of", lambda op: (spaces[-1],))
-    assert portfolio.default(one, H200).template == last
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [("paged:64,latent", {}), ("paged:64,float8_e4m3,latent", {"seq_q": 4}), ("contiguous,latent", {"batch": 1})],
+    ids=str,
+)
+def test_calls_that_nobody_tuned_run_it_on_hopper(text: str, facts: dict[str, Any]) -> None:
+    assert portfolio.default(problem(text, **facts), H200).template == TEMPLATE
 
 
-DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("paged:64,latent", {}),
+def test_calls_that_nobody_tuned_run_triton_forward_on_ampere() -> None:
+    assert portfolio.default(problem("paged:64,latent"), A30).template == "triton/forward"
+
+
+@pytest.mark.parametrize("text", ["paged:16,latent", "paged:64"])
+def test_what_it_does_not_take_runs_triton_forward(text: str) -> None:
+    dims = {} if "latent" in text else {"head_dim": 128, "head_dim_v": 128}
+    assert portfolio.default(problem(text, **dims), H200).template == "triton/forward"
+
+
+DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (  # of more than 16 rows, which fill tiles of 64
+    ("paged:64,latent", {"seq_q": 2}),
     ("paged:64,latent", {"seq_q": 4}),
     ("paged:64,latent", {"batch": 1, "heads_q": 128, "seq_kv": 65536}),
-    ("contiguous,latent", {}),
+    ("contiguous,latent", {"seq_q": 2}),
     ("paged:64,float8_e4m3,latent", {"seq_q": 4}),
 )
 
 
 @pytest.mark.parametrize(("text", "facts"), rarely(DEFAULTS, lambda case: case in (DEFAULTS[0], DEFAULTS[-1])), ids=str)
-def test_defaults_keep_the_loop_in_registers_and_fill_the_shared_memory_of_one_program(
+def test_defaults_of_many_rows_keep_the_loop_in_registers_and_fill_the_shared_memory_of_one_program(
     text: str, facts: dict[str, Any]
 ) -> None:
     one = problem(text, **facts)

@@ -254,9 +254,7 @@ class _Lookup:
                 self.steps += [partial(lookup_sentences.without_default, refusal) for refusal in refusals]
                 reason = partial(lookup_sentences.default_reason, space.template)
                 return self._answer(KERNEL, Level.DEFAULT, reason, variant=variant)
-            # The answer says why the last of the templates that were timed cannot: it serves the most problems.
-            place = 0 if space.untimed else len(refusals)
-            refusals.insert(place, partial(space.why_no_default, self.problem, self.tuned.device))
+            refusals.append(partial(space.why_no_default, self.problem, self.tuned.device))
         *others, last = refusals
         return explanations.of_sdpa(
             last,
