@@ -47,10 +47,10 @@ def attend(queries: int) -> None:
 def attend_varlen() -> None:
     """FlashAttention's packed door with pages."""
     offsets = torch.tensor([0, 1, 4, 6, 7], device="cuda", dtype=torch.int32)
-    pages = [numbers(BATCH * PAGES, PAGE, HEADS_KV, DIM) for _ in range(2)]
+    key, value = (numbers(BATCH * PAGES, PAGE, HEADS_KV, DIM) for _ in range(2))
     lengths = torch.tensor(LIES, device="cuda", dtype=torch.int32)
     functional.flash_attn_varlen_func(
-        numbers(7, HEADS, DIM), *pages, offsets, None, 3, CAPACITY, causal=True, block_table=whole(BATCH, PAGES),
+        numbers(7, HEADS, DIM), key, value, offsets, None, 3, CAPACITY, causal=True, block_table=whole(BATCH, PAGES),
         seqused_k=lengths,
     )  # fmt: skip
 
