@@ -291,7 +291,7 @@ def _judged_seeds(
 
 def of(op: Op) -> tuple[SearchSpace, ...]:
     """The spaces of an operation's templates; the default is taken from the first that has one."""
-    return tuple(map(load, resources.template_names(op)))
+    return tuple(load(template) for template in resources.template_names(op))
 
 
 @lru_cache(maxsize=16)
