@@ -64,7 +64,8 @@ class Outcome:
 def small_checkout(folder: Path) -> Path:
     """A copy of the package whose search space has a few variants."""
     shutil.copytree(ROOT / "autoattn", folder / "autoattn", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "templates", folder / "templates", ignore=shutil.ignore_patterns("gluon"))
+    for name in ("triton", "shared"):
+        shutil.copytree(ROOT / "templates" / name, folder / "templates" / name)
     space = yaml.safe_load((ROOT / "search_spaces" / "triton" / "forward.yaml").read_text(encoding="utf-8"))
     for name, parameter in space["parameters"].items():
         parameter["choices"] = CHOICES.get(name) or [space["base"].get(name, parameter.get("implied"))]
