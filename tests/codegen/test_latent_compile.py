@@ -109,7 +109,7 @@ def test_defaults_of_many_rows_keep_the_loop_in_registers_and_fill_the_shared_me
     one = problem(text, **facts)
     default = search_space.load(TEMPLATE).default(one, H200)
     report = compiler.inspect(render.render(one, default), H200.arch)
-    assert report.spilled_bytes <= 8
+    assert report.spilled_bytes <= 40  # outside of the loop; 8 by Triton 3.6
     assert not any(opcode.startswith(("LDL", "STL")) for opcode in report.loop)
     products = {opcode: count for opcode, count in report.loop.items() if opcode.startswith("HGMMA")}
     keys = 32 if one.caches_float8 else 64

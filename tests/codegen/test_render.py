@@ -290,14 +290,21 @@ GLUON: dict[str, Value] = {
     "output_buffer": "own", "queries_in": "shared", "row_sum": "last", "producer_registers": 24, "HEAD_GROUP": 1,
     "row_order": "descending", "software_exp2": 4,
 }  # fmt: skip
+
+
+def latent_source(cache: str, mask: str, **changes: Value) -> Source:
+    """A kernel for a latent cache, with the LSE."""
+    one = latent_kernels.problem(cache, mask=mask, **latent_kernels.MLA)
+    traits = render.natural_traits(one, lse=True)
+    return render.render(one, latent_kernels.variant(**changes), traits, release="3.6")
+
+
 GOLDEN_SOURCES = {
-    "latent_bf16_d576_float8_persistent": latent_kernels.source(
-        latent_kernels.problem("paged:64,float8_e4m3,latent", mask="causal", **latent_kernels.MLA),
-        byte_stages=4, PART_BLOCKS=4, PERSISTENT=1,
+    "latent_bf16_d576_float8_persistent": latent_source(
+        "paged:64,float8_e4m3,latent", "causal", byte_stages=4, PART_BLOCKS=4, PERSISTENT=1
     ),
-    "latent_bf16_d576_few_rows": latent_kernels.source(
-        latent_kernels.problem("contiguous,latent,rows,leftpad", **latent_kernels.MLA),
-        BLOCK_M=16, BLOCK_N=64, SPLITS=4,
+    "latent_bf16_d576_few_rows": latent_source(
+        "contiguous,latent,rows,leftpad", "full", BLOCK_M=16, BLOCK_N=64, SPLITS=4
     ),
     "forward_bf16_d128_causal": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
