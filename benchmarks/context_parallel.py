@@ -26,34 +26,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, Row, tensors
+from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, OURS, Row, over_ranks, stepped, tensors
 from context_simulation import Simulation
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoattn
-from autoattn import distributed
 from autoattn.distributed import partial_call
 from autoattn.errors import GroupError
 from autoattn.search import rank_processes
-from autoattn.search.rank_processes import Call, CallTime, RankTimer
+from autoattn.search.rank_processes import CallTime, RankTimer
 
 LIMIT_S = 60.0  # that ranks wait for one that failed alone
 PYTORCH = "pytorch"  # the row of PyTorch's own ring, whose calls are causal
-
-
-def stepped(attend: Callable[[], Tensor], learners: Sequence[Tensor], pull: Tensor, *, learns: bool) -> Call:
-    """A forward pass, or both passes."""
-
-    def both() -> object:
-        return torch.autograd.grad(attend(), learners, pull)
-
-    def forward() -> object:
-        with torch.no_grad():
-            return attend()
-
-    return both if learns else forward
 
 
 def one_rank(timer: RankTimer, row: Row) -> CallTime:
@@ -67,22 +53,6 @@ def one_rank(timer: RankTimer, row: Row) -> CallTime:
     else:
         attend = lambda: autoattn.attention(query, key, value, layout="bshd", **words)  # noqa: E731
     return timer.time_alone(stepped(attend, (query, key, value), pull, learns=row.learns))
-
-
-def by_autoattn(timer: RankTimer, row: Row, *, method: str) -> CallTime:
-    """The call over all ranks."""
-    ranks = timer.ranks
-    tokens = row.split(ranks.size).lengths[ranks.rank]
-    query, key, value, pull = tensors(timer, tokens, learns=row.learns, packed=row.packed)
-    words = {
-        **row.words(timer.device),
-        **({"cu_seqlens": row.offsets(ranks.size)} if row.packed else {"layout": "bshd"}),
-    }
-
-    def attend() -> Tensor:
-        return distributed.context_attention(query, key, value, group=ranks.group, method=method, **words)
-
-    return timer.time(stepped(attend, (query, key, value), pull, learns=row.learns))
 
 
 def by_pytorch(timer: RankTimer, row: Row, *, rotation: str, backend: SDPBackend, heads_kv: int) -> CallTime:
@@ -111,12 +81,6 @@ def by_pytorch(timer: RankTimer, row: Row, *, rotation: str, backend: SDPBackend
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 Contestant = tuple[str, Callable[[], CallTime]]  # its name, and what measures it
-OURS = {  # name -> method, and whether its outputs are merged by a pass of their own
-    "ring": ("ring", False),
-    "ring, merged apart": ("ring", True),
-    "all-gather": ("allgather", False),
-    "Ulysses": ("ulysses", False),
-}
 
 
 def ours(timer: RankTimer, row: Row) -> Iterable[Contestant]:
@@ -128,7 +92,7 @@ def ours(timer: RankTimer, row: Row) -> Iterable[Contestant]:
 def _by_method(timer: RankTimer, row: Row, method: str, *, apart: bool) -> CallTime:
     as_asked: Any = mock.patch.object(partial_call, "attend_into", return_value=False) if apart else nullcontext()
     with as_asked:
-        return by_autoattn(timer, row, method=method)
+        return timer.time(over_ranks(timer, row, method))
 
 
 def pytorchs(timer: RankTimer, row: Row) -> Iterable[Contestant]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -9,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoattn import distributed
 from autoattn.distributed.schedule import Split
 from autoattn.distributed.sharding import Sharding
-from autoattn.search.rank_processes import RankTimer
+from autoattn.search.rank_processes import Call, RankTimer
 
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 DOCUMENTS = (0.05, 0.4, 0.02, 0.2, 0.08, 0.25)  # shares of a packed sequence
 WINDOW = (4096, 0)
+OURS = {  # name -> method, and whether its outputs are merged by a pass of their own
+    "ring": ("ring", False),
+    "ring, merged apart": ("ring", True),
+    "all-gather": ("allgather", False),
+    "Ulysses": ("ulysses", False),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +47,7 @@ class Row:
 
     @property
     def own_method(self) -> str:
-        """The name of the method that suits the mask."""
+        """The name, in OURS, of the method that suits the mask."""
         return "all-gather" if self.name == "window" else "ring"
 
     def split(self, ranks: int) -> Split:
@@ -60,16 +68,52 @@ class Row:
         lengths = [int(share * self.tokens) * ranks for share in DOCUMENTS[:-1]]
         return list(accumulate([0, *lengths, self.tokens * ranks - sum(lengths)]))
 
-    def words(self, device: torch.device) -> dict[str, Any]:
+    def words(self, device: torch.device, heads: int = HEADS) -> dict[str, Any]:
         """Arguments of the call."""
         if self.name == "window":
-            return {"window": WINDOW, "sinks": torch.zeros(HEADS, device=device)}
+            return {"window": WINDOW, "sinks": torch.zeros(heads, device=device)}
         return {"causal": True}
 
 
-def tensors(timer: RankTimer, tokens: int, *, learns: bool, packed: bool) -> list[Tensor]:
+def tensors(
+    timer: RankTimer, tokens: int, *, learns: bool, packed: bool, heads: int = HEADS, heads_kv: int = HEADS_KV,
+    head_dim: int = HEAD_DIM,
+) -> list[Tensor]:  # fmt: skip
     """Query, key, value and the output's gradient, [batch, seq, heads, head_dim] or [tokens, heads, head_dim]."""
     torch.manual_seed(timer.ranks.rank)
-    shapes = [(tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
+    shapes = [(tokens, count, head_dim) for count in (heads, heads_kv, heads_kv, heads)]
     made = [torch.randn(shape if packed else (1, *shape), device=timer.device, dtype=DTYPE) for shape in shapes]
     return [*(tensor.requires_grad_(learns) for tensor in made[:3]), made[3]]
+
+
+def stepped(attend: Callable[[], Tensor], learners: Sequence[Tensor], pull: Tensor, *, learns: bool) -> Call:
+    """A forward pass, or both passes."""
+
+    def both() -> object:
+        return torch.autograd.grad(attend(), learners, pull)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend()
+
+    return both if learns else forward
+
+
+def over_ranks(timer: RankTimer, row: Row, method: str, **sizes: int) -> Call:
+    """The call over all ranks.
+
+    Args:
+        sizes: heads, heads_kv and head_dim, where they are others.
+    """
+    ranks = timer.ranks
+    tokens = row.split(ranks.size).lengths[ranks.rank]
+    query, key, value, pull = tensors(timer, tokens, learns=row.learns, packed=row.packed, **sizes)
+    words = {
+        **row.words(timer.device, query.shape[-2]),
+        **({"cu_seqlens": row.offsets(ranks.size)} if row.packed else {"layout": "bshd"}),
+    }
+
+    def attend() -> Tensor:
+        return distributed.context_attention(query, key, value, group=ranks.group, method=method, **words)
+
+    return stepped(attend, (query, key, value), pull, learns=row.learns)

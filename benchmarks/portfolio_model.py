@@ -226,6 +226,7 @@ class Sample:
 class Targets:
     """Samples as a Gaussian process takes them: [samples, features], [samples] logarithms, and their variances."""
 
+    names: tuple[str, ...]  # of the features
     inputs: Array
     values: Array
     noise: Array
@@ -233,7 +234,9 @@ class Targets:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Targets:
         """The features and targets of samples."""
+        first = samples[0]
         return cls(
+            names=tuple(features(first.problem, first.variant, first.device)),
             inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
             values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
             noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
@@ -242,6 +245,5 @@ class Targets:
 
 def fit(samples: Sequence[Sample]) -> TimeModel:
     """A model of measured times."""
-    known, sample = Targets.of(samples), samples[0]
-    names = features(sample.problem, sample.variant, sample.device)
-    return TimeModel(known.inputs, known.values, known.noise, [scales()[name] for name in names])
+    known = Targets.of(samples)
+    return TimeModel(known.inputs, known.values, known.noise, [scales()[name] for name in known.names])

@@ -42,9 +42,7 @@ def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
         optimizer.step()
         schedule.step()
     fitted = weights.detach().exp() * portfolio_model.LENGTH_SCALE
-    sample = samples[0]
-    names = portfolio_model.features(sample.problem, sample.variant, sample.device)
-    return {name: round(float(weight), 2) for name, weight in zip(names, fitted, strict=True)}
+    return {name: round(float(weight), 2) for name, weight in zip(known.names, fitted, strict=True)}
 
 
 def _some(problems: Sequence[np.ndarray], draw: np.random.Generator) -> torch.Tensor:

@@ -24,45 +24,19 @@ from pathlib import Path
 import context_rows
 import torch
 import torch.distributed as dist
-from context_rows import Row
+from context_rows import OURS, Row
 from host_time import fake_card
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoattn import distributed
 from autoattn.distributed.communication import ranks_of
 from autoattn.search import rank_processes
 from autoattn.search.rank_processes import RankTimer
 
 CARD_TOKENS, TOKENS = 8192, 1024  # of a rank, on GPUs and without one
-HEADS, HEADS_KV, HEAD_DIM = 2, 1, 64  # without a GPU
+SIZES = {"heads": 2, "heads_kv": 1, "head_dim": 64}  # without a GPU
 CALLS, ROUNDS = 20, 15
 PROFILED = 100  # calls
 LINES = 70  # of a profile
-
-
-def step(timer: RankTimer, row: Row) -> Callable[[], object]:
-    """A call over the ranks, forward or both passes."""
-    tokens = row.split(timer.ranks.size).lengths[timer.ranks.rank]
-    words = row.words(timer.device)
-    if timer.device.type == "cuda":
-        query, key, value, pull = context_rows.tensors(timer, tokens, learns=row.learns, packed=row.packed)
-    else:
-        front = () if row.packed else (1,)
-        shapes = [(*front, tokens, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
-        query, key, value, pull = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-        words |= {"sinks": words["sinks"][:HEADS]} if "sinks" in words else {}
-    three = [tensor.requires_grad_(row.learns) for tensor in (query, key, value)]
-    words |= {"cu_seqlens": row.offsets(timer.ranks.size)} if row.packed else {"layout": "bshd"}
-    method = "allgather" if row.name == "window" else "ring"
-
-    def attend() -> Tensor:
-        return distributed.context_attention(*three, group=timer.ranks.group, method=method, **words)
-
-    def both() -> object:
-        return torch.autograd.grad(attend(), three, pull)
-
-    return both if row.learns else attend
 
 
 def issue_seconds(timer: RankTimer, call: Callable[[], object]) -> float:
@@ -97,11 +71,11 @@ def profile(call: Callable[[], object]) -> str:
 def lines(timer: RankTimer, rows: list[str], *, profiled: bool) -> list[tuple[str, str]]:
     """Of each row, a line of Markdown and the profile of both passes."""
     found = []
+    tokens, sizes = (CARD_TOKENS, {}) if timer.device.type == "cuda" else (TOKENS, SIZES)
     for name in rows:
         for learns in (False, True):
-            tokens = CARD_TOKENS if timer.device.type == "cuda" else TOKENS
             row = Row(name=name, tokens=tokens, learns=learns)
-            call = step(timer, row)
+            call = context_rows.over_ranks(timer, row, OURS[row.own_method][0], **sizes)
             line = f"| {name} | {row.passes} | {issue_seconds(timer, call) * 1e6:.0f} |"
             found.append((line, f"{line}\n{profile(call)}" if profiled and learns else ""))
     return found
