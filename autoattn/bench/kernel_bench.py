@@ -35,6 +35,7 @@ from autoattn.runtime.plan import cache_lookup, explanations
 from autoattn.workers.compile_job import Inspect
 from autoattn.workers.worker_pool import Pool, cores
 
+GUESSES = 3  # samples before it is known how a row is timed
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
 GRAPH_CALLS = 20  # in one replay, at most
 WORTH_A_POOL = 3  # kernels; starting workers takes as long as compiling a few
@@ -266,12 +267,13 @@ class _Bench:
             return Timing.EVENTS, (), ""
         stopwatch = self._stopwatch(op)
         stopwatch.warm()
-        guesses = {entrant.contestant.name: min(stopwatch.samples(entrant, 3)) for entrant in right}
+        guesses = {entrant.contestant.name: min(stopwatch.samples(entrant, GUESSES)) for entrant in right}
         named = {entrant.contestant.name: entrant for entrant in right if not entrant.failed}
         counts, note = dict.fromkeys(named, 1), ""
         calls: dict[str, timer.Call] = {**named}
+        late = any(statistics.median(entrant.host_us[-GUESSES:]) > stopwatch.hidden_us for entrant in named.values())
         # Autograd runs a backward pass on the stream of its forward pass, which is not the one that a graph records.
-        by_graph = op is Op.FORWARD and any(guesses[name] < SMALL_US for name in named)
+        by_graph = op is Op.FORWARD and (late or any(guesses[name] < SMALL_US for name in named))
         if by_graph:
             try:
                 for name, entrant in named.items():

@@ -155,13 +155,15 @@ def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
         benched(planted("rogue", call))
 
 
-@pytest.mark.usefixtures("timer")
-def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
-    def call(problem: Problem, operands: Operands) -> Tensor:
-        time.sleep(0.002)
-        return pytorch_sdpa.sdpa(problem, operands)
+def waited_for(problem: Problem, operands: Operands) -> Tensor:
+    """A peer's call that keeps the host for 2 ms."""
+    time.sleep(0.002)
+    return pytorch_sdpa.sdpa(problem, operands)
 
-    slow = named(benched(planted("slow", call)), "slow")
+
+def test_a_host_that_takes_longer_than_is_hidden_is_told_where_no_graph_hides_it(timer: Timer) -> None:
+    timer.breaks = True
+    slow = named(benched(planted("slow", waited_for)), "slow")
     assert slow.state is State.OK
     assert (slow.host_us or 0.0) > 2000.0
     assert "more than the 220 us that are hidden" in slow.detail
@@ -176,6 +178,13 @@ def test_small_problems_are_replayed_from_graphs_of_several_calls(timer: Timer) 
     assert named(row, "right").host_us is None
     timer.guess = 1000.0
     assert benched(planted("right", pytorch_sdpa.sdpa)).timing is Timing.EVENTS
+
+
+def test_calls_whose_host_takes_longer_than_is_hidden_are_replayed_from_graphs(timer: Timer) -> None:
+    timer.guess = 1000.0
+    row = benched(planted("slow", waited_for))
+    assert row.timing is Timing.GRAPH
+    assert named(row, "slow").host_us is None
 
 
 def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(timer: Timer) -> None:
