@@ -68,23 +68,22 @@ CARD_CALLS = (
     ("packed", "ulysses"),
 )  # fmt: skip
 REPLAYED = "replayed"
-TURNS = ("at first", "again", REPLAYED)
+TURNS = ("at first", "again", REPLAYED)  # the second time by what the first prepared, the third by a CUDA graph
 
 
-def errors_on_cards(timer: Any) -> dict[str, float]:
-    """The largest error of outputs and gradients in bfloat16, relative to the largest number, of each call.
+def errors_on_cards(timer: Any, name: str, method: str) -> dict[str, float]:
+    """The largest error of outputs and gradients in bfloat16, relative to the largest number, of each turn of a call.
 
-    Each call is made three times: the second time by what the first prepared, the third one by a CUDA graph.
+    Args:
+        name: of its mask.
     """
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, TOKENS, heads, HEAD_DIM, generator=generator).bfloat16() for heads in (8, 2, 2, 8)]
-    expected = {name: _expected(whole, words) for name, words in MASKS.items()}
-    errors = {}
-    for name, method in CARD_CALLS:
-        for turn in TURNS:
-            error = _error_on_cards(timer, method, MASKS[name], whole, expected[name], replay=turn == REPLAYED)
-            errors[f"{name} by {method} {turn}"] = timer.largest(error)
-    return errors
+    expected = _expected(whole, MASKS[name])
+    return {
+        turn: timer.largest(_error_on_cards(timer, method, MASKS[name], whole, expected, replay=turn == REPLAYED))
+        for turn in TURNS
+    }
 
 
 def _expected(whole: list[Tensor], words: dict[str, Any]) -> list[Tensor]:
