@@ -74,6 +74,7 @@ def predicted(search: Searched, elsewhere: Set[Variant], default: Variant) -> Ca
     ranking = predicted_ranking.rank(
         search.working,
         arch=search.device.arch,
+        dtype=search.problem.dtype,
         default=default,
         elsewhere=elsewhere,
         verified=sister_cards.verified(folders, search.device, search.problem.op),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from autoattn.codegen import search_space
 from autoattn.core.cache_entry import NOT_REHEARSED
+from autoattn.core.problem import DType
 from autoattn.core.trial import Outcome, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.cost_model import accuracy
@@ -42,6 +43,7 @@ def rank(
     working: Sequence[Trial],
     *,
     arch: int,
+    dtype: DType,
     default: Variant,
     elsewhere: Set[Variant],
     verified: Mapping[str, str],
@@ -56,6 +58,7 @@ def rank(
     Args:
         working: trials with a prediction.
         arch: compute capability of the card, as 90.
+        dtype: of the problem, on which the model's error depends.
         default: what a call runs without an entry.
         elsewhere: what was measured among the best on other cards.
         verified: digest of a text -> the card of this architecture on which it passed the gate.
@@ -90,7 +93,7 @@ def rank(
         return f"none of {len(rejected)} variants passed an interpreter; {count} ended with {reason}"
     eligible.sort(key=lambda trial: (_believed_us(trial, elsewhere), trial.digest))
     kept = (passed | unknown).get(default)  # a call without an entry runs it, whether or not it could be rehearsed
-    if kept is not None and not _beats(eligible[0], kept, arch):
+    if kept is not None and not _beats(eligible[0], kept, arch, dtype):
         eligible = [kept, *(trial for trial in eligible if trial is not kept)]
     return Ranking(trials=tuple(eligible), checks=checks, rejected=rejected)
 
@@ -100,12 +103,13 @@ def _believed_us(trial: Trial, elsewhere: Set[Variant]) -> float:
     return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0)
 
 
-def _beats(trial: Trial, default: Trial, arch: int) -> bool:
+def _beats(trial: Trial, default: Trial, arch: int, dtype: DType) -> bool:
     """Whether a prediction is better than the default's by more than the model errs."""
     assert trial.prediction is not None
     assert default.prediction is not None
-    errors = {side.variant.template: accuracy.error_of(side.variant.template, arch) for side in (trial, default)}
-    error = math.hypot(*errors.values())  # those of two templates add up, as they have nothing in common
+    templates = {side.variant.template for side in (trial, default)}
+    # Those of two templates add up, as they have nothing in common
+    error = math.hypot(*(accuracy.error_of(template, arch, dtype) for template in templates))
     return trial.prediction.time_us * (1.0 + error) < default.prediction.time_us
 
 

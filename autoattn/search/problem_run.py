@@ -101,7 +101,7 @@ class ProblemRun:
 
     def _arithmetic(self, space: SearchSpace) -> Arithmetic:
         """What a variant's prediction takes at least, less what the model errs by, and what it may come to."""
-        error = accuracy.error_of(space.template, self.device.arch)
+        error = accuracy.error_of(space.template, self.device.arch, self.problem.dtype)
         return Arithmetic(
             least_us=cache(lambda variant: lower_bound.least_us(self.problem, self.device, variant) / (1.0 + error)),
             expected_us=cache(lambda variant: expected_time.expected_us(self.problem, self.device, variant)),

@@ -40,7 +40,7 @@ def test_no_prediction_for_machine_code_that_was_read_lies_below_the_bound() -> 
         for _, case in CASES
     ]
     assert len(ratios) > 300
-    assert min(ratios) * (1.0 + accuracy.error_of("triton/forward", 90)) > 1.0
+    assert min(ratios) * (1.0 + accuracy.error_of("triton/forward", 90, DType.BFLOAT16)) > 1.0
     assert sum(ratio < 1.0 for ratio in ratios) <= len(ratios) / 100
 
 
