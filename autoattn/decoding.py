@@ -260,7 +260,7 @@ def flash_attn_with_kvcache(
         q: [batch, seq_q, heads_q, head_dim], or [tokens_q, heads_q, head_dim] with cu_seqlens_q
         k_cache, v_cache: [rows, capacity, heads_kv, head_dim], or [pages, page, heads_kv, head_dim] with block_table
             (page_table in FlashAttention-3); pages have any size
-        k, v: [batch, seq_new, heads_kv, head_dim]
+        k, v: [batch, seq_new, heads_kv, head_dim]; where v_cache is a view of k_cache, v is one of k: k[..., :512]
         rotary_cos, rotary_sin: [positions, rotary_dim / 2], in the query's dtype or float32; positions must reach to
             the cache's capacity. They rotate k, and q: as at cache_seqlens + i with causal or a window, else as at
             cache_seqlens. Products are formed in float32.
@@ -321,9 +321,10 @@ def _appended(
     offsets = tuple(tensor for tensor in given_offsets if tensor is not None)
     rare = tuple(attend.get(name) for name in _SELDOM)
     seldom = None if all(argument is None for argument in rare) else rare
+    together = cache_arguments.begin_together(key_cache, value_cache)
     words = (
         "append", interleaved, moving, *(tensor is None for tensor in given_offsets), attend["leftpad"] is None,
-        attend["cu_seqlens_q"] is None, cache_arguments.begin_together(key_cache, value_cache),
+        attend["cu_seqlens_q"] is None, together, together and cache_arguments.begin_together(key, value),
         *(attend.get(name) for name in _WORDS),
     )  # fmt: skip
     call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)

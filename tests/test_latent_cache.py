@@ -119,17 +119,52 @@ def test_values_from_another_element_on_are_no_latent() -> None:
     assert not cache_arguments.is_latent(key, key[..., 64:])
 
 
-def test_new_keys_are_refused_with_a_latent_and_nothing_is_written() -> None:
-    cache, query = latents(10, PAGE), numbers(3, 1, HEADS, HEAD_DIM)
-    before, new = cache.clone(), latents(3, 1)
-    with pytest.raises(TensorError, match="k and v must be left out where value_cache is a view of key_cache"):
-        functional.flash_attn_with_kvcache(
-            query, cache, cache[..., :HEAD_DIM_V], new, new[..., :HEAD_DIM_V], cache_seqlens=LENGTHS, block_table=TABLE
-        )
-    attention = autoattn.Attention(layout="bshd")
-    held = CacheTensors(key=cache, value=cache[..., :HEAD_DIM_V], lengths=LENGTHS, block_table=TABLE)
-    with pytest.raises(TensorError, match="write them into key_cache before the call"), torch.no_grad():
-        attention(query, new, new[..., :HEAD_DIM_V], cache=held)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_new_latents_are_written_once_and_attended_to(dtype: torch.dtype) -> None:
+    wide = torch.bfloat16 if dtype.itemsize < 4 else dtype
+    cache, query, new = latents(10, PAGE, dtype=dtype), numbers(3, 1, HEADS, HEAD_DIM).to(wide), latents(3, 1).to(wide)
+    before, held = LENGTHS - 1, cache.clone()
+    output = functional.flash_attn_with_kvcache(
+        query, cache, cache[..., :HEAD_DIM_V], new, new[..., :HEAD_DIM_V], cache_seqlens=before, block_table=TABLE
+    )
+    for sequence, place in enumerate(before.tolist()):
+        if place >= 0:
+            held[TABLE[sequence, place // PAGE], place % PAGE] = new[sequence, 0].to(dtype)
+    assert torch.equal(cache.float(), held.float())
+    lengths = before.clamp_min(-1) + 1
+    expected = autoattn.cached_attention(query, held, held[..., :HEAD_DIM_V], lengths, block_table=TABLE)
+    assert torch.equal(output, expected)
+
+
+def test_a_cache_without_keys_is_no_latent_and_takes_an_append_of_no_sequences() -> None:
+    query, lengths = torch.zeros(0, 1, 4, 64), torch.zeros(0, dtype=torch.int32)
+    key, value, new, new_value = (torch.zeros(0, keys, 2, dim) for keys in (8, 1) for dim in (64, 80))
+    output = functional.flash_attn_with_kvcache(query, key, value, new, new_value, cache_seqlens=lengths)
+    assert output.shape == (0, 1, 4, 80)
+
+
+def test_a_module_appends_to_a_latent_cache() -> None:
+    cache, query, new = latents(10, PAGE), numbers(3, 1, HEADS, HEAD_DIM), latents(3, 1)
+    held = CacheTensors(key=cache, value=cache[..., :HEAD_DIM_V], lengths=LENGTHS - 1, block_table=TABLE)
+    with torch.no_grad():
+        output = autoattn.Attention(layout="bshd")(query, new, new[..., :HEAD_DIM_V], cache=held)
+    assert torch.equal(output, autoattn.cached_attention(query, cache, held.value, LENGTHS, block_table=TABLE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"v": latents(3, 1)[..., :HEAD_DIM_V].clone()}, "v must be a view of k's first elements"),
+        ({"rotary_cos": torch.ones(99, 8), "rotary_sin": torch.ones(99, 8)}, "rotate the last ones before the call"),
+    ],
+    ids=["values of their own", "a rotation"],
+)
+def test_new_tokens_that_are_no_latents_are_refused_and_nothing_is_written(changes: Any, reason: str) -> None:
+    cache, query, new = latents(10, PAGE), numbers(3, 1, HEADS, HEAD_DIM), latents(3, 1)
+    before = cache.clone()
+    given = {"k": new, "v": new[..., :HEAD_DIM_V], "cache_seqlens": LENGTHS - 1, "block_table": TABLE} | changes
+    with pytest.raises(TensorError, match=reason):
+        functional.flash_attn_with_kvcache(query, cache, cache[..., :HEAD_DIM_V], **given)
     assert torch.equal(cache, before)
 
 

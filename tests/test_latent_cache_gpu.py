@@ -160,3 +160,19 @@ def test_a_latent_that_is_no_number_reaches_only_the_queries_that_see_it() -> No
     output = autoattn.cached_attention(query, cache, cache[..., :HEAD_DIM_V], held, block_table=table, causal=True)
     assert bool(output[:, -1].isnan().all())
     assert bool(output[:, :-1].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8], ids=str)
+def test_new_latents_are_written_and_attended_to(dtype: torch.dtype) -> None:
+    lengths, page = [0, 1, 17, 200], 64
+    cache, table = cache_of(page, dtype, [length + 1 for length in lengths])
+    query = numbers(len(lengths), 1, 16, HEAD_DIM, dtype=torch.bfloat16)
+    before = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    for _ in range(2):  # the second call is prepared
+        new = numbers(len(lengths), 1, 1, HEAD_DIM, dtype=torch.bfloat16)
+        values = cache[..., :HEAD_DIM_V], new, new[..., :HEAD_DIM_V]
+        output = functional.flash_attn_with_kvcache(query, cache, *values, cache_seqlens=before, block_table=table)
+        for row, length in enumerate(lengths):
+            assert torch.equal(cache[table[row, length // page], length % page].float(), new[row, 0].to(dtype).float())
+        right = expected(query, cache, table, [length + 1 for length in lengths])
+        torch.testing.assert_close(output.double(), right, rtol=2e-2, atol=2e-2)

@@ -78,6 +78,7 @@ def append_source(kind: AppendKind) -> Source:
         page=kind.page,
         cache_rows=kind.rows,
         float8_cache=kind.float8,
+        latent=kind.latent,
         cache_element=argument_names.ELEMENT[DType.FLOAT8 if kind.float8 else kind.dtype],
         rotary_dim=kind.rotary_dim,
         interleaved=kind.interleaved,

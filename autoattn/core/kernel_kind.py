@@ -72,6 +72,7 @@ class AppendKind:
     page: int = 0  # keys of a page; 0 is a contiguous cache
     rows: bool = False  # as of KeyCache
     float8: bool = False  # as of KeyCache
+    latent: bool = False  # whether values are elements of keys, and are written with them
     rotary_dim: int = 0  # elements of a head that are rotated; 0 is none
     interleaved: bool = False  # pairs are neighbours: (0, 1), (2, 3); else halves of the rotated elements
     tables: DType = DType.FLOAT32  # of cosines and sines

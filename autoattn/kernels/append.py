@@ -32,6 +32,7 @@ def kind_of(given: Append) -> AppendKind:
         page=page,
         rows=given.cache.rows is not None,
         float8=given.key_scale is not None,
+        latent=given.latent,
         rotary_dim=0 if rotation is None else rotation.rotary_dim,
         interleaved=rotation is not None and rotation.interleaved,
         tables=DType.FLOAT32 if rotation is None else DTYPE[rotation.cos.dtype],

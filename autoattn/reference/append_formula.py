@@ -36,7 +36,8 @@ def append(given: Append) -> tuple[Tensor | None, Tensor]:
                 torch.full_like(places, sequence) if cache.rows is None else cache.rows[sequence].expand(places.shape)
             )
         given.key[rows.long(), :, places] = new_key[sequence][:, inside].transpose(0, 1)
-        given.value[rows.long(), :, places] = new_value[sequence][:, inside].transpose(0, 1)
+        if not given.latent:
+            given.value[rows.long(), :, places] = new_value[sequence][:, inside].transpose(0, 1)
     query = None
     if rotation is not None:
         steps = torch.arange(rotation.query.shape[2], device=lengths.device) * int(rotation.moving)

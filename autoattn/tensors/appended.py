@@ -37,3 +37,4 @@ class Append:
     key_scale: Tensor | None = None  # [batch, heads_kv] float32, expanded: by which new keys are divided, in float8
     value_scale: Tensor | None = None  # the same of new values
     rotation: Rotation | None = None
+    latent: bool = False  # whether values are the first elements of keys, in the cache and among what is new

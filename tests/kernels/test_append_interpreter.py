@@ -43,6 +43,7 @@ class Appending:
     seq_new: int = 5
     seq_q: int = 3
     float8: bool = False
+    latent: bool = False
     lengths: tuple[int, ...] = LENGTHS
 
     def given(self) -> Append:
@@ -70,11 +71,18 @@ class Appending:
             cos, sin = torch.randn(2, CAPACITY + 4, self.rotary_dim // 2, generator=generator).to(self.tables)
             query = normal(batch, self.seq_q, HEADS_Q, self.head_dim)
             rotation = Rotation(query=query, cos=cos, sin=sin, interleaved=self.interleaved, moving=self.moving)
+        new_key = normal(batch, self.seq_new, HEADS_KV, self.head_dim)
+        new_value = normal(batch, self.seq_new, HEADS_KV, self.head_dim_v)
+        key = stored(normal(count, page, HEADS_KV, self.head_dim))
+        value = stored(normal(count, page, HEADS_KV, self.head_dim_v))
+        if self.latent:
+            new_value, value = new_key[..., : self.head_dim_v], key[..., : self.head_dim_v]
         return Append(
-            new_key=normal(batch, self.seq_new, HEADS_KV, self.head_dim),
-            new_value=normal(batch, self.seq_new, HEADS_KV, self.head_dim_v),
-            key=stored(normal(count, page, HEADS_KV, self.head_dim)),
-            value=stored(normal(count, page, HEADS_KV, self.head_dim_v)),
+            new_key=new_key,
+            new_value=new_value,
+            key=key,
+            value=value,
+            latent=self.latent,
             cache=CachedKeys(lengths=lengths, capacity=CAPACITY, pages=pages, rows=rows),
             # So small that some of the new numbers are more than float8 holds
             key_scale=torch.tensor([0.003, 1.7]).expand(batch, 2) if self.float8 else None,
@@ -111,6 +119,8 @@ class Appending:
         Appending(page=3, rotary_dim=16, moving=True, tables=torch.float32, seq_new=1, seq_q=1),
         Appending(page=36, head_dim=64, head_dim_v=80, seq_new=9),
         Appending(page=4, rotary_dim=16, float8=True),
+        Appending(page=4, latent=True),
+        Appending(rows=True, latent=True, float8=True),
     ],
     ids=str,
 )
@@ -164,6 +174,9 @@ def test_the_kernel_compiles(arch: int) -> None:
             dtype=DType.FLOAT16, head_dim=80, head_dim_v=64, page=16, rotary_dim=32, interleaved=True, wide=True
         ),
         AppendKind(dtype=DType.FLOAT32, head_dim=64, head_dim_v=64, rows=True, rotary_dim=64),
+        AppendKind(dtype=DType.BFLOAT16, head_dim=576, head_dim_v=512, page=64, latent=True),
         *[AppendKind(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, page=16, float8=True)] * (arch >= 89),
+        *[AppendKind(dtype=DType.BFLOAT16, head_dim=576, head_dim_v=512, page=64, float8=True, latent=True)]
+        * (arch >= 89),
     ):
         assert compiler.build(render.append_source(kind), arch).asm["cubin"]

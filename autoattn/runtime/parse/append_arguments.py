@@ -34,11 +34,8 @@ def read(
     Raises:
         TensorError: a tensor does not fit the cache; nothing was written.
     """
-    if cache.key.data_ptr() == cache.value.data_ptr() and cache.value.shape[3] < cache.key.shape[3]:
-        raise TensorError(
-            "k and v must be left out where value_cache is a view of key_cache, got new keys; write them into "
-            "key_cache before the call"
-        )
+    # A cache without keys has no address.
+    latent = cache.key.numel() > 0 and cache_arguments.begin_together(cache.key, cache.value)
     batch = cache.lengths.shape[0]
     dtype = query.dtype if cache.key.dtype is FLOAT8 else cache.key.dtype
     _check_new("k", key, cache.key, batch, dtype)
@@ -47,6 +44,8 @@ def read(
         raise TensorError(
             f"k and v must have as many new tokens, got {key.shape[1]} and {value.shape[1]}; correct one of them"
         )
+    if latent:
+        _check_latent(cache, key, value, rotates=cos is not None or sin is not None)
     _check_room(cache, key.shape[1])
     capacity = cache.capacity
     return Append(
@@ -54,6 +53,7 @@ def read(
         new_value=value.transpose(1, 2),
         key=cache.key.transpose(1, 2),
         value=cache.value.transpose(1, 2),
+        latent=latent,
         cache=CachedKeys(lengths=cache.lengths, capacity=capacity, pages=cache.block_table, rows=cache.rows),
         **cache_arguments.scales_of(cache, batch),
         rotation=_rotation(query, cos, sin, capacity, interleaved=interleaved, moving=moving, packed=packed),
@@ -74,6 +74,23 @@ def _check_new(name: str, new: Any, cache: Tensor, batch: int, dtype: torch.dtyp
         raise TensorError(f"{name} must have the {whose} dtype {dtype}, got {new.dtype}; cast it")
     if new.requires_grad and torch.is_grad_enabled():
         raise TensorError(f"an append gives no gradients, got a {name} that needs one; call it under torch.no_grad()")
+
+
+def _check_latent(cache: CacheTensors, key: Tensor, value: Tensor, *, rotates: bool) -> None:
+    """Refuses new tokens of a cache whose values are the first elements of its keys, unless theirs are so too."""
+    caches, news = (cache.key, cache.value), (key, value)
+    if not all(
+        cache_arguments.begin_together(*pair) and pair[0].stride() == pair[1].stride() for pair in (caches, news)
+    ):
+        raise TensorError(
+            f"v must be a view of k's first elements where value_cache is one of key_cache's, got a tensor of its own; "
+            f"give k[..., :{value.shape[3]}]"
+        )
+    if rotates:
+        raise TensorError(
+            "rotary tables must be left out where value_cache is a view of key_cache, got some: they turn the first "
+            "elements of a key, which are its value; rotate the last ones before the call"
+        )
 
 
 def _check_room(cache: CacheTensors, new: int) -> None:
