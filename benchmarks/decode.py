@@ -120,6 +120,8 @@ ROWS = (
     replace(DEEPSEEK, float8=True, goal="none"),
     replace(DEEPSEEK, queries=2, goal="none"),
     replace(DEEPSEEK, batch=1, heads=(128, 1), keys=65536, goal="none"),
+    replace(DEEPSEEK, keys=16_000, lengths="uniform:1000-16000", goal="none"),
+    replace(DEEPSEEK, keys=100_000, lengths="100000,uniform:1000-16000", goal="none"),
 )
 
 
@@ -195,12 +197,12 @@ def by_flex(tensors: Tensors) -> Call:
     return partial(_flex(), *three, enable_gqa=True)
 
 
-def by_flashinfer(row: Row, tensors: Tensors) -> Call:
-    """FlashInfer's decode on pages, planned before, with tensor cores."""
+def by_flashinfer(row: Row, tensor_cores: bool, tensors: Tensors) -> Call:
+    """FlashInfer's decode on pages, planned before; its two kernels multiply with tensor cores and without."""
     import flashinfer
 
     room = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
-    wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
+    wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=tensor_cores)
     indptr, indices = pages_of(row, tensors)
     last = ((tensors.lengths - 1) % row.page + 1).int()
     wrapper.plan(
@@ -245,7 +247,11 @@ def contestants(row: Row) -> dict[str, Callable[[Tensors], Call]]:
         makers |= {name: partial(by_sdpa, backend) for name, backend in BACKENDS.items()}
         makers["FlexAttention"] = by_flex
     if row.page and row.queries == 1 and importlib.util.find_spec("flashinfer") is not None:
-        makers["FlashInfer"] = partial(by_flashinfer_latent if row.latent else by_flashinfer, row)
+        if row.latent:
+            makers["FlashInfer"] = partial(by_flashinfer_latent, row)
+        else:
+            makers["FlashInfer"] = partial(by_flashinfer, row, True)
+            makers["FlashInfer, CUDA cores"] = partial(by_flashinfer, row, False)
     return makers
 
 
