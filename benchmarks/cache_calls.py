@@ -1,8 +1,9 @@
-"""The calls that benchmarks/decode.py times: their rows and tensors, and who runs them."""
+"""The calls that benchmarks/decode.py times: their rows and tensors, who runs them, and what a right answer is."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,6 +20,12 @@ from autoattn.core.sequence_lengths import KeyLengths
 DEVICE = torch.device("cuda")
 BACKENDS = {"SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA, flash": SDPBackend.FLASH_ATTENTION}
 OWN, ONE_LEVEL = "autoattn", "autoattn, one level"
+KEY_SCALE = 0.5  # of float8 keys; their values have 1, since FlashInfer multiplies by another in a kernel of its own
+# The error of an answer is the largest distance of one of its vectors from float32's, as a part of the latter's norm.
+# Weights and outputs rounded to bfloat16 make 0.003 of the rows' random numbers, at all lengths. Weights in float8 make
+# 0.03, and 64 keys of 131,072 left out 0.014.
+ALLOWED = 1e-2
+ROOM = 2**28  # bytes of FlashInfer's partial results
 Call = Callable[[], Tensor]
 
 
@@ -58,6 +65,11 @@ class Row:
     def head_dim_v(self) -> int:
         """Elements of a value."""
         return LATENT[1] if self.latent else HEAD_DIM
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are multiplied by, as these are stored."""
+        return self.head_dim**-0.5 * (KEY_SCALE if self.float8 else 1.0)
 
     def keys_of_each(self) -> tuple[int, ...]:
         """The lengths of the sequences."""
@@ -136,7 +148,8 @@ def own(row: Row, tensors: Tensors) -> Call:
     """autoattn's call."""
     scales = {}
     if row.float8:
-        scales = {"key_scale": torch.tensor(0.5, device=DEVICE), "value_scale": torch.tensor(0.5, device=DEVICE)}
+        numbers = {"key_scale": KEY_SCALE, "value_scale": 1.0}
+        scales = {name: torch.tensor(number, device=DEVICE) for name, number in numbers.items()}
     return partial(
         autoattn.cached_attention, tensors.query, tensors.key, tensors.value, tensors.lengths,
         block_table=tensors.table, causal=True, shared_prefix=row.prefix, **scales,
@@ -168,17 +181,22 @@ def by_flex(tensors: Tensors) -> Call:
     return partial(_flex(), *three, enable_gqa=True)
 
 
+@lru_cache(maxsize=1)
+def _room() -> Tensor:
+    """Of all of FlashInfer's wrappers, which run one behind the other; plans lie in room of their own."""
+    return torch.empty(ROOM, dtype=torch.uint8, device=DEVICE)
+
+
 def by_flashinfer(row: Row, tensor_cores: bool, tensors: Tensors) -> Call:
     """FlashInfer's decode on pages, planned before; its two kernels multiply with tensor cores and without."""
     import flashinfer
 
-    room = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
-    wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=tensor_cores)
+    wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_room(), "NHD", use_tensor_cores=tensor_cores)
     indptr, indices = pages_of(row, tensors)
     last = ((tensors.lengths - 1) % row.page + 1).int()
     wrapper.plan(
         indptr, indices, last, *row.heads, row.head_dim, row.page,
-        q_data_type=tensors.query.dtype, kv_data_type=tensors.key.dtype,
+        q_data_type=tensors.query.dtype, kv_data_type=tensors.key.dtype, sm_scale=row.scale,
     )  # fmt: skip
     return partial(wrapper.run, tensors.query[:, 0], (tensors.key, tensors.value))
 
@@ -187,14 +205,13 @@ def by_flashinfer_latent(row: Row, tensors: Tensors) -> Call:
     """FlashInfer's multi-head latent attention on pages, planned before."""
     import flashinfer
 
-    room = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
-    wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(room)
+    wrapper: Any = flashinfer.mla.BatchMLAPagedAttentionWrapper(_room())
     indptr, indices = pages_of(row, tensors)
     queries = torch.arange(row.batch + 1, device=DEVICE, dtype=torch.int32)
     rest = row.head_dim - row.head_dim_v
     wrapper.plan(
         queries, indptr, indices, tensors.lengths, row.heads[0], row.head_dim_v, rest, row.page, False,
-        row.head_dim**-0.5, tensors.query.dtype, tensors.key.dtype,
+        row.scale, tensors.query.dtype, tensors.key.dtype,
     )  # fmt: skip
     halves = [tensor.split([row.head_dim_v, rest], dim=-1) for tensor in (tensors.query[:, 0], tensors.key[:, :, 0])]
     return partial(wrapper.run, *halves[0], *halves[1])
@@ -224,3 +241,32 @@ def contestants(row: Row) -> dict[str, Callable[[Tensors], Call]]:
             makers["FlashInfer"] = partial(by_flashinfer, row, True)
             makers["FlashInfer, CUDA cores"] = partial(by_flashinfer, row, False)
     return makers
+
+
+def expected(row: Row, tensors: Tensors) -> Tensor:
+    """[batch, queries, heads_q, head_dim_v] in float32, from the keys and values of one sequence after the other."""
+    outputs = []
+    for number, length in enumerate(row.keys_of_each()):
+        places = [number] if tensors.table is None else tensors.table[number, : -(-length // row.page)].long()
+        # [length, heads_kv, head_dim] and [length, heads_kv, head_dim_v]
+        key, value = (cached[places].flatten(0, 1)[:length].float() for cached in (tensors.key, tensors.value))
+        # [queries, heads_kv, group, head_dim]
+        query = tensors.query[number].float().unflatten(1, (row.heads[1], -1))
+        # [queries, heads_kv, group, length]; the last query sees all keys, one before it one key less
+        scores = torch.einsum("qhgd,khd->qhgk", query, key) * row.scale
+        seen = torch.ones(row.queries, length, dtype=torch.bool, device=key.device).tril(length - row.queries)
+        weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1)
+        outputs.append(torch.einsum("qhgk,khd->qhgd", weights, value).flatten(1, 2))
+    return torch.stack(outputs)
+
+
+def error_of(output: Tensor, right: Tensor) -> float:
+    """The error of an answer, of which ALLOWED is allowed; infinite where a number is not finite.
+
+    Args:
+        output: the numbers of `right` in its order; contestants of one query leave out its axis, or have it elsewhere.
+        right: [batch, queries, heads_q, head_dim_v] float32
+    """
+    distance = (output.reshape(right.shape).float() - right).norm(dim=-1)
+    error = float((distance / right.norm(dim=-1)).max())
+    return error if math.isfinite(error) else math.inf

@@ -5,9 +5,10 @@ python benchmarks/decode.py [--rounds 15] [--row TEXT] [--write]
 Times are those of the GPU, by CUDA graph. Each graph holds calls on several caches in turn, which together are larger
 than the L2, so that a call finds nothing of its cache there. A fraction is what a call reads and writes in its time, of
 what a copy reaches (read and written) in the same process. All contestants of a row run in turn, in random order in
-each round. Peers: SDPA's cuDNN and flash backends and FlexAttention on contiguous caches of one length, FlashInfer on
-pages where it is installed; a shared prefix meets the same call without it. autoattn runs what was tuned for the card,
-or its defaults.
+each round. Before they are timed, what their graphs write is compared with float32 formulas; where it is wrong, the row
+says so in place of a time. Peers: SDPA's cuDNN and flash backends and FlexAttention on contiguous caches of one length,
+both kernels of FlashInfer on pages where it is installed; a shared prefix meets the same call without it. autoattn runs
+what was tuned for the card, or its defaults.
 """
 
 from __future__ import annotations
@@ -18,12 +19,28 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import triton
-from cache_calls import DEVICE, ONE_LEVEL, OWN, ROWS, Call, Row, Tensors, by_sdpa, contestants, own
+from cache_calls import (
+    ALLOWED,
+    DEVICE,
+    ONE_LEVEL,
+    OWN,
+    ROWS,
+    Call,
+    Row,
+    Tensors,
+    by_sdpa,
+    contestants,
+    error_of,
+    expected,
+    own,
+)
 from kept import keep, told
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from autoattn.hardware import nvidia
@@ -41,61 +58,90 @@ def copies_of(row: Row) -> int:
     return min(MAX_COPIES, max(1, math.ceil(TIMES_L2 * cache / row.bytes())))
 
 
-def captured(calls: list[Call]) -> torch.cuda.CUDAGraph:
-    """A graph of the calls, one behind the other, which ran before."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A graph of calls, one behind the other, and whose memory it reads and writes, which must not be given back."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: list[Call]  # with tensors of their own, as scales and plans
+    outputs: list[Tensor]  # of the calls
+
+
+def captured(calls: list[Call]) -> Captured:
+    """A graph of the calls, which ran before."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # writes what the calls read
     with torch.cuda.stream(stream):
         for call in calls * 2:
             call()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    return graph
+        outputs = [call() for call in calls]
+    return Captured(graph=graph, calls=calls, outputs=outputs)
 
 
-def timed(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+def timed(run: Captured) -> float:
     """Microseconds of one of the calls of a graph."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()  # the card is busy while the host records
+    run.graph.replay()  # the card is busy while the host records
     first.record()
     for _ in range(REPLAYS):
-        graph.replay()
+        run.graph.replay()
     last.record()
     torch.cuda.synchronize()
-    return first.elapsed_time(last) * 1e3 / (REPLAYS * calls)
+    return first.elapsed_time(last) * 1e3 / (REPLAYS * len(run.calls))
 
 
 def copy_bandwidth(rounds: int) -> float:
     """Bytes read and written a second by a copy, the median of some rounds."""
     source = torch.empty(COPIED, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    graph = captured([partial(target.copy_, source)])
-    return 2 * COPIED / (statistics.median(timed(graph, 1) for _ in range(rounds)) * 1e-6)
+    run = captured([partial(target.copy_, source)])
+    return 2 * COPIED / (statistics.median(timed(run) for _ in range(rounds)) * 1e-6)
 
 
 def contest(row: Row, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Microseconds of each contestant in each round, and why the others do not run."""
+    """Microseconds of each contestant in each round, and why the others have none."""
     tensors = [Tensors.of(row) for _ in range(copies_of(row))]
-    graphs, refused = {}, {}
+    runs: dict[str, Captured] = {}
+    reasons: dict[str, str] = {}
     for name, make in contestants(row).items():
         try:
             with torch.no_grad():
-                graphs[name] = captured([make(each) for each in tensors])
+                runs[name] = captured([make(each) for each in tensors])
         except Exception as error:  # whatever a peer raises
             if name == OWN:
                 raise
             torch.cuda.synchronize()
-            refused[name] = " ".join(str(error).split())[:100]
-    times: dict[str, list[float]] = {name: [] for name in graphs}
+            reasons[name] = "refused: " + " ".join(str(error).split())[:100]
+    reasons |= wrong(runs, [expected(row, each) for each in tensors])
+    times: dict[str, list[float]] = {name: [] for name in runs if name not in reasons}
     for _ in range(rounds):
-        for name in random.sample([*graphs], len(graphs)):
-            times[name].append(timed(graphs[name], len(tensors)))
-    return times, refused
+        for name in random.sample([*times], len(times)):
+            times[name].append(timed(runs[name]))
+    return times, reasons
 
 
-def lines_of(row: Row, times: dict[str, list[float]], refused: dict[str, str], copy: float) -> Iterator[str]:
+def wrong(runs: dict[str, Captured], right: list[Tensor]) -> dict[str, str]:
+    """Which graphs write wrong answers, and how far off these are.
+
+    Args:
+        runs: all graphs of a row, so that one whose memory another has taken is found.
+        right: what each call of a graph should write.
+    """
+    reasons = {}
+    for name, run in runs.items():
+        for output in run.outputs:
+            output.fill_(math.nan)
+        run.graph.replay()
+        error = max(map(error_of, run.outputs, right))
+        if error > ALLOWED:
+            reasons[name] = f"wrong: error {error:.2g}"
+    return reasons
+
+
+def lines_of(row: Row, times: dict[str, list[float]], reasons: dict[str, str], copy: float) -> Iterator[str]:
     """A line of markdown for each contestant."""
     for name, samples in times.items():
         median = statistics.median(samples)
@@ -103,8 +149,8 @@ def lines_of(row: Row, times: dict[str, list[float]], refused: dict[str, str], c
         spread = f"{median:.1f} ({min(samples):.1f} to {max(samples):.1f})"
         goal = row.goal if name == OWN else ""
         yield f"| {row} | {name} | {spread} | {speed / 1e12:.2f} | {speed / copy:.1%} | {goal} |"
-    for name, why in refused.items():
-        yield f"| {row} | {name} | refused: {why} | | | |"
+    for name, why in reasons.items():
+        yield f"| {row} | {name} | {why} | | | |"
 
 
 def host_line(rounds: int) -> str:
@@ -132,15 +178,16 @@ def summary(medians: dict[str, dict[str, float]]) -> Iterator[str]:
     ratios = {
         row: min(time for name, time in times.items() if name != OWN) / times[OWN]
         for row, times in medians.items()
-        if len(times) > 1 and ONE_LEVEL not in times
+        if OWN in times and len(times) > 1 and ONE_LEVEL not in times
     }
     if ratios:
         mean, worst = statistics.geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
         yield f"Best peers of {len(ratios)} rows take {mean:.3f} times as long, at least {ratios[worst]:.3f} ({worst})."
-    one = medians.get(str(ROWS[0]))
+    own_times = {row: times[OWN] for row, times in medians.items() if OWN in times}
+    one = own_times.get(str(ROWS[0]))
     for row in ROWS:
-        if one is not None and row.queries > 1 and not row.latent and str(row) in medians:
-            yield f"{row.queries} queries take {medians[str(row)][OWN] / one[OWN]:.3f} times one query."
+        if one is not None and row.queries > 1 and not row.latent and str(row) in own_times:
+            yield f"{row.queries} queries take {own_times[str(row)] / one:.3f} times one query."
 
 
 def table(rounds: int, only: str) -> Iterator[str]:
@@ -152,8 +199,8 @@ def table(rounds: int, only: str) -> Iterator[str]:
     yield "|---|---|--:|--:|--:|---|"
     for row in ROWS:
         if only in str(row):
-            times, refused = contest(row, rounds)
-            yield from lines_of(row, times, refused, copy)
+            times, reasons = contest(row, rounds)
+            yield from lines_of(row, times, reasons, copy)
             medians[str(row)] = {name: statistics.median(samples) for name, samples in times.items()}
             torch.cuda.empty_cache()
     yield ""

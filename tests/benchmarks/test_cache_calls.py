@@ -46,7 +46,7 @@ def test_peers_of_pytorch_compute_the_same_on_contiguous_caches_of_one_length() 
     tensors = cache_calls.Tensors.of(SMALL)
     expected = cache_calls.own(SMALL, tensors)()
     output = cache_calls.by_sdpa(SDPBackend.MATH, tensors)()
-    torch.testing.assert_close(output.transpose(1, 2), expected, rtol=2e-2, atol=2e-2)
+    assert cache_calls.error_of(output, expected.float()) < cache_calls.ALLOWED
     assert "SDPA, flash" in cache_calls.contestants(SMALL)
     assert "SDPA, flash" not in cache_calls.contestants(replace(SMALL, page=8))
     assert "SDPA, flash" not in cache_calls.contestants(replace(SMALL, queries=2))
@@ -59,6 +59,38 @@ def test_sequences_of_unequal_lengths_have_the_pages_that_they_need() -> None:
     assert tensors.lengths.tolist() == [40, 3]
     output = cache_calls.own(row, tensors)()
     assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        SMALL,
+        replace(SMALL, page=16, queries=4),
+        replace(SMALL, page=16, float8=True, lengths="40,uniform:3-3"),
+        replace(SMALL, page=8, prefix=16),
+        replace(SMALL, heads=(4, 1), page=16, latent=True, float8=True, queries=2),
+    ],
+    ids=str,
+)
+def test_a_right_answer_is_near_float32_and_one_without_a_sequence_s_last_page_is_not(row: cache_calls.Row) -> None:
+    tensors = cache_calls.Tensors.of(row)
+    right = cache_calls.expected(row, tensors)
+    assert right.shape == (2, row.queries, 4, row.head_dim_v)
+    assert cache_calls.error_of(cache_calls.own(row, tensors)(), right) < cache_calls.ALLOWED / 2
+    tensors.lengths[0] -= row.page or 16
+    assert cache_calls.error_of(cache_calls.own(row, tensors)(), right) > 10 * cache_calls.ALLOWED
+
+
+def test_an_answer_that_is_not_finite_is_wrong() -> None:
+    right = torch.ones(2, 1, 4, 16)
+    output = right.clone()
+    output[1, 0, 3, 5] = torch.nan
+    assert cache_calls.error_of(output, right) == float("inf")
+
+
+def test_peers_may_leave_out_the_axis_of_one_query_or_have_it_elsewhere() -> None:
+    right = torch.rand(2, 1, 4, 16)
+    assert cache_calls.error_of(right[:, 0], right) == cache_calls.error_of(right.transpose(1, 2), right) == 0.0
 
 
 def test_a_latent_row_gives_views_of_its_keys_as_values() -> None:
