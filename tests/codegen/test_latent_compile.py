@@ -93,6 +93,25 @@ def test_what_it_does_not_take_runs_triton_forward(text: str) -> None:
     assert portfolio.default(problem(text, **dims), H200).template == "triton/forward"
 
 
+@pytest.mark.parametrize(
+    ("text", "facts", "parts"),
+    [
+        ("paged:64,latent", {"batch": 8, "seq_kv": 16000}, (16, 16)),
+        ("paged:64,latent", {"batch": 32, "seq_kv": 100_000}, (64, 32)),
+        ("paged:64,latent", {"batch": 32, "seq_kv": 100_000, "seq_q": 4}, (64, 32)),
+        ("paged:64,float8_e4m3,latent", {"batch": 8, "seq_kv": 16000}, (16, 16)),
+        ("paged:64,float8_e4m3,latent", {"batch": 32, "seq_kv": 100_000}, (32, 16)),
+    ],
+    ids=str,
+)
+def test_a_search_tries_many_long_parts_behind_persistent_programs(
+    text: str, facts: dict[str, Any], parts: tuple[int, int]
+) -> None:
+    seeds = search_space.load(TEMPLATE).seeds_for(problem(text, **facts), H200)
+    assert seeds[0]["PERSISTENT"] == 1
+    assert parts in [(seed["SPLITS"], seed["PART_BLOCKS"]) for seed in seeds]
+
+
 DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (  # of more than 16 rows, which fill tiles of 64
     ("paged:64,latent", {"seq_q": 2}),
     ("paged:64,latent", {"seq_q": 4}),
