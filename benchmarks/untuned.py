@@ -9,7 +9,8 @@ interleaved rounds, once their answers were checked:
 - tuned: what it runs after `autoattn tune --effort EFFORT`
 - the peers of `autoattn bench`
 
-Ratios above 1 say that the first one is faster. --cache DIR keeps what is tuned, so that a second run goes on.
+Ratios above 1 say that the first one is faster. --cache DIR keeps what is tuned, so that a second run goes on. Ctrl-C
+keeps what was compared.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,6 +121,16 @@ def standings(drawn: Sequence[Choices], peers: list[Peer], seconds: float, seed:
     options = Options(seconds=seconds, seed=seed, beside=beside)
     for row in kernel_bench.rows([choice.problem for choice in drawn], peers, options):
         yield standing(row, by_problem[row.problem])
+
+
+def gathered(compared: Iterable[Standing], count: int) -> list[Standing]:
+    """All of so many, told as they come; where Ctrl-C ends the run, those that there are."""
+    found: list[Standing] = []
+    with suppress(KeyboardInterrupt):
+        for each in compared:
+            found.append(each)
+            print(f"[{len(found)}/{count}] {each.row.problem} {dict(each.times_us)}", file=sys.stderr)
+    return found
 
 
 def standing(row: Row, choices: Choices) -> Standing:
@@ -224,18 +235,17 @@ def main() -> None:
         sys.exit("benchmarks/untuned.py needs an NVIDIA GPU in this machine, found none; run it where there is one")
     peers = [peer for peer in external.named(options.peers) if peer.why_missing() is None]
     drawn = choices(drawn_calls.draw(options.seed, options.count)[options.first :], card, options.predicted)
-    compared: list[Standing] = []
     with tempfile.TemporaryDirectory() as folder:
         cache = options.cache or Path(folder)
         if options.effort != "none":
             tune([choice.problem for choice in drawn], card, Effort(options.effort), cache)
         with _user_cache(cache):
-            for each in standings(drawn, peers, options.seconds, options.seed):
-                compared.append(each)
-                print(f"[{len(compared)}/{len(drawn)}] {each.row.problem} {dict(each.times_us)}", file=sys.stderr)
+            compared = gathered(standings(drawn, peers, options.seconds, options.seed), len(drawn))
     machine = ", ".join(f"{name} {value}" for name, value in kernel_bench.machine(peers).items())
     command = f"`python {shlex.join(['benchmarks/untuned.py', *sys.argv[1:]])}`"
     head = [f"# Calls that nobody tuned, {card.full_name}", "", command, "", machine, ""]
+    if len(compared) < len(drawn):
+        head += [f"{len(compared)} of {len(drawn)} calls were compared when the run was stopped.", ""]
     page = "\n".join([*head, *summary(compared), "", *table(compared)]) + "\n"
     print(page)
     if options.write:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def test_ratios_above_one_say_that_the_first_is_faster() -> None:
     assert compared.ratio("tuned", "peer") == pytest.approx(1.2)
     assert compared.ratio("predicted", "tuned") is None
     assert compared.intervals["untuned over tuned"].ratio == pytest.approx(100 / 110)
+
+
+def test_what_was_compared_before_ctrl_c_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    def compared() -> Iterator[untuned.Standing]:
+        yield standing()
+        raise KeyboardInterrupt
+
+    assert [each.row.problem for each in untuned.gathered(compared(), 2)] == [PROBLEM]
+    assert capsys.readouterr().err.startswith("[1/2] ")
 
 
 def test_an_untuned_call_that_pytorch_answers_has_the_time_of_its_backend() -> None:
