@@ -133,13 +133,19 @@ def run(
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.json"
+        started = mp.spawn(_rank, args=(ranks, backend, address, seconds, job, path), nprocs=ranks, join=False)
         try:
-            mp.spawn(_rank, args=(ranks, backend, address, seconds, job, path), nprocs=ranks)
+            while not started.join():
+                pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             lines = str(error).strip().splitlines()
             raise GroupError(
                 f"all {ranks} ranks must come to their end, but one did not ({lines[-1]}); correct that and start again"
             ) from None
+        finally:
+            # After Ctrl-C: a rank whose card waits for another one hears no signal, and Python would wait for it.
+            for process in started.processes:
+                process.kill()
         return msgspec.json.decode(path.read_bytes(), type=kind)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,3 +136,14 @@ def _replayed(call: Callable[[], tuple[Tensor, ...]], device: torch.device) -> t
     graph.replay()
     torch.cuda.synchronize(device)
     return found
+
+
+# --- Ranks that do not end -------------------------------------------------------------------------------------------
+
+
+def sleep_deaf(timer: Any, folder: Path) -> int:
+    """Leaves a file, and then hears no signal that Python could handle, as a process whose card waits for another."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (folder / str(timer.ranks.rank)).touch()
+    time.sleep(600.0)
+    return 0
