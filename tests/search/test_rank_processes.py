@@ -23,9 +23,13 @@ def test_ctrl_c_ends_ranks_that_hear_no_signal(tmp_path: Path) -> None:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        rank_processes.run(partial(rank_calls.sleep_deaf, folder=tmp_path), 2, "gloo", int)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rank_processes.run(partial(rank_calls.sleep_deaf, folder=tmp_path), 2, "gloo", int)
+    finally:
+        signal.signal(signal.SIGINT, before)
     for process in multiprocessing.active_children():
         process.join(5.0)
     assert multiprocessing.active_children() == []

@@ -145,5 +145,5 @@ def sleep_deaf(timer: Any, folder: Path) -> int:
     """Leaves a file, and then hears no signal that Python could handle, as a process whose card waits for another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / str(timer.ranks.rank)).touch()
-    time.sleep(600.0)
+    time.sleep(60.0)
     return 0
