@@ -110,6 +110,7 @@ def test_the_count_of_what_is_lost_sees_each_loss() -> None:
         assert len(robustness.lost({**found, entry.problem.key: entry}, told)) == 1
 
 
+@pytest.mark.exhaustive
 def test_three_processes_that_write_one_cache_lose_nothing() -> None:
     text, faults = robustness.writers(3, 2.0)
     assert faults == 0, text

@@ -111,6 +111,7 @@ def test_triton_autotune_leaves_out_what_fails_and_takes_the_fastest(monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_problems_of_a_kind_are_measured_with_the_same_variants_and_the_winner_stands_to_the_best(
     planted: None, tmp_path: Path
 ) -> None:

@@ -209,6 +209,7 @@ def test_a_mistake_is_one_sentence(
     assert [path.name for path in folder.iterdir()] == ["text"]
 
 
+@pytest.mark.exhaustive
 def test_compile_keeps_machine_code_that_export_packs_and_merge_takes(
     autoattn: Run, user_cache: Path, tmp_path: Path
 ) -> None:

@@ -318,6 +318,7 @@ def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_count_tiles_behind
     assert walked.turns(4, 32, 4096) == turns + 1
 
 
+@pytest.mark.exhaustive
 def test_how_many_programs_stay_on_an_sm_is_part_of_a_kernels_name() -> None:
     one = source(problem(head_dim=64), schedule="dynamic", order="any")
     other = replace(

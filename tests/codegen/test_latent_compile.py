@@ -121,7 +121,7 @@ DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (  # of more than 16 rows, wh
 )
 
 
-@pytest.mark.parametrize(("text", "facts"), rarely(DEFAULTS, lambda case: case in (DEFAULTS[0], DEFAULTS[-1])), ids=str)
+@pytest.mark.parametrize(("text", "facts"), rarely(DEFAULTS, lambda case: case == DEFAULTS[-1]), ids=str)
 def test_defaults_of_many_rows_keep_the_loop_in_registers_and_fill_the_shared_memory_of_one_program(
     text: str, facts: dict[str, Any]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import gradient_kernels
 import pytest
-from rarely import rarely
+from rarely import diagonal, rarely
 
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles, triton_release
@@ -162,8 +162,7 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("card", ["h200", "a30"])
+@pytest.mark.parametrize(("card", "head_dim"), diagonal(["h200", "a30"], [64, 128]))
 def test_the_gradient_of_slopes_moves_no_more_registers_to_memory(card: str, head_dim: int) -> None:
     device, mask = device_profiles.named(card), Mask.parse("causal")
     reports = []
