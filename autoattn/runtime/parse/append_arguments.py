@@ -78,10 +78,8 @@ def _check_new(name: str, new: Any, cache: Tensor, batch: int, dtype: torch.dtyp
 
 def _check_latent(cache: CacheTensors, key: Tensor, value: Tensor, *, rotates: bool) -> None:
     """Refuses new tokens of a cache whose values are the first elements of its keys, unless theirs are so too."""
-    caches, news = (cache.key, cache.value), (key, value)
-    if not all(
-        cache_arguments.begin_together(*pair) and pair[0].stride() == pair[1].stride() for pair in (caches, news)
-    ):
+    alike = key.stride() == value.stride() and cache.key.stride() == cache.value.stride()
+    if not (alike and cache_arguments.begin_together(key, value)):
         raise TensorError(
             f"v must be a view of k's first elements where value_cache is one of key_cache's, got a tensor of its own; "
             f"give k[..., :{value.shape[3]}]"
