@@ -11,6 +11,7 @@ from rarely import diagonal, rarely
 from samples import A30, H200
 
 from autoattn.codegen import portfolio, render, search_space
+from autoattn.core import triton_release
 from autoattn.core.problem import Layout, Modifiers, Problem
 from autoattn.kernels import compiler
 
@@ -128,7 +129,7 @@ def test_defaults_of_many_rows_keep_the_loop_in_registers_and_fill_the_shared_me
     one = problem(text, **facts)
     default = search_space.load(TEMPLATE).default(one, H200)
     report = compiler.inspect(render.render(one, default), H200.arch)
-    assert report.spilled_bytes <= 40  # outside of the loop; 8 by Triton 3.6
+    assert report.spilled_bytes <= (8 if triton_release.installed_release() == "3.6" else 40)  # outside of the loop
     assert not any(opcode.startswith(("LDL", "STL")) for opcode in report.loop)
     products = {opcode: count for opcode, count in report.loop.items() if opcode.startswith("HGMMA")}
     keys = 32 if one.caches_float8 else 64
