@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, OURS, Row, over_ranks, stepped, tensors
+from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, OURS, Row, over_ranks, recorded, stepped, tensors
 from context_simulation import Simulation
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,15 +100,7 @@ def _by_method(timer: RankTimer, row: Row, method: str, *, apart: bool) -> CallT
 def replayed(timer: RankTimer, row: Row) -> CallTime:
     """The method that suits the mask in a CUDA graph, which the host launches as one."""
     call = over_ranks(timer, row, OURS[row.own_method][0])
-    stream = torch.cuda.Stream(timer.device)
-    with torch.cuda.stream(stream):
-        call()  # compiles, compares what ranks call, and connects them
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks for events in a thread of its own, which the default mode forbids.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        call()
-    return timer.time(graph.replay)
+    return timer.time(recorded(call, timer.device).replay)
 
 
 def pytorchs(timer: RankTimer, row: Row) -> Iterable[Contestant]:

@@ -127,15 +127,14 @@ def _error_on_cards(
 
 
 def _replayed(call: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
-    """What a CUDA graph of the call leaves; the call was made before."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize(device)
-    # NCCL's watchdog asks for events in a thread of its own, which the default mode forbids.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = call()
+    """What a CUDA graph of the call leaves."""
+    import context_rows
+
+    made: list[tuple[Tensor, ...]] = []
+    graph = context_rows.recorded(lambda: made.append(call()), device)
     graph.replay()
     torch.cuda.synchronize(device)
-    return found
+    return made[-1]
 
 
 # --- Ranks that do not end -------------------------------------------------------------------------------------------
