@@ -14,6 +14,8 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Bias, DType, Numerics, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value
+from autoattn.expressions import language
+from autoattn.expressions.language import SCORE_NAMES
 
 _COUNTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
 SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left"))  # what problems of one kind differ in
@@ -24,7 +26,7 @@ _PROBLEM_FACTS = (
     *("cached", "latent", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
-    *("on_scores", "score_mod", "alibi", "learned_slopes", "biased", "bias_of_pairs", "learned_bias"),
+    *("on_scores", "score_mod", "reads_pairs", "trigonometric", "alibi", "learned_slopes", "biased", "bias_of_pairs", "learned_bias"),
     *("sinks", "dropout"),
 )
 MAX_KINDS = 512  # whose facts are kept
@@ -87,7 +89,7 @@ def kind_facts(
         **_split_facts(kind),
         **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),
-        "score_mod": int(bool(modifiers.score_mod)),
+        **_score_mod_facts(modifiers.score_mod),
         "alibi": int(modifiers.alibi),
         "learned_slopes": int(modifiers.learned_slopes),
         "biased": int(modifiers.bias is not Bias.NONE),
@@ -121,6 +123,16 @@ def _split_facts(kind: KernelKind) -> dict[str, Value | float]:
         "split": int(any(len(widths) == 2 for widths in low_waste)),
         "head_dim_split": sum(low_waste[0]),
         "head_dim_v_split": sum(low_waste[1]),
+    }
+
+
+def _score_mod_facts(text: str) -> dict[str, Value | float]:
+    """What a score_mod asks for that registers may not have."""
+    expression = language.parse(text, SCORE_NAMES) if text else None
+    return {
+        "score_mod": int(expression is not None),
+        "reads_pairs": int(expression is not None and expression.reads_pairs),
+        "trigonometric": int(expression is not None and expression.calls("sin", "cos")),
     }
 
 

@@ -22,6 +22,7 @@ from autoattn.kernels.compiler import build, inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
+TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"  # a number a pair
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({}, Traits()),
     ({"mask": "causal", "head_dim": 64}, Traits(lse=True)),
@@ -54,6 +55,30 @@ def test_changed_scores_stay_in_registers() -> None:
     assert report.spilled_bytes <= 32
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
     assert report.loop["MUFU.TANH"] == report.loop["MUFU.EX2"] == 32, "one of each a pair"
+
+
+SCORE_MODS = (  # with a head dim, the instructions of a step that a pair takes at most, which are 12 without a score_mod,
+    # and how many load numbers that a thread left in memory before the loop
+    ("score + 0.01 * (kv_idx - q_idx)", 128, 18, 2),
+    ("captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)", 128, 20, 2),
+    ("20.0 * tanh(score / 20.0)", 128, 27, 0),
+    (TABLE, 64, 26, 0),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "head_dim", "most", "loads"),
+    rarely(SCORE_MODS, lambda case: case[0] == TABLE),
+    ids=["positions", "documents", "tanh", "table"],
+)
+def test_scores_that_a_caller_changes_stay_in_registers(text: str, head_dim: int, most: int, loads: int) -> None:
+    one = problem(head_dim=head_dim, mask="causal", modifiers=Modifiers(score_mod=text))
+    seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
+    loop = inspect(render.render(one, seed), 90).loop
+    assert sum(count for name, count in loop.items() if name.startswith("LDL")) <= loads
+    assert not [name for name in loop if name.startswith("STL")]
+    assert sum(loop.values()) <= most * 64 * 64 // 128
 
 
 def test_consumers_of_wide_heads_share_keys_and_halve_columns() -> None:
@@ -100,8 +125,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "at most 256 columns": {"head_dim_v": 512},
     "without block tables": {"mask": Mask.blocks(64, 64, 0.5)},
     "sums no gradients of slopes": {"modifiers": Modifiers(alibi=True, learned_slopes=True)},
-    "and no weights": {"modifiers": Modifiers(dropout=True)},
-    "changes no scores but by softcap and ALiBi": {"modifiers": Modifiers(bias=Bias.KEYS)},
+    "drops no weights": {"modifiers": Modifiers(dropout=True)},
+    "adds no biases": {"modifiers": Modifiers(bias=Bias.KEYS)},
+    "two registers": {"modifiers": Modifiers(score_mod=TABLE)},
+    "sin and cos": {"modifiers": Modifiers(score_mod="cos(score)")},
 }
 
 

@@ -155,6 +155,14 @@ def test_every_hopper_seed_passes_with_changed_scores(mask: str, head_dim: int, 
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
+@pytest.mark.parametrize("text", drawn.SCORE_MODS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:128,0", "packed causal"])
+def test_every_hopper_seed_passes_with_a_score_mod(mask: str, head_dim: int, text: str) -> None:
+    modifiers = Modifiers(score_mod=text)
+    test_every_hopper_seed_passes_with_changed_scores(mask, head_dim, modifiers)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -> None:
     rng = random.Random(seed)

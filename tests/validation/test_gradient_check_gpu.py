@@ -118,6 +118,14 @@ def test_every_seed_of_gradients_by_tf32_products_passes_the_gate(head_dim: int)
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
+BENT = "where(q_idx % 3 == b, score, 4 * tanh(score / 4))"
+TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"
+ALIKE = "captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)"
+HOPPER_MODS = [
+    (128, "score + 0.01 * (kv_idx - q_idx)"),
+    *itertools.product((64, 128, 256), (BENT, ALIKE)),
+    (64, TABLE),
+]
 HOPPERS: list[dict[str, Any]] = [
     {"head_dim": 128},
     {"mask": "causal", "head_dim": 128, "dtype": DType.FLOAT16},
@@ -139,6 +147,18 @@ HOPPERS: list[dict[str, Any]] = [
         "mask": "causal",
         "head_dim": 128,
         "modifiers": Modifiers(softcap=True, sinks=True),
+        "layout": Layout.PACKED,
+        "tokens_q": 8192,
+        "tokens_kv": 8192,
+        "batch": 5,
+    },
+    *({"mask": "causal", "head_dim": dim, "modifiers": Modifiers(score_mod=text)} for dim, text in HOPPER_MODS),
+    {"head_dim": 192, "head_dim_v": 128, "modifiers": Modifiers(score_mod=BENT, softcap=True, sinks=True)},
+    {"mask": "window:40,9", "head_dim": 80, "modifiers": Modifiers(score_mod=ALIKE, alibi=True), "dtype": DType.FLOAT16},
+    {
+        "mask": "causal",
+        "head_dim": 64,
+        "modifiers": Modifiers(score_mod=TABLE),
         "layout": Layout.PACKED,
         "tokens_q": 8192,
         "tokens_kv": 8192,
