@@ -26,7 +26,17 @@ _PROBLEM_FACTS = (
     *("cached", "latent", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
-    *("on_scores", "score_mod", "reads_pairs", "trigonometric", "alibi", "learned_slopes", "biased", "bias_of_pairs", "learned_bias"),
+    *(
+        "on_scores",
+        "score_mod",
+        "reads_pairs",
+        "trigonometric",
+        "alibi",
+        "learned_slopes",
+        "biased",
+        "bias_of_pairs",
+        "learned_bias",
+    ),
     *("sinks", "dropout"),
 )
 MAX_KINDS = 512  # whose facts are kept

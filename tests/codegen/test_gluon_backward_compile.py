@@ -57,8 +57,9 @@ def test_changed_scores_stay_in_registers() -> None:
     assert report.loop["MUFU.TANH"] == report.loop["MUFU.EX2"] == 32, "one of each a pair"
 
 
-SCORE_MODS = (  # with a head dim, the instructions of a step that a pair takes at most, which are 12 without a score_mod,
-    # and how many load numbers that a thread left in memory before the loop
+# With a head dim, the instructions of a step that a pair takes at most, which are 12 without a score_mod, and how many
+# load numbers that a thread left in memory before the loop
+SCORE_MODS = (
     ("score + 0.01 * (kv_idx - q_idx)", 128, 18, 2),
     ("captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)", 128, 20, 2),
     ("20.0 * tanh(score / 20.0)", 128, 27, 0),

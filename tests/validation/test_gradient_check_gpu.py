@@ -154,7 +154,12 @@ HOPPERS: list[dict[str, Any]] = [
     },
     *({"mask": "causal", "head_dim": dim, "modifiers": Modifiers(score_mod=text)} for dim, text in HOPPER_MODS),
     {"head_dim": 192, "head_dim_v": 128, "modifiers": Modifiers(score_mod=BENT, softcap=True, sinks=True)},
-    {"mask": "window:40,9", "head_dim": 80, "modifiers": Modifiers(score_mod=ALIKE, alibi=True), "dtype": DType.FLOAT16},
+    {
+        "mask": "window:40,9",
+        "head_dim": 80,
+        "modifiers": Modifiers(score_mod=ALIKE, alibi=True),
+        "dtype": DType.FLOAT16,
+    },
     {
         "mask": "causal",
         "head_dim": 64,

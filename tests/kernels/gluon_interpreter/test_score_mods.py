@@ -133,7 +133,7 @@ GRADIENT_FAULTS = [  # of a case: (in the text, in its place)
     ("bent", "weights * growth", "weights"),
     ("bent", "scores *= scale\n", "scores *= 1.0\n"),
     ("bent", "bend = 1.0 / softcap", "bend = scale / softcap"),
-    ("wide heads", 'grad_tile.load(PAIRS)', "weight_tile.load(PAIRS)"),
+    ("wide heads", "grad_tile.load(PAIRS)", "weight_tile.load(PAIRS)"),
 ]
 
 
@@ -147,6 +147,7 @@ def test_a_planted_fault_of_gradients_is_found(name: str, right: str, wrong: str
 # --- what is read of captured tensors ---------------------------------------------------------------------------------
 
 AXES = "captured0: float32[1]\ncaptured1: float32[1]\ncaptured2: float32[2]\n"
+OUTSIDE = "memory that no tensor of the launch holds"
 AXES += "score + captured0[q_idx] - captured1[kv_idx] + captured2[b, h]"
 
 
@@ -160,22 +161,26 @@ def narrowed(one: Problem, operands: Operands) -> Operands:
     return replace(operands, score_captures=tuple(tensors))
 
 
-def test_no_place_behind_the_last_is_read() -> None:
-    facts: dict[str, Any] = {"mask": "causal", "modifiers": changed(AXES), "head_dim": 64}
+def test_no_place_behind_the_last_is_read_for_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
-    one = dense(**facts)
+    one = dense(mask="causal", modifiers=changed(AXES), head_dim=64)
     operands = narrowed(one, inputs.make(one, CPU, generator, guard=3))
     case = gradient_check.case_of(one, operands, generator, guard=3)
     text = rendered_gradients(one)
     assert gradient_check.judge(compiler.load(text, CPU), [case]).reason == ""
-    with pytest.raises(AutoattnError, match="memory that no tensor of the launch holds"):
-        wrong = planted(text, "PAIR_QUERIES), seq_q - 1)", "PAIR_QUERIES), seq_q)")
-        gradient_check.judge(compiler.load(wrong, CPU), [case])
+    wrong = compiler.load(planted(text, "PAIR_QUERIES), seq_q - 1)", "PAIR_QUERIES), seq_q)"), CPU)
+    with pytest.raises(AutoattnError, match=OUTSIDE):
+        gradient_check.judge(wrong, [case])
+
+
+def test_no_place_behind_the_last_is_read_for_outputs() -> None:
+    facts: dict[str, Any] = {"mask": "causal", "modifiers": changed(AXES), "head_dim": 64}
+    generator = torch.Generator().manual_seed(0)
     one = gluon_kernels.problem(**facts, batch=2, heads_q=2, heads_kv=1, seq_q=70, seq_kv=140)
     operands = narrowed(one, inputs.make(one, CPU, generator, guard=3))
     text = source(gluon_kernels.problem(**facts), lse=True, **BASE)
     case = output_check.case_of(one, operands, generator, guard=3)
     assert output_check.judge(compiler.load(text, CPU), [case]).reason == ""
-    with pytest.raises(AutoattnError, match="memory that no tensor of the launch holds"):
-        wrong = planted(text, "gl.minimum(kv_idx, gl.maximum(seq_kv - 1, 0))", "kv_idx")
-        output_check.judge(compiler.load(wrong, CPU), [case])
+    wrong = compiler.load(planted(text, "gl.minimum(kv_idx, gl.maximum(seq_kv - 1, 0))", "kv_idx"), CPU)
+    with pytest.raises(AutoattnError, match=OUTSIDE):
+        output_check.judge(wrong, [case])
