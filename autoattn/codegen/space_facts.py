@@ -11,7 +11,7 @@ from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Numerics, Problem
+from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value
 from autoattn.expressions import language
@@ -26,18 +26,8 @@ _PROBLEM_FACTS = (
     *("cached", "latent", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
-    *(
-        "on_scores",
-        "score_mod",
-        "reads_pairs",
-        "trigonometric",
-        "alibi",
-        "learned_slopes",
-        "biased",
-        "bias_of_pairs",
-        "learned_bias",
-    ),
-    *("sinks", "dropout"),
+    *("on_scores", "scores_by_key", "score_mod", "reads_pairs", "trigonometric", "alibi", "learned_slopes"),
+    *("biased", "bias_of_pairs", "learned_bias", "sinks", "dropout"),
 )
 MAX_KINDS = 512  # whose facts are kept
 # Not `arch`: what a newer architecture shares with an older one, its number does not say.
@@ -99,7 +89,7 @@ def kind_facts(
         **_split_facts(kind),
         **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),
-        **_score_mod_facts(modifiers.score_mod),
+        **_score_mod_facts(modifiers),
         "alibi": int(modifiers.alibi),
         "learned_slopes": int(modifiers.learned_slopes),
         "biased": int(modifiers.bias is not Bias.NONE),
@@ -136,13 +126,15 @@ def _split_facts(kind: KernelKind) -> dict[str, Value | float]:
     }
 
 
-def _score_mod_facts(text: str) -> dict[str, Value | float]:
-    """What a score_mod asks for that registers may not have."""
+def _score_mod_facts(modifiers: Modifiers) -> dict[str, Value | float]:
+    """What a score_mod asks for."""
+    text = modifiers.score_mod
     expression = language.parse(text, SCORE_NAMES) if text else None
     return {
         "score_mod": int(expression is not None),
         "reads_pairs": int(expression is not None and expression.reads_pairs),
         "trigonometric": int(expression is not None and expression.calls("sin", "cos")),
+        "scores_by_key": int(modifiers.alibi or (expression is not None and "kv_idx" in expression.answer.asks)),
     }
 
 

@@ -201,6 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
         {"modifiers": Modifiers(score_mod=TABLE), "head_dim": 256},
         {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "query_stages": 1, "ping_pong": "none"},
     ),
+    "far below others": ({"modifiers": Modifiers(alibi=True)}, {"softmax": "first_max"}),
     "sin and cos": ({"modifiers": Modifiers(score_mod="sin(score)")}, {}),
     "not tried with float8": ({"modifiers": Modifiers(softcap=True), "dtype": DType.FLOAT8}, {}),
     "each head has scores changed": ({"modifiers": Modifiers(sinks=True)}, {"PACK_GQA": 4}),
