@@ -22,6 +22,7 @@ from autoattn.kernels.compiler import build, inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
+ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({}, Traits()),
     ({"mask": "causal", "head_dim": 64}, Traits(lse=True)),
@@ -33,6 +34,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"mask": "causal", "layout": Layout.PACKED}, Traits(lse=True)),
     ({"mask": "window:600,64", "layout": Layout.PACKED, "head_dim": 64}, Traits(wide=True)),
     ({"mask": "causal", "layout": Layout.PACKED, "head_dim": 160, "head_dim_v": 112}, Traits(lse=True)),
+    ({"mask": Mask.blocks(256, 128, 0.5, ALIKE)}, Traits(lse=True)),
+    ({"mask": Mask.blocks(64, 128, 0.5, ALIKE), "head_dim": 64}, Traits()),
 )
 
 

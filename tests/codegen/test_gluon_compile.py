@@ -48,6 +48,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 64, "mask": "window:600,64", "layout": Layout.PACKED}, Traits(lse=True)),
     ({"head_dim": 128, "mask": "blocks:128x128,0.5"}, Traits(lse=True)),
     ({"head_dim": 64, "mask": Mask.blocks(256, 64, 0.5, ALIKE)}, Traits()),
+    ({"head_dim": 80, "mask": Mask.blocks(128, 64, 0.5, ALIKE)}, Traits(lse=True)),
+    ({"head_dim": 192, "mask": "blocks:64x64,0.5"}, Traits(lse=True)),
 )
 
 
