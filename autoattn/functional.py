@@ -14,7 +14,7 @@ from autoattn.decoding import explain_cached as explain_cached
 from autoattn.decoding import flash_attn_with_kvcache as flash_attn_with_kvcache
 from autoattn.decoding import merge_states as merge_states
 from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
-from autoattn.runtime import call, call_cache
+from autoattn.runtime import call, call_cache, call_keys
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.plan import explanations, planner
 from autoattn.runtime.plan.explanations import Explanation
@@ -142,9 +142,9 @@ def attention(
     prepared = call_cache.find_guarded(query, key, value, words) if seldom is None else None
     if prepared is not None and (output := prepared(query, key, value)) is not None:
         return output
-    call_key = call_cache.key(query, key, value, (), words, seldom)
+    call_key = call_keys.of(query, key, value, (), words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
-        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        extras = () if seldom is None else call_keys.tensors_among(seldom)
         if (output := prepared(query, key, value, *extras)) is not None:
             if seldom is None:
                 call_cache.guard(query, key, value, words, prepared)
@@ -238,14 +238,14 @@ def packed_attention(
         and query_scale is key_scale is value_scale is None
     ):
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
-    call_key = call_cache.key(
+    call_key = call_keys.of(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
         (causal, softcap, dropout, scale, deterministic, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
     if (prepared := call_cache.find(call_key)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        extras = () if seldom is None else call_keys.tensors_among(seldom)
         if (output := prepared(*tensors, *extras)) is not None:
             return output
     given: dict[str, Any] = {
@@ -319,7 +319,7 @@ def scaled_dot_product_attention(
     if attn_mask is None:
         words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # as `attention` has them
         if (prepared := call_cache.find_guarded(query, key, value, words)) is None:
-            prepared = call_cache.find(call_cache.key(query, key, value, (), words, None))
+            prepared = call_cache.find(call_keys.of(query, key, value, (), words, None))
             if prepared is not None:
                 call_cache.guard(query, key, value, words, prepared)
         # A prepared call is one of `attention`, whose key heads may be fewer whatever is said.
@@ -358,7 +358,7 @@ def _prepared_with_mask(
         return None
     words = False, 0.0, dropout_p, scale, "bhsd", False, False
     seldom = tuple(attn_mask if name == "mask" else None for name in call.SELDOM)
-    return call_cache.find(call_cache.key(query, key, value, (), words, seldom))
+    return call_cache.find(call_keys.of(query, key, value, (), words, seldom))
 
 
 def explain_sdpa(
