@@ -52,7 +52,7 @@ class PreparedCall(Protocol):
         """The answer to the caller; None where it does not take the call after all.
 
         Args:
-            others: the offsets of packed sequences, then those that `tensors_among` the seldom words.
+            others: the offsets of packed sequences, then the tensors among the seldom words (call_keys.tensors_among).
         """
 
 
