@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.core.call_arguments import NUMBERS
-from autoattn.core.problem import Bias
+from autoattn.core.modifiers import Bias
 from autoattn.kernels import backward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.forward import ALIGNED

@@ -25,7 +25,8 @@ from autoattn.codegen.space_facts import facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
-from autoattn.core.problem import DType, Modifiers, Op
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Op
 from autoattn.errors import ProblemError, TensorError
 from autoattn.runtime import call_cache, call_keys
 from autoattn.runtime.parse import arguments

@@ -15,7 +15,8 @@ from rarely import rarely
 from autoattn.codegen import render, search_space
 from autoattn.core import triton_release
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout
 from autoattn.core.variant import Traits
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import build, inspect, load_module

@@ -21,7 +21,8 @@ from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles, triton_release
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import CompileError
 from autoattn.kernels import compiler, forward

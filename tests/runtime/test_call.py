@@ -16,7 +16,7 @@ import autoattn
 from autoattn import functional
 from autoattn.core import call_arguments
 from autoattn.core.call_arguments import ARGUMENTS, BY_NAME, NUMBERS, CallArgument
-from autoattn.core.problem import Modifiers
+from autoattn.core.modifiers import Modifiers
 from autoattn.runtime import call, call_keys
 from autoattn.runtime.torch_op import attention_schema
 from autoattn.tensors.operands import Operands

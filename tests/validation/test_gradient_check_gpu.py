@@ -18,7 +18,8 @@ from autoattn import masks
 from autoattn.codegen import render, search_space
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
