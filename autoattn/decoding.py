@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoattn.core.problem import Layout
 from autoattn.errors import TensorError
-from autoattn.runtime import call, call_cache, merge
+from autoattn.runtime import call, call_cache, call_keys, merge
 from autoattn.runtime.parse import append_arguments, cache_arguments, merge_arguments, prefix_arguments
 from autoattn.runtime.parse.cache_arguments import CacheTensors
 from autoattn.runtime.plan import planner
@@ -127,9 +127,9 @@ def cached_attention(
     guarded = call_cache.find_guarded_on_cache(tensors, words) if seldom is None else None
     if guarded is not None and (answer := guarded(*tensors)) is not None:
         return answer
-    call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)
+    call_key = call_keys.of(query, key_cache, value_cache, offsets, words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
-        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        extras = () if seldom is None else call_keys.tensors_among(seldom)
         answer = prepared(*tensors, *extras)
         if answer is not None:
             if seldom is None:
@@ -180,7 +180,7 @@ def merge_states(
     Raises:
         TensorError: the tensors are not two outputs of the same queries.
     """
-    call_key = call_cache.key(output, other_output, output, (lse, other_lse), ("merge", layout), None)
+    call_key = call_keys.of(output, other_output, output, (lse, other_lse), ("merge", layout), None)
     prepared = call_cache.find(call_key)
     order = merge_arguments.layout_of(output, layout)
     if prepared is not None:
@@ -327,7 +327,7 @@ def _appended(
         attend["cu_seqlens_q"] is None, together, together and cache_arguments.begin_together(key, value),
         *(attend.get(name) for name in _WORDS),
     )  # fmt: skip
-    call_key = call_cache.key(query, key_cache, value_cache, offsets, words, seldom)
+    call_key = call_keys.of(query, key_cache, value_cache, offsets, words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
         appended: tuple[Tensor, Tensor] = prepared(query, key_cache, value_cache, *offsets)
         return appended

@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, OURS, Row, over_ranks, recorded, stepped, tensors
+from context_rows import DTYPE, HEAD_DIM, HEADS, HEADS_KV, OURS, Row, over_ranks, stepped, tensors
 from context_simulation import Simulation
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import autoattn
 from autoattn.distributed import partial_call
 from autoattn.errors import GroupError
+from autoattn.hardware import cuda_graph
 from autoattn.search import rank_processes
 from autoattn.search.rank_processes import CallTime, RankTimer
 
@@ -100,7 +101,8 @@ def _by_method(timer: RankTimer, row: Row, method: str, *, apart: bool) -> CallT
 def replayed(timer: RankTimer, row: Row) -> CallTime:
     """The method that suits the mask in a CUDA graph, which the host launches as one."""
     call = over_ranks(timer, row, OURS[row.own_method][0])
-    return timer.time(recorded(call, timer.device).replay)
+    captured = cuda_graph.run_and_capture(call, timer.device, runs=1)  # all ranks run it, which connects them
+    return timer.time(captured.replay)
 
 
 def pytorchs(timer: RankTimer, row: Row) -> Iterable[Contestant]:

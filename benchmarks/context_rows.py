@@ -117,17 +117,3 @@ def over_ranks(timer: RankTimer, row: Row, method: str, **sizes: int) -> Call:
         return distributed.context_attention(query, key, value, group=ranks.group, method=method, **words)
 
     return stepped(attend, (query, key, value), pull, learns=row.learns)
-
-
-def recorded(call: Call, device: torch.device) -> torch.cuda.CUDAGraph:
-    """A call over ranks in a CUDA graph. It is made once before, as all ranks must."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # writes what the call reads
-    with torch.cuda.stream(stream):
-        call()  # compiles, compares what ranks call, and connects them
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog asks for events in a thread of its own, which the default mode forbids.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        call()
-    return graph

@@ -19,8 +19,8 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import triton
@@ -43,13 +43,15 @@ from kept import keep, told
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from autoattn.hardware import nvidia
+from autoattn.hardware import cuda_graph, nvidia
+from autoattn.hardware.cuda_graph import CapturedCall
 
 TIMES_L2 = 3  # so many times the L2 do the caches of a graph have together
 MAX_COPIES = 64
 REPLAYS = 3  # of a graph in a round
 COPIED = 2**30  # bytes of the copy that is measured
 HOST_CALLS = 200  # in a row, whose host time is measured
+CapturedCalls: TypeAlias = CapturedCall[list[Tensor]]  # with an output of each call
 
 
 def copies_of(row: Row) -> int:
@@ -58,39 +60,21 @@ def copies_of(row: Row) -> int:
     return min(MAX_COPIES, max(1, math.ceil(TIMES_L2 * cache / row.bytes())))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A graph of calls, one behind the other, and whose memory it reads and writes, which must not be given back."""
-
-    graph: torch.cuda.CUDAGraph
-    calls: list[Call]  # with tensors of their own, as scales and plans
-    outputs: list[Tensor]  # of the calls
+def captured(calls: list[Call]) -> CapturedCalls:
+    """A graph of the calls, one behind the other, with what only they hold, as scales and plans."""
+    return cuda_graph.run_and_capture(lambda: [call() for call in calls], DEVICE, runs=2)
 
 
-def captured(calls: list[Call]) -> Captured:
-    """A graph of the calls, which ran before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # writes what the calls read
-    with torch.cuda.stream(stream):
-        for call in calls * 2:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = [call() for call in calls]
-    return Captured(graph=graph, calls=calls, outputs=outputs)
-
-
-def timed(run: Captured) -> float:
+def timed(run: CapturedCalls) -> float:
     """Microseconds of one of the calls of a graph."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run.graph.replay()  # the card is busy while the host records
+    run.replay()  # the card is busy while the host records
     first.record()
     for _ in range(REPLAYS):
-        run.graph.replay()
+        run.replay()
     last.record()
     torch.cuda.synchronize()
-    return first.elapsed_time(last) * 1e3 / (REPLAYS * len(run.calls))
+    return first.elapsed_time(last) * 1e3 / (REPLAYS * len(run.output))
 
 
 def copy_bandwidth(rounds: int) -> float:
@@ -104,7 +88,7 @@ def copy_bandwidth(rounds: int) -> float:
 def contest(row: Row, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Microseconds of each contestant in each round, and why the others have none."""
     tensors = [Tensors.of(row) for _ in range(copies_of(row))]
-    runs: dict[str, Captured] = {}
+    runs: dict[str, CapturedCalls] = {}
     reasons: dict[str, str] = {}
     for name, make in contestants(row).items():
         try:
@@ -123,7 +107,7 @@ def contest(row: Row, rounds: int) -> tuple[dict[str, list[float]], dict[str, st
     return times, reasons
 
 
-def wrong(runs: dict[str, Captured], right: list[Tensor]) -> dict[str, str]:
+def wrong(runs: dict[str, CapturedCalls], right: list[Tensor]) -> dict[str, str]:
     """Which graphs write wrong answers, and how far off these are.
 
     Args:
@@ -132,10 +116,10 @@ def wrong(runs: dict[str, Captured], right: list[Tensor]) -> dict[str, str]:
     """
     reasons = {}
     for name, run in runs.items():
-        for output in run.outputs:
+        for output in run.output:
             output.fill_(math.nan)
-        run.graph.replay()
-        error = max(map(error_of, run.outputs, right))
+        run.replay()
+        error = max(map(error_of, run.output, right))
         if error > ALLOWED:
             reasons[name] = f"wrong: error {error:.2g}"
     return reasons

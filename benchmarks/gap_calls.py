@@ -1,7 +1,7 @@
-"""Draws calls of kinds of which the portfolio's measurements have few: float32, wide and odd head dims, short calls.
+"""Draws calls of kinds of which the portfolio's measurements have few: float32, odd head dims, windows, short calls.
 
 What untuned calls lost to tuned ones on problems that were not measured says which these are
-(results/2026-11-24_h200_untuned_7.md).
+(results/2026-11-24_h200_untuned_7.md, results/2026-11-25_h100_untuned_61.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ BF16 = DType.BFLOAT16, Precision.IEEE
 FP16 = DType.FLOAT16, Precision.IEEE
 SHORT_US = 2.5  # of the roofline: with a launch, some 8 us
 FEW_KEYS = 2048  # of a short call
+FEW_QUERIES = 5  # as many as a step of generation has
 MOST_BYTES = 1.5e8  # of operands, whose reference is computed in a second or two
 MOST_FLOPS = 1e12
 MOST_FLOAT32_FLOPS = 6e10
@@ -34,16 +35,28 @@ class Gap:
     numbers: tuple[DType, Precision]
     head_dim: int
     causal: bool = False
+    window: bool = False  # then causal as well
+    generation: bool = False  # few queries on many keys
     short: bool = False  # of its problems all, else every second one
 
     def holds(self, problem: Problem) -> bool:
         """Whether a problem is one of these."""
-        return problem.mask.bounded_right == self.causal and not problem.mask.bounded_left
+        mask = problem.mask.bounded_right, problem.mask.bounded_left
+        if mask != (self.causal or self.window, self.window):
+            return False
+        return not self.generation or problem.seq_q <= FEW_QUERIES
 
 
 # Those that calls often are of and few problems were measured of come first, then those whose loss was the greatest: a
 # run that ends early has them.
 GAPS = (
+    Gap(numbers=BF16, head_dim=192, generation=True), Gap(numbers=BF16, head_dim=32, window=True),
+    Gap(numbers=BF16, head_dim=160, causal=True), Gap(numbers=BF16, head_dim=72, generation=True),
+    Gap(numbers=BF16, head_dim=192), Gap(numbers=FP16, head_dim=80, window=True), Gap(numbers=BF16, head_dim=40),
+    Gap(numbers=BF16, head_dim=128, generation=True), Gap(numbers=FP16, head_dim=64, window=True),
+    Gap(numbers=BF16, head_dim=120, causal=True), Gap(numbers=FP16, head_dim=96, generation=True),
+    Gap(numbers=BF16, head_dim=128, window=True), Gap(numbers=FP16, head_dim=160), Gap(numbers=BF16, head_dim=256),
+    Gap(numbers=FP16, head_dim=40, generation=True), Gap(numbers=BF16, head_dim=112, window=True),
     Gap(numbers=BF16, head_dim=128, causal=True), Gap(numbers=FP16, head_dim=40), Gap(numbers=BF16, head_dim=112),
     Gap(numbers=FP16, head_dim=80), Gap(numbers=BF16, head_dim=32), Gap(numbers=FP16, head_dim=120),
     Gap(numbers=BF16, head_dim=64), Gap(numbers=FP16, head_dim=72, causal=True), Gap(numbers=IEEE, head_dim=160),

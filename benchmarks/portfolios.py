@@ -19,7 +19,7 @@ scales: how much each feature of a problem and a variant counts for the model (`
 
 derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
 decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
-is the fastest in the geometric mean of the leaf's problems. The same data give the same bytes.
+is the fastest in the geometric mean of the leaf's problems. The same data give the same bytes (`portfolio_text.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ import measured_calls
 import msgspec
 import portfolio_model
 import portfolio_scales
+import portfolio_text
 import portfolio_tree
 import typer
 import variant_pool
@@ -50,8 +51,7 @@ from measured_calls import Staged, Subject
 from portfolio_model import TimeModel
 from portfolio_tree import Example
 
-from autoattn.codegen import portfolio, resources
-from autoattn.codegen.portfolio import Question, Tree
+from autoattn.codegen import resources
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Op, Precision, Problem
@@ -69,10 +69,6 @@ SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
-# What is left to the seeds of triton/forward, which know such problems: beside a bias of pairs, in 16 bits and with
-# many rows. Most first variants are Gluon's, which take no bias, and the last ones were measured to suit other
-# problems.
-LEFT_OUT = {"biased_prompt": "bias_of_pairs and element_bytes < 4 and shared_rows >= 80"}
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
 PREDICTED = {DType.FLOAT16: 12_000, Precision.TF32: 4000, Precision.IEEE: 4000}
@@ -224,66 +220,6 @@ def examples_of(folder: Path) -> list[Example]:
     return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]
 
 
-def text_of(examples: Sequence[Example], tree: Tree) -> str:
-    """The file of a portfolio that these examples gave."""
-    sources = ", ".join(sorted({example.device.full_name for example in examples}))
-    about = [
-        "What calls run that nobody tuned: the first variant that can run, of the list that a problem's answers lead",
-        "to, else the templates' seeds. Written by `python benchmarks/portfolios.py derive` from",
-        f"{len(examples)} problems measured on {sources} and a model of their times.",
-        "Not to be edited; docs/decisions/portfolios.md says how it is made.",
-    ]
-    (unit,) = {example.device.capabilities.matrix_unit.value for example in examples}
-    # What suits cards with other products, nobody measured.
-    (left_out,) = LEFT_OUT
-    whole = Question(
-        fact=unit, below=1.0, then=(), otherwise=Question(fact=left_out, below=1.0, then=tree, otherwise=())
-    )
-    names = _names({variant: None for variants in portfolio_tree.leaves(tree) for variant in variants})
-    variants = {name: {"template": variant.template, "params": variant.as_dict()} for variant, name in names.items()}
-    parts = [
-        _lines("about", "[]", map(json.dumps, about)),
-        f'  "version": {portfolio.VERSION}',
-        f'  "operation": "{Op.FORWARD.value}"',
-        _lines(
-            "let", "{}", (f'"{name}": {json.dumps(text)}' for name, text in {**portfolio_tree.LET, **LEFT_OUT}.items())
-        ),
-        _lines("variants", "{}", (f'"{name}": {json.dumps(variant)}' for name, variant in variants.items())),
-        f'  "tree": {_tree_text(whole, names, "  ")}',
-    ]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _lines(name: str, brackets: str, items: Iterable[str]) -> str:
-    """A list or a mapping with an item on each line."""
-    return f'  "{name}": {brackets[0]}\n    ' + ",\n    ".join(items) + f"\n  {brackets[1]}"
-
-
-def _tree_text(tree: Tree, names: Mapping[Variant, str], indent: str) -> str:
-    """A question with its answers below it, or a list of names."""
-    if not isinstance(tree, Question):
-        return json.dumps([names[variant] for variant in tree])
-    deeper = indent + "  "
-    answers = [
-        f'{deeper}"{word}": {_tree_text(answer, names, deeper)}'
-        for word, answer in (("then", tree.then), ("else", tree.otherwise))
-    ]
-    condition = f'{{"if": "{tree.fact} < {tree.below:g}",'
-    return "\n".join([condition, ",\n".join(answers) + "}"])
-
-
-def _names(variants: Iterable[Variant]) -> dict[Variant, str]:
-    """A name for each: its family, its tile, and a number."""
-    names: dict[Variant, str] = {}
-    count: Counter[str] = Counter()
-    for variant in sorted(variants, key=lambda variant: (variant.template, str(variant))):
-        params = variant.as_dict()
-        stem = f"{variant.template.partition('/')[0]}_{params['BLOCK_M']}x{params['BLOCK_N']}"
-        count[stem] += 1
-        names[variant] = f"{stem}_{count[stem]}"
-    return names
-
-
 def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: Sequence[Problem]) -> list[Example]:
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
     cover = variant_pool.cover([*screened, *measured])
@@ -389,7 +325,7 @@ def derive(
     """Write the portfolio, and say how far from the best the problems' choices are."""
     examples, screened = examples_of(DATA), examples_of(SCREENED)
     tree = portfolio_tree.grow(predicted(examples, screened, problems_to_predict()))
-    text = text_of(examples, tree)
+    text = portfolio_text.text_of(examples, tree)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:
             sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")

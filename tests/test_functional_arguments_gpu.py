@@ -20,6 +20,7 @@ from torch import Tensor
 import autoattn
 from autoattn import functional, masks
 from autoattn.errors import TensorError
+from autoattn.kernels import forward
 
 pytestmark = pytest.mark.gpu
 
@@ -198,10 +199,8 @@ def test_a_block_table_and_flexattentions_own_match_the_formula() -> None:
 
 def test_the_other_front_doors_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    launch = functional.planner.forward.launch
-    monkeypatch.setattr(
-        functional.planner.forward, "launch", lambda *facts, **more: launched.append(1) or launch(*facts, **more)
-    )
+    launch = forward.launch
+    monkeypatch.setattr(forward, "launch", lambda *facts, **more: launched.append(1) or launch(*facts, **more))
     query, key, value = normal(2, 4, 100, 64), normal(2, 4, 160, 64), normal(2, 4, 160, 64)
     output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert largest_error(output, query, key, value, causal="top-left") <= TOLERANCE[torch.bfloat16]

@@ -19,7 +19,8 @@ from torch import Tensor
 from autoattn import torch_private
 from autoattn.baselines import deterministic_sdpa, flashinfer_prefill, flex_attention, pytorch_sdpa
 from autoattn.core.mask import Alignment
-from autoattn.core.problem import SWITCHES, Bias, DType, Layout, Op, Precision, Problem
+from autoattn.core.modifiers import SWITCHES, Bias
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.errors import UsageError
 from autoattn.tensors.operands import Gradients, Operands
 

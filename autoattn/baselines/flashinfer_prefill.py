@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.mask import Alignment, Mask
-from autoattn.core.problem import SWITCHES, DType, Op, Problem
+from autoattn.core.modifiers import SWITCHES
+from autoattn.core.problem import DType, Op, Problem
 from autoattn.tensors.operands import Operands
 
 WORKSPACE_BYTES = 128 * 1024 * 1024  # as its documentation recommends

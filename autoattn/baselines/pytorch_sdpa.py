@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend
 from autoattn import torch_private
 from autoattn.baselines import deterministic_sdpa
 from autoattn.core.mask import Mask
-from autoattn.core.problem import SWITCHES, Bias, DType, Precision, Problem
+from autoattn.core.modifiers import SWITCHES, Bias
+from autoattn.core.problem import DType, Precision, Problem
 from autoattn.reference import attention_formula
 from autoattn.tensors.operands import Operands
 

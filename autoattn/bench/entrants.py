@@ -20,7 +20,8 @@ from autoattn.bench.kernel_results import LOOSE, Contestant, Inputs, Options
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
-from autoattn.core.problem import Bias, DType, Layout, Op, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.kernels import backward, compiler, forward
 from autoattn.reference.inputs import Scores

@@ -24,7 +24,7 @@ from autoattn.bench.transformer import Attend
 from autoattn.core.device import Device
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, StateError
-from autoattn.hardware import nvidia, timer
+from autoattn.hardware import cuda_graph, nvidia, timer
 from autoattn.hardware.timer import Rounds, Stopwatch
 from autoattn.runtime.plan import gradient_problem, needed_kernels
 from autoattn.runtime.plan.needed_kernels import Answer
@@ -74,12 +74,9 @@ class Card:
 
     def graph(self, make: Callable[[], timer.Call], count: int) -> timer.Call:
         # A backward pass runs on the streams of its forward pass, so that the latter must know the graph's.
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with cuda_graph.side_stream(self.device) as stream:
             call = make()
             call()
-        torch.cuda.synchronize(self.device)
         return self._graph(call, count, stream)
 
     def allocated(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from autoattn.cli import completion
-from autoattn.core.problem import SWITCHES
+from autoattn.core.modifiers import SWITCHES
 from autoattn.errors import ProblemError, ShapesError, UsageError
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection
 from autoattn.core.device import Device
-from autoattn.core.problem import DType, Modifiers, Op, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 

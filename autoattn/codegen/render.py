@@ -10,7 +10,8 @@ from autoattn.codegen import argument_names, precompiled, resources, search_spac
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.kernel_kind import AppendKind, KernelKind, MergeKind
 from autoattn.core.mask import MaskKind
-from autoattn.core.problem import Bias, DType, Layout, Op, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.tile_widths import padded
 from autoattn.core.variant import Source, Traits, Variant, digest_of
 from autoattn.errors import CompileError, ProblemError

@@ -11,7 +11,8 @@ from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Modifiers, Numerics, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Numerics, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value
 from autoattn.expressions import language

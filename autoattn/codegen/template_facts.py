@@ -9,7 +9,8 @@ from autoattn.codegen import argument_names, search_space
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.key_cache import LATENT_GROUP
 from autoattn.core.mask import Alignment, Mask
-from autoattn.core.problem import SWITCHES, Bias, DType, Op
+from autoattn.core.modifiers import SWITCHES, Bias
+from autoattn.core.problem import DType, Op
 from autoattn.core.tile_widths import depths, halves, padded, pieces
 from autoattn.core.variant import Traits, Value, Variant
 from autoattn.expressions import derivative, language

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Op, Precision, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

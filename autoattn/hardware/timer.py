@@ -18,7 +18,7 @@ from autoattn import torch_private
 from autoattn.core import paired_stats
 from autoattn.core.paired_stats import Pulse, Round
 from autoattn.core.trial import Energy, Measurement
-from autoattn.hardware import nvidia
+from autoattn.hardware import cuda_graph, nvidia
 
 Call = Callable[[], object]
 WARM_SECONDS = 0.15  # less leaves the first contestants slower: triton issue 2306
@@ -205,12 +205,7 @@ class Stopwatch:
                 return self.graph(call, count)
             except Exception:  # it does something that a graph cannot hold
                 torch.cuda.synchronize(self.device)
-
-        def several() -> None:
-            for _ in range(count):
-                call()
-
-        return several
+        return _in_a_row(call, count)
 
     def graph(self, call: Call, count: int, stream: torch.cuda.Stream | None = None) -> Call:
         """A call that replays a CUDA graph of `count` calls, one behind the other.
@@ -221,15 +216,17 @@ class Stopwatch:
         Raises:
             RuntimeError: the call does something that a graph cannot hold.
         """
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(recorded, stream=stream):
-            for _ in range(count):
-                call()
+        return cuda_graph.capture(_in_a_row(call, count), self.device, stream=stream).replay
 
-        def replay(held: Call = call) -> None:
-            recorded.replay()  # reads what the call holds, as a forward pass that was not captured left it
 
-        return replay
+def _in_a_row(call: Call, count: int) -> Callable[[], None]:
+    """So many calls as one, whose outputs are let go."""
+
+    def several() -> None:
+        for _ in range(count):
+            call()
+
+    return several
 
 
 def metered(

@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autoattn.codegen.argument_names import strides
-from autoattn.core.problem import Bias, DType, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Problem
 from autoattn.kernels import bound_launch, forward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.compiler import Kernel

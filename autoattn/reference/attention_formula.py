@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.mask import Alignment
-from autoattn.core.problem import Bias, DType, Precision, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Precision, Problem
 from autoattn.expressions import language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
 from autoattn.tensors.block_table import grid_of

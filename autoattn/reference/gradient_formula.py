@@ -10,7 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autoattn.core.problem import Bias, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Problem
 from autoattn.reference import attention_formula
 from autoattn.reference.attention_formula import Origin
 from autoattn.tensors.operands import BlockTable, Gradients, Operands, Saved

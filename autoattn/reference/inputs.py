@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import NUMBERS
-from autoattn.core.problem import Bias, DType, Layout, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.errors import ProblemError
 from autoattn.expressions import language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 
 from autoattn.core.cache_entry import CacheEntry
-from autoattn.core.problem import SWITCHES, Bias, DType, Modifiers, Numerics, Op, Problem
+from autoattn.core.modifiers import SWITCHES, Bias, Modifiers
+from autoattn.core.problem import DType, Numerics, Op, Problem
 from autoattn.search.search_options import Effort
 
 

@@ -14,7 +14,7 @@ from autoattn.kernels import append as append_kernel
 from autoattn.kernels.bound_launch import Bound
 from autoattn.reference import append_formula
 from autoattn.runtime import call_cache, loaded_kernels
-from autoattn.runtime.call_cache import Key
+from autoattn.runtime.call_keys import Key
 from autoattn.tensors.appended import Append
 from autoattn.tensors.operands import View
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import ARGUMENTS, DEFAULTS, PACKED_ARGUMENTS, PACKED_DEFAULTS, KeyRole, names
-from autoattn.runtime import append, call_cache, prepared_call, resized_call
-from autoattn.runtime.call_cache import Key
+from autoattn.runtime import append, call_cache, call_keys, prepared_call, resized_call
+from autoattn.runtime.call_keys import Key
 from autoattn.runtime.parse import append_arguments, arguments, cache_arguments, sdpa_arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.parse.cache_arguments import CacheTensors
@@ -29,7 +29,7 @@ PACKED_USUAL, PACKED_SELDOM = (names(PACKED_ARGUMENTS, role) for role in (KeyRol
 def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Answer:
     """`autoattn.attention`, for calls that no guard looked at."""
     given = {**DEFAULTS, **given}
-    call_key = call_cache.key(query, key, value, (), *_words(given, USUAL, SELDOM))
+    call_key = call_keys.of(query, key, value, (), *_words(given, USUAL, SELDOM))
     answer = call_cache.find(call_key)
     if answer is not None and (output := answer(query, key, value, *_extras(given, SELDOM))) is not None:
         return output
@@ -44,7 +44,7 @@ def packed_attention(
     given = {**PACKED_DEFAULTS, **given}
     tensors = query, key, value, cu_seqlens_q, cu_seqlens_kv
     usual, seldom = _words(given, PACKED_USUAL, PACKED_SELDOM)
-    call_key = call_cache.key(query, key, value, tensors[3:], (*usual, max_seqlen_q, max_seqlen_kv), seldom)
+    call_key = call_keys.of(query, key, value, tensors[3:], (*usual, max_seqlen_q, max_seqlen_kv), seldom)
     answer = call_cache.find(call_key)
     if answer is not None:
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
@@ -103,7 +103,7 @@ def _words(given: dict[str, Any], usual: tuple[str, ...], seldom: tuple[str, ...
 
 def _extras(given: dict[str, Any], seldom: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The tensors among the arguments that stand seldom in a key, in its order."""
-    return call_cache.tensors_among(given[name] for name in seldom)
+    return call_keys.tensors_among(given[name] for name in seldom)
 
 
 def new_attention(

@@ -16,7 +16,7 @@ from autoattn.kernels.compiler import Kernel
 from autoattn.kernels.forward import DTYPE
 from autoattn.reference import merge_formula
 from autoattn.runtime import call_cache, loaded_kernels
-from autoattn.runtime.call_cache import Key
+from autoattn.runtime.call_keys import Key
 from autoattn.runtime.plan import planner
 from autoattn.tensors.partial_outputs import PartialOutputs
 

@@ -15,7 +15,8 @@ from autoattn.kernels import forward
 from autoattn.kernels.bound_launch import Addresses, Bound
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime import call_cache, training_call
-from autoattn.runtime.call_cache import Key, PreparedCall
+from autoattn.runtime.call_cache import PreparedCall
+from autoattn.runtime.call_keys import Key
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import gradient_problem
 from autoattn.runtime.run import recompute_counter

@@ -26,7 +26,8 @@ from autoattn.core.problem import MAX_SIZE, Layout, Problem, sizes_of
 from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.runtime import call_cache, prepared_call
-from autoattn.runtime.call_cache import ExtraFacts, Key, PreparedCall
+from autoattn.runtime.call_cache import PreparedCall
+from autoattn.runtime.call_keys import ExtraFacts, Key
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner, tuned_entries

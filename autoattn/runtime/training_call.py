@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoattn import torch_private
 from autoattn.core.call_arguments import NUMBERS
-from autoattn.core.problem import Bias
+from autoattn.core.modifiers import Bias
 from autoattn.kernels import backward
 from autoattn.kernels.bound_launch import Bound
 from autoattn.kernels.forward import ALIGNED
@@ -342,7 +342,7 @@ class _Attention(torch.autograd.Function):
 
 
 # PyTorch's own `apply` first asks for transforms of torch.func, as `TrainingCall` does, and looks in each tensor for
-# what is left of one that ended, whose address `call_cache.key` could not have read. That takes a third of its time.
+# what is left of one that ended, whose address `call_keys.of` could not have read. That takes a third of its time.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from autoattn.codegen.resources import read_yaml
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import MAX_SIZE, SWITCHES, Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.modifiers import SWITCHES, Bias, Modifiers
+from autoattn.core.problem import MAX_SIZE, DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ProblemError, ShapesError
 from autoattn.expressions import language

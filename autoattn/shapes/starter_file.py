@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoattn.core.problem import SWITCHES
+from autoattn.core.modifiers import SWITCHES
 
 WIDTH = 100
 

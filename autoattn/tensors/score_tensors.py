@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoattn.core.problem import Bias, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Problem
 from autoattn.tensors.operands import Operands, View
 
 NAMES = "bias", "slopes", "sinks"  # fields of Operands, in the order in which all functions take these tensors

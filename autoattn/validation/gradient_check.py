@@ -23,7 +23,8 @@ from torch import Tensor
 from autoattn.baselines import external, pytorch_sdpa
 from autoattn.baselines.external import Peer
 from autoattn.codegen import search_space
-from autoattn.core.problem import Bias, DType, Precision, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.kernels import backward
 from autoattn.kernels.compiler import Kernel

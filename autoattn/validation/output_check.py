@@ -27,7 +27,8 @@ from torch import Tensor
 from autoattn.baselines import pytorch_sdpa
 from autoattn.baselines.external import Peer
 from autoattn.core.mask import Mask, MaskKind
-from autoattn.core.problem import Bias, DType, Layout, Precision, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel

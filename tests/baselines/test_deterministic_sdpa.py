@@ -25,9 +25,10 @@ from autoattn.codegen.space_facts import facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
-from autoattn.core.problem import DType, Modifiers, Op
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Op
 from autoattn.errors import ProblemError, TensorError
-from autoattn.runtime import call_cache
+from autoattn.runtime import call_cache, call_keys
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
 from autoattn.runtime.plan.explanations import Explanation, Level
@@ -220,7 +221,7 @@ def test_pytorchs_own_switch_says_so_for_all_calls(
 
 
 def key_of(tensors: list[Tensor]) -> Any:
-    return call_cache.key(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
+    return call_keys.of(*tensors, (), (False, 0.0, 0.0, None, "bhsd", False, False), None)  # type: ignore[call-arg]
 
 
 def test_calls_that_nobody_differentiates_are_left_alone(switch: list[tuple[str, bool]]) -> None:

@@ -19,7 +19,8 @@ from torch._functorch import config as functorch
 
 from autoattn.baselines import external, flex_attention, pytorch_sdpa
 from autoattn.baselines.external import PEERS
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.errors import UsageError
 from autoattn.reference import attention_formula, inputs
 from autoattn.tensors.operands import Operands

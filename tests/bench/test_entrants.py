@@ -23,7 +23,8 @@ from autoattn.bench.kernel_results import Inputs, Options, Ours, Row, State, Tim
 from autoattn.cache import store
 from autoattn.codegen import resources, search_space
 from autoattn.core.cache_entry import CacheEntry
-from autoattn.core.problem import Bias, Layout, Modifiers, Op, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import Layout, Op, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, compiler
 from autoattn.reference import attention_formula

@@ -23,7 +23,8 @@ from autoattn.bench.kernel_results import Ours, State, Timing
 from autoattn.cache import store
 from autoattn.codegen import resources
 from autoattn.core.cache_entry import KERNEL
-from autoattn.core.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.errors import StateError
 from autoattn.reference import attention_formula, inputs
 from autoattn.runtime.parse.arguments import Call

@@ -13,6 +13,8 @@ import torch
 from cache_calls import Call, Row, Tensors
 from torch import Tensor
 
+from autoattn.hardware.cuda_graph import CapturedCall
+
 ROW = Row(batch=2, heads=(4, 2), keys=40, page=16, goal="none")
 
 
@@ -28,15 +30,14 @@ class Graph:
             output.copy_(call())
 
 
-def captured(calls: list[Call]) -> decode.Captured:
+def captured(calls: list[Call]) -> decode.CapturedCalls:
     outputs = [call().clone() for call in calls]
-    return decode.Captured(graph=Graph(calls, outputs), calls=calls, outputs=outputs)
+    return CapturedCall(graph=Graph(calls, outputs), call=list, output=outputs)
 
 
-def unwritten(calls: list[Call]) -> decode.Captured:
+def unwritten(calls: list[Call]) -> decode.CapturedCalls:
     """What a graph is whose kernels write elsewhere: the answers of the calls before it stay."""
-    run = captured(calls)
-    return decode.Captured(graph=Graph([], []), calls=calls, outputs=run.outputs)
+    return CapturedCall(graph=Graph([], []), call=list, output=captured(calls).output)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import drawn_calls
 import portfolio_model
+import portfolio_text
 import portfolio_tree
 import portfolios
 import pytest
@@ -76,7 +77,7 @@ def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) ->
 def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[Example]) -> None:
     shuffled = list(examples)
     random.Random(1).shuffle(shuffled)
-    texts = [portfolios.text_of(each, portfolio_tree.grow(each)) for each in (examples, shuffled)]
+    texts = [portfolio_text.text_of(each, portfolio_tree.grow(each)) for each in (examples, shuffled)]
     assert texts[0] == texts[1]
 
 
@@ -85,7 +86,7 @@ def test_what_is_derived_is_what_calls_run(
 ) -> None:
     path = tmp_path / "forward.portfolio.json"
     tree = portfolio_tree.grow(examples)
-    path.write_text(portfolios.text_of(examples, tree), encoding="utf-8")
+    path.write_text(portfolio_text.text_of(examples, tree), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     try:
@@ -198,7 +199,7 @@ def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
     split = Question(fact="rows", below=0.013, then=(SHORT, LONG), otherwise=())
     tree = Question(fact="keys_per_row", below=4096.0, then=split, otherwise=(LONG,))
     path = tmp_path / "forward.portfolio.json"
-    path.write_text(portfolios.text_of([example(problem(1), {SHORT: 1.0})], tree), encoding="utf-8")
+    path.write_text(portfolio_text.text_of([example(problem(1), {SHORT: 1.0})], tree), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     try:

@@ -21,7 +21,7 @@ from samples import A30, H200, certified, measured, predicted, problem
 
 from autoattn.cache import file_format, store
 from autoattn.codegen import search_space
-from autoattn.core.problem import Modifiers
+from autoattn.core.modifiers import Modifiers
 from autoattn.errors import CacheError
 
 

@@ -29,7 +29,8 @@ from autoattn.codegen.template_facts import NO_SOFTMAX
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Modifiers, Op, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Outcome, StaticReport, Verdict
 from autoattn.core.variant import Traits, Variant
 from autoattn.cost_model import predictor

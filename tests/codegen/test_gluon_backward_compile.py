@@ -15,13 +15,15 @@ from rarely import rarely
 from autoattn.codegen import render, search_space
 from autoattn.core import triton_release
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout
 from autoattn.core.variant import Traits
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import build, inspect, load_module
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
+ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
 TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"  # a number a pair
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({}, Traits()),
@@ -34,6 +36,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"mask": "causal", "layout": Layout.PACKED}, Traits(lse=True)),
     ({"mask": "window:600,64", "layout": Layout.PACKED, "head_dim": 64}, Traits(wide=True)),
     ({"mask": "causal", "layout": Layout.PACKED, "head_dim": 160, "head_dim_v": 112}, Traits(lse=True)),
+    ({"mask": Mask.blocks(256, 128, 0.5, ALIKE)}, Traits(lse=True)),
+    ({"mask": Mask.blocks(64, 128, 0.5, ALIKE), "head_dim": 64}, Traits()),
 )
 
 
@@ -124,7 +128,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "16 bits": {"dtype": DType.FLOAT32},
     "multiple of 16 bytes": {"head_dim": 60},
     "at most 256 columns": {"head_dim_v": 512},
-    "without block tables": {"mask": Mask.blocks(64, 64, 0.5)},
+    "a program's keys in one of its columns": {"mask": Mask.blocks(64, 64, 0.5)},
+    "not tried with block tables": {"mask": Mask.blocks(128, 128, 0.5), "modifiers": Modifiers(softcap=True)},
     "sums no gradients of slopes": {"modifiers": Modifiers(alibi=True, learned_slopes=True)},
     "drops no weights": {"modifiers": Modifiers(dropout=True)},
     "adds no biases": {"modifiers": Modifiers(bias=Bias.KEYS)},

@@ -21,7 +21,8 @@ from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles, triton_release
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import CompileError
 from autoattn.kernels import compiler, forward
@@ -49,6 +50,8 @@ KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 64, "mask": "window:600,64", "layout": Layout.PACKED}, Traits(lse=True)),
     ({"head_dim": 128, "mask": "blocks:128x128,0.5"}, Traits(lse=True)),
     ({"head_dim": 64, "mask": Mask.blocks(256, 64, 0.5, ALIKE)}, Traits()),
+    ({"head_dim": 80, "mask": Mask.blocks(128, 64, 0.5, ALIKE)}, Traits(lse=True)),
+    ({"head_dim": 192, "mask": "blocks:64x64,0.5"}, Traits(lse=True)),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from gluon_kernels import H200, TEMPLATE, problem
 from rarely import rarely
 
-from autoattn.codegen import render, search_space
+from autoattn.codegen import portfolio, render, search_space
 from autoattn.core import triton_release
 from autoattn.core.problem import DType, Layout
 from autoattn.core.variant import Source, Traits, Value
@@ -38,6 +38,8 @@ KINDS: tuple[tuple[dict[str, Any], dict[str, Value]], ...] = (
     ({"head_dim": 80}, {**SPLIT, "BLOCK_M": 64, "BLOCK_N": 80, "CTAS": 2, "softmax": "first_max", "software_exp2": 4}),
     ({"head_dim": 192, "head_dim_v": 128, **PACKED}, {**SPLIT, "BLOCK_N": 64, "softmax": "vote"}),
     ({"head_dim": 80, "mask": "causal", **PACKED}, {"HEAD_SPLIT": 2, "softmax": "first_max"}),
+    ({"head_dim": 96, "mask": "blocks:128x128,0.5"}, {**SPLIT, "softmax": "first_max", "ping_pong": "named"}),
+    ({"head_dim": 72, "mask": "blocks:64x64,0.5"}, {**SPLIT, "BLOCK_M": 64, "BLOCK_N": 64, "CTAS": 2, "num_stages": 3}),
 )
 # Those that each run compiles, both of a head dim in two pieces; all others are left to the exhaustive tests.
 COMPILED = [KINDS[11]]  # the others take twice as long
@@ -151,6 +153,15 @@ def test_what_cannot_work_is_refused_in_words(words: str) -> None:
     points = search_space.load(TEMPLATE)
     chosen = points.variant(points.seeds[-1][1] | BASE | params)
     assert words in (points.why_infeasible(chosen, problem(**kind), H200) or "")
+
+
+@pytest.mark.parametrize("mask", ["blocks:128x128,0.5", "blocks:64x64,0.5", "blocks:128x64,0.1"])
+@pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 96), (160, 160), (192, 192), (192, 128)])
+def test_untuned_block_tables_run_with_head_dims_in_pieces(dims: tuple[int, int], mask: str) -> None:
+    one = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+    for variant in (search_space.load(TEMPLATE).default(one, H200), portfolio.starters_for(one, H200)[0]):
+        assert (variant.template, variant.as_dict().get("HEAD_SPLIT")) == (TEMPLATE, 1)
+        assert (variant["num_stages"] >= 2, variant["overlap"]) == (True, 1)
 
 
 @pytest.mark.parametrize("kind", [{"head_dim": 80}, {"head_dim": 192, "head_dim_v": 128}], ids=str)

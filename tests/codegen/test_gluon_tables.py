@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -23,8 +24,8 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;(.*)$")
 WRITTEN = re.compile(r"^(U[A-Z0-9]+|R2UR|S2UR|VOTEU|REDUX)(\S*) (?:!?UP[T\d], |P\d, )*UR(\d+)\b")
 
 
-def source(mask: str, **changes: Any) -> Source:
-    return gluon_kernels.source(gluon_kernels.problem(head_dim=128, mask=mask), **changes)
+def source(mask: str, head_dim: int = 128, **changes: Any) -> Source:
+    return gluon_kernels.source(gluon_kernels.problem(head_dim=head_dim, mask=mask), **changes)
 
 
 def listing(cubin: bytes, folder: Path) -> tuple[list[str], list[list[int]], int]:
@@ -78,28 +79,35 @@ def never_made(code: list[str], before: list[list[int]], roles: int) -> list[str
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("head_dim", "changes"),
     rarely(
-        [{"softmax": "online", "overlap": 0, "ping_pong": "none"}, {"softmax": "vote"}, {"softmax": "first_max"}],
-        lambda changes: changes["softmax"] == "online",
+        [
+            *itertools.product(
+                (128, 80, 192),
+                ({"softmax": "online", "overlap": 0, "ping_pong": "none"}, {"softmax": "vote"}),
+            ),
+            *itertools.product((128, 72, 80, 96, 160, 192), ({"softmax": "first_max"},)),
+        ],
+        lambda case: case == (128, {"softmax": "online", "overlap": 0, "ping_pong": "none"}),
     ),
-    ids=lambda changes: str(changes["softmax"]),
 )
 def test_whole_blocks_find_the_queries_in_a_tile_without_partial_ones(
-    changes: dict[str, Value], tmp_path: Path
+    head_dim: int, changes: dict[str, Value], tmp_path: Path
 ) -> None:
     """ptxas took their descriptor from the loop over partial blocks, even where that does not run (Triton 3.6)."""
-    compiled = build(source("blocks:128x128,0.5", **changes), 90)
+    compiled = build(source("blocks:128x128,0.5", head_dim, **changes), 90)
     code, before, roles = listing(compiled.asm["cubin"], tmp_path)
     assert sum(text.startswith("HGMMA") for text in code) >= 32
     assert never_made(code, before, roles) == []
 
 
 @pytest.mark.exhaustive
-def test_a_table_costs_the_loop_over_whole_blocks_nothing() -> None:
+@pytest.mark.parametrize(("head_dim", "most"), [(80, 16), (96, 16), (128, 16), (192, 24)])
+def test_a_table_costs_the_loop_over_whole_blocks_little(head_dim: int, most: int) -> None:
+    """Wide heads in pieces have more descriptors than registers of their kind: moves bring some of them."""
     masks = ("full", "blocks:128x128,0.5")
-    dense, listed = (inspect(source(mask, softmax="first_max"), 90).loop for mask in masks)
+    dense, listed = (inspect(source(mask, head_dim, softmax="first_max"), 90).loop for mask in masks)
     # With Triton 3.9 each product's descriptor costs two moves, which ptxas shares in the dense loop alone.
     instructions = [sum(count for name, count in loop.items() if name != "UMOV") for loop in (listed, dense)]
-    assert abs(instructions[0] - instructions[1]) < 16
+    assert abs(instructions[0] - instructions[1]) < most
     assert "LDG" not in "".join(listed)

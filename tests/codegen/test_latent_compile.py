@@ -12,7 +12,8 @@ from samples import A30, H200
 
 from autoattn.codegen import portfolio, render, search_space
 from autoattn.core import triton_release
-from autoattn.core.problem import Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Layout, Problem
 from autoattn.kernels import compiler
 
 SIZES: dict[str, Any] = {"batch": 32, "seq_kv": 8192, "mask": "causal", **MLA}

@@ -28,7 +28,8 @@ from autoattn.codegen import render, resources
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision
 from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import UsageError
 from autoattn.kernels import interpreter

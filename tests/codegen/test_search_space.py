@@ -21,7 +21,8 @@ from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError, UsageError
 

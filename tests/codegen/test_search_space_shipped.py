@@ -23,7 +23,8 @@ from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 from autoattn.shapes import shapes_file

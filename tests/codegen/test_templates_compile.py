@@ -24,7 +24,8 @@ from autoattn.codegen import render, resources, search_space
 from autoattn.core import device_profiles
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Op, Precision, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Source, Traits, Variant
 from autoattn.errors import CompileError
 from autoattn.kernels.compiler import build, inspect, load_module

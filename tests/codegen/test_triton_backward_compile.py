@@ -13,7 +13,8 @@ from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles, triton_release
 from autoattn.core.device import MatrixUnit
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.errors import CompileError
 from autoattn.kernels import manifest

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from autoattn.codegen import render
 from autoattn.core import kernel_kind
 from autoattn.core.mask import Alignment, Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Op, Problem
 
 
 @given(strategies.problems(tiny=False), st.integers())

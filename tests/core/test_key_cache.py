@@ -9,7 +9,8 @@ import pytest
 
 from autoattn.core import kernel_kind
 from autoattn.core.key_cache import KeyCache, are_latent_dims
-from autoattn.core.problem import Bias, DType, Modifiers, Op
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Op
 from autoattn.errors import ProblemError
 
 TEXTS = (

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autoattn.core import kernel_kind
 from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.core.tile_widths import pieces
 from autoattn.errors import ProblemError
 

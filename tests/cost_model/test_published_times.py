@@ -11,7 +11,8 @@ from checkout_paths import BENCHMARKS
 
 from autoattn.codegen import resources
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.cost_model import published_times
 
 TABLE = BENCHMARKS / "shapes/varlen_a30.yaml"

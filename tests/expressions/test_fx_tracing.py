@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Modifiers
+from autoattn.core.modifiers import Modifiers
 from autoattn.errors import ProblemError, TensorError
 from autoattn.expressions import captures, language
 from autoattn.expressions.fx_tracing import trace

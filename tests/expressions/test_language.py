@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Modifiers
+from autoattn.core.modifiers import Modifiers
 from autoattn.errors import ProblemError
 from autoattn.expressions import language
 from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, parse

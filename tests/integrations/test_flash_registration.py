@@ -13,8 +13,9 @@ import torch
 from tiny_models import model, padded, tokens, transformers
 from torch import Tensor
 
-from autoattn import decoding, functional
+from autoattn import decoding
 from autoattn.errors import HostError
+from autoattn.functional import flash_attention as flash_functions
 from autoattn.integrations import flash_attention
 from autoattn.integrations.huggingface import FLASH_NAME, register_flash
 
@@ -45,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return call
 
     monkeypatch.setattr(decoding, "cached_attention", noting(decoding.cached_attention, "cached"))
-    monkeypatch.setattr(functional, "packed_attention", noting(functional.packed_attention, "packed"))
+    monkeypatch.setattr(flash_functions, "packed_attention", noting(flash_functions.packed_attention, "packed"))
     monkeypatch.setattr(batching, "ensure_decode_fast_path_is_available", lambda *facts: None)
     return noted
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from fake_device import CUDA, Launches
 
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, manifest
 from autoattn.kernels.backward import EDGE

@@ -9,7 +9,8 @@ import pytest
 from gradient_kernels import judged, problem, source
 from rarely import diagonal
 
-from autoattn.core.problem import DType, Layout, Modifiers, Precision
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Precision
 from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.interpreter

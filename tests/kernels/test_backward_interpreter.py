@@ -14,7 +14,8 @@ from rarely import diagonal, rarely
 
 from autoattn.codegen import render
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.reference.inputs import Scores
 from autoattn.runtime.plan.gradient_problem import Learned

@@ -14,7 +14,8 @@ from interpreted import SECONDS
 from rarely import diagonal
 
 from autoattn.core.key_cache import KeyCache
-from autoattn.core.problem import DType, Layout, Modifiers, Precision
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Precision
 from autoattn.core.trial import Verdict
 from autoattn.search import rehearsal
 from autoattn.search.gpu_jobs import Rehearse

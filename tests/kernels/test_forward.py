@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Traits
 from autoattn.errors import TensorError
 from autoattn.kernels import forward, manifest

@@ -12,7 +12,8 @@ from interpreted import Run, run
 from rarely import diagonal
 
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Source, Traits
 from autoattn.workers.worker_pool import Pool
 

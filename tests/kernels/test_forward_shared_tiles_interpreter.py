@@ -12,7 +12,8 @@ import torch
 from interpreted import Run, run
 from rarely import diagonal, rarely
 
-from autoattn.core.problem import DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import load

@@ -13,7 +13,8 @@ from interpreted import SECONDS
 from rarely import diagonal, rarely
 
 from autoattn.core.key_cache import KeyCache
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.trial import Verdict
 from autoattn.reference import attention_formula
 from autoattn.search import rehearsal

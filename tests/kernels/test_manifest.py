@@ -15,7 +15,8 @@ import kernels
 import pytest
 import torch
 
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision
 from autoattn.core.variant import Source
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import Kernel, load_module

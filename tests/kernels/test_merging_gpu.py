@@ -13,7 +13,8 @@ from torch import Tensor
 import autoattn
 from autoattn.codegen import render, search_space
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler
 from autoattn.reference.inputs import Scores

@@ -15,7 +15,8 @@ from interpreted import CPU, SECONDS
 from merged import Merge
 
 from autoattn.codegen import render
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError, CompileError
 from autoattn.kernels import compiler

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.reference import attention_formula
 from autoattn.reference import inputs as random_inputs
 from autoattn.tensors.operands import Operands

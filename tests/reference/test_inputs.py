@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoattn.core.call_arguments import BY_NAME
-from autoattn.core.problem import Bias, DType, Layout, Modifiers
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout
 from autoattn.reference import attention_formula, inputs
 from autoattn.reference.inputs import Scores
 

@@ -19,7 +19,8 @@ from autoattn.core import device_profiles
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Layout, Modifiers, Numerics, Op
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Layout, Numerics, Op
 from autoattn.core.trial import Evidence
 from autoattn.cost_model import accuracy
 from autoattn.errors import CacheError, StateError

@@ -16,8 +16,8 @@ import autoattn
 from autoattn import functional
 from autoattn.core import call_arguments
 from autoattn.core.call_arguments import ARGUMENTS, BY_NAME, NUMBERS, CallArgument
-from autoattn.core.problem import Modifiers
-from autoattn.runtime import call, call_cache
+from autoattn.core.modifiers import Modifiers
+from autoattn.runtime import call, call_keys
 from autoattn.runtime.torch_op import attention_schema
 from autoattn.tensors.operands import Operands
 
@@ -70,8 +70,8 @@ def test_numbers_are_operands_and_ask_for_a_modifier() -> None:
 ], ids=str)  # fmt: skip
 def test_functions_and_pipeline_form_the_same_key(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[Any] = []
-    plain = call_cache.key
-    monkeypatch.setattr(call_cache, "key", lambda *facts: keys.append(facts[3:]) or plain(*facts))
+    plain = call_keys.of
+    monkeypatch.setattr(call_keys, "of", lambda *facts: keys.append(facts[3:]) or plain(*facts))
     functional.forget()
     for attention in (functional.attention, call.attention):
         attention(QUERY, KEY, KEY, **given)

@@ -24,7 +24,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op
 from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
-from autoattn.runtime import call_cache, resized_call
+from autoattn.runtime import call_cache, call_keys, resized_call
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, machine_code, planner
 from autoattn.runtime.plan.explanations import Level
@@ -76,7 +76,7 @@ def take_apart(tensors: list[Tensor], scale: float | None = None) -> resized_cal
     query, key, value = tensors
     words = False, 0.0, 0.0, scale, "bhsd", False, False
     sized = resized_call.take_apart(
-        call_cache.key(query, key, value, (), words, None), "bhsd", {"mask": None, "window": None}
+        call_keys.of(query, key, value, (), words, None), "bhsd", {"mask": None, "window": None}
     )
     assert sized is not None
     return sized

@@ -15,7 +15,8 @@ import torch
 
 from autoattn.cache import rank_choices
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Modifiers, Op
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Op
 from autoattn.core.rank_choice import Link, Method, RankCall, RankChoice, RankChoices
 from autoattn.distributed import measured_method
 from autoattn.errors import CacheError, ProblemError, UsageError

@@ -11,7 +11,8 @@ import yaml
 
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Precision, Problem
 from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ShapesError
 from autoattn.shapes import shapes_file

@@ -107,7 +107,9 @@ def test_the_other_files_hold_what_their_names_say() -> None:
         name: [named.problem for named in shapes_file.load(CHECKOUT / f"benchmarks/shapes/{name}.yaml")]
         for name in OTHERS
     }
-    assert [one.mask.density for one in found["sparse"]] == [0.0, 0.5, 7 / 64]
+    assert {one.mask.density for one in found["sparse"]} == {0.0, 0.5, 7 / 64}
+    assert {one.head_dim for one in found["sparse"] if one.op is Op.FORWARD} == {80, 96, 128, 192}
+    assert {one.head_dim for one in found["sparse"] if one.op is Op.BACKWARD} == {64, 80, 128, 256}
     assert {one.packed for one in found["packed"]} == {True, False}
     assert all(one.modifiers.score_mod for one in found["score_mods"])
     assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}

@@ -23,7 +23,8 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.cache import store
 from autoattn.codegen.argument_names import ELEMENT
 from autoattn.core.cache_entry import KERNEL
-from autoattn.core.problem import Bias, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, forward
 from autoattn.kernels.compiler import Kernel

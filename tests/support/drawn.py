@@ -16,7 +16,8 @@ import torch
 
 from autoattn.codegen import render
 from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Outcome
 from autoattn.core.variant import Source, Traits, Value, Variant
 from autoattn.errors import CompileError

@@ -18,7 +18,8 @@ from drawn import Call, Drawn, Sizes
 from autoattn.codegen import render, search_space
 from autoattn.core import device_profiles
 from autoattn.core.mask import MaskKind
-from autoattn.core.problem import DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.core.trial import Outcome
 from autoattn.core.variant import Source
 from autoattn.errors import CompileError

@@ -32,3 +32,10 @@ def variant(one: Problem, **changes: Value) -> Variant:
 def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
     """The rendered kernels of the template's default, changed."""
     return render.render(one, variant(one, **changes), traits)
+
+
+def feasible(one: Problem, **changes: Value) -> Variant:
+    """The variant, which must be feasible."""
+    found = variant(one, **changes)
+    assert search_space.load(TEMPLATE).why_infeasible(found, one, H200) is None
+    return found

@@ -10,7 +10,8 @@ from typing import Any
 from autoattn.codegen import render, search_space
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Source, Traits, Value, Variant
 
 TEMPLATE = "triton/forward"

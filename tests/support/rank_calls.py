@@ -18,6 +18,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType
 from autoattn.core.rank_choice import RankCall
 from autoattn.distributed.communication import ranks_of
+from autoattn.hardware import cuda_graph
 
 
 def _rank_call(**changes: Any) -> RankCall:
@@ -128,13 +129,10 @@ def _error_on_cards(
 
 def _replayed(call: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
     """What a CUDA graph of the call leaves."""
-    import context_rows
-
-    made: list[tuple[Tensor, ...]] = []
-    graph = context_rows.recorded(lambda: made.append(call()), device)
-    graph.replay()
+    captured = cuda_graph.run_and_capture(call, device, runs=1)
+    captured.replay()
     torch.cuda.synchronize(device)
-    return made[-1]
+    return captured.output
 
 
 # --- Ranks that do not end -------------------------------------------------------------------------------------------

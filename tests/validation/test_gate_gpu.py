@@ -13,7 +13,8 @@ import torch
 
 from autoattn.codegen import render, search_space
 from autoattn.core.device import Device
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler
@@ -114,9 +115,11 @@ HOPPER_MASKS = (
     "blocks:128x128,0.5", "blocks:64x32,0.1",
 )  # fmt: skip
 HOPPER_DIMS = ((64, 64), (128, 128), (256, 256), (56, 56), (80, 80), (96, 96), (16, 16), (192, 128), (64, 128))
+PIECED_DIMS = ((72, 72), (80, 80), (96, 96), (160, 160), (192, 192), (192, 128), (64, 96))  # each in one piece or two
 
 HOPPER_KINDS = (
     *itertools.product([DType.BFLOAT16], HOPPER_MASKS, HOPPER_DIMS),
+    *itertools.product([DType.FLOAT16], ("blocks:128x128,0.5", "blocks:64x64,0.3"), PIECED_DIMS),
     *itertools.product([DType.FLOAT8], HOPPER_MASKS[:7:2], [dims for dims in HOPPER_DIMS if 56 not in dims]),
 )
 

@@ -15,7 +15,8 @@ from gradient_kernels import problem
 from autoattn.codegen import search_space
 from autoattn.codegen.space_rules import Rule
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.kernels.compiler import Kernel
 from autoattn.reference import attention_formula, gradient_formula, inputs

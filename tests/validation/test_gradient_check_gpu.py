@@ -18,7 +18,8 @@ from autoattn import masks
 from autoattn.codegen import render, search_space
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.trial import Verdict
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
@@ -131,6 +132,10 @@ HOPPERS: list[dict[str, Any]] = [
     {"mask": "causal", "head_dim": 160},
     {"mask": "causal", "head_dim": 256},
     {"mask": "window:40,9", "head_dim": 192, "head_dim_v": 128, "dtype": DType.FLOAT16},
+    {"mask": Mask.blocks(128, 128, 0.5), "head_dim": 128},
+    {"mask": Mask.blocks(128, 128, 0.3, DOCUMENTS), "head_dim": 64, "heads_kv": 2},
+    {"mask": Mask.blocks(64, 128, 0.5, "(q_idx + h) % 3 != kv_idx % 3"), "head_dim": 80, "seq_q": 2000},
+    {"mask": Mask.blocks(256, 64, 0.5, DOCUMENTS), "head_dim": 192, "head_dim_v": 128, "seq_q": 1900, "seq_kv": 2500},
     {"mask": "causal", "head_dim": 128, "modifiers": Modifiers(softcap=True)},
     {"mask": "causal", "head_dim": 64, "modifiers": Modifiers(alibi=True)},
     {"mask": "window:40,0", "head_dim": 128, "modifiers": Modifiers(sinks=True)},

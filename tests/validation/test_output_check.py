@@ -34,7 +34,8 @@ from planted_calls import (
 )
 from torch import Tensor
 
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.reference import attention_formula
 from autoattn.validation import output_check

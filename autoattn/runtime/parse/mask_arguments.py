@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoattn.core.mask import Alignment, Mask, MaskKind
-from autoattn.core.problem import Bias
+from autoattn.core.modifiers import Bias
 from autoattn.errors import TensorError
 from autoattn.runtime.parse.modifier_arguments import check_tensor
 from autoattn.tensors.operands import BlockTable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoattn.core.call_arguments import NUMBERS, CallArgument
-from autoattn.core.problem import Bias, Modifiers
+from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.errors import TensorError
 from autoattn.expressions import captures
 from autoattn.expressions.language import SCORE_NAMES

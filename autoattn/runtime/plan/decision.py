@@ -26,7 +26,8 @@ from autoattn.baselines import pytorch_sdpa
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
-from autoattn.core.problem import Bias, Op, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Op, Problem
 from autoattn.runtime.plan import (
     cache_lookup,
     default_gradients,

@@ -11,7 +11,8 @@ from torch import Tensor
 from autoattn import torch_private
 from autoattn.codegen import render
 from autoattn.core.cache_entry import KERNEL
-from autoattn.core.problem import Bias, Op, Precision, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Op, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.kernels import forward
 from autoattn.kernels.compiler import Kernel

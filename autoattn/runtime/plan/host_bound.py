@@ -13,7 +13,8 @@ from dataclasses import replace
 from autoattn.baselines import pytorch_sdpa
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.core.cache_entry import KERNEL
-from autoattn.core.problem import Bias, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Problem
 from autoattn.runtime.plan import explanations
 from autoattn.runtime.plan.explanations import Explanation
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from autoattn.baselines import pytorch_sdpa
-from autoattn.core.problem import Bias, Problem
+from autoattn.core.modifiers import Bias
+from autoattn.core.problem import Problem
 from autoattn.kernels import backward, forward
 from autoattn.kernels.compiler import Kernel
 from autoattn.runtime.plan.gradient_problem import Pass

@@ -22,7 +22,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import Layout
 from autoattn.expressions.captures import Traced
 from autoattn.kernels.forward import lse_dtype, output_dtype
-from autoattn.runtime import call, call_cache
+from autoattn.runtime import call, call_cache, call_keys
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import planner
@@ -112,7 +112,7 @@ def at_once_by_kernels(tensors: Sequence[Any], words: dict[str, Any]) -> tuple[T
     return known.forward(*tensors[:3], *others_of(tensors)) if isinstance(known, TrainingCall) else None
 
 
-def posed(tensors: Sequence[Any], words: dict[str, Any], *more: str | int) -> call_cache.Key | None:
+def posed(tensors: Sequence[Any], words: dict[str, Any], *more: str | int) -> call_keys.Key | None:
     """The key of the operator's call; None where it computes on more tensors than that keeps.
 
     Args:
@@ -124,7 +124,7 @@ def posed(tensors: Sequence[Any], words: dict[str, Any], *more: str | int) -> ca
     if sum(isinstance(extra, Tensor) or bool(extra) for extra in extras) > known:
         return None
     facts = (*words, *words.values(), *more, "operator", torch.are_deterministic_algorithms_enabled())
-    return call_cache.key(query, key, value, offsets, facts, (None, *scores) if known > len(offsets) else None)
+    return call_keys.of(query, key, value, offsets, facts, (None, *scores) if known > len(offsets) else None)
 
 
 def others_of(tensors: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from autoattn.errors import TensorError
 from autoattn.hardware import nvidia
 from autoattn.runtime import call_cache, prepared_call
 from autoattn.runtime.call import attention, packed_attention
-from autoattn.runtime.call_cache import Key
+from autoattn.runtime.call_keys import Key
 from autoattn.runtime.parse.arguments import Call
 from autoattn.runtime.plan import decision, planner
 from autoattn.runtime.run import autograd, execute

@@ -13,7 +13,8 @@ from gluon_texts import CPU, planted
 from rarely import rarely
 
 from autoattn.codegen import render
-from autoattn.core.problem import Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import compiler
 from autoattn.reference import inputs

@@ -9,7 +9,8 @@ import pytest
 from gluon_texts import planted, said, source
 from rarely import rarely
 
-from autoattn.core.problem import Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Layout, Problem
 from autoattn.reference.inputs import Scores
 
 pytestmark = pytest.mark.interpreter

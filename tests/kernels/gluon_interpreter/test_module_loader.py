@@ -42,6 +42,10 @@ CASES: list[Case] = [
     ({"mask": Mask.blocks(64, 32, 0.5, MOD)}, {"BLOCK_M": 64, "softmax": "first_max", "overlap": 1}),
     ({"dtype": DType.FLOAT16, "head_dim": 56}, {"PACK_GQA": 2, "queries_in": "registers", "overlap": 1}),
     ({"head_dim": 192, "head_dim_v": 128}, {"HEAD_SPLIT": 1, "softmax": "first_max", **SHARED}),
+    ({"mask": "blocks:128x64,0.5", "head_dim": 80}, {"HEAD_SPLIT": 1, "softmax": "first_max", "overlap": 1}),
+    ({"mask": "blocks:64x64,0.5", "head_dim": 72}, {"HEAD_SPLIT": 2, "softmax": "vote", "BLOCK_M": 64, "overlap": 1}),
+    ({"mask": Mask.blocks(64, 32, 0.5, MOD), "head_dim": 192, "head_dim_v": 128},
+     {"HEAD_SPLIT": 1, "BLOCK_M": 64, "softmax": "online", "overlap": 0, **SHARED}),
 ]  # fmt: skip
 BASE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 2}
 # Of a walk over many blocks; each has kinds of barriers of its own.
@@ -55,19 +59,24 @@ def problem(**changes: Any) -> Problem:
     return gluon_kernels.problem(**{"head_dim": 64, **changes})
 
 
-@pytest.mark.parametrize(("facts", "chosen"), rarely(CASES, lambda case: CASES.index(case) not in (3, 6, 8, 9)))
+@pytest.mark.parametrize(("facts", "chosen"), rarely(CASES, lambda case: CASES.index(case) not in (3, 6, 8, 9, 11, 12)))
 def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
     one = problem(**facts)
     assert said(source(one, lse=True, **{**BASE, **chosen}), one) == ""
 
 
 @pytest.mark.parametrize("scores", [Scores.OUTGROWN, Scores.WILD])
-def test_tiles_are_computed_again(scores: Scores) -> None:
-    one = problem(mask="causal")
-    rendered = source(one, **{**BASE, "softmax": "first_max", "overlap": 1, "schedule": "dynamic"})
-    assert said(rendered, one, (33, 80), scores) == ""
-    unknown = planted(rendered, "wild = has_wild", "wild = gl.nothing")
-    assert "has no nothing" in said(unknown, one, (33, 80), scores)
+@pytest.mark.parametrize(
+    ("facts", "chosen"),
+    [({"mask": "causal"}, {}), ({"mask": "blocks:128x32,0.5", "head_dim": 80}, {"HEAD_SPLIT": 1, "ping_pong": "none"})],
+    ids=["causal", "a block table, head dim in pieces"],
+)
+def test_tiles_are_computed_again(facts: dict[str, Any], chosen: dict[str, Any], scores: Scores) -> None:
+    one = problem(**facts)
+    rendered = source(one, **{**BASE, "softmax": "first_max", "overlap": 1, "schedule": "dynamic", **chosen})
+    assert said(rendered, one, (33, 200), scores) == ""
+    unknown = planted(rendered, "        wild = ", "        wild = gl.nothing")
+    assert "has no nothing" in said(unknown, one, (33, 200), scores)
 
 
 @pytest.mark.parametrize("release", triton_release.SUPPORTED)

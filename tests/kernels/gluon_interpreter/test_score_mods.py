@@ -14,7 +14,8 @@ from gluon_texts import CPU, planted, said, source
 from rarely import rarely
 
 from autoattn.codegen import render
-from autoattn.core.problem import DType, Layout, Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError
 from autoattn.kernels import compiler

@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 import autoattn
 from autoattn import masks
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.errors import TensorError
 from autoattn.runtime.parse import arguments
 from autoattn.tensors import cu_seqlens

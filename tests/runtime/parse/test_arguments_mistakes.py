@@ -13,7 +13,8 @@ from torch import Tensor
 
 from autoattn import masks
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Numerics, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Problem
 from autoattn.errors import AutoattnError, ProblemError, TensorError
 from autoattn.runtime.parse import arguments
 

@@ -20,7 +20,8 @@ from autoattn.core import device_profiles, triton_release
 from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Layout, Modifiers, Numerics, Op, Precision, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import CacheError
 from autoattn.runtime.plan import cache_lookup, explanations, tuned_entries

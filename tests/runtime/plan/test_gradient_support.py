@@ -20,7 +20,8 @@ from autoattn.core import device_profiles
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Bias, DType, Layout, Modifiers, Op, Precision, Problem
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op, Precision, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import build, load_module

@@ -25,7 +25,8 @@ from autoattn.bench.training_results import Mode, Whose
 from autoattn.cache import store
 from autoattn.codegen import search_space
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Modifiers, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Problem
 from autoattn.runtime import call_cache
 from autoattn.runtime.plan import explanations, gradient_problem, host_bound
 from autoattn.runtime.plan.explanations import Explanation

@@ -32,11 +32,11 @@ def slopes(device: torch.device) -> Tensor:
     return 2.0 ** -torch.arange(1.0, HEADS + 1, device=device)
 
 
-def table(device: torch.device) -> masks.BlockSparse:
+def table(device: torch.device, block_size: int) -> masks.BlockSparse:
     def keeps(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (q_idx - kv_idx < 100) | (kv_idx < 7)
 
-    return masks.from_mod(keeps, seq_q=SEQ_Q, seq_kv=SEQ_KV, block_size=32, device=str(device))
+    return masks.from_mod(keeps, seq_q=SEQ_Q, seq_kv=SEQ_KV, block_size=block_size, device=str(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,11 @@ CASES = {
         arguments=lambda device: {"bias": drawn(device, 1, HEADS, SEQ_Q, SEQ_KV), "causal": True}, learned=("bias",),
         dtype=torch.float16,
     ),
-    "block table": Case(arguments=lambda device: {"mask": table(device)}, head_dims=(128, 128)),
+    "small blocks": Case(arguments=lambda device: {"mask": table(device, 32)}, head_dims=(128, 128)),
+    "block table": Case(arguments=lambda device: {"mask": table(device, 128)}, head_dims=(80, 80)),
+    "block table, deterministic": Case(
+        arguments=lambda device: {"mask": table(device, 128), "deterministic": True}, dtype=torch.float16
+    ),
     "deterministic, wide": Case(
         arguments=lambda device: {"deterministic": True, "window": (40, 40)}, head_dims=(256, 256), dtype=torch.float16
     ),
@@ -138,7 +142,7 @@ def test_untuned_gradients_are_those_of_the_formula(name: str, device: str) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["deterministic, wide"])
+@pytest.mark.parametrize("name", ["deterministic, wide", "block table, deterministic"])
 def test_untuned_gradients_repeat_where_they_must(name: str) -> None:
     case, place = CASES[name], torch.device("cuda")
     first, *others = (gradients(case, case.tensors(place), case.arguments(place)) for _ in range(5))

@@ -1,20 +1,13 @@
-"""Attention as functions: autoattn's own, and those of PyTorch and FlashAttention with their exact signatures."""
+"""autoattn's own functions, on tensors of one length and on packed sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from autoattn import decoding
-from autoattn.decoding import cached_attention as cached_attention
-from autoattn.decoding import explain_cached as explain_cached
-from autoattn.decoding import flash_attn_with_kvcache as flash_attn_with_kvcache
-from autoattn.decoding import merge_states as merge_states
-from autoattn.errors import SdpaError, SdpaIndexError, SdpaTypeError, TensorError, UsageError
-from autoattn.runtime import call, call_cache
+from autoattn.runtime import call, call_cache, call_keys
 from autoattn.runtime.parse import arguments, sdpa_arguments
 from autoattn.runtime.plan import explanations, planner
 from autoattn.runtime.plan.explanations import Explanation
@@ -30,14 +23,6 @@ if TYPE_CHECKING:
     from autoattn.expressions.captures import Traced
     from autoattn.masks import BlockSparse
     from autoattn.runtime.parse.signatures import Arguments, PackedArguments
-
-SDPA_MISTAKES = (SdpaError, SdpaTypeError, SdpaIndexError)
-
-
-def forget() -> None:
-    """Drops what this process decided and prepared, so that a cache written since is read anew."""
-    planner.forget()
-    call_cache.clear()
 
 
 @overload
@@ -142,9 +127,9 @@ def attention(
     prepared = call_cache.find_guarded(query, key, value, words) if seldom is None else None
     if prepared is not None and (output := prepared(query, key, value)) is not None:
         return output
-    call_key = call_cache.key(query, key, value, (), words, seldom)
+    call_key = call_keys.of(query, key, value, (), words, seldom)
     if (prepared := call_cache.find(call_key)) is not None:
-        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        extras = () if seldom is None else call_keys.tensors_among(seldom)
         if (output := prepared(query, key, value, *extras)) is not None:
             if seldom is None:
                 call_cache.guard(query, key, value, words, prepared)
@@ -238,14 +223,14 @@ def packed_attention(
         and query_scale is key_scale is value_scale is None
     ):
         seldom = window, alibi_slopes, sinks, score_mod, precision, numerics, query_scale, key_scale, value_scale
-    call_key = call_cache.key(
+    call_key = call_keys.of(
         query, key, value, (cu_seqlens_q, cu_seqlens_kv),
         (causal, softcap, dropout, scale, deterministic, return_lse, max_seqlen_q, max_seqlen_kv), seldom,
     )  # fmt: skip
     if (prepared := call_cache.find(call_key)) is not None:
         # What the offsets say is no fact of the call; it may have changed since.
         arguments.longest(query, key, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        extras = () if seldom is None else call_cache.tensors_among(seldom)
+        extras = () if seldom is None else call_keys.tensors_among(seldom)
         if (output := prepared(*tensors, *extras)) is not None:
             return output
     given: dict[str, Any] = {
@@ -289,210 +274,12 @@ def explain_packed(
     return planner.plan(packed, lse=return_lse).explanation
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention's arguments and meaning.
-
-    Causal is aligned top-left, dropout acts whenever it is above 0, and a query that sees no key gives 0. What
-    `attention` does not take goes to PyTorch's function as it is; `explain_sdpa` says why.
-
-    Args:
-        query: [..., heads_q, seq_q, head_dim]; the axes in front of the last two are broadcast, and may be missing
-        key, value: [..., heads_kv, seq_kv, head_dim]; heads_kv divides heads_q with enable_gqa, and is broadcast else
-        attn_mask: broadcastable to [..., heads_q, seq_q, seq_kv]; bool (True attends), float32 or the query's dtype
-
-    Raises:
-        SdpaError, SdpaTypeError, SdpaIndexError: the arguments do not make one attention call. They are a RuntimeError,
-            TypeError or IndexError too, as PyTorch's error for such a call is.
-        RuntimeError: PyTorch refuses a call that it was given as it is.
-    """
-    causal = "top-left" if is_causal is True else False if is_causal is False else None
-    if attn_mask is None:
-        words = causal, 0.0, dropout_p, scale, "bhsd", False, False  # as `attention` has them
-        if (prepared := call_cache.find_guarded(query, key, value, words)) is None:
-            prepared = call_cache.find(call_cache.key(query, key, value, (), words, None))
-            if prepared is not None:
-                call_cache.guard(query, key, value, words, prepared)
-        # A prepared call is one of `attention`, whose key heads may be fewer whatever is said.
-        if prepared is not None and (enable_gqa is True or (enable_gqa is False and query.shape[1] == key.shape[1])):
-            output = prepared(query, key, value)
-            if output is not None:
-                return output
-    elif causal is False and (enable_gqa is True or enable_gqa is False):
-        prepared = _prepared_with_mask(query, key, value, attn_mask, dropout_p, scale)
-        if prepared is not None and (enable_gqa or query.shape[1] == key.shape[1]):
-            output = prepared(query, key, value, attn_mask)
-            if output is not None:
-                return output
-    given: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa) is not None:
-        return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
-    if torch.compiler.is_compiling():
-        return _sdpa_by_attention(query, key, value, attn_mask, **given)
-    arguments.numerics_of(None)  # a mistake of the environment is none of the call's
-    try:
-        return _sdpa_by_attention(query, key, value, attn_mask, **given)
-    except SDPA_MISTAKES:
-        raise
-    except UsageError as mistake:  # PyTorch says whether it is one
-        try:
-            return sdpa_arguments.by_pytorch(query, key, value, attn_mask, **given)
-        except Exception as by_pytorch:
-            raise sdpa_arguments.refused(mistake, by_pytorch) from by_pytorch
-
-
-def _prepared_with_mask(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, scale: float | None
-) -> call_cache.PreparedCall | None:
-    """What answers a call with a mask of two to four axes, where one like it was answered by `attention`."""
-    if not isinstance(attn_mask, Tensor) or attn_mask.dim() < 2:
-        return None
-    words = False, 0.0, dropout_p, scale, "bhsd", False, False
-    seldom = tuple(attn_mask if name == "mask" else None for name in call.SELDOM)
-    return call_cache.find(call_cache.key(query, key, value, (), words, seldom))
-
-
-def explain_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Explanation:
-    """What `scaled_dot_product_attention` does with the same arguments, and why."""
-    reason = sdpa_arguments.why_pytorch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if reason is not None:
-        return explanations.of_sdpa(reason)
-    sdpa_arguments.check(query, key, value, attn_mask, is_causal, enable_gqa)
-    arguments.numerics_of(None)
-    try:
-        query, key, value, attn_mask, _ = sdpa_arguments.broadcast(query, key, value, attn_mask, enable_gqa)
-        causal = "top-left" if is_causal else False
-        return explain(query, key, value, mask=attn_mask, causal=causal, dropout=dropout_p, scale=scale)
-    except UsageError as mistake:
-        return explanations.of_sdpa(f"PyTorch says whether it takes the call, which attention refuses: {mistake}")
-
-
-def _sdpa_by_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool,
-) -> Tensor:  # fmt: skip
-    """A call that is new, by `attention`."""
-    sdpa_arguments.check(query, key, value, attn_mask, is_causal, enable_gqa)
-    query, key, value, attn_mask, outer = sdpa_arguments.broadcast(query, key, value, attn_mask, enable_gqa)
-    output = attention(
-        query, key, value, mask=attn_mask, causal="top-left" if is_causal else False, dropout=dropout_p, scale=scale
-    )
-    assert isinstance(output, Tensor)
-    return output if outer is None else output.reshape(*outer, *output.shape[-2:])
-
-
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
-    """flash_attn.flash_attn_func's arguments and meaning (FlashAttention 2.8).
-
-    Args:
-        q, k, v: [batch, seq, heads, head_dim]
-        deterministic: as in `attention`.
-        return_attn_probs: returns (output, softmax_lse [batch, heads_q, seq_q], None); the third, FlashAttention's
-            matrix for its own tests of dropout, does not exist here. The LSE of a query that sees no key is -inf.
-        s_aux: [heads_q], the `sinks` of `attention`, under the name of vLLM's FlashAttention-3
-    """
-    result = attention(
-        q, k, v, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout=dropout_p,
-        sinks=s_aux, scale=softmax_scale, layout="bshd", deterministic=deterministic, return_lse=return_attn_probs,
-    )  # fmt: skip
-    return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-    *,
-    seqused_k: Tensor | None = None,
-    num_splits: int = 0,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    s_aux: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
-    """flash_attn.flash_attn_varlen_func's arguments and meaning (FlashAttention 2.8), and FlashAttention-3's seqused_k.
-
-    Args:
-        q: [tokens, heads, head_dim]
-        k, v: the same, or [pages, page, heads_kv, head_dim] with block_table; pages have any size
-        cu_seqlens_k: [sequences + 1] int32; None with block_table and seqused_k
-        deterministic: as in `flash_attn_func`; of paged keys: as in `cached_attention`
-        return_attn_probs, s_aux: as in `flash_attn_func`; softmax_lse is [heads_q, tokens_q].
-        block_table: [sequences, pages of one] int32; what lies on the GPU is not read on the host, and there are no
-            gradients and no dropout
-        seqused_k: [sequences] int32: the lengths of paged keys; those of cu_seqlens_k when None
-        num_splits: of paged keys: programs that may share the keys of a sequence; 0 is as many as are fastest
-        k_descale, v_descale: float32 [sequences, heads_kv] of paged keys in float8: what their numbers stand for
-    """
-    if block_table is not None:
-        result = decoding.paged_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, dropout_p, max_seqlen_q=max_seqlen_q,
-            max_length=max_seqlen_k, causal=causal, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-            sinks=s_aux, scale=softmax_scale, splits=num_splits, return_lse=return_attn_probs,
-            key_scale=k_descale, value_scale=v_descale, deterministic=deterministic,
-        )  # fmt: skip
-        return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
-    of_pages = {
-        "seqused_k": seqused_k,
-        "num_splits": num_splits or None,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-    }
-    if name := next((name for name, given in of_pages.items() if given is not None), ""):
-        raise TensorError(f"{name} belongs to paged keys, got no block_table; give cu_seqlens_k the lengths")
-    result = packed_attention(
-        q, k, v, cu_seqlens_q, cast(Tensor, cu_seqlens_k), max_seqlen_q, max_seqlen_k, causal=causal,
-        window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux, dropout=dropout_p,
-        scale=softmax_scale, deterministic=deterministic, return_lse=return_attn_probs,
-    )  # fmt: skip
-    return (result[0], result[1], None) if return_attn_probs else cast(Tensor, result)
-
-
 def _seeded(given: Arguments | PackedArguments) -> dict[str, Any]:
     """To explain must not draw a seed, or the next call would draw another."""
     return {**given, "seed": 0} if given.get("seed") is None else {**given}
+
+
+def forget() -> None:
+    """Drops what this process decided and prepared, so that a cache written since is read anew."""
+    planner.forget()
+    call_cache.clear()
