@@ -45,6 +45,13 @@ CASES: tuple[tuple[str, bool, str, dict[str, Any]], ...] = (
     ("contiguous,float8_e4m3", False, "window:9,3", {"softmax": "first_max"}),
     ("contiguous,leftpad", True, "causal", {}),
     ("contiguous,rows,leftpad", False, "window:9,3", {"SPLITS": 2}),
+    ("contiguous", False, "full", {"SPLITS": 4, "first_block": "ahead", "parts_read": "at_once"}),
+    ("paged:16", False, "causal", {"PACK_GQA": 1, "SPLITS": 2, "first_block": "ahead", "mask_loop": "every"}),
+    ("paged:3", False, "full", {"PACK_GQA": 1, "SPLITS": 2, "first_block": "ahead", "softmax": "lazy"}),
+    ("contiguous,rows,leftpad", False, "causal", {"SPLITS": 2, "first_block": "ahead", "mask_loop": "branch"}),
+    ("paged:16,float8_e4m3", False, "causal", {"SPLITS": 4, "PART_BLOCKS": 2, "first_block": "ahead"}),
+    ("paged:16", True, "causal", {"PACK_GQA": 1, "SPLITS": 4, "parts_read": "at_once"}),
+    ("contiguous", False, "window:9,3", {"SPLITS": 2, "SHARED_PROGRAMS": 64, "parts_read": "at_once"}),
 )
 
 
