@@ -202,7 +202,7 @@ def small_part() -> SearchSpace:
     keep = {"BLOCK_M": (16, 128, 256), "BLOCK_N": (16, 128), "num_warps": (1, 8), "num_stages": (1, 5)}
     keep |= {"maxnreg": (0, 128), "mask_loop": ("split",), "barrier": ("none", "loop_end"), "HEAD_GROUP": (1, 0)}
     keep |= {"SPLITS": (1, 8), "PACK_GQA": (0,), "row_order": ("descending",), "PART_BLOCKS": (1, 2)}
-    keep |= {"SHARED_PROGRAMS": (0,)}
+    keep |= {"SHARED_PROGRAMS": (0,), "first_block": ("walked",), "parts_read": ("maxima_first",)}
     return dataclasses.replace(SHIPPED, choices={**SHIPPED.choices, **keep, "softmax": ("online", "first_max")})
 
 
