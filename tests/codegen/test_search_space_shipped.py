@@ -152,7 +152,9 @@ def seeded() -> frozenset[Variant]:
     asked.append(problem(batch=1, heads_q=8, heads_kv=8, seq_q=1, seq_kv=8192, head_dim=128))
     asked += [
         problem(batch=batch, heads_q=32, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=128, cache=KeyCache())
-        for batch, heads_kv, seq_q, seq_kv in itertools.product((1, 8, 64), (8, 32), (1, 8), (256, 512, 1024, 2048, 8192))
+        for batch, heads_kv, seq_q, seq_kv in itertools.product(
+            (1, 8, 64), (8, 32), (1, 8), (256, 512, 1024, 2048, 8192)
+        )
     ]
     one_sequence = {"batch": 1, "heads_q": 8, "heads_kv": 8, "seq_q": 1, "cache": KeyCache()}
     asked += [problem(**one_sequence, seq_kv=seq_kv, head_dim=128) for seq_kv in (2048, 8192)]

@@ -132,6 +132,15 @@ def test_the_gate_asks_whether_a_sequence_has_the_same_bits_in_every_batch(
     assert verdict.ok, verdict.reason
 
 
+def test_values_that_are_no_finite_numbers_stay_in_the_rows_that_see_them_where_a_block_is_ahead(child: Pool) -> None:
+    one = cached.problem(PAGED, mask="causal")
+    changes = {"SPLITS": 2, "first_block": "ahead", "parts_read": "at_once", "mask_loop": "every"}
+    kind, source = rehearsal.structure(one, kernels.variant(**changes))
+    verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.ok, verdict.reason
+
+
 def test_the_gate_refuses_a_kernel_that_cuts_a_sequence_by_those_that_share_its_batch(child: Pool) -> None:
     one = cached.problem(KeyCache(splits=4), mask="full")
     source = kernels.source(one, SPLITS=4, SHARED_PROGRAMS=8)
