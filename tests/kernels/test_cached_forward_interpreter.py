@@ -134,7 +134,7 @@ def test_the_gate_asks_whether_a_sequence_has_the_same_bits_in_every_batch(
 
 def test_values_that_are_no_finite_numbers_stay_in_the_rows_that_see_them_where_a_block_is_ahead(child: Pool) -> None:
     one = cached.problem(PAGED, mask="causal")
-    changes = {"SPLITS": 2, "first_block": "ahead", "parts_read": "at_once", "mask_loop": "every"}
+    changes: dict[str, Any] = {"SPLITS": 2, "first_block": "ahead", "parts_read": "at_once", "mask_loop": "every"}
     kind, source = rehearsal.structure(one, kernels.variant(**changes))
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
