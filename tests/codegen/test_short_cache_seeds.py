@@ -42,15 +42,17 @@ def begins_ahead(one: Problem, device: Device = H100) -> bool:
         (1, (32, 8), 1024, 8),
         (1, (32, 8), 4096, 32),
         (1, (32, 8), 8192, 32),
+        (1, (32, 8), 65536, 32),
         (4, (32, 8), 1024, 8),
-        (4, (32, 8), 2048, 8),
+        (4, (32, 8), 8192, 8),
         (16, (32, 8), 512, 2),
+        (16, (32, 8), 4096, 2),
         (1, (16, 16), 1024, 8),
         (1, (64, 8), 1000, 4),
     ],
 )
 @pytest.mark.parametrize("cache", ["contiguous", "paged:16"])
-def test_parts_of_short_caches_have_a_block_of_128_keys_or_two(
+def test_parts_of_caches_fill_the_multiprocessors_and_have_a_block_of_128_keys_at_least(
     cache: str, batch: int, heads: tuple[int, int], keys: int, splits: int
 ) -> None:
     one = problem(cache, batch=batch, heads_q=heads[0], heads_kv=heads[1], seq_kv=keys)
@@ -69,7 +71,7 @@ def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_fill_the_
     if begins_ahead(one):
         params = default(one)
         blocks, splits = -(-keys // int(params["BLOCK_N"])), int(params["SPLITS"])
-        assert splits <= blocks <= 2 * splits
+        assert splits <= blocks <= 16 * splits
         assert batch * heads_kv * splits <= 2 * H100.sm_count
 
 
@@ -77,8 +79,7 @@ def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_fill_the_
     "one",
     [
         problem(seq_kv=131072),
-        problem(seq_kv=16384),
-        problem(batch=16, seq_kv=4096),
+        problem(batch=16, seq_kv=8192),
         problem(batch=64, seq_kv=1024),
         problem(seq_q=16, mask=Mask.parse("causal")),
         problem("paged:16,float8_e4m3"),
