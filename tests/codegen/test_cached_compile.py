@@ -15,11 +15,17 @@ from autoattn.core.problem import DType, Layout, Problem
 from autoattn.kernels import compiler
 
 PACKED = {"layout": Layout.PACKED, "tokens_q": 66, "tokens_kv": 100}
+AHEAD: dict[str, Any] = {
+    "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "PACK_GQA": 1, "first_block": "ahead", "parts_read": "at_once",
+    "mask_loop": "every",
+}  # fmt: skip
 CASES: tuple[tuple[int, str, dict[str, Any], dict[str, Any]], ...] = (
     (90, "paged:16", {}, {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}),
     (90, "paged:64", {"mask": "window:9,3"}, {"BLOCK_N": 64, "SPLITS": 4, "PART_BLOCKS": 2, "num_stages": 3}),
     (90, "contiguous,rows,leftpad", PACKED | {"mask": "causal"}, {"BLOCK_N": 32, "PACK_GQA": 1, "SPLITS": 2}),
     (90, "paged:16", {"mask": "causal"}, {"PACK_GQA": 1, "SPLITS": 64, "SHARED_PROGRAMS": 512, "num_stages": 3}),
+    (90, "contiguous,rows,leftpad", {"seq_q": 4, "mask": "causal"}, AHEAD | {"SPLITS": 4, "softmax": "lazy"}),
+    (90, "paged:1,float8_e4m3", {"dtype": DType.BFLOAT16, "seq_q": 1}, AHEAD | {"SPLITS": 64}),
     (80, "paged:1", PACKED, {"PACK_GQA": 1, "num_stages": 3, "softmax": "first_max"}),
     (80, "paged:48", {"dtype": DType.BFLOAT16, "mask": "causal"}, {"PERSISTENT": 1, "mask_loop": "branch"}),
 )
@@ -96,3 +102,12 @@ def test_reading_pages_ahead_keeps_as_many_blocks_in_flight_as_without_pages() -
         for text in ("contiguous", "paged:16", "paged:64")
     ]
     assert shared[0] == shared[1] == shared[2]
+
+
+@pytest.mark.parametrize("page", rarely(["contiguous", "paged:16", "paged:64"], lambda page: page == "paged:16"))
+def test_a_first_block_is_asked_for_before_anything_is_waited_for_at_a_barrier(page: str) -> None:
+    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=128, seq_q=1, cache=KeyCache.parse(page))
+    ptx = compiler.build(kernels.source(one, SPLITS=16, **AHEAD), 90).asm["ptx"]
+    begin, _, _ = ptx.partition("bar.sync")
+    of_keys_and_values = 2 * 64 * 128 * 2 // (4 * 32 * 16)  # by each thread, 16 bytes at once
+    assert begin.count("ld.global.v4.b32") >= of_keys_and_values

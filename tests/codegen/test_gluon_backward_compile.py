@@ -333,7 +333,7 @@ def test_the_next_keys_may_come_before_gradients_leave(kind: str) -> None:
 
 def test_a_program_takes_its_next_tile_once_it_has_loaded_the_last_of_this_one() -> None:
     """Taken earlier, others wait for what a program has not begun to add: up to four times as long on an H200."""
-    text = source(problem(mask="causal"), order="descending", schedule="dynamic").text
+    text = source(problem(mask="causal"), order="descending", schedule="dynamic", query_walk="by_head").text
     walk = text[text.index("def produce(") :]
     assert walk.index("load_tile(") < walk.index("gl.atomic_add(taken, 1)") < walk.index("hand_on(")
     assert text.count("gl.atomic_add(") == 1
@@ -376,6 +376,36 @@ def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> No
     assert text.count("load_own(") == 2
     made = re.findall(r"mbarrier\.init\((\w+)\.index\(place\)", text)
     assert {"key_full", "value_full", "key_free", "value_free"} <= set(made)
+
+
+@pytest.mark.parametrize("head_dim", rarely((64, 96, 128), lambda head_dim: head_dim == 128))
+def test_programs_that_join_others_keep_a_step_in_registers_and_have_room_for_a_block_of_each_head(head_dim: int) -> None:
+    one = problem(head_dim=head_dim, mask="causal")
+    chosen = {"schedule": "dynamic", "order": "any", "query_walk": "joined"}
+    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200) is None
+    report = inspect(source(one, **chosen), 90)
+    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+    assert load_module(source(one, **chosen)).turns(4, 32, 4096) == 1 + 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "params"),
+    [
+        ("do not choose where they begin", {}, {"schedule": "one_tile"}),
+        ("do not choose where they begin", {}, {"order": "descending"}),
+        ("were slower", {"mask": "full"}, {}),
+        ("were slower", {"heads_kv": 32}, {}),
+        ("were slower", {"layout": Layout.PACKED}, {}),
+    ],
+)
+def test_programs_join_others_only_under_a_diagonal_where_heads_share_keys(
+    words: str, facts: dict[str, Any], params: dict[str, Any]
+) -> None:
+    one = problem(**{"mask": "causal", **facts})
+    chosen = {"schedule": "dynamic", "order": "any", "query_walk": "joined", **params}
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200)
+    assert reason is not None
+    assert words in reason
 
 
 def test_a_program_of_one_tile_has_no_next_keys() -> None:

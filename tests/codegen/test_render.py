@@ -342,6 +342,14 @@ GOLDEN_SOURCES = {
         ),
         BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2,
     ),
+    "forward_bf16_d128_paged_first_block_ahead": kernels.source(
+        kernels.problem(
+            dtype=DType.BFLOAT16, heads_q=32, heads_kv=8, seq_q=1, head_dim=128, layout=Layout.BSHD,
+            cache=KeyCache.parse("paged:16"),
+        ),
+        BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=2, SPLITS=8, PACK_GQA=1, mask_loop="every",
+        first_block="ahead", parts_read="at_once",
+    ),
     "forward_bf16_d128_shared_tiles_of_packed_heads": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
         Traits(lse=True),

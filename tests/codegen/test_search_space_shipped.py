@@ -152,8 +152,12 @@ def seeded() -> frozenset[Variant]:
     asked.append(problem(batch=1, heads_q=8, heads_kv=8, seq_q=1, seq_kv=8192, head_dim=128))
     asked += [
         problem(batch=batch, heads_q=32, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv, head_dim=128, cache=KeyCache())
-        for batch, heads_kv, seq_q, seq_kv in itertools.product((1, 8, 64), (8, 32), (1, 8), (512, 8192))
+        for batch, heads_kv, seq_q, seq_kv in itertools.product(
+            (1, 8, 64), (8, 32), (1, 8), (256, 512, 1024, 2048, 8192)
+        )
     ]
+    one_sequence = {"batch": 1, "heads_q": 8, "heads_kv": 8, "seq_q": 1, "cache": KeyCache()}
+    asked += [problem(**one_sequence, seq_kv=seq_kv, head_dim=128) for seq_kv in (2048, 8192)]
     asked.append(problem(head_dim=64, modifiers=Modifiers(bias=Bias.ADDITIVE)))
     asked += [
         latent(cache, batch=batch, heads_q=heads_q, seq_kv=seq_kv)
@@ -202,7 +206,7 @@ def small_part() -> SearchSpace:
     keep = {"BLOCK_M": (16, 128, 256), "BLOCK_N": (16, 128), "num_warps": (1, 8), "num_stages": (1, 5)}
     keep |= {"maxnreg": (0, 128), "mask_loop": ("split",), "barrier": ("none", "loop_end"), "HEAD_GROUP": (1, 0)}
     keep |= {"SPLITS": (1, 8), "PACK_GQA": (0,), "row_order": ("descending",), "PART_BLOCKS": (1, 2)}
-    keep |= {"SHARED_PROGRAMS": (0,)}
+    keep |= {"SHARED_PROGRAMS": (0,), "first_block": ("walked",), "parts_read": ("maxima_first",)}
     return dataclasses.replace(SHIPPED, choices={**SHIPPED.choices, **keep, "softmax": ("online", "first_max")})
 
 
@@ -256,6 +260,7 @@ OTHER_KINDS = [
     *(problem(batch=1, heads_q=8, heads_kv=2, seq_q=4, seq_kv=8192, **facts) for facts in FEW_QUERIES),
     problem(batch=1, heads_q=4, heads_kv=1, seq_q=1024, seq_kv=1024),
     *(problem(batch=8, heads_q=32, heads_kv=8, seq_q=1, seq_kv=8192, **facts) for facts in CACHES),
+    problem(batch=1, heads_q=32, heads_kv=8, seq_q=1, seq_kv=65536, mask=Mask(), cache=KeyCache()),
     latent("paged:64,latent"),
 ]
 

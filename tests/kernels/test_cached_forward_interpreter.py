@@ -45,6 +45,13 @@ CASES: tuple[tuple[str, bool, str, dict[str, Any]], ...] = (
     ("contiguous,float8_e4m3", False, "window:9,3", {"softmax": "first_max"}),
     ("contiguous,leftpad", True, "causal", {}),
     ("contiguous,rows,leftpad", False, "window:9,3", {"SPLITS": 2}),
+    ("contiguous", False, "full", {"SPLITS": 4, "first_block": "ahead", "parts_read": "at_once"}),
+    ("paged:16", False, "causal", {"PACK_GQA": 1, "SPLITS": 2, "first_block": "ahead", "mask_loop": "every"}),
+    ("paged:3", False, "full", {"PACK_GQA": 1, "SPLITS": 2, "first_block": "ahead", "softmax": "lazy"}),
+    ("contiguous,rows,leftpad", False, "causal", {"SPLITS": 2, "first_block": "ahead", "mask_loop": "branch"}),
+    ("paged:16,float8_e4m3", False, "causal", {"SPLITS": 4, "PART_BLOCKS": 2, "first_block": "ahead"}),
+    ("paged:16", True, "causal", {"PACK_GQA": 1, "SPLITS": 4, "parts_read": "at_once"}),
+    ("contiguous", False, "window:9,3", {"SPLITS": 2, "SHARED_PROGRAMS": 64, "parts_read": "at_once"}),
 )
 
 
@@ -120,6 +127,15 @@ def test_the_gate_asks_whether_a_sequence_has_the_same_bits_in_every_batch(
 ) -> None:
     one = cached.problem(KeyCache.parse(text), packed=packed, mask="full")
     kind, source = rehearsal.structure(one, kernels.variant(SPLITS=2))
+    verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.ok, verdict.reason
+
+
+def test_values_that_are_no_finite_numbers_stay_in_the_rows_that_see_them_where_a_block_is_ahead(child: Pool) -> None:
+    one = cached.problem(PAGED, mask="causal")
+    changes: dict[str, Any] = {"SPLITS": 2, "first_block": "ahead", "parts_read": "at_once", "mask_loop": "every"}
+    kind, source = rehearsal.structure(one, kernels.variant(**changes))
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.ok, verdict.reason

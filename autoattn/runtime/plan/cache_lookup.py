@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,6 +33,8 @@ FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may b
 # The same of `tuned_entries.work_of`, where the portfolio was measured. Farther away, a neighbour's winner takes more
 # time than the portfolio's variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
 NEAR = 3.0
+# Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
+NEAR_CACHE = 0.5
 
 
 def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
@@ -206,12 +208,11 @@ class _Lookup:
         here, distance = self.octaves, tuned_entries.distance
         deterministic = self.problem.deterministic
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
-        rivalled = portfolio.has_measured_facts(self.problem) and bool(self.suiting)
+        is_near = self._nearness()
         related = [
             (neighbour.deterministic is not deterministic, octaves, neighbour.key, place, neighbour)
             for place, neighbour in enumerate(neighbours)
-            if (octaves := distance(neighbour.octaves, here)) <= FARTHEST
-            and (not rivalled or distance(neighbour.work, self.work) <= NEAR)
+            if (octaves := distance(neighbour.octaves, here)) <= FARTHEST and is_near(neighbour, octaves)
         ]
         related.sort()
         excluded: Explanation | None = None
@@ -233,6 +234,16 @@ class _Lookup:
             if excluded is None and (why := contender.excluded) is not None:
                 excluded = self._instead(contender, level, partial(lookup_sentences.but, reason, why))
         return excluded  # what was measured beside it, before a default that nobody measured
+
+    def _nearness(self) -> Callable[[Neighbour, float], bool]:
+        """Whether a neighbour so many octaves away may serve: its winner is believed faster than what nobody tuned."""
+        if self.problem.cache is not None:
+            fills = partial(tuned_entries.fills, device=self.tuned.device)
+            full = fills(self.octaves)
+            return lambda neighbour, octaves: octaves <= NEAR_CACHE or (full and fills(neighbour.octaves))
+        if portfolio.has_measured_facts(self.problem) and bool(self.suiting):
+            return lambda neighbour, _: tuned_entries.distance(neighbour.work, self.work) <= NEAR
+        return lambda neighbour, octaves: True
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""

@@ -19,6 +19,7 @@ from autoattn.codegen import portfolio, render, resources, search_space
 from autoattn.core import device_profiles, triton_release
 from autoattn.core.cache_entry import CacheEntry, Candidate, Finding, Mark
 from autoattn.core.device import Device
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
 from autoattn.core.modifiers import Modifiers
 from autoattn.core.problem import DType, Layout, Numerics, Op, Precision, Problem
@@ -64,6 +65,13 @@ def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
 
 def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> explanations.Explanation:
     return cache_lookup.explain(one, device, folder)
+
+
+def on_cache(**changes: Any) -> Problem:
+    """A step of generation on a contiguous cache, of eight heads of keys."""
+    facts: dict[str, Any] = {"batch": 1, "heads_q": 32, "heads_kv": 8, "seq_q": 1, "seq_kv": 1024, "mask": Mask()}
+    cache = KeyCache.parse("contiguous")
+    return samples.problem(**{**facts, "layout": Layout.BSHD, "cache": cache, **changes})
 
 
 # --- levels -----------------------------------------------------------------------------------------------------------
@@ -149,6 +157,29 @@ def test_beyond_eight_octaves_nothing_is_a_neighbour(tmp_path: Path) -> None:
     within, beyond = samples.problem(seq_q=2**14, seq_kv=2**16), samples.problem(seq_q=2**14, seq_kv=2**17)
     assert explained(written(tmp_path / "within", measured(within))).level is Level.NEAREST
     assert explained(written(tmp_path / "beyond", measured(beyond))).level is Level.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("tuned", "serves"),
+    [
+        ({"seq_kv": 1400}, True),
+        ({"seq_kv": 2048}, False),
+        ({"batch": 2}, False),
+        ({"batch": 32}, False),
+    ],
+    ids=str,
+)
+def test_the_winner_of_a_cache_serves_sizes_that_ask_for_as_many_shared_programs(
+    tmp_path: Path, tuned: dict[str, Any], serves: bool
+) -> None:
+    level = explained(written(tmp_path, measured(on_cache(**tuned))), on_cache()).level
+    assert (level in (Level.BUCKET, Level.NEAREST)) == serves
+
+
+def test_winners_of_caches_that_need_no_shared_programs_serve_one_another(tmp_path: Path) -> None:
+    folder = written(tmp_path, measured(on_cache(batch=64, seq_kv=8192)))
+    assert explained(folder, on_cache(batch=32, seq_kv=16384)).level is Level.NEAREST
+    assert explained(folder, on_cache(batch=16, seq_kv=16384)).level is Level.DEFAULT
 
 
 def test_of_equally_near_neighbours_always_the_same_is_taken(tmp_path: Path) -> None:

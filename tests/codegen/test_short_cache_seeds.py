@@ -1,0 +1,104 @@
+"""What untuned calls on short caches run: parts that begin with a block ahead, as many as the sizes ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rarely import diagonal
+from samples import A30, H200
+
+from autoattn.codegen import search_space
+from autoattn.core import device_profiles
+from autoattn.core.device import Device
+from autoattn.core.key_cache import KeyCache
+from autoattn.core.mask import Mask
+from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.variant import Value
+
+H100 = device_profiles.named("h100")
+SPACE = search_space.load("triton/forward")
+
+
+def problem(cache: str = "contiguous", **changes: Any) -> Problem:
+    facts: dict[str, Any] = {"batch": 1, "heads_q": 32, "heads_kv": 8, "seq_q": 1, "seq_kv": 1024, "mask": Mask()}
+    dims: dict[str, Any] = {"head_dim": 128, "head_dim_v": 128, "dtype": DType.BFLOAT16, "layout": Layout.BSHD}
+    return Problem(cache=KeyCache.parse(cache), **facts | dims | changes)
+
+
+def default(one: Problem, device: Device = H100) -> dict[str, Value]:
+    return SPACE.params_of(SPACE.default(one, device))
+
+
+def begins_ahead(one: Problem, device: Device = H100) -> bool:
+    params = default(one, device)
+    return (params["first_block"], params["parts_read"]) == ("ahead", "at_once")
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "splits"),
+    [
+        (1, (32, 8), 256, 2),
+        (1, (32, 8), 1024, 8),
+        (1, (32, 8), 4096, 32),
+        (1, (32, 8), 8192, 32),
+        (1, (32, 8), 65536, 32),
+        (4, (32, 8), 1024, 8),
+        (4, (32, 8), 8192, 8),
+        (16, (32, 8), 512, 2),
+        (16, (32, 8), 4096, 2),
+        (1, (16, 16), 1024, 8),
+        (1, (64, 8), 1000, 4),
+    ],
+)
+@pytest.mark.parametrize("cache", ["contiguous", "paged:16"])
+def test_parts_of_caches_fill_the_multiprocessors_and_have_a_block_of_128_keys_at_least(
+    cache: str, batch: int, heads: tuple[int, int], keys: int, splits: int
+) -> None:
+    one = problem(cache, batch=batch, heads_q=heads[0], heads_kv=heads[1], seq_kv=keys)
+    params = default(one)
+    assert begins_ahead(one)
+    assert (params["BLOCK_N"], params["SPLITS"]) == (128, splits)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads_kv"), diagonal((1, 2, 4, 8, 16, 64), (128, 300, 1024, 5000, 8192, 131072), (8, 32))
+)
+def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_fill_the_multiprocessors_twice(
+    batch: int, keys: int, heads_kv: int
+) -> None:
+    one = problem(batch=batch, seq_kv=keys, heads_kv=heads_kv)
+    if begins_ahead(one):
+        params = default(one)
+        blocks, splits = -(-keys // int(params["BLOCK_N"])), int(params["SPLITS"])
+        assert splits <= blocks <= 16 * splits
+        assert batch * heads_kv * splits <= 2 * H100.sm_count
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        problem(seq_kv=131072),
+        problem(batch=16, seq_kv=8192),
+        problem(batch=64, seq_kv=1024),
+        problem(seq_q=16, mask=Mask.parse("causal")),
+        problem("paged:16,float8_e4m3"),
+        problem(head_dim=256, head_dim_v=256),
+        problem("contiguous,split_length=256"),
+        problem(mask=Mask.window(500, 0)),
+    ],
+    ids=str,
+)
+def test_long_caches_many_sequences_and_what_was_not_measured_walk_from_the_first_block_on(one: Problem) -> None:
+    assert not begins_ahead(one)
+
+
+def test_cards_of_the_same_matrix_unit_choose_alike_and_older_ones_walk() -> None:
+    assert begins_ahead(problem(), H200)
+    assert not begins_ahead(problem(), A30)
+
+
+def test_a_call_that_says_how_many_programs_share_a_sequence_has_no_more() -> None:
+    one = problem("paged:16,splits=4", batch=8)
+    assert begins_ahead(one)
+    assert default(one)["SPLITS"] == 4
