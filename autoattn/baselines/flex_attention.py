@@ -11,6 +11,9 @@ from torch import Tensor
 
 from autoattn.core.mask import Alignment
 from autoattn.core.problem import DType, Problem
+from autoattn.expressions import language
+from autoattn.expressions.language import SCORE_NAMES
+from autoattn.reference import attention_formula
 from autoattn.tensors import block_table
 from autoattn.tensors.operands import Operands
 
@@ -36,7 +39,7 @@ def why_not(problem: Problem) -> str | None:
         return "packed sequences are not written as a mask_mod here"
     if problem.dtype is DType.FLOAT8 or problem.precision.value == "tf32x3":
         return f"it has no {problem.precision.value if problem.dtype is DType.FLOAT32 else problem.dtype.value}"
-    for name in ("score_mod", "learned_slopes", "sinks", "dropout"):
+    for name in ("learned_slopes", "sinks", "dropout"):
         if getattr(modifiers, name):
             return f"{name} is not written for it here"
     if modifiers.bias.value != "none" or problem.mask.mod:
@@ -120,13 +123,19 @@ def _band_table(problem: Problem, low: int, high: int, device: torch.device) -> 
 
 
 def _score_mod(problem: Problem, operands: Operands) -> Callable[..., Tensor] | None:
-    """Softcap, then ALiBi."""
+    """The caller's, then softcap, then ALiBi."""
     modifiers, cap, slopes = problem.modifiers, operands.softcap, operands.slopes
-    if not modifiers.softcap and not modifiers.alibi:
+    if not modifiers.on_scores:
         return None
+    text = modifiers.score_mod
+    expression = language.parse(text, SCORE_NAMES) if text else None
+    captures = {f"captured{place}": tensor for place, tensor in enumerate(operands.score_captures)}
     shift = problem.seq_kv - problem.seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
 
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if expression is not None:
+            names = {"score": score, "b": b, "h": h, "q_idx": q, "kv_idx": k, **captures}
+            score = expression.evaluate(names, attention_formula.FUNCTIONS).to(score.dtype)
         if modifiers.softcap:
             score = cap * torch.tanh(score / cap)
         return score - slopes[b, h] * (q + shift - k).abs() if slopes is not None else score

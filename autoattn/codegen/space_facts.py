@@ -11,10 +11,12 @@ from autoattn.core import kernel_kind
 from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
-from autoattn.core.modifiers import Bias
+from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import DType, Numerics, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value
+from autoattn.expressions import language
+from autoattn.expressions.language import SCORE_NAMES
 
 _COUNTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
 SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left"))  # what problems of one kind differ in
@@ -25,8 +27,8 @@ _PROBLEM_FACTS = (
     *("cached", "latent", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
-    *("on_scores", "score_mod", "alibi", "learned_slopes", "biased", "bias_of_pairs", "learned_bias"),
-    *("sinks", "dropout"),
+    *("on_scores", "scores_by_key", "score_mod", "reads_pairs", "trigonometric", "alibi", "learned_slopes"),
+    *("biased", "bias_of_pairs", "learned_bias", "sinks", "dropout"),
 )
 MAX_KINDS = 512  # whose facts are kept
 # Not `arch`: what a newer architecture shares with an older one, its number does not say.
@@ -88,7 +90,7 @@ def kind_facts(
         **_split_facts(kind),
         **_mask_facts(kind.mask),
         "on_scores": int(modifiers.on_scores),
-        "score_mod": int(bool(modifiers.score_mod)),
+        **_score_mod_facts(modifiers),
         "alibi": int(modifiers.alibi),
         "learned_slopes": int(modifiers.learned_slopes),
         "biased": int(modifiers.bias is not Bias.NONE),
@@ -122,6 +124,18 @@ def _split_facts(kind: KernelKind) -> dict[str, Value | float]:
         "split": int(any(len(widths) == 2 for widths in low_waste)),
         "head_dim_split": sum(low_waste[0]),
         "head_dim_v_split": sum(low_waste[1]),
+    }
+
+
+def _score_mod_facts(modifiers: Modifiers) -> dict[str, Value | float]:
+    """What a score_mod asks for."""
+    text = modifiers.score_mod
+    expression = language.parse(text, SCORE_NAMES) if text else None
+    return {
+        "score_mod": int(expression is not None),
+        "reads_pairs": int(expression is not None and expression.reads_pairs),
+        "trigonometric": int(expression is not None and expression.calls("sin", "cos")),
+        "scores_by_key": int(modifiers.alibi or (expression is not None and "kv_idx" in expression.answer.asks)),
     }
 
 

@@ -92,7 +92,7 @@ def _cache_facts(kind: KernelKind) -> dict[str, object]:
 
 def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Traits) -> dict[str, object]:
     """What the templates of gradients ask beside."""
-    score_mod = kind.modifiers.score_mod
+    growth = derivative.of(kind.modifiers.score_mod) if kind.modifiers.score_mod else None
     widths = padded(kind.head_dim), padded(kind.head_dim_v)
     # The TMA unit reads rows that begin at multiples of 16 bytes; a call whose tensors do not gets pointers.
     readable = traits.alignment * kind.dtype.bytes >= 16
@@ -108,7 +108,9 @@ def _backward_facts(kind: KernelKind, params: Mapping[str, Value], traits: Trait
         "learned": kind.modifiers.bias is Bias.LEARNED,
         "sloped": kind.modifiers.learned_slopes,
         "ends_at_keys": _ends_at_keys(kind.mask),
-        "growth_lines": derivative.of(score_mod).triton() if score_mod else [],
+        "growth_lines": growth.triton() if growth else [],
+        # Whether scores change as much as they did before, as where positions alone add to them.
+        "unit_growth": growth is not None and growth.answer.act == "number" and growth.answer.number == 1.0,
         "queries_boxes": readable and params["queries_loads"] == "descriptor",
         "keys_boxes": readable and params["keys_loads"] == "descriptor",
     }

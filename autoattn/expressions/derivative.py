@@ -2,7 +2,8 @@
 
 Whoever changes scores by a text has the gradients of the changed ones; those of the scores are these times the
 derivative. Where a function has a corner or a step, the derivative is PyTorch's: 0 for a step, at a corner that of
-abs is 0, and that of the smaller or larger of two equal numbers their mean.
+abs is 0, and that of the smaller or larger of two equal numbers their mean. Where a text hides a pair by -inf, the pair
+has no weight, so that any number will do: it is what it is for the others.
 """
 
 from __future__ import annotations
@@ -40,10 +41,23 @@ def of(text: str) -> Expression:
             steps.append((own, grown))
             grown = replace(grown, act="step", name=own, parts=())
         known[name] = grown
-    answer = _derivative(whole.answer, known) or _number(0.0)
+    answer = _derivative(_shown(whole), known) or _number(0.0)
     if answer.kind is not Kind.FLOAT:
         answer = _number(float(answer.number)) if answer.act == "number" else _node("to_float", answer)
     return Expression(captures=whole.captures, steps=tuple(steps), answer=answer)
+
+
+def _shown(whole: Expression) -> Node:
+    """The answer for the pairs that it does not hide: a choice between a number and -inf is the number."""
+    steps, answer = dict(whole.steps), whole.answer
+    while len(steps) == len(whole.steps):  # else a name may have stood for another value
+        value = steps[answer.name] if answer.act == "step" else answer
+        sides = value.parts[1:] if value.act == "where" else ()
+        shown = [side for side in sides if side.act != "number" or side.number != -math.inf]
+        if len(shown) != 1:
+            break
+        answer = shown[0]
+    return answer
 
 
 def _derivative(node: Node, known: dict[str, Node | None]) -> Node | None:

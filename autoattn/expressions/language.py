@@ -143,14 +143,28 @@ class Expression:
             known[f"own_{name}"] = _value(value, known, functions)
         return _value(self.answer, known, functions)
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it reads a tensor at places that both positions decide, or a score: once for each pair."""
+        reads = (node.asks for node in self._nodes() if node.act == "read")
+        return any({"q_idx", "kv_idx"} <= asks or "score" in asks for asks in reads)
+
+    def calls(self, *functions: str) -> bool:
+        """Whether it calls one of these functions."""
+        return any(node.act in functions for node in self._nodes())
+
     def indexed(self) -> Iterator[tuple[str, int, str]]:
         """(capture, axis, name): which axes of captures a name indexes as it is; they must be as long as it counts."""
+        for node in self._nodes():
+            if node.act == "read":
+                yield from ((node.name, axis, part.name) for axis, part in enumerate(node.parts) if part.act == "name")
+
+    def _nodes(self) -> Iterator[Node]:
         waiting = [self.answer, *(value for _, value in self.steps)]
         while waiting:
             node = waiting.pop()
             waiting.extend(node.parts)
-            if node.act == "read":
-                yield from ((node.name, axis, part.name) for axis, part in enumerate(node.parts) if part.act == "name")
+            yield node
 
 
 @lru_cache(maxsize=256)

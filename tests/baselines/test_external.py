@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import drawn
 import kernels
 import pytest
 import torch
@@ -179,6 +180,7 @@ def test_flex_gets_no_mask_where_there_is_none() -> None:
         {"mask": "causal", "layout": Layout.BSHD},
         {"mask": "window:20,3"},
         {"mask": "causal", "modifiers": Modifiers(softcap=True, alibi=True)},
+        *({"modifiers": Modifiers(score_mod=text, softcap=True)} for text in drawn.SCORE_MODS),
     ],
 )
 def test_flex_means_what_we_mean(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

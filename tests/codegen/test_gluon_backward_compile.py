@@ -24,6 +24,7 @@ from autoattn.kernels.compiler import build, inspect, load_module
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
+TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"  # a number a pair
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({}, Traits()),
     ({"mask": "causal", "head_dim": 64}, Traits(lse=True)),
@@ -58,6 +59,31 @@ def test_changed_scores_stay_in_registers() -> None:
     assert report.spilled_bytes <= 32
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
     assert report.loop["MUFU.TANH"] == report.loop["MUFU.EX2"] == 32, "one of each a pair"
+
+
+# With a head dim, the instructions of a step that a pair takes at most, which are 12 without a score_mod, and how many
+# load numbers that a thread left in memory before the loop
+SCORE_MODS = (
+    ("score + 0.01 * (kv_idx - q_idx)", 128, 18, 2),
+    ("captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)", 128, 20, 2),
+    ("20.0 * tanh(score / 20.0)", 128, 27, 0),
+    (TABLE, 64, 26, 0),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "head_dim", "most", "loads"),
+    rarely(SCORE_MODS, lambda case: case[0] == TABLE),
+    ids=["positions", "documents", "tanh", "table"],
+)
+def test_scores_that_a_caller_changes_stay_in_registers(text: str, head_dim: int, most: int, loads: int) -> None:
+    one = problem(head_dim=head_dim, mask="causal", modifiers=Modifiers(score_mod=text))
+    seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
+    loop = inspect(render.render(one, seed), 90).loop
+    assert sum(count for name, count in loop.items() if name.startswith("LDL")) <= loads
+    assert not [name for name in loop if name.startswith("STL")]
+    assert sum(loop.values()) <= most * 64 * 64 // 128
 
 
 def test_consumers_of_wide_heads_share_keys_and_halve_columns() -> None:
@@ -105,8 +131,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a program's keys in one of its columns": {"mask": Mask.blocks(64, 64, 0.5)},
     "not tried with block tables": {"mask": Mask.blocks(128, 128, 0.5), "modifiers": Modifiers(softcap=True)},
     "sums no gradients of slopes": {"modifiers": Modifiers(alibi=True, learned_slopes=True)},
-    "and no weights": {"modifiers": Modifiers(dropout=True)},
-    "changes no scores but by softcap and ALiBi": {"modifiers": Modifiers(bias=Bias.KEYS)},
+    "drops no weights": {"modifiers": Modifiers(dropout=True)},
+    "adds no biases": {"modifiers": Modifiers(bias=Bias.KEYS)},
+    "two registers": {"modifiers": Modifiers(score_mod=TABLE)},
+    "sin and cos": {"modifiers": Modifiers(score_mod="cos(score)")},
 }
 
 
@@ -351,7 +379,7 @@ def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> No
 
 
 @pytest.mark.parametrize("head_dim", rarely((64, 96, 128), lambda head_dim: head_dim == 128))
-def test_programs_that_join_others_keep_a_step_in_registers_and_have_room_for_a_block_of_each_head(head_dim: int) -> None:
+def test_programs_that_join_others_keep_a_step_in_registers_and_name_a_block_of_each_head(head_dim: int) -> None:
     one = problem(head_dim=head_dim, mask="causal")
     chosen = {"schedule": "dynamic", "order": "any", "query_walk": "joined"}
     assert search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200) is None

@@ -34,6 +34,7 @@ from autoattn.runtime.plan import cache_lookup
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
+TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"  # a number a pair
 ORDER = "HEAD_GROUP"  # of the tiles, which no loop knows of
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
     ({"head_dim": 128}, Traits()),
@@ -166,6 +167,26 @@ def test_changed_scores_stay_in_registers() -> None:
     assert report.loop["MUFU.TANH"] == 32, "one a pair"
 
 
+SCORE_MODS = (  # and the instructions of a loop that a pair takes at most; without a score_mod they are 5
+    ("score + 0.01 * (kv_idx - q_idx)", 8),
+    ("captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)", 14),
+    ("20.0 * tanh(score / 20.0)", 13),
+    (TABLE, 21),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=["positions", "documents", "tanh", "table"]
+)
+def test_scores_that_a_caller_changes_stay_in_registers(text: str, most: int) -> None:
+    one = problem(head_dim=128, mask="causal", modifiers=Modifiers(score_mod=text))
+    seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
+    loop = inspect(render.render(one, seed, Traits(lse=True)), 90).loop
+    assert not [name for name in loop if name.startswith(("LDL", "STL"))]
+    assert sum(loop.values()) <= most * 64 * int(seed["BLOCK_N"]) // 128
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -177,9 +198,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
     "one row of the block table": ({"mask": "blocks:64x128,0.5"}, {"BLOCK_M": 128}),
     "a step's keys": ({"mask": "blocks:128x64,0.5"}, {"BLOCK_N": 128}),
     "first whole block": ({"mask": "blocks:128x128,0.5"}, {"softmax": "first_max", "overlap": 0}),
-    "changes no scores but by softcap and ALiBi": ({"modifiers": Modifiers(dropout=True)}, {}),
+    "and drops no weights": ({"modifiers": Modifiers(dropout=True)}, {}),
+    "two registers": ({"modifiers": Modifiers(score_mod=TABLE)}, {}),
+    "room for few keys": (
+        {"modifiers": Modifiers(score_mod=TABLE), "head_dim": 256},
+        {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "query_stages": 1, "ping_pong": "none"},
+    ),
+    "far below others": ({"modifiers": Modifiers(alibi=True)}, {"softmax": "first_max"}),
+    "sin and cos": ({"modifiers": Modifiers(score_mod="sin(score)")}, {}),
     "not tried with float8": ({"modifiers": Modifiers(softcap=True), "dtype": DType.FLOAT8}, {}),
-    "a slope and a sink of its own": ({"modifiers": Modifiers(sinks=True)}, {"PACK_GQA": 4}),
+    "each head has scores changed": ({"modifiers": Modifiers(sinks=True)}, {"PACK_GQA": 4}),
     "registers": ({}, {"BLOCK_M": 192, "num_stages": 1, "query_stages": 1, "output_buffer": "shared"}),
     "shared memory": ({"head_dim": 256}, {"BLOCK_N": 64, "query_stages": 2}),
     "named barriers": ({}, {"num_stages": 4, "query_stages": 1, "BLOCK_N": 32, "BLOCK_M": 192}),

@@ -383,6 +383,15 @@ GOLDEN_SOURCES = {
         Traits(lse=True, merged="fp32"),
         release="3.6",
     ),
+    "gluon_bf16_d128_packed_score_mod": render.render(
+        kernels.problem(
+            dtype=DType.BFLOAT16, head_dim=128, mask="causal", layout=Layout.PACKED, tokens_q=70, tokens_kv=120,
+            modifiers=Modifiers(score_mod="captured0: float32[2]\n4 * tanh(score / 4) + captured0[b, kv_idx]"),
+        ),
+        Variant.of("gluon/forward", GLUON),
+        Traits(lse=True),
+        release="3.6",
+    ),
     "gluon_bf16_d80_two_tiles": render.render(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=80),
         Variant.of("gluon/forward", GLUON | {"BLOCK_N": 96, "HEAD_SPLIT": 1}),

@@ -21,6 +21,8 @@ TEXTS = (
     "sin(score) * cos(score / 2)",
     "where(q_idx >= kv_idx, score * 3, -inf)",
     "where(score > 0, score * score, score * (q_idx // 2))",
+    "near = q_idx - kv_idx < 3\nshown = where(near, -inf, tanh(score))\nwhere(q_idx == h, shown * 2, shown)",
+    "x = 2 * score\ny = where(q_idx >= kv_idx, x, -inf)\nx = 3 * score\ny",
     "minimum(score, 0.5 * kv_idx) + maximum(score * 2, 1)",
     "minimum(score, score * score) - maximum(score, score)",
     "score % 0.75 + floor(score) + (score * score) % (kv_idx + 1)",
@@ -51,7 +53,16 @@ def test_it_is_what_autograd_finds(text: str) -> None:
         (expected,) = torch.autograd.grad(answer.expand_as(score).sum(), score)
     found = derivative.of(text).evaluate(names, IN_TORCH)
     found = found if isinstance(found, torch.Tensor) else torch.tensor(found)
-    torch.testing.assert_close(found.double().expand_as(score), expected, rtol=1e-10, atol=1e-12)
+    found = found.double().expand_as(score).where(answer != -torch.inf, 0.0)  # pairs without a weight have none
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_pair_that_is_hidden_has_the_derivative_of_the_others() -> None:
+    hiding = "x = where(q_idx < kv_idx, -inf, score + q_idx)\ny = where(h > 2, x, -inf)\ny"
+    answer = derivative.of(hiding).answer
+    assert (answer.act, answer.number) == ("number", 1.0)
+    kept = derivative.of("minimum(where(q_idx >= kv_idx, score, -inf), 3.0)").answer
+    assert kept.act == "where", "what is made of -inf may have a weight"
 
 
 def test_rounding_that_pytorch_does_not_differentiate_is_refused() -> None:

@@ -30,6 +30,7 @@ OTHERS = (
     "modifiers",
     "packed",
     "repeated",
+    "score_mods",
     "sparse",
     "speed",
     "training",
@@ -110,6 +111,7 @@ def test_the_other_files_hold_what_their_names_say() -> None:
     assert {one.head_dim for one in found["sparse"] if one.op is Op.FORWARD} == {80, 96, 128, 192}
     assert {one.head_dim for one in found["sparse"] if one.op is Op.BACKWARD} == {64, 80, 128, 256}
     assert {one.packed for one in found["packed"]} == {True, False}
+    assert all(one.modifiers.score_mod for one in found["score_mods"])
     assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}
     assert {one.precision for one in found["float32"]} == set(Precision)
     assert {one.dtype for one in found["hopper"]} == {DType.BFLOAT16, DType.FLOAT8}

@@ -137,6 +137,16 @@ def test_every_hopper_seed_passes(dtype: DType, mask: str, dims: tuple[int, int]
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
+def assert_early_seeds_pass(mask: str, head_dim: int, modifiers: Modifiers) -> None:
+    one = sized(**masked(mask), head_dim=head_dim, head_dim_v=head_dim, heads_q=8, heads_kv=4, modifiers=modifiers)
+    seeds = search_space.load(HOPPER).seeds_for(one, hopper())
+    assert seeds
+    for variant in seeds[:2]:
+        source = render.render(one, variant, render.natural_traits(one, lse=True))
+        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
 CHANGED = (
     Modifiers(softcap=True),
     Modifiers(alibi=True),
@@ -149,13 +159,15 @@ CHANGED = (
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "window:128,0", "packed causal"])
 def test_every_hopper_seed_passes_with_changed_scores(mask: str, head_dim: int, modifiers: Modifiers) -> None:
-    one = sized(**masked(mask), head_dim=head_dim, head_dim_v=head_dim, heads_q=8, heads_kv=4, modifiers=modifiers)
-    seeds = search_space.load(HOPPER).seeds_for(one, hopper())
-    assert seeds
-    for variant in seeds[:2]:
-        source = render.render(one, variant, render.natural_traits(one, lse=True))
-        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
-        assert verdict.ok, f"{variant}: {verdict.reason}"
+    assert_early_seeds_pass(mask, head_dim, modifiers)
+
+
+@pytest.mark.parametrize("text", drawn.SCORE_MODS)
+@pytest.mark.parametrize(
+    ("mask", "head_dim"), [("full", 64), ("window:128,0", 80), ("causal", 128), ("packed causal", 128), ("causal", 256)]
+)
+def test_every_hopper_seed_passes_with_a_score_mod(mask: str, head_dim: int, text: str) -> None:
+    assert_early_seeds_pass(mask, head_dim, Modifiers(score_mod=text))
 
 
 @pytest.mark.parametrize("seed", range(60))

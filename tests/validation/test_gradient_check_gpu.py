@@ -170,6 +170,33 @@ def test_hoppers_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None)
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
+BENT = "where(q_idx % 3 == b, score, 4 * tanh(score / 4))"
+TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"
+ALIKE = "captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)"
+PACKED: dict[str, Any] = {"layout": Layout.PACKED, "tokens_q": 8192, "tokens_kv": 8192, "batch": 5, "mask": "causal"}
+MODDED: list[dict[str, Any]] = [
+    {"mask": "causal", "head_dim": 128, "modifiers": Modifiers(score_mod="score + 0.01 * (kv_idx - q_idx)")},
+    {"mask": "causal", "head_dim": 64, "modifiers": Modifiers(score_mod=BENT)},
+    {"head_dim": 128, "modifiers": Modifiers(score_mod=BENT, softcap=True, sinks=True)},
+    {"mask": "causal", "head_dim": 256, "modifiers": Modifiers(score_mod=BENT)},
+    {"mask": "window:40,9", "head_dim": 80, "modifiers": Modifiers(score_mod=ALIKE, alibi=True)},
+    {"head_dim": 256, "modifiers": Modifiers(score_mod=ALIKE), "dtype": DType.FLOAT16},
+    {"mask": "causal", "head_dim": 64, "modifiers": Modifiers(score_mod=TABLE)},
+    {**PACKED, "head_dim": 64, "modifiers": Modifiers(score_mod=TABLE)},
+    {**PACKED, "head_dim": 128, "modifiers": Modifiers(score_mod=ALIKE)},
+]
+
+
+@pytest.mark.parametrize("kind", MODDED, ids=str)
+def test_hoppers_gradients_pass_the_gate_with_a_score_mod(kind: dict[str, Any]) -> None:
+    one, points = sized(**kind), search_space.load(hopper_gradients.TEMPLATE)
+    if present().arch != 90:
+        pytest.skip("the template is for Hopper")
+    for variant in points.seeds_for(one, present())[:2]:
+        verdict = Gate(one, CUDA).judge(compiler.load(render.render(one, variant), CUDA))
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
 WALKED: list[dict[str, Any]] = [
     {"head_dim": 64},
     {"mask": "causal", "head_dim": 64},

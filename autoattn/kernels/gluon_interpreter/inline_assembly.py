@@ -209,6 +209,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Lanes, _Instruction], None]] = {
     "and": _ternary(torch.bitwise_and),
     "shl": _ternary(torch.bitwise_left_shift),
     "ex2": _ternary(torch.exp2),
+    "rcp": _ternary(torch.reciprocal),
     "tanh": _ternary(_approximate_tanh),
     "mad": _mad,
     "setp": _setp,

@@ -1,0 +1,187 @@
+"""Hopper's outputs and gradients beside a score_mod, in the interpreter: the gate's numbers, and planted faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gluon_kernels
+import hopper_gradients
+import pytest
+import test_packed_gradients as packed
+import torch
+from gluon_texts import CPU, planted, said, source
+from rarely import rarely
+
+from autoattn.codegen import render
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.variant import Source
+from autoattn.errors import AutoattnError
+from autoattn.kernels import compiler
+from autoattn.reference import inputs
+from autoattn.tensors.operands import Operands
+from autoattn.validation import gradient_check, output_check
+
+pytestmark = pytest.mark.interpreter
+
+POSITIONS = "score + 0.01 * (kv_idx - q_idx)"  # FlexAttention's relative bias; its gradient is that of the score
+BENT = "where(q_idx % 3 == b, 0.5 * score, 4 * tanh(score / 4)) + exp(-abs(score)) * sigmoid(score)"
+TABLE = "captured0: float32[2]\ncaptured1: bfloat16[1]\nscore * captured1[h] + captured0[b, q_idx - kv_idx]"
+PADDED = "captured0: bool[1]\ncaptured1: float16[2]\nwhere(captured0[kv_idx], score + captured1[h, q_idx], -inf)"
+ALIKE = "captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)"
+WHOLE = "kv_idx % 5 - h"  # no number of the score's, and a whole one
+FUNCTIONS = (
+    "x = log(abs(score) + 1) + log2(score * score + 1)\n"
+    "y = sqrt(abs(score) + 1) * rsqrt(abs(score) + 2) - exp2(-abs(score))\n"
+    "minimum(x, maximum(y, score)) + floor(score * 0.1) + (q_idx // 3) % 5 + score % 0.75 + to_int(score)"
+)
+ALL = Modifiers(softcap=True, alibi=True, sinks=True)
+
+
+def changed(text: str, others: Modifiers | None = None) -> Modifiers:
+    return replace(others or Modifiers(), score_mod=text)
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 32, "num_stages": 2}
+OWN: dict[str, Any] = {"softmax": "online", "overlap": 0, "row_sum": "each", "mask_loop": "branch_own"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "positions": ({"mask": "causal", "modifiers": changed(POSITIONS)}, {"softmax": "first_max", "overlap": 1}),
+    "bent": ({"mask": "full", "modifiers": changed(BENT, Modifiers(softcap=True))}, {"softmax": "vote", "overlap": 1}),
+    "table": ({"mask": "window:40,9", "modifiers": changed(TABLE, ALL)}, OWN),
+    "alike": ({"mask": "causal", "modifiers": changed(ALIKE), "dtype": DType.FLOAT16}, {"softmax": "first_max"}),
+    "packed": ({"mask": "causal", "modifiers": changed(PADDED), "layout": Layout.PACKED}, {"softmax": "lazy"}),
+    "whole": ({"mask": "causal:top-left", "modifiers": changed(WHOLE)}, {"softmax": "first_max"}),
+    "functions": ({"mask": "causal", "modifiers": changed(FUNCTIONS), "head_dim": 192}, {"HEAD_SPLIT": 1}),
+}
+
+
+def rendered_outputs(name: str) -> tuple[Source, Problem]:
+    facts, chosen = CASES[name]
+    one = gluon_kernels.problem(**{"head_dim": 64, **facts})
+    return source(one, lse=True, **{**BASE, **chosen}), one
+
+
+@pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("positions", "packed")))
+def test_outputs_are_those_of_the_reference(name: str) -> None:
+    assert said(*rendered_outputs(name)) == ""
+
+
+FAULTS = {  # of a case: (in the text, in its place)
+    "positions": ("score_mod(scores * scale,", "score_mod(scores,"),
+    "bent": ("bend = 1.0 / softcap", "bend = scale / softcap"),
+    "alike": ("scale_log2 = gl.to_tensor(LOG2E)", "scale_log2 = scale_log2"),
+    "packed": ("gl.maximum(seq_kv - 1, 0)", "seq_kv - 1"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_of_outputs_is_found(name: str) -> None:
+    text, one = rendered_outputs(name)
+    assert said(planted(text, *FAULTS[name]), one) != ""
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "positions": {"mask": "causal", "modifiers": changed(POSITIONS), "head_dim": 64},
+    "bent": {"mask": "full", "modifiers": changed(BENT, Modifiers(softcap=True)), "head_dim": 64},
+    "table": {"mask": "window:40,9", "modifiers": changed(TABLE, ALL), "head_dim": 64, "head_dim_v": 56},
+    "padded": {"mask": "window:40,9", "modifiers": changed(PADDED, ALL), "head_dim": 80, "head_dim_v": 56},
+    "alike": {"mask": "causal:top-left", "modifiers": changed(ALIKE), "head_dim": 128, "dtype": DType.FLOAT16},
+    "functions": {"mask": "full", "modifiers": changed(FUNCTIONS), "head_dim": 64},
+    "wide heads": {"mask": "causal", "modifiers": changed(BENT), "head_dim": 192, "head_dim_v": 128},
+    "wide heads, both": {"mask": "causal", "modifiers": changed(BENT, ALL), "head_dim": 256},
+}
+
+
+def dense(**facts: Any) -> Problem:
+    return hopper_gradients.problem(**{"batch": 2, "heads_q": 2, "heads_kv": 1, "seq_q": 70, "seq_kv": 140, **facts})
+
+
+def rendered_gradients(one: Problem) -> Source:
+    many = hopper_gradients.problem(mask=one.mask, modifiers=one.modifiers, head_dim=one.head_dim)
+    return render.render(one, hopper_gradients.variant(many, order="any"))
+
+
+def judged(text: Source, one: Problem) -> str:
+    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), guard=3)
+    return gradient_check.judge(compiler.load(text, CPU), [case]).reason
+
+
+@pytest.mark.parametrize("name", rarely(GRADIENTS, lambda name: name in ("bent", "wide heads")))
+def test_gradients_are_those_of_the_reference(name: str) -> None:
+    one = dense(**GRADIENTS[name])
+    assert judged(rendered_gradients(one), one) == ""
+
+
+# (queries, keys) of each sequence: none of either, one, and blocks that nobody needs before some that somebody does
+LENGTHS = ((0, 9), (70, 130), (5, 0), (1, 1), (130, 20))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("text", rarely((TABLE, ALIKE), lambda text: text is ALIKE), ids=["table", "alike"])
+def test_packed_sequences_count_from_their_own_first_tokens(text: str) -> None:
+    one = packed.problem(LENGTHS, mask="causal", modifiers=changed(text))
+    rendered = packed.rendered(one, lse=True, order="any", BLOCK_M=64, schedule="one_tile")
+    assert packed.judged(rendered, one, LENGTHS) == ""
+
+
+GRADIENT_FAULTS = [  # of a case: (in the text, in its place)
+    ("bent", "weights * growth", "weights"),
+    ("bent", "scores *= scale\n", "scores *= 1.0\n"),
+    ("bent", "bend = 1.0 / softcap", "bend = scale / softcap"),
+    ("wide heads", "grad_tile.load(PAIRS)", "weight_tile.load(PAIRS)"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "right", "wrong"), GRADIENT_FAULTS)
+def test_a_planted_fault_of_gradients_is_found(name: str, right: str, wrong: str) -> None:
+    one = dense(**GRADIENTS[name])
+    assert judged(planted(rendered_gradients(one), right, wrong), one) != ""
+
+
+# --- what is read of captured tensors ---------------------------------------------------------------------------------
+
+AXES = "captured0: float32[1]\ncaptured1: float32[1]\ncaptured2: float32[2]\n"
+OUTSIDE = "memory that no tensor of the launch holds"
+AXES += "score + captured0[q_idx] - captured1[kv_idx] + captured2[b, h]"
+
+
+def narrowed(one: Problem, operands: Operands) -> Operands:
+    """Captured tensors that hold each place of the problem, and not one more."""
+    sizes = (one.seq_q,), (one.seq_kv,), (one.batch, one.heads_q)
+    tensors = [
+        tensor[tuple(slice(size) for size in shape)].clone()
+        for tensor, shape in zip(operands.score_captures, sizes, strict=True)
+    ]
+    return replace(operands, score_captures=tuple(tensors))
+
+
+def test_no_place_behind_the_last_is_read_for_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    one = dense(mask="causal", modifiers=changed(AXES), head_dim=64)
+    operands = narrowed(one, inputs.make(one, CPU, generator, guard=3))
+    case = gradient_check.case_of(one, operands, generator, guard=3)
+    text = rendered_gradients(one)
+    assert gradient_check.judge(compiler.load(text, CPU), [case]).reason == ""
+    wrong = compiler.load(planted(text, "PAIR_QUERIES), seq_q - 1)", "PAIR_QUERIES), seq_q)"), CPU)
+    with pytest.raises(AutoattnError, match=OUTSIDE):
+        gradient_check.judge(wrong, [case])
+
+
+def test_no_place_behind_the_last_is_read_for_outputs() -> None:
+    facts: dict[str, Any] = {"mask": "causal", "modifiers": changed(AXES), "head_dim": 64}
+    generator = torch.Generator().manual_seed(0)
+    one = gluon_kernels.problem(**facts, batch=2, heads_q=2, heads_kv=1, seq_q=70, seq_kv=140)
+    operands = narrowed(one, inputs.make(one, CPU, generator, guard=3))
+    text = source(gluon_kernels.problem(**facts), lse=True, **BASE)
+    case = output_check.case_of(one, operands, generator, guard=3)
+    assert output_check.judge(compiler.load(text, CPU), [case]).reason == ""
+    wrong = compiler.load(planted(text, "gl.minimum(kv_idx, gl.maximum(seq_kv - 1, 0))", "kv_idx"), CPU)
+    with pytest.raises(AutoattnError, match=OUTSIDE):
+        output_check.judge(wrong, [case])
