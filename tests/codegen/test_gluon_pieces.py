@@ -157,11 +157,16 @@ def test_what_cannot_work_is_refused_in_words(words: str) -> None:
 
 @pytest.mark.parametrize("mask", ["blocks:128x128,0.5", "blocks:64x64,0.5", "blocks:128x64,0.1"])
 @pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 96), (160, 160), (192, 192), (192, 128)])
-def test_untuned_block_tables_run_with_head_dims_in_pieces(dims: tuple[int, int], mask: str) -> None:
+def test_untuned_block_tables_run_or_are_tuned_with_head_dims_in_pieces(dims: tuple[int, int], mask: str) -> None:
     one = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
-    for variant in (search_space.load(TEMPLATE).default(one, H200), portfolio.starters_for(one, H200)[0]):
-        assert (variant.template, variant.as_dict().get("HEAD_SPLIT")) == (TEMPLATE, 1)
-        assert (variant["num_stages"] >= 2, variant["overlap"]) == (True, 1)
+    default = search_space.load(TEMPLATE).default(one, H200)
+    assert default.as_dict()["HEAD_SPLIT"] == 1
+    assert (default["num_stages"] >= 2, default["overlap"]) == (True, 1)
+    # The portfolio may put another template first: it takes block tables for problems of their sizes.
+    assert any(
+        (variant.template, variant.as_dict().get("HEAD_SPLIT")) == (TEMPLATE, 1)
+        for variant in portfolio.starters_for(one, H200)
+    )
 
 
 @pytest.mark.parametrize("kind", [{"head_dim": 80}, {"head_dim": 192, "head_dim_v": 128}], ids=str)

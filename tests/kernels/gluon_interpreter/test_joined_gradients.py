@@ -12,6 +12,7 @@ from gluon_texts import CPU, planted
 from rarely import rarely
 
 from autoattn.codegen import render
+from autoattn.core.modifiers import Modifiers
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError
@@ -20,13 +21,15 @@ from autoattn.validation import gradient_check
 
 pytestmark = pytest.mark.interpreter
 
+MODIFIERS = Modifiers(score_mod="score * (1.0 + 0.5 * h) + 0.1 * b", softcap=True)
 CHOSEN: dict[str, Any] = {"schedule": "dynamic", "order": "any", "mask_loop": "split", "query_walk": "joined"}
-# Facts, what else is chosen, and lengths: more tiles than programs, blocks that end behind the last query, keys that do.
+# Facts, what else is chosen, and lengths: more tiles than programs, blocks that end behind the last query or key.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "causal": ({"heads_q": 6, "heads_kv": 2}, {"BLOCK_M": 64}, (330, 330)),
     "blocks of 128 queries": ({}, {"BLOCK_M": 128, "next_scores": "after_value_grad"}, (600, 520)),
     "queries before all keys": ({"mask": "causal"}, {"BLOCK_M": 64}, (400, 150)),
     "aligned top-left": ({"mask": "causal:top-left"}, {"BLOCK_M": 64}, (300, 150)),
+    "changed scores": ({"modifiers": MODIFIERS}, {"BLOCK_M": 64}, (200, 300)),
     "of 128 columns": ({"head_dim": 128}, {"BLOCK_M": 64}, (200, 300)),
 }
 

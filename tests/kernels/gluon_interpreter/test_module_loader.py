@@ -244,7 +244,7 @@ GRADIENTS: list[Case] = [
     ({"head_dim": 64}, {"next_scores": "at_once"}),
     ({"head_dim": 80, "mask": "causal"}, {"next_scores": "after_value_grad", "value_grad": "early"}),
     ({"head_dim": 112, "head_dim_v": 72}, {"next_scores": "after_query_grad", "row_loads": "early"}),
-    ({"head_dim": 96, "mask": "causal"}, {"order": "descending"}),
+    ({"head_dim": 96, "mask": "causal"}, {"order": "descending", "query_walk": "by_head"}),
     ({"head_dim": 40}, {"summing": "threads", "order": "ascending", "BLOCK_M": 64, "schedule": "one_tile"}),
     ({"head_dim": 40, "head_dim_v": 16}, {"next_scores": "at_once", "BLOCK_M": 64, "order": "any"}),
     ({"head_dim": 192, "head_dim_v": 128}, {}),
