@@ -36,8 +36,8 @@ LARGEST, SMALLEST = 3.4028234663852886e38, 2.0**-126  # normal float32; Triton w
 CAPTURE_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "int64": "i64", "bool": "i1"}
 FUNCTIONS = {  # name -> (number of arguments, the same in Triton)
     "where": (3, "tl.where"),
-    "minimum": (2, "tl.minimum"),
-    "maximum": (2, "tl.maximum"),
+    "minimum": (2, "minimum"),
+    "maximum": (2, "maximum"),
     "abs": (1, "tl.abs"),
     "exp": (1, "tl.exp"),
     "exp2": (1, "tl.exp2"),

@@ -20,6 +20,7 @@ from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError
 from autoattn.kernels import compiler
 from autoattn.reference import inputs
+from autoattn.reference.inputs import Scores
 from autoattn.tensors.operands import Operands
 from autoattn.validation import gradient_check, output_check
 
@@ -67,6 +68,15 @@ def rendered_outputs(name: str) -> tuple[Source, Problem]:
 @pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("positions", "packed")))
 def test_outputs_are_those_of_the_reference(name: str) -> None:
     assert said(*rendered_outputs(name)) == ""
+
+
+@pytest.mark.parametrize("text", ["2.0 * tanh(minimum(score, 3.0))", "maximum(score, -1.0)"])
+def test_what_is_no_number_stays_so_behind_minimum_and_maximum(text: str) -> None:
+    one = gluon_kernels.problem(head_dim=64, mask="causal", modifiers=changed(text))
+    rendered = source(one, lse=True, **{**BASE, **OWN})
+    assert said(rendered, one, scores=Scores.WILD) == ""
+    where = f"(left {'<' if 'minimum' in text else '>'} right) | (left != left)"
+    assert said(planted(rendered, where, where.partition(" | ")[0]), one, scores=Scores.WILD) != ""
 
 
 FAULTS = {  # of a case: (in the text, in its place)
