@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may b
 # The same of `tuned_entries.work_of`, where the portfolio was measured. Farther away, a neighbour's winner takes more
 # time than the portfolio's variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
 NEAR = 3.0
+ABROAD = 1.0  # octaves that a sister card's problem counts as farther away than one of this card
 # Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
 NEAR_CACHE = 0.5
 
@@ -174,13 +176,7 @@ class _Lookup:
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
-        explanation = (
-            self.exact_entry()
-            or self.near_entry()
-            or self.sister_entry()
-            or self.predicted_entry()
-            or self.default_variant()
-        )
+        explanation = self.exact_entry() or self.near_entry() or self.predicted_entry() or self.default_variant()
         return replace(explanation, unavailable=self.unavailable) if self.unavailable else explanation
 
     def exact_entry(self) -> Explanation | None:
@@ -191,17 +187,14 @@ class _Lookup:
         return self._first(contenders, Level.EXACT, "this problem was measured on this card")
 
     def near_entry(self) -> Explanation | None:
-        """The closest measured problem that runs the same kernels; the same bucket is just a close one."""
-        answer = self._nearest(neighbour for neighbour in self.tuned.neighbours if neighbour.key not in self.keys)
+        """The closest measured problem that runs the same kernels, of this card or of another of its architecture."""
+        own = (neighbour for neighbour in self.tuned.neighbours if neighbour.key not in self.keys)
+        answer = self._nearest([*own, *self.tuned.sisters])
         if answer is None:
             self.steps.append(
                 "bucket, nearest: no measured problem on this card is close enough and shares these kernels"
             )
         return answer
-
-    def sister_entry(self) -> Explanation | None:
-        """The closest problem, or the problem itself, that another card of the architecture measured."""
-        return self._nearest(self.tuned.sisters)
 
     def _nearest(self, neighbours: Iterable[Neighbour]) -> Explanation | None:
         """The closest of these problems that can serve."""
@@ -210,13 +203,21 @@ class _Lookup:
         # Those whose gradients were tuned as these are asked for come first, however far the others are.
         is_near = self._nearness()
         related = [
-            (neighbour.deterministic is not deterministic, octaves, neighbour.key, place, neighbour)
+            (
+                neighbour.deterministic is not deterministic,
+                octaves + (ABROAD if neighbour.card is not None else 0.0),
+                neighbour.card is not None,
+                neighbour.key,
+                place,
+                neighbour,
+                octaves,
+            )
             for place, neighbour in enumerate(neighbours)
             if (octaves := distance(neighbour.octaves, here)) <= FARTHEST and is_near(neighbour, octaves)
         ]
-        related.sort()
+        related.sort(key=itemgetter(0, 1, 2, 3, 4))
         excluded: Explanation | None = None
-        for _, octaves, _, _, neighbour in related:
+        for *_, neighbour, octaves in related:
             contender = self._counting(neighbour.places)
             level = Level.SISTER if neighbour.card is not None else _level(neighbour.bucket, self.bucket)
             if contender.ordinary and (infeasible := self._why_infeasible(contender)) is not None:

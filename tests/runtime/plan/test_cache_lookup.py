@@ -493,6 +493,13 @@ def test_own_measurements_go_before_a_sisters_and_those_before_predictions(tmp_p
     assert near.entry.problem == NEAR
 
 
+def test_what_a_sister_measured_goes_before_what_is_more_than_an_octave_farther_here(tmp_path: Path) -> None:
+    written(tmp_path, measured(ASKED))
+    written(tmp_path, measured(FAR), device=H100)
+    assert explained(tmp_path, device=H100).level is Level.SISTER
+    assert explained(tmp_path, FAR, device=H100).level is Level.EXACT
+
+
 def test_a_sisters_problem_far_away_serves_no_more_than_ones_own_would(tmp_path: Path) -> None:
     written(tmp_path, measured(samples.problem(batch=1, heads_q=1, heads_kv=1, seq_q=64, seq_kv=64)))
     assert explained(tmp_path, device=H100).level is Level.DEFAULT
