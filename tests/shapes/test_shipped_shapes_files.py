@@ -31,6 +31,7 @@ OTHERS = (
     "packed",
     "repeated",
     "score_mods",
+    "shared_keys",
     "sparse",
     "speed",
     "training",
@@ -112,6 +113,7 @@ def test_the_other_files_hold_what_their_names_say() -> None:
     assert {one.head_dim for one in found["sparse"] if one.op is Op.BACKWARD} == {64, 80, 128, 256}
     assert {one.packed for one in found["packed"]} == {True, False}
     assert all(one.modifiers.score_mod for one in found["score_mods"])
+    assert all(one.heads_q > one.heads_kv and one not in found["training"] for one in found["shared_keys"])
     assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}
     assert {one.precision for one in found["float32"]} == set(Precision)
     assert {one.dtype for one in found["hopper"]} == {DType.BFLOAT16, DType.FLOAT8}
