@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from autoattn.codegen import argument_names, search_space
@@ -14,7 +14,7 @@ from autoattn.core.problem import DType, Op
 from autoattn.core.tile_widths import depths, halves, padded, pieces
 from autoattn.core.variant import Traits, Value, Variant
 from autoattn.expressions import derivative, language
-from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Expression
+from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Capture, Expression
 
 # The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
 # so that no cache entry can hold it and no call runs it.
@@ -66,6 +66,11 @@ def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, o
         "mask_lines": keep.triton() if keep else [],
         "score_captures": _captures(score),
         "mask_captures": _captures(keep),
+        # What a score_mod reads once a head of a sequence, and what it is passed for a step: what it reads there, and that.
+        "head_lines": score.head_lines() if score else [],
+        "head_values": score.head_values if score else [],
+        "pair_captures": _arguments(score.pair_captures) if score else [],
+        "score_passed": _passed(score) if score else [],
         "captures": [
             (f"{owner}_{name}", element)
             for owner, expression in (("score", score), ("mask", keep))
@@ -202,4 +207,12 @@ def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
 
 def _captures(expression: Expression | None) -> list[tuple[str, str]]:
     """(name, type) of the arguments with which an expression reads its tensors."""
-    return [argument for capture in (expression.captures if expression else ()) for argument in capture.arguments()]
+    return _arguments(expression.captures) if expression else []
+
+
+def _passed(score: Expression) -> list[tuple[str, str]]:
+    return _arguments(score.pair_captures) + [(name, "") for name in score.head_values]
+
+
+def _arguments(captures: Iterable[Capture]) -> list[tuple[str, str]]:
+    return [argument for capture in captures for argument in capture.arguments()]

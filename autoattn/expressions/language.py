@@ -29,6 +29,7 @@ from autoattn.errors import ProblemError
 
 SCORE_NAMES = ("score", "b", "h", "q_idx", "kv_idx")  # what a score_mod may ask; its answer is a score
 MASK_NAMES = ("b", "h", "q_idx", "kv_idx")  # what a mask may ask; its answer is a boolean, True keeps
+OF_PAIRS = frozenset({"score", "q_idx", "kv_idx"})  # what differs between the pairs of one head of one sequence
 MAX_LENGTH = 20_000  # characters
 MAX_DEPTH = 60  # levels of nesting
 MAX_CAPTURES = 16
@@ -119,6 +120,7 @@ class Node:
     name: str = ""  # of a name, a step or a capture
     capture: Capture | None = None
     asks: frozenset[str] = frozenset()  # the names that it depends on
+    head_value: str = ""  # of a score_mod's read that asks nothing of pairs: the name under which it is passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,11 +132,38 @@ class Expression:
     answer: Node
 
     def triton(self) -> list[str]:
-        """The lines of a Triton function's body, which takes the names and each capture's `arguments`."""
+        """The lines of a Triton function's body: it takes the names, `arguments` of `pair_captures`, and `head_values`."""
         answer = _triton(self.answer)
         if self.answer.kind is not Kind.BOOL and "score" not in self.answer.asks:
             answer = f"tl.where(score == score, {answer}, {answer})"  # in the shape of the scores
         return [*(f"own_{name} = {_triton(value)}" for name, value in self.steps), f"return {answer}"]
+
+    @property
+    def head_values(self) -> list[str]:
+        """The names of what a score_mod reads of captures once a head of a sequence."""
+        return list(dict.fromkeys(node.head_value for value in self._values() for node in _head_reads(value)))
+
+    def head_lines(self) -> list[str]:
+        """The lines of a Triton function that returns `head_values`: it takes b, h, and `arguments` of each capture."""
+        lines: list[str] = []
+        steps: list[str] = []  # that a later read may ask
+        read: list[str] = []
+        for name, value in (*self.steps, ("", self.answer)):
+            for node in _head_reads(value):
+                if node.head_value not in read:
+                    lines += [*steps, f"{node.head_value} = {_load(node, [_triton(part) for part in node.parts])}"]
+                    steps = []
+                    read.append(node.head_value)
+            if name and not value.asks & OF_PAIRS:
+                steps.append(f"own_{name} = {_triton(value)}")
+        return [*lines, f"return {', '.join(read)}"] if read else []
+
+    @property
+    def pair_captures(self) -> tuple[Capture, ...]:
+        """The captures without those of which only `head_values` are read."""
+        reads = [node for node in self._nodes() if node.act == "read"]
+        by_head = {node.name for node in reads if node.head_value} - {node.name for node in reads if not node.head_value}
+        return tuple(capture for capture in self.captures if capture.name not in by_head)
 
     def evaluate(self, names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
         """The answer over values that know Python's operators; captures are tensors among `names`."""
@@ -159,8 +188,11 @@ class Expression:
             if node.act == "read":
                 yield from ((node.name, axis, part.name) for axis, part in enumerate(node.parts) if part.act == "name")
 
+    def _values(self) -> list[Node]:
+        return [*(value for _, value in self.steps), self.answer]
+
     def _nodes(self) -> Iterator[Node]:
-        waiting = [self.answer, *(value for _, value in self.steps)]
+        waiting = self._values()
         while waiting:
             node = waiting.pop()
             waiting.extend(node.parts)
@@ -204,6 +236,9 @@ class _Reader:
             kind = Kind.FLOAT if name == "score" else Kind.INT
             self.known[name] = Node(act="name", kind=kind, name=name, asks=frozenset({name}))
         self.taken = {*self.known, *FUNCTIONS}
+        self.changes_scores = "score" in names
+        self.head_values: dict[str, str] = {}  # a read as Triton -> the name under which it is passed
+        self.head_reads = 0  # names given
 
     def line(self, statement: ast.stmt, *, last: bool) -> Node | None:
         """The answer, when the line is one."""
@@ -214,6 +249,8 @@ class _Reader:
                 if name in self.taken or not name.isascii() or name.startswith("captured"):
                     raise _refused(statement, "a name of its own")
                 node = self.node(value, MAX_DEPTH)
+                if name in self.known:
+                    self.head_values.clear()  # the same text may read another element from now on
                 self.known[name] = node if node.act == "number" else replace(node, act="step", name=name, parts=())
                 if node.act != "number":
                     self.steps.append((name, node))
@@ -255,7 +292,15 @@ class _Reader:
         if any(part.kind is not Kind.INT for part in parts):
             raise _refused(node, "whole numbers as indices")
         asks = frozenset({name}).union(*(part.asks for part in parts))
-        return Node(act="read", kind=capture.kind, name=name, capture=capture, parts=parts, asks=asks)
+        read = Node(act="read", kind=capture.kind, name=name, capture=capture, parts=parts, asks=asks)
+        by_head = self.changes_scores and not asks & OF_PAIRS
+        return replace(read, head_value=self._head_value(_triton(read))) if by_head else read
+
+    def _head_value(self, read: str) -> str:
+        if read not in self.head_values:
+            self.head_values[read] = f"head_value{self.head_reads}"
+            self.head_reads += 1
+        return self.head_values[read]
 
 
 def _capture(name: str, kind: ast.Subscript, place: int) -> Capture:
@@ -341,7 +386,7 @@ def _triton(node: Node) -> str:
         case "name" | "step":
             return node.name if node.act == "name" else f"own_{node.name}"
         case "read":
-            return _load(node, parts)
+            return node.head_value or _load(node, parts)
         case "//" | "%":  # Triton's truncate as C's do
             act = "remainder" if node.act == "%" else "floor_divide" if node.kind is Kind.INT else "floor_divide_float"
             return f"{act}({', '.join(parts)})"
@@ -366,6 +411,14 @@ def _load(node: Node, parts: list[str]) -> str:
         offsets.append(index if axis == node.capture.axes - 1 else f"{index} * {node.name}_stride{axis}")
     load = f"tl.load({node.name}_ptr + {' + '.join(offsets)})"
     return f"to_float({load})" if node.capture.dtype in ("float16", "bfloat16") else load
+
+
+def _head_reads(node: Node) -> Iterator[Node]:
+    """The reads that have names, in the order in which they are made."""
+    for part in node.parts:
+        yield from _head_reads(part)
+    if node.head_value:
+        yield node
 
 
 def _is_inside(index: Node) -> bool:

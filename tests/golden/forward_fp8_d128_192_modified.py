@@ -102,9 +102,16 @@ def tanh(value):
 
 
 @triton.jit
-def score_mod(score, b, h, q_idx, kv_idx, captured0_ptr, captured0_stride0, captured0_size0, captured0_size1):
+def read_by_head(b, h, captured0_ptr, captured0_stride0, captured0_size0, captured0_size1):
+    """What score_mod is passed of tensors: elements that are the same for all pairs of a head of a sequence."""
+    head_value0 = tl.load(captured0_ptr + b * captured0_stride0 + h)
+    return head_value0
+
+
+@triton.jit
+def score_mod(score, b, h, q_idx, kv_idx, head_value0):
     """The caller's change of a scaled score."""
-    own_slope = tl.load(captured0_ptr + b * captured0_stride0 + h)
+    own_slope = head_value0
     return tl.where((remainder(q_idx, 4) == 0), (score * own_slope), score)
 
 
@@ -112,8 +119,7 @@ def score_mod(score, b, h, q_idx, kv_idx, captured0_ptr, captured0_stride0, capt
 def scores_of(
     query, key_ptrs, start_n, stride_ks, o_m, end_n,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
-    MASKED: tl.constexpr
+    drop_below, score_head_value0, MASKED: tl.constexpr
 ):
     """Scores of a block of keys, in powers of two; -inf where the mask hides the key."""
     o_n = start_n + tl.arange(0, BLOCK_N)
@@ -133,8 +139,7 @@ def scores_of(
     q_idx = tl.minimum(o_m, seq_q - 1)[:, None]
     kv_idx = tl.minimum(o_n, seq_kv - 1)[None, :]
     scores = scores * scale
-    scores = score_mod(scores, sequence, i_h, q_idx, kv_idx, score_captured0_ptr, score_captured0_stride0,
-        score_captured0_size0, score_captured0_size1)
+    scores = score_mod(scores, sequence, i_h, q_idx, kv_idx, score_head_value0)
     scores = softcap * tanh(scores / softcap)
     scores -= slope * tl.abs(o_m[:, None] + shift - o_n[None, :]).to(tl.float32)
     scores += bias.to(tl.float32)
@@ -164,14 +169,13 @@ def walk(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
-    MASKED: tl.constexpr
+    drop_below, score_head_value0, MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N):
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last, scale, softcap,
-            slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_captured0_ptr,
-            score_captured0_stride0, score_captured0_size0, score_captured0_size1, MASKED)
+            slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_head_value0,
+            MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None] + BOOST)
         shrink = tl.exp2(row_max - new_max)
@@ -191,15 +195,14 @@ def walk_edges(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, gap_n, gap, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
-    MASKED: tl.constexpr
+    drop_below, score_head_value0, MASKED: tl.constexpr
 ):
     """Folds the keys up to gap_n and behind gap_n + gap into the rows."""
     for place in tl.range(begin_n, end_n - gap, BLOCK_N):
         start_n = tl.where(place < gap_n, place, place + gap)
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last, scale, softcap,
-            slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_captured0_ptr,
-            score_captured0_stride0, score_captured0_size0, score_captured0_size1, MASKED)
+            slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_head_value0,
+            MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None] + BOOST)
         shrink = tl.exp2(row_max - new_max)
@@ -240,14 +243,13 @@ def walk_again(
     acc, row_max, row_sum, query, key_ptrs, value_ptrs,
     begin_n, end_n, stride_ks, stride_vs, o_m,
     seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed,
-    drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
-    MASKED: tl.constexpr
+    drop_below, score_head_value0, MASKED: tl.constexpr
 ):
     """Folds the keys from begin_n to end_n into the rows."""
     for start_n in tl.range(begin_n, end_n, BLOCK_N, num_stages=1):
         scores = scores_of(query, key_ptrs, start_n, stride_ks, o_m, end_n, seq_q, seq_kv, first, last, scale, softcap,
-            slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_captured0_ptr,
-            score_captured0_stride0, score_captured0_size0, score_captured0_size1, MASKED)
+            slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row, seed, drop_below, score_head_value0,
+            MASKED)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None] + BOOST)
         shrink = tl.exp2(row_max - new_max)
@@ -304,6 +306,8 @@ def attend(
     query = tl.load(query_ptr + o_m[:, None] * stride_qs + o_d[None, :], mask=m_q, other=0.0)
     scales = i_b * (heads_q // group_size) + i_kv
     scale *= tl.load(query_scale_ptr + scales) * tl.load(key_scale_ptr + scales)
+    score_head_value0 = read_by_head(sequence, i_h, score_captured0_ptr, score_captured0_stride0, score_captured0_size0,
+        score_captured0_size1)
     slope = tl.load(slopes_ptr + i_b * stride_sb + i_h * stride_sh)
     bias_ptr += i_b * stride_bb + i_h * stride_bh
 
@@ -323,15 +327,13 @@ def attend(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         inner_n, inner_end, stride_ks, stride_vs, o_m,
         seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row,
-        seed, drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
-        False
+        seed, drop_below, score_head_value0, False
     )
     acc, row_max, row_sum = walk_edges(
         acc, row_max, row_sum, query, key_ptrs, value_ptrs,
         begin_n, inner_n, inner_end - inner_n, end_n, stride_ks, stride_vs, o_m,
         seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h, row,
-        seed, drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0, score_captured0_size1,
-        True
+        seed, drop_below, score_head_value0, True
     )
     # A value that is NaN or inf and met a weight of 0 spoils rows that do not see it: such a tile is computed anew.
     spoilt = row_sum * 0.0
@@ -344,8 +346,7 @@ def attend(
             acc, row_max, row_sum, query, key_ptrs, value_ptrs,
             begin_n, end_n, stride_ks, stride_vs, o_m,
             seq_q, seq_kv, first, last, scale, softcap, slope, shift, bias_ptr, stride_bs, stride_bn, sequence, i_h,
-            row, seed, drop_below, score_captured0_ptr, score_captured0_stride0, score_captured0_size0,
-            score_captured0_size1, True
+            row, seed, drop_below, score_head_value0, True
         )
     # The sink takes its share of the softmax and gives nothing.
     sink = tl.load(sinks_ptr + i_h) * LOG2E
