@@ -61,6 +61,7 @@ def test_changed_scores_stay_in_registers() -> None:
     assert report.loop["MUFU.TANH"] == report.loop["MUFU.EX2"] == 32, "one of each a pair"
 
 
+SLOPES = "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)"  # a number a head
 # With a head dim, the instructions of a step that a pair takes at most, which are 12 without a score_mod, and how many
 # load numbers that a thread left in memory before the loop
 SCORE_MODS = (
@@ -68,6 +69,7 @@ SCORE_MODS = (
     ("captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)", 128, 20, 2),
     ("20.0 * tanh(score / 20.0)", 128, 27, 0),
     (TABLE, 64, 26, 0),
+    (SLOPES, 128, 19, 1),
 )
 
 
@@ -75,7 +77,7 @@ SCORE_MODS = (
 @pytest.mark.parametrize(
     ("text", "head_dim", "most", "loads"),
     rarely(SCORE_MODS, lambda case: case[0] == TABLE),
-    ids=["positions", "documents", "tanh", "table"],
+    ids=["positions", "documents", "tanh", "table", "slopes"],
 )
 def test_scores_that_a_caller_changes_stay_in_registers(text: str, head_dim: int, most: int, loads: int) -> None:
     one = problem(head_dim=head_dim, mask="causal", modifiers=Modifiers(score_mod=text))
@@ -83,6 +85,7 @@ def test_scores_that_a_caller_changes_stay_in_registers(text: str, head_dim: int
     loop = inspect(render.render(one, seed), 90).loop
     assert sum(count for name, count in loop.items() if name.startswith("LDL")) <= loads
     assert not [name for name in loop if name.startswith("STL")]
+    assert not (text == SLOPES and [name for name in loop if name.startswith("LDG")]), "read once a head"
     assert sum(loop.values()) <= most * 64 * 64 // 128
 
 

@@ -167,23 +167,29 @@ def test_changed_scores_stay_in_registers() -> None:
     assert report.loop["MUFU.TANH"] == 32, "one a pair"
 
 
+SLOPES = "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)"  # a number a head
 SCORE_MODS = (  # and the instructions of a loop that a pair takes at most; without a score_mod they are 5
     ("score + 0.01 * (kv_idx - q_idx)", 8),
     ("captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)", 14),
     ("20.0 * tanh(score / 20.0)", 13),
     (TABLE, 21),
+    (SLOPES, 9),
 )
+
+
+IDS = ["positions", "documents", "tanh", "table", "slopes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=["positions", "documents", "tanh", "table"]
+    ("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=IDS
 )
 def test_scores_that_a_caller_changes_stay_in_registers(text: str, most: int) -> None:
     one = problem(head_dim=128, mask="causal", modifiers=Modifiers(score_mod=text))
     seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
     loop = inspect(render.render(one, seed, Traits(lse=True)), 90).loop
     assert not [name for name in loop if name.startswith(("LDL", "STL"))]
+    assert not (text == SLOPES and [name for name in loop if name.startswith("LDG")]), "read once a tile"
     assert sum(loop.values()) <= most * 64 * int(seed["BLOCK_N"]) // 128
 
 

@@ -9,6 +9,7 @@ difference:
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -18,13 +19,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import gluon_kernels
 import hopper_gradients
 import kernels
 import latent_kernels
 import pytest
 from checkout_paths import GOLDEN
 
-from autoattn.codegen import render, resources
+from autoattn.codegen import render, resources, search_space
 from autoattn.core import kernel_kind, triton_release
 from autoattn.core.key_cache import KeyCache
 from autoattn.core.mask import Mask
@@ -277,6 +279,42 @@ def test_an_exported_file_runs_without_autoattn_as_its_docstring_says(tmp_path: 
     command = [sys.executable, "-c", ALONE, str(path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+# --- what a score_mod reads once a head -------------------------------------------------------------------------------
+
+HEADS = "captured0: float32[2]\nscore + captured0[b, h] * captured0[h, b] * score"
+READERS = {  # template -> functions that read, each once a tile, or once a head where a program walks several
+    "gluon/forward": {"attend", "attend_again"},
+    "gluon/backward": {"consume", "sum_tile"},
+    "triton/forward": {"attend", "forward"},
+    "triton/backward": {"backward_queries", "backward_keys"},
+}
+
+
+def loops_around(tree: ast.AST, name: str, loops: int = 0) -> list[int]:
+    """Of each call of a function, how many loops stand around it."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            found.append(loops)
+        found += loops_around(node, name, loops + isinstance(node, ast.For | ast.While))
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.PACKED])
+@pytest.mark.parametrize("template", READERS)
+def test_what_is_read_once_a_head_is_read_in_front_of_the_loop_over_its_pairs(template: str, layout: Layout) -> None:
+    make = gluon_kernels.problem if template.endswith("forward") else hopper_gradients.problem
+    one = make(head_dim=64, mask="causal", layout=layout, modifiers=Modifiers(score_mod=HEADS))
+    text = render.render(one, search_space.load(template).default(one, gluon_kernels.H200)).text
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    assert [name for name in functions if "load(captured0_ptr" in ast.unparse(functions[name])] == ["read_by_head"]
+    around = {name: loops_around(body, "read_by_head") for name, body in functions.items()}
+    assert {name for name, loops in around.items() if loops} <= READERS[template]
+    assert max(itertools.chain(*around.values())) == (1 if template.endswith("backward") else 0), "that over heads"
+    if layout is Layout.PACKED:  # a tile behind the last sequence reads what belongs to that one
+        assert re.search(r"minimum\((sequence|b), batch - 1\)", text)
 
 
 # --- golden files -----------------------------------------------------------------------------------------------------

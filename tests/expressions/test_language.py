@@ -136,6 +136,44 @@ def test_names_of_lines_hide_nothing_of_the_kernel() -> None:
     ]  # fmt: skip
 
 
+def test_what_is_read_by_head_is_passed_and_the_same_is_read_once() -> None:
+    text = "captured0: float32[2]\ncaptured1: int32[1]\nplace = captured1[b] + h\nx = score * captured0[b, place]\n"
+    read = parse(text + "x + captured0[b, h] - captured0[b, h] * captured1[kv_idx]", SCORE_NAMES)
+    assert read.head_lines() == [
+        "head_value0 = tl.load(captured1_ptr + b)",
+        "own_place = (head_value0 + h)",
+        "head_value1 = tl.load(captured0_ptr + b * captured0_stride0 + inside(own_place, captured0_size1))",
+        "head_value2 = tl.load(captured0_ptr + b * captured0_stride0 + h)",
+        "return head_value0, head_value1, head_value2",
+    ]
+    assert read.triton() == [
+        "own_place = (head_value0 + h)",
+        "own_x = (score * head_value1)",
+        "return ((own_x + head_value2) - (head_value2 * tl.load(captured1_ptr + kv_idx)))",
+    ]
+    assert [capture.name for capture in read.pair_captures] == ["captured1"]
+
+
+def test_a_name_that_is_given_again_reads_again() -> None:
+    text = "captured0: float32[1]\nplace = h + 1\nx = score + captured0[place]\nplace = h + 2\nx * captured0[place]"
+    read = parse(text, SCORE_NAMES)
+    assert read.head_values == ["head_value0", "head_value1"]
+    assert read.triton()[1::2] == ["own_x = (score + head_value0)", "return (own_x * head_value1)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("captured0: float32[2]\nscore + captured0[h, kv_idx]", SCORE_NAMES),
+        ("captured0: float32[1]\nplace = to_int(score)\nscore + captured0[place]", SCORE_NAMES),
+        ("captured0: bool[1]\ncaptured0[h]", MASK_NAMES),
+    ],
+)
+def test_what_pairs_read_is_not_passed(text: str, names: tuple[str, ...]) -> None:
+    read = parse(text, names)
+    assert (read.head_values, read.head_lines(), read.pair_captures) == ([], [], read.captures)
+
+
 def test_reads_are_written_out_with_strides_and_computed_indices_moved_inside() -> None:
     read = parse("captured0: bfloat16[2]\nscore + captured0[h, kv_idx - 1]", SCORE_NAMES)
     assert read.triton() == [

@@ -135,6 +135,7 @@ MODIFIERS = {
     "boolean": Modifiers(bias=Bias.BOOLEAN),
     "additive": Modifiers(bias=Bias.ADDITIVE),
     "score_mod": Modifiers(score_mod="captured0: float32[2]\nscore * captured0[h, kv_idx] + (q_idx - kv_idx) % 7"),
+    "score_mod of heads": Modifiers(score_mod="captured0: float32[2]\nscore * captured0[b, h] - kv_idx / 8"),
     "hiding score_mod": Modifiers(score_mod="where((q_idx + b) % 5 > kv_idx // 4, score, -inf)"),
 }
 PACKED_TOO = [name for name, modifiers in MODIFIERS.items() if modifiers.bias is Bias.NONE]
@@ -189,6 +190,7 @@ def test_all_modifiers_at_once_match_the_reference(child: Pool, softmax: str) ->
         ("additive", "scores += bias", "scores -= bias"),
         ("score_mod", "rest + right, rest)", "rest, rest)"),
         ("score_mod", "captured0_stride0 + kv_idx", "captured0_stride0"),
+        ("score_mod of heads", "= read_by_head(sequence, i_h,", "= read_by_head(sequence, i_kv,"),
     ],
 )
 def test_a_modifier_that_is_a_little_wrong_is_seen(child: Pool, name: str, right: str, wrong: str) -> None:

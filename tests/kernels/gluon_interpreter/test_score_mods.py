@@ -15,7 +15,7 @@ from rarely import rarely
 
 from autoattn.codegen import render
 from autoattn.core.modifiers import Modifiers
-from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.variant import Source
 from autoattn.errors import AutoattnError
 from autoattn.kernels import compiler
@@ -31,6 +31,11 @@ BENT = "where(q_idx % 3 == b, 0.5 * score, 4 * tanh(score / 4)) + exp(-abs(score
 TABLE = "captured0: float32[2]\ncaptured1: bfloat16[1]\nscore * captured1[h] + captured0[b, q_idx - kv_idx]"
 PADDED = "captured0: bool[1]\ncaptured1: float16[2]\nwhere(captured0[kv_idx], score + captured1[h, q_idx], -inf)"
 ALIKE = "captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)"
+SLOPES = "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)"
+HEADS = (
+    "captured0: float32[2]\ncaptured1: float16[1]\nplace = h // 2\nx = score * captured1[place] / 4\n"
+    "where(kv_idx % 2 == b, x + captured1[kv_idx] * captured0[b, h], score * captured0[b, h])"
+)
 WHOLE = "kv_idx % 5 - h"  # no number of the score's, and a whole one
 FUNCTIONS = (
     "x = log(abs(score) + 1) + log2(score * score + 1)\n"
@@ -54,6 +59,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "table": ({"mask": "window:40,9", "modifiers": changed(TABLE, ALL)}, OWN),
     "alike": ({"mask": "causal", "modifiers": changed(ALIKE), "dtype": DType.FLOAT16}, {"softmax": "first_max"}),
     "packed": ({"mask": "causal", "modifiers": changed(PADDED), "layout": Layout.PACKED}, {"softmax": "lazy"}),
+    "slopes": ({"mask": "causal", "modifiers": changed(SLOPES)}, {"softmax": "first_max", "overlap": 1}),
+    "heads": ({"mask": "window:40,9", "modifiers": changed(HEADS, ALL)}, OWN),
+    "packed heads": ({"mask": "causal", "modifiers": changed(HEADS), "layout": Layout.PACKED}, {"softmax": "lazy"}),
     "whole": ({"mask": "causal:top-left", "modifiers": changed(WHOLE)}, {"softmax": "first_max"}),
     "functions": ({"mask": "causal", "modifiers": changed(FUNCTIONS), "head_dim": 192}, {"HEAD_SPLIT": 1}),
 }
@@ -65,7 +73,7 @@ def rendered_outputs(name: str) -> tuple[Source, Problem]:
     return source(one, lse=True, **{**BASE, **chosen}), one
 
 
-@pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("positions", "packed")))
+@pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("positions", "packed", "packed heads")))
 def test_outputs_are_those_of_the_reference(name: str) -> None:
     assert said(*rendered_outputs(name)) == ""
 
@@ -84,6 +92,7 @@ FAULTS = {  # of a case: (in the text, in its place)
     "bent": ("bend = 1.0 / softcap", "bend = scale / softcap"),
     "alike": ("scale_log2 = gl.to_tensor(LOG2E)", "scale_log2 = scale_log2"),
     "packed": ("gl.maximum(seq_kv - 1, 0)", "seq_kv - 1"),
+    "packed heads": ("read_by_head(b, i_h,", "read_by_head(b, i_h // group_size,"),
 }
 
 
@@ -103,6 +112,8 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "padded": {"mask": "window:40,9", "modifiers": changed(PADDED, ALL), "head_dim": 80, "head_dim_v": 56},
     "alike": {"mask": "causal:top-left", "modifiers": changed(ALIKE), "head_dim": 128, "dtype": DType.FLOAT16},
     "functions": {"mask": "full", "modifiers": changed(FUNCTIONS), "head_dim": 64},
+    "slopes": {"mask": "causal", "modifiers": changed(SLOPES), "head_dim": 128},
+    "heads": {"mask": "window:40,9", "modifiers": changed(HEADS, ALL), "head_dim": 64},
     "wide heads": {"mask": "causal", "modifiers": changed(BENT), "head_dim": 192, "head_dim_v": 128},
     "wide heads, both": {"mask": "causal", "modifiers": changed(BENT, ALL), "head_dim": 256},
 }
@@ -122,7 +133,7 @@ def judged(text: Source, one: Problem) -> str:
     return gradient_check.judge(compiler.load(text, CPU), [case]).reason
 
 
-@pytest.mark.parametrize("name", rarely(GRADIENTS, lambda name: name in ("bent", "wide heads")))
+@pytest.mark.parametrize("name", rarely(GRADIENTS, lambda name: name in ("bent", "heads", "wide heads")))
 def test_gradients_are_those_of_the_reference(name: str) -> None:
     one = dense(**GRADIENTS[name])
     assert judged(rendered_gradients(one), one) == ""
@@ -130,10 +141,11 @@ def test_gradients_are_those_of_the_reference(name: str) -> None:
 
 # (queries, keys) of each sequence: none of either, one, and blocks that nobody needs before some that somebody does
 LENGTHS = ((0, 9), (70, 130), (5, 0), (1, 1), (130, 20))
+PACKED = rarely((TABLE, ALIKE, HEADS), lambda text: text is ALIKE)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("text", rarely((TABLE, ALIKE), lambda text: text is ALIKE), ids=["table", "alike"])
+@pytest.mark.parametrize("text", PACKED, ids=["table", "alike", "heads"])
 def test_packed_sequences_count_from_their_own_first_tokens(text: str) -> None:
     one = packed.problem(LENGTHS, mask="causal", modifiers=changed(text))
     rendered = packed.rendered(one, lse=True, order="any", BLOCK_M=64, schedule="one_tile")
@@ -142,6 +154,7 @@ def test_packed_sequences_count_from_their_own_first_tokens(text: str) -> None:
 
 GRADIENT_FAULTS = [  # of a case: (in the text, in its place)
     ("bent", "weights * growth", "weights"),
+    ("heads", "read_by_head(b, i_h,", "read_by_head(b, i_kv,"),
     ("bent", "scores *= scale\n", "scores *= 1.0\n"),
     ("bent", "bend = 1.0 / softcap", "bend = scale / softcap"),
     ("wide heads", "grad_tile.load(PAIRS)", "weight_tile.load(PAIRS)"),
@@ -195,3 +208,35 @@ def test_no_place_behind_the_last_is_read_for_outputs() -> None:
     wrong = compiler.load(planted(text, "gl.minimum(kv_idx, gl.maximum(seq_kv - 1, 0))", "kv_idx"), CPU)
     with pytest.raises(AutoattnError, match=OUTSIDE):
         output_check.judge(wrong, [case])
+
+
+# --- what is read once a head -----------------------------------------------------------------------------------------
+
+SEQUENCES = "captured0: float32[2]\nscore * captured0[b, h]"
+BEHIND = ("b = gl.minimum(sequence, batch - 1)", "b = sequence")
+
+
+def of_sequences(one: Problem) -> Operands:
+    """Packed operands of LENGTHS, with a captured tensor that holds each sequence, and not one more."""
+    operands = inputs.make(one, CPU, torch.Generator().manual_seed(0), guard=3, lengths=LENGTHS)
+    return replace(operands, score_captures=(operands.score_captures[0][: one.batch, : one.heads_q].clone(),))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_no_sequence_behind_the_last_is_read_for_gradients() -> None:
+    one = packed.problem(LENGTHS, mask="causal", modifiers=changed(SEQUENCES))
+    case = gradient_check.case_of(one, of_sequences(one), torch.Generator().manual_seed(0), guard=3)
+    text = packed.rendered(one, order="any", BLOCK_M=64, schedule="one_tile")
+    assert gradient_check.judge(compiler.load(text, CPU), [case]).reason == ""
+    with pytest.raises(AutoattnError, match=OUTSIDE):
+        gradient_check.judge(compiler.load(planted(text, *BEHIND), CPU), [case])
+
+
+def test_no_sequence_behind_the_last_is_read_for_outputs() -> None:
+    facts: dict[str, Any] = {"mask": "causal", "modifiers": changed(SEQUENCES), "head_dim": 64, "layout": Layout.PACKED}
+    one = replace(packed.problem(LENGTHS, mask="causal", modifiers=changed(SEQUENCES)), op=Op.FORWARD)
+    case = output_check.case_of(one, of_sequences(one), torch.Generator().manual_seed(0), guard=3)
+    text = source(gluon_kernels.problem(**facts), lse=True, **BASE)
+    assert output_check.judge(compiler.load(text, CPU), [case]).reason == ""
+    with pytest.raises(AutoattnError, match=OUTSIDE):
+        output_check.judge(compiler.load(planted(text, *BEHIND), CPU), [case])
