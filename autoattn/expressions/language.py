@@ -132,7 +132,7 @@ class Expression:
     answer: Node
 
     def triton(self) -> list[str]:
-        """The lines of a Triton function's body: it takes the names, `arguments` of `pair_captures`, and `head_values`."""
+        """The lines of a Triton function's body: of the names, `arguments` of `pair_captures` and `head_values`."""
         answer = _triton(self.answer)
         if self.answer.kind is not Kind.BOOL and "score" not in self.answer.asks:
             answer = f"tl.where(score == score, {answer}, {answer})"  # in the shape of the scores
@@ -144,7 +144,7 @@ class Expression:
         return list(dict.fromkeys(node.head_value for value in self._values() for node in _head_reads(value)))
 
     def head_lines(self) -> list[str]:
-        """The lines of a Triton function that returns `head_values`: it takes b, h, and `arguments` of each capture."""
+        """The lines of a Triton function of b, h and each capture's `arguments` that returns `head_values`."""
         lines: list[str] = []
         steps: list[str] = []  # that a later read may ask
         read: list[str] = []
@@ -162,8 +162,9 @@ class Expression:
     def pair_captures(self) -> tuple[Capture, ...]:
         """The captures without those of which only `head_values` are read."""
         reads = [node for node in self._nodes() if node.act == "read"]
-        by_head = {node.name for node in reads if node.head_value} - {node.name for node in reads if not node.head_value}
-        return tuple(capture for capture in self.captures if capture.name not in by_head)
+        by_head = {node.name for node in reads if node.head_value}
+        by_pair = {node.name for node in reads if not node.head_value}
+        return tuple(capture for capture in self.captures if capture.name not in by_head - by_pair)
 
     def evaluate(self, names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
         """The answer over values that know Python's operators; captures are tensors among `names`."""

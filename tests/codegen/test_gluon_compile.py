@@ -181,9 +181,7 @@ IDS = ["positions", "documents", "tanh", "table", "slopes"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=IDS
-)
+@pytest.mark.parametrize(("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=IDS)
 def test_scores_that_a_caller_changes_stay_in_registers(text: str, most: int) -> None:
     one = problem(head_dim=128, mask="causal", modifiers=Modifiers(score_mod=text))
     seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
