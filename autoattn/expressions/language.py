@@ -418,7 +418,7 @@ def _head_reads(node: Node) -> Iterator[Node]:
     """The reads that have names, in the order in which they are made."""
     for part in node.parts:
         yield from _head_reads(part)
-    if node.head_value:
+    if node.act == "read" and node.head_value:
         yield node
 
 
