@@ -21,7 +21,6 @@ from autoattn.validation import gradient_check
 
 pytestmark = pytest.mark.interpreter
 
-MODIFIERS = Modifiers(score_mod="score * (1.0 + 0.5 * h) + 0.1 * b", softcap=True)
 CHOSEN: dict[str, Any] = {"schedule": "dynamic", "order": "any", "mask_loop": "split", "query_walk": "joined"}
 # Facts, what else is chosen, and lengths: more tiles than programs, blocks that end behind the last query or key.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
@@ -29,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
     "blocks of 128 queries": ({}, {"BLOCK_M": 128, "next_scores": "after_value_grad"}, (600, 520)),
     "queries before all keys": ({"mask": "causal"}, {"BLOCK_M": 64}, (400, 150)),
     "aligned top-left": ({"mask": "causal:top-left"}, {"BLOCK_M": 64}, (300, 150)),
-    "changed scores": ({"modifiers": MODIFIERS}, {"BLOCK_M": 64}, (200, 300)),
+    "softcap": ({"modifiers": Modifiers(softcap=True)}, {"BLOCK_M": 64}, (200, 300)),
     "of 128 columns": ({"head_dim": 128}, {"BLOCK_M": 64}, (200, 300)),
 }
 
