@@ -18,7 +18,7 @@ from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import cache_lookup, tuned_entries
-from autoattn.runtime.plan.cache_lookup import FARTHEST, NEAR
+from autoattn.runtime.plan.cache_lookup import ABROAD, FARTHEST, NEAR, NEAR_CACHE
 from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
@@ -36,19 +36,29 @@ def why_not(entry: CacheEntry, problem: Problem) -> str | None:
     return HELD_BACK[id(entry)] or space.why_infeasible(entry.variant, asked, H200)
 
 
+def is_close(problem: Problem, tuned: Problem, octaves: float) -> bool:
+    """Whether the winner of a problem so far away may serve."""
+    if problem.cache is not None:
+        full = min(one.batch * one.heads_kv for one in (problem, tuned)) >= H200.sm_count
+        return octaves <= (FARTHEST if full else NEAR_CACHE)
+    if portfolio.was_measured_for(problem, H200) and tuned_entries.work_between(tuned, problem, H200) > NEAR:
+        return False
+    return octaves <= FARTHEST
+
+
 def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant]:
     """What answers a problem that was not tuned itself: route, entry and variant."""
-    near: list[tuple[bool, float, str, CacheEntry]] = []
-    for key, places in TUNED[problem.op].measured.items():
+    near: list[tuple[bool, float, bool, str, CacheEntry]] = []
+    own = ((key, places, False) for key, places in TUNED[problem.op].measured.items())
+    sisters = ((neighbour.key, neighbour.places, True) for neighbour in TUNED[problem.op].sisters)
+    for key, places, abroad in (*own, *sisters):
         tuned = places[0].entry.problem
-        octaves = tuned_entries.distance_between(tuned, problem)
-        close = octaves <= FARTHEST
-        if portfolio.was_measured_for(problem, H200):
-            close = close and tuned_entries.work_between(tuned, problem, H200) <= NEAR
-        if kernel_kind.shares_kernels(tuned, problem) and close:
+        octaves = tuned_entries.distance_between(tuned, problem)  # a sister with as many SMs is as far away
+        if kernel_kind.shares_kernels(tuned, problem) and is_close(problem, tuned, octaves):
             entry = precedence.used_first(places, lambda each: why_not(each, problem))[0].entry
-            near.append((tuned.deterministic is not problem.deterministic, octaves, key, entry))
-    for otherwise, _, _, entry in sorted(near, key=lambda each: each[:3]):
+            otherwise = tuned.deterministic is not problem.deterministic
+            near.append((otherwise, octaves + (ABROAD if abroad else 0.0), abroad, key, entry))
+    for otherwise, _, _, _, entry in sorted(near, key=lambda each: each[:4]):
         repeats = entry.choice == KERNEL or not (otherwise and problem.deterministic)
         if why_not(entry, problem) is None and repeats:
             return entry.choice, entry, entry.variant
