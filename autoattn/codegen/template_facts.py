@@ -66,7 +66,7 @@ def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, o
         "mask_lines": keep.triton() if keep else [],
         "score_captures": _captures(score),
         "mask_captures": _captures(keep),
-        # What a score_mod reads once a head of a sequence, and what it is passed for a step: tensors to read, and that
+        # What a score_mod reads once a head, the tensors that it reads once a pair, and both as a step is passed them
         "head_lines": score.head_lines() if score else [],
         "head_values": score.head_values if score else [],
         "pair_captures": _arguments(score.pair_captures) if score else [],

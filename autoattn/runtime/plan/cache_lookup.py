@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may b
 # The same of `tuned_entries.work_of`, where the portfolio was measured. Farther away, a neighbour's winner takes more
 # time than the portfolio's variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
 NEAR = 3.0
-ABROAD = 1.0  # octaves that a sister card's problem counts as farther away than one of this card
+SISTER_OCTAVES = 1.0  # that a sister card's problem counts as farther away than one of this card
 # Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
 NEAR_CACHE = 0.5
 
@@ -205,17 +204,17 @@ class _Lookup:
         related = [
             (
                 neighbour.deterministic is not deterministic,
-                octaves + (ABROAD if neighbour.card is not None else 0.0),
+                octaves + (SISTER_OCTAVES if neighbour.card is not None else 0.0),
                 neighbour.card is not None,
                 neighbour.key,
-                place,
+                place,  # of its own each, so that nothing behind it is compared
                 neighbour,
                 octaves,
             )
             for place, neighbour in enumerate(neighbours)
             if (octaves := distance(neighbour.octaves, here)) <= FARTHEST and is_near(neighbour, octaves)
         ]
-        related.sort(key=itemgetter(0, 1, 2, 3, 4))
+        related.sort()
         excluded: Explanation | None = None
         for *_, neighbour, octaves in related:
             contender = self._counting(neighbour.places)
@@ -239,7 +238,7 @@ class _Lookup:
     def _nearness(self) -> Callable[[Neighbour, float], bool]:
         """Whether a neighbour so many octaves away may serve: its winner is believed faster than what nobody tuned."""
         if self.problem.cache is not None:
-            fills = partial(tuned_entries.fills, device=self.tuned.device)
+            fills = partial(tuned_entries.fills_multiprocessors, device=self.tuned.device)
             full = fills(self.octaves)
             return lambda neighbour, octaves: octaves <= NEAR_CACHE or (full and fills(neighbour.octaves))
         if portfolio.has_measured_facts(self.problem) and bool(self.suiting):

@@ -283,7 +283,7 @@ def work_of(octaves: Octaves, device: Device) -> Octaves:
     return min(queries, FULL_TILE), min(keys, LONG_PROGRAM), min(tiles, FULL_WAVES), shared
 
 
-def fills(octaves: Octaves, device: Device) -> bool:
+def fills_multiprocessors(octaves: Octaves, device: Device) -> bool:
     """Whether heads of keys alone have a program for each SM, of few queries, so that no programs need share a tile."""
     _, _, heads, group = octaves
     return heads - group >= math.log2(device.sm_count)

@@ -18,7 +18,7 @@ from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.problem import Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import cache_lookup, tuned_entries
-from autoattn.runtime.plan.cache_lookup import ABROAD, FARTHEST, NEAR, NEAR_CACHE
+from autoattn.runtime.plan.cache_lookup import FARTHEST, NEAR, NEAR_CACHE, SISTER_OCTAVES
 from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
@@ -51,13 +51,13 @@ def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant
     near: list[tuple[bool, float, bool, str, CacheEntry]] = []
     own = ((key, places, False) for key, places in TUNED[problem.op].measured.items())
     sisters = ((neighbour.key, neighbour.places, True) for neighbour in TUNED[problem.op].sisters)
-    for key, places, abroad in (*own, *sisters):
+    for key, places, is_sister in (*own, *sisters):
         tuned = places[0].entry.problem
         octaves = tuned_entries.distance_between(tuned, problem)  # a sister with as many SMs is as far away
         if kernel_kind.shares_kernels(tuned, problem) and is_close(problem, tuned, octaves):
             entry = precedence.used_first(places, lambda each: why_not(each, problem))[0].entry
             otherwise = tuned.deterministic is not problem.deterministic
-            near.append((otherwise, octaves + (ABROAD if abroad else 0.0), abroad, key, entry))
+            near.append((otherwise, octaves + (SISTER_OCTAVES if is_sister else 0.0), is_sister, key, entry))
     for otherwise, _, _, _, entry in sorted(near, key=lambda each: each[:4]):
         repeats = entry.choice == KERNEL or not (otherwise and problem.deterministic)
         if why_not(entry, problem) is None and repeats:
