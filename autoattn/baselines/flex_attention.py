@@ -127,8 +127,7 @@ def _score_mod(problem: Problem, operands: Operands) -> Callable[..., Tensor] | 
     modifiers, cap, slopes = problem.modifiers, operands.softcap, operands.slopes
     if not modifiers.on_scores:
         return None
-    text = modifiers.score_mod
-    expression = language.parse(text, SCORE_NAMES) if text else None
+    expression = language.parse_optional(modifiers.score_mod, SCORE_NAMES)
     captures = {f"captured{place}": tensor for place, tensor in enumerate(operands.score_captures)}
     shift = problem.seq_kv - problem.seq_q if problem.mask.alignment is Alignment.BOTTOM_RIGHT else 0
 

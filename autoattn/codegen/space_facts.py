@@ -129,8 +129,7 @@ def _split_facts(kind: KernelKind) -> dict[str, Value | float]:
 
 def _score_mod_facts(modifiers: Modifiers) -> dict[str, Value | float]:
     """What a score_mod asks for."""
-    text = modifiers.score_mod
-    expression = language.parse(text, SCORE_NAMES) if text else None
+    expression = language.parse_optional(modifiers.score_mod, SCORE_NAMES)
     return {
         "score_mod": int(expression is not None),
         "reads_pairs": int(expression is not None and expression.reads_pairs),

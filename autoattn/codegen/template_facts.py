@@ -14,7 +14,8 @@ from autoattn.core.problem import DType, Op
 from autoattn.core.tile_widths import depths, halves, padded, pieces
 from autoattn.core.variant import Traits, Value, Variant
 from autoattn.expressions import derivative, language
-from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES, Capture, Expression
+from autoattn.expressions.expression import Capture, Expression
+from autoattn.expressions.language import MASK_NAMES, SCORE_NAMES
 
 # The parameter `softmax` of a kernel that is not attention: the bound that ablations show. No search space offers it,
 # so that no cache entry can hold it and no call runs it.
@@ -29,8 +30,8 @@ def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, o
     params = search_space.load(variant.template).all_params_of(variant)
     products = params["products"]
     offset, strided = "i64" if traits.wide else "i32", traits.alignment == 1
-    score = _expression(modifiers.score_mod, SCORE_NAMES)
-    keep = _expression(mask.mod, MASK_NAMES)
+    score = language.parse_optional(modifiers.score_mod, SCORE_NAMES)
+    keep = language.parse_optional(mask.mod, MASK_NAMES)
     facts = {
         "dtype": kind.dtype.value,
         "element": argument_names.ELEMENT[kind.dtype],
@@ -199,10 +200,6 @@ def _key_tiles(block_n: int) -> list[dict[str, object]]:
         {"suffix": "", "begin": 0, "width": widths[0], "size": "TILE_N"},
         {"suffix": "_rest", "begin": widths[0], "width": widths[1], "size": "REST_N"},
     ]
-
-
-def _expression(text: str, names: tuple[str, ...]) -> Expression | None:
-    return language.parse(text, names) if text else None
 
 
 def _captures(expression: Expression | None) -> list[tuple[str, str]]:

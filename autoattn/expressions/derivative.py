@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from autoattn.errors import ProblemError
-from autoattn.expressions.language import SCORE_NAMES, Expression, Kind, Node, parse
+from autoattn.expressions.expression import Expression, Kind, Node
+from autoattn.expressions.language import SCORE_NAMES, parse
 
 STEPS = ("floor", "to_int")  # of these the derivative is 0 wherever there is one
 

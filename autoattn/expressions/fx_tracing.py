@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from autoattn import torch_private
 from autoattn.errors import ProblemError
 from autoattn.expressions import captures, language
+from autoattn.expressions.expression import CAPTURE_TYPES
 
 CPU = torch.device("cpu")
 INTS = (torch.int32, torch.int64)
@@ -183,8 +184,8 @@ class _Translation:
         if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users) and not tensor.dim():
             return _literal(tensor.item())  # torch.tensor(3.0), made anew by each call
         kind = str(tensor.dtype).removeprefix("torch.")
-        if kind not in language.CAPTURE_TYPES:
-            raise self._refused(f"a captured tensor of {kind}, not {', '.join(language.CAPTURE_TYPES)}")
+        if kind not in CAPTURE_TYPES:
+            raise self._refused(f"a captured tensor of {kind}, not {', '.join(CAPTURE_TYPES)}")
         if tensor.dim() > 4 or not 1 <= tensor.numel() <= MAX_ELEMENTS:
             raise self._refused(f"a captured tensor of shape {tuple(tensor.shape)}, not 0 to 4 axes that are not empty")
         if tensor.device.type != self.device.type:

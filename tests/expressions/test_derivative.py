@@ -7,7 +7,8 @@ import torch
 
 from autoattn.errors import ProblemError
 from autoattn.expressions import derivative, language
-from autoattn.expressions.language import FUNCTIONS, SCORE_NAMES
+from autoattn.expressions.expression import FUNCTIONS
+from autoattn.expressions.language import SCORE_NAMES
 from autoattn.reference.attention_formula import FUNCTIONS as IN_TORCH
 
 TEXTS = (
