@@ -40,12 +40,18 @@ FEATURES = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
     "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles",
 )  # fmt: skip
+# What the tree asks first: problems of other numbers have other feasible variants, so that a list for several numbers
+# has one or two variants for each.
+NUMBERS = (("ieee", 1.0), ("element_bytes", 4.0))
 LEAST_PROBLEMS = 6  # of a leaf
-MOST_DEPTH = 16
-LEAST_GAIN = 0.00005  # of a split: what it saves of the time, in the mean of all problems
+MOST_DEPTH = 16  # below these
+LEAST_GAIN = 0.00003  # of a split: what it saves of the costs, in the mean of all problems
+SLOW = 1.0  # what is far from the best costs more than its time: a logarithm l of it costs l + SLOW * l * l
 MOST_VARIANTS = 4  # of a leaf; those behind the first that covers all are for searches
 MOST_THRESHOLDS = 24  # of a question at a node, which divide its problems evenly
-SEEDS = math.log(1.3)  # of a problem on which no variant of the list can run: seeds are left to it
+# Logarithms of time over the best, of problems that a variant cannot run: by the next one of its list, and by seeds.
+NEXT = 0.02
+SEEDS = math.log(1.3)
 Array: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -72,45 +78,53 @@ class Example:
 
 
 class _Table:
-    """Logarithms of time over the best: a row for each example, a column for each variant."""
+    """Costs of times over the best: a row for each example, a column for each variant."""
 
-    def __init__(self, examples: Sequence[Example]) -> None:
+    def __init__(self, examples: Sequence[Example], least_gain: float) -> None:
         self.examples = list(examples)
+        self.least_gain = least_gain  # of a split, in the sum of these examples
         self.variants = sorted({variant for example in examples for variant in example.times_us}, key=_order)
-        self.regrets: Array = np.full((len(self.examples), len(self.variants)), np.nan)  # NaN: it cannot run
+        self.costs: Array = np.full((len(self.examples), len(self.variants)), np.nan)  # NaN: it cannot run
         for row, example in enumerate(self.examples):
             for column, variant in enumerate(self.variants):
                 if variant in example.times_us:
-                    self.regrets[row, column] = math.log(example.times_us[variant] / example.best_us)
+                    self.costs[row, column] = _cost(math.log(example.times_us[variant] / example.best_us))
         self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
 
     def list_of(self, rows: npt.NDArray[np.intp]) -> tuple[float, list[int]]:
-        """The variants of which the first that can run is the fastest over some examples, and the sum of regrets."""
-        left, columns, total = self.regrets[rows], [], 0.0
+        """The variants of which the first that can run is the fastest over some examples, and the sum of costs."""
+        left, columns, total = self.costs[rows], [], 0.0
         while len(left) and len(columns) < MOST_VARIANTS:
-            sums = np.where(np.isnan(left), SEEDS, left).sum(axis=0)
-            column = int(sums.argmin())
-            taken = ~np.isnan(left[:, column])
+            unable = np.isnan(left)
+            behind = _cost(NEXT if len(columns) < MOST_VARIANTS - 1 else SEEDS)
+            sums = np.where(unable, behind, left).sum(axis=0)
+            column = int(np.where(unable.all(axis=0), np.inf, sums).argmin())
+            taken = ~unable[:, column]
             if not taken.any():
                 break
             total += float(left[taken, column].sum())
             columns.append(column)
             left = left[~taken]
-        return total + SEEDS * len(left), columns
+        return total + _cost(SEEDS) * len(left), columns
 
     def complemented(self, rows: npt.NDArray[np.intp], columns: list[int]) -> list[int]:
         """The list with variants behind it that a search tries: each saves most where the others are slow."""
         columns = list(columns)
-        regrets = np.where(np.isnan(self.regrets[rows]), SEEDS, self.regrets[rows])
-        best = regrets[:, columns].min(axis=1) if columns else np.full(len(rows), SEEDS)
+        costs = np.where(np.isnan(self.costs[rows]), _cost(SEEDS), self.costs[rows])
+        best = costs[:, columns].min(axis=1) if columns else np.full(len(rows), _cost(SEEDS))
         while len(columns) < MOST_VARIANTS:
-            sums = np.minimum(regrets, best[:, None]).sum(axis=0)
+            sums = np.minimum(costs, best[:, None]).sum(axis=0)
             column = int(sums.argmin())
             if sums[column] > best.sum() - 0.01 * len(rows):
                 break
             columns.append(column)
-            best = np.minimum(best, regrets[:, column])
+            best = np.minimum(best, costs[:, column])
         return columns
+
+
+def _cost(regret: float) -> float:
+    """What a logarithm of time over the best costs."""
+    return regret + SLOW * regret * regret
 
 
 def _order(variant: Variant) -> tuple[str, str]:
@@ -124,11 +138,25 @@ def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
 
 def grow(examples: Sequence[Example]) -> Tree:
     """A decision tree of these problems."""
+    ordered = sorted(examples, key=lambda example: (example.problem.key, example.device.name))
+    return _of_numbers(ordered, NUMBERS, LEAST_GAIN * len(ordered))
+
+
+def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, float]], least_gain: float) -> Tree:
+    """A tree for each answer to these questions, of which those that tell no two examples apart are not asked."""
     if not examples:
         return ()
-    table = _Table(sorted(examples, key=lambda example: (example.problem.key, example.device.name)))
-    rows = np.arange(len(table.examples))
-    return _grown(table, rows, MOST_DEPTH, table.list_of(rows))
+    if not questions:
+        table = _Table(examples, least_gain)
+        rows = np.arange(len(examples))
+        return _grown(table, rows, MOST_DEPTH, table.list_of(rows))
+    (fact, below), *others = questions
+    low = [example for example in examples if float(example.facts[fact]) < below]
+    high = [example for example in examples if float(example.facts[fact]) >= below]
+    if not low or not high:
+        return _of_numbers(examples, others, least_gain)
+    then, otherwise = (_of_numbers(half, others, least_gain) for half in (low, high))
+    return then if then == otherwise else Question(fact=fact, below=below, then=then, otherwise=otherwise)
 
 
 def _grown(table: _Table, rows: npt.NDArray[np.intp], depth: int, own: tuple[float, list[int]]) -> Tree:
@@ -168,7 +196,7 @@ def _best_split(table: _Table, rows: npt.NDArray[np.intp], cost: float) -> _Spli
                 continue
             below, above = table.list_of(rows[low]), table.list_of(rows[~low])
             gain = cost - below[0] - above[0]
-            if gain > LEAST_GAIN * len(table.examples) and (best is None or gain > best[0] + 1e-9):
+            if gain > table.least_gain and (best is None or gain > best[0] + 1e-9):
                 best = gain, (feature, threshold, below, above)
     return None if best is None else best[1]
 

@@ -71,7 +71,7 @@ WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
-PREDICTED = {DType.FLOAT16: 12_000, Precision.TF32: 4000, Precision.IEEE: 4000}
+PREDICTED = {DType.FLOAT16: 24_000, Precision.TF32: 10_000, Precision.IEEE: 6000}
 TF32X3_OF = 4
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 

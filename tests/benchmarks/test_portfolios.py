@@ -117,6 +117,34 @@ def test_where_the_first_cannot_run_the_next_is_for_what_is_left() -> None:
     assert first_of(portfolio_tree.grow(each), 2) == (fast, plain)
 
 
+def test_what_runs_some_problems_best_goes_before_what_runs_all_nearly_as_well() -> None:
+    gluon = search_space.load("gluon/forward")
+    odd, even = problem(1024, head_dim=60), problem(1024, head_dim=64)
+    fast = next(seed for seed in gluon.seeds_for(even, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
+    plain = feasible(odd, even)[0]
+    each = [example(even, {fast: 10.0, plain: 11.0}), example(odd, {plain: 10.0})]
+    assert first_of(portfolio_tree.grow(each), 2) == (fast, plain)
+
+
+def test_numbers_are_asked_first_though_sizes_tell_more_apart(examples: list[Example]) -> None:
+    exact = [
+        example(replace(each.problem, dtype=DType.FLOAT32), {SHORT: 10.0, LONG: 10.0 if each is examples[0] else 10.5})
+        for each in examples
+    ]
+    tree = portfolio_tree.grow([*examples, *exact])
+    assert isinstance(tree, Question)
+    assert (tree.fact, tree.below) == ("ieee", 1.0)
+    assert isinstance(tree.then, Question)
+    assert tree.then.fact != "element_bytes", "of what is left, all have 16 bits"
+    assert first_of(tree.otherwise) == (SHORT,)
+
+
+def test_one_call_at_half_the_speed_costs_more_than_many_at_nine_tenths() -> None:
+    each = [example(problem(rows), {SHORT: 10.0, LONG: 11.1}) for rows in LENGTHS[:7]]
+    each.append(example(problem(LENGTHS[7]), {SHORT: 20.0, LONG: 10.0}))
+    assert first_of(portfolio_tree.grow(each)) == (LONG,)
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [((1.0, 60.0), 2.0), ((1.0, 4.0), 2.0), ((72.0, 80.0), 80.0), ((0.0, 1.0), 0.5), ((3.0, 4.0), 4.0)],

@@ -53,6 +53,7 @@ def test_the_queries_gradients_are_added_in_memory_and_nothing_waits_in_line() -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_changed_scores_stay_in_registers() -> None:
     one = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True))
     report = inspect(source(one), 90)
@@ -266,6 +267,7 @@ def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_
             assert ("do not repeat themselves" in str(points.why_infeasible(each, strict, H200))) is not turns
 
 
+@pytest.mark.exhaustive
 def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     one = problem(head_dim=64, deterministic=True)
     chosen: dict[str, Any] = {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step", "schedule": "one_tile"}
@@ -440,6 +442,7 @@ def test_what_programs_that_walk_many_tiles_cannot_do_is_refused_in_words(
     assert words in reason
 
 
+@pytest.mark.exhaustive
 def test_each_kernel_may_begin_early_and_waits_for_the_one_before() -> None:
     """Before it reads what that one wrote: nothing but barriers of its own and arithmetic stands before the wait."""
     rendered = source(problem(head_dim=64), order="ascending")

@@ -144,6 +144,7 @@ def test_the_loop_over_whole_blocks_costs_packed_sequences_nothing(mask: str) ->
     assert loop["BAR"] == plain["BAR"]
 
 
+@pytest.mark.exhaustive
 def test_a_kept_maximum_takes_the_maxima_out_of_the_loop() -> None:
     kept, online = (
         inspect(source(problem(head_dim=128), softmax=softmax), 90).loop for softmax in ("first_max", "online")
@@ -160,6 +161,7 @@ def test_the_loop_that_adds_values_key_by_key_is_not_taken_for_one_that_masks() 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_changed_scores_stay_in_registers() -> None:
     one = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True, sinks=True))
     report = inspect(source(one), 90)

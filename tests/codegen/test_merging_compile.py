@@ -9,7 +9,7 @@ import kernels
 import merged
 import pytest
 import torch
-from rarely import rarely
+from rarely import diagonal, rarely
 
 from autoattn.codegen import render
 from autoattn.core.problem import DType, Layout
@@ -38,8 +38,7 @@ def test_a_kernel_of_gluon_keeps_what_it_merges_in_registers(facts: dict[str, An
     assert report.shared_bytes <= gluon_kernels.H200.shared_bytes_per_block
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("chosen", [{"SPLITS": 4}, {"PERSISTENT": 1}], ids=str)
+@pytest.mark.parametrize(("arch", "chosen"), diagonal([80, 90], [{"SPLITS": 4}, {"PERSISTENT": 1}]), ids=str)
 def test_a_kernel_of_triton_compiles(arch: int, chosen: dict[str, Any]) -> None:
     one = kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal")
     traits = merged.traits_for(render.natural_traits(one), one, torch.float32)

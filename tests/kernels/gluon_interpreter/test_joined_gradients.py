@@ -66,7 +66,7 @@ def test_gradients_are_right_where_programs_find_others(kind: str) -> None:
     assert judged(rendered(one, **chosen), one) == ""
 
 
-@pytest.mark.parametrize("block", [0, 4, 1000])
+@pytest.mark.parametrize("block", rarely([0, 4, 1000], lambda block: block == 4))
 def test_gradients_are_right_at_whatever_block_programs_join(block: int) -> None:
     one = problem((450, 450))
     assert judged(joining_at(rendered(one, BLOCK_M=64), block), one) == ""

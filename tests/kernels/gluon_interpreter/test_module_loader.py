@@ -261,7 +261,7 @@ def judged(rendered: Source, one: Problem, lengths: tuple[int, int] = (200, 200)
         return str(error)
 
 
-@pytest.mark.parametrize(("facts", "chosen"), rarely(GRADIENTS, lambda case: GRADIENTS.index(case) in (1, 3, 7, 8)))
+@pytest.mark.parametrize(("facts", "chosen"), rarely(GRADIENTS, lambda case: GRADIENTS.index(case) in (1, 7)))
 def test_gradients_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
     one = hopper_gradients.problem(**facts)
     assert judged(hopper_gradients.source(one, **chosen), one) == ""

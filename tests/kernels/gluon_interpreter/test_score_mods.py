@@ -78,7 +78,9 @@ def test_outputs_are_those_of_the_reference(name: str) -> None:
     assert said(*rendered_outputs(name)) == ""
 
 
-@pytest.mark.parametrize("text", ["2.0 * tanh(minimum(score, 3.0))", "maximum(score, -1.0)"])
+@pytest.mark.parametrize(
+    "text", rarely(["2.0 * tanh(minimum(score, 3.0))", "maximum(score, -1.0)"], lambda text: "minimum" in text)
+)
 def test_what_is_no_number_stays_so_behind_minimum_and_maximum(text: str) -> None:
     one = gluon_kernels.problem(head_dim=64, mask="causal", modifiers=changed(text))
     rendered = source(one, lse=True, **{**BASE, **OWN})

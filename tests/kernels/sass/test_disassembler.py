@@ -176,7 +176,7 @@ def test_registers_and_stack_are_those_that_the_resource_listing_states(compiled
     assert report.spilled_bytes > 0 if maxnreg else True
 
 
-@pytest.mark.parametrize("arch", rarely([80, 90, 100], lambda arch: arch != 100))
+@pytest.mark.parametrize("arch", rarely([80, 90, 100], lambda arch: arch == 90))
 def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, monkeypatch, arch):
     kinds = ({"element": "fp16"}, {"element": "fp32"}, {}, {"split": False})  # each learns from those before it
     each = [compiled(arch, **kind).asm["cubin"] for kind in kinds]

@@ -173,6 +173,7 @@ def test_every_door_is_traced_whole(name: str) -> None:
     torch.testing.assert_close(whole(door)(*given), door(*given))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 @pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives its linker PyTorch's path without quotes")
 def test_inductor_compiles_a_training_step() -> None:

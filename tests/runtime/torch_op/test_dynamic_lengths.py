@@ -102,8 +102,7 @@ KINDS: dict[str, tuple[Call, Callable[[int], list[Any]]]] = {
 }
 EXPORTED = ("causal", "decode", "window", "packed")
 OFTEN = (
-    *(("causal", True), ("decode", True), ("window", False), ("packed", True), ("window of symbols", True)),
-    *(("Mask of symbols", False), ("packed window of symbols", False)),
+    *(("causal", True), ("decode", True), ("packed", True), ("window of symbols", True), ("Mask of symbols", False)),
 )
 
 
