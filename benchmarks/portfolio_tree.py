@@ -42,7 +42,7 @@ FEATURES = (
 )  # fmt: skip
 # What the tree asks first: problems of other numbers have other feasible variants, so that a list for several numbers
 # has one or two variants for each.
-NUMBERS = (("ieee", 1.0), ("element_bytes", 4.0))
+NUMBERS = (("ieee", 1.0), ("element_bytes", 4.0), ("tf32", 1.0))
 LEAST_PROBLEMS = 6  # of a leaf
 MOST_DEPTH = 16  # below these
 LEAST_GAIN = 0.00003  # of a split: what it saves of the costs, in the mean of all problems

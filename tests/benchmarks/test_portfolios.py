@@ -18,11 +18,12 @@ import variant_pool
 from portfolio_tree import Example
 from typer.testing import CliRunner
 
-from autoattn.codegen import portfolio, resources, search_space
+from autoattn.codegen import portfolio, render, resources, search_space
 from autoattn.codegen.portfolio import Question, Tree
 from autoattn.core import kernel_kind
-from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.problem import DType, Op, Precision, Problem
 from autoattn.core.variant import Variant
+from autoattn.kernels import compiler
 
 H200 = samples.H200
 SPACE = search_space.load("triton/forward")
@@ -236,6 +237,22 @@ def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
         portfolio.load.cache_clear()
     measured = Question(fact="biased_prompt", below=1.0, then=tree, otherwise=())
     assert whole == Question(fact="wgmma", below=1.0, then=(), otherwise=measured)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(DType.BFLOAT16, Precision.IEEE), *((DType.FLOAT32, precision) for precision in Precision)],
+    ids=lambda part: part.value,
+)
+def test_what_untuned_calls_run_fits_an_sm(dtype: DType, precision: Precision) -> None:
+    """A first choice that does not compile costs seconds, and the next one was not chosen for such sizes."""
+    drawn = [replace(each, dtype=dtype, precision=precision) for each in drawn_calls.draw(5, 60)]
+    kinds = {(each.head_dim_padded, each.mask.structure, each.seq_q > 16): each for each in drawn}
+    assert len(kinds) > 12
+    for each in kinds.values():
+        first = portfolio.variants_for(each, H200)[0]
+        assert compiler.inspect(render.render(each, first), 90).shared_bytes <= H200.shared_bytes_per_block, first
 
 
 def test_measurements_of_seeds_that_are_examined_are_refused() -> None:

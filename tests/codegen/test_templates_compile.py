@@ -183,6 +183,28 @@ def test_every_pair_of_structures_compiles(point: dict[str, Any]) -> None:
     assert build(kernels.source(one, BLOCK_N=32, **point), 80).asm["cubin"]
 
 
+STAGED = [  # facts, whether the head dim is in pieces, and stages of which one more is too many for an SM of Hopper
+    ({"dtype": DType.FLOAT32, "precision": Precision.TF32, "head_dim": 128, "mask": "causal"}, 0, 2),
+    ({"dtype": DType.BFLOAT16, "head_dim": 256}, 0, 2),
+    ({"dtype": DType.FLOAT16, "head_dim": 160}, 1, 4),
+]
+
+
+@pytest.mark.parametrize(("facts", "split", "stages"), rarely(STAGED, lambda case: case is STAGED[0]), ids=str)
+def test_rules_know_how_many_stages_of_warpgroup_products_fit(facts: dict[str, Any], split: int, stages: int) -> None:
+    params = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "HEAD_SPLIT": split}
+    one = kernels.problem(seq_q=512, seq_kv=1024, **facts)
+    space, card = search_space.load("triton/forward"), device_profiles.named("h200")
+    sizes, reasons = [], []
+    for count in (stages, stages + 1):
+        chosen = kernels.variant(num_stages=count, **params)
+        reasons.append(space.why_infeasible(chosen, one, card) or "")
+        sizes.append(inspect(render.render(one, chosen), 90).shared_bytes)
+    assert sizes[0] <= card.shared_bytes_per_block < sizes[1]
+    assert reasons[0] == ""
+    assert "shared memory of one block" in reasons[1]
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
