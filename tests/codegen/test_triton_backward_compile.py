@@ -163,6 +163,16 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
     assert products in found.asm["ptx"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", [Precision.IEEE, Precision.TF32], ids=lambda precision: precision.value)
+@pytest.mark.parametrize("head_dim", [160, 256])
+def test_hoppers_default_for_wide_heads_in_float32_compiles(head_dim: int, precision: Precision) -> None:
+    one = large(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, mask=Mask.parse("causal"))
+    device = device_profiles.named("h200")
+    default = search_space.load(gradient_kernels.TEMPLATE).default(one, device)
+    assert inspect(render.render(one, default), device.arch).shared_bytes <= device.shared_bytes_per_block
+
+
 CARDS_AND_DIMS = [*itertools.product(["h200", "a30"], [64, 128])]
 
 
