@@ -165,9 +165,12 @@ def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", [Precision.IEEE, Precision.TF32], ids=lambda precision: precision.value)
-@pytest.mark.parametrize("head_dim", [160, 256])
-def test_hoppers_default_for_wide_heads_in_float32_compiles(head_dim: int, precision: Precision) -> None:
-    one = large(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, mask=Mask.parse("causal"))
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(160, 160), (256, 256), (64, 192), (128, 192), (192, 128)])
+def test_hoppers_default_for_wide_heads_in_float32_compiles(
+    head_dim: int, head_dim_v: int, precision: Precision
+) -> None:
+    causal = Mask.parse("causal")
+    one = large(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, mask=causal)
     device = device_profiles.named("h200")
     default = search_space.load(gradient_kernels.TEMPLATE).default(one, device)
     assert inspect(render.render(one, default), device.arch).shared_bytes <= device.shared_bytes_per_block
