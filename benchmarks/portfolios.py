@@ -52,7 +52,7 @@ from portfolio_model import TimeModel
 from portfolio_tree import Example
 
 from autoattn.codegen import resources
-from autoattn.core import device_profiles, kernel_kind
+from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Op, Precision, Problem
 from autoattn.core.variant import Variant
@@ -227,8 +227,7 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
     examples, covering = [], frozenset(cover)
     known = {example.problem: example.times_us for example in measured}
-    # What rules say of a kind is kept while problems of the kind follow one another
-    for problem in sorted([*list(known) * WEIGHT, *drawn], key=lambda problem: repr(kernel_kind.of(problem))):
+    for problem in [*list(known) * WEIGHT, *drawn]:
         variants = [variant for variant in variant_pool.feasible(cover, problem, card)
                     if variant not in failing[numbers_of(problem)]]  # fmt: skip
         if variants:
