@@ -156,7 +156,7 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
     if not low or not high:
         return _of_numbers(examples, others, least_gain)
     then, otherwise = (_of_numbers(half, others, least_gain) for half in (low, high))
-    return then if then == otherwise else Question(fact=fact, below=below, then=then, otherwise=otherwise)
+    return _asked(fact, below, then, otherwise)
 
 
 def _grown(table: _Table, rows: npt.NDArray[np.intp], depth: int, own: tuple[float, list[int]]) -> Tree:
@@ -168,9 +168,12 @@ def _grown(table: _Table, rows: npt.NDArray[np.intp], depth: int, own: tuple[flo
     low = table.features[rows, FEATURES.index(feature)] < number
     then = _grown(table, rows[low], depth - 1, below)
     otherwise = _grown(table, rows[~low], depth - 1, above)
-    if then == otherwise:  # the second best of a half may differ where the first do not
-        return then
-    return Question(fact=feature, below=number, then=then, otherwise=otherwise)
+    return _asked(feature, number, then, otherwise)
+
+
+def _asked(fact: str, below: float, then: Tree, otherwise: Tree) -> Tree:
+    """A question, or its answer where both are alike: the second best of a half may differ where the first do not."""
+    return then if then == otherwise else Question(fact=fact, below=below, then=then, otherwise=otherwise)
 
 
 def leaves(tree: Tree) -> Iterator[tuple[Variant, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from checkout_paths import CHECKOUT
 from kernels import covering, every_point
-from rarely import diagonal, rarely
+from rarely import diagonal
 from samples import A30, H200, problem
 
 from autoattn.codegen import resources, search_space
@@ -56,10 +56,10 @@ def test_masks_and_head_dims_have_a_default_that_keeps_their_rules(
 
 @pytest.mark.parametrize(
     "path",
-    rarely(SHAPES, lambda path: path.stem in ("shapes", "training", "score_mods", "decode")),
+    [path for path in SHAPES if path.stem in ("shapes", "training", "score_mods", "decode")],
     ids=lambda path: path.stem,
 )
-def test_every_shipped_problem_has_a_default_on_some_device(path: Path) -> None:
+def test_every_problem_of_some_files_has_a_default_on_some_device(path: Path) -> None:
     devices = itertools.cycle(device_profiles.all_devices())
     for asked, *few in zip(shapes_file.load(path), devices, devices, devices, strict=False):
         check_defaults(asked.problem, few)
