@@ -47,7 +47,7 @@ LEAST_PROBLEMS = 6  # of a leaf
 MOST_DEPTH = 16  # below these
 LEAST_GAIN = 0.00003  # of a split: what it saves of the costs, in the mean of all problems
 SLOW = 1.0  # what is far from the best costs more than its time: a logarithm l of it costs l + SLOW * l * l
-MOST_VARIANTS = 4  # of a leaf; those behind the first that covers all are for searches
+MOST_VARIANTS = 4  # of a leaf, without its last resort; those behind the first that covers all are for searches
 MOST_THRESHOLDS = 24  # of a question at a node, which divide its problems evenly
 # Logarithms of time over the best, of problems that a variant cannot run: by the next one of its list, and by seeds.
 NEXT = 0.02
@@ -90,6 +90,9 @@ class _Table:
                 if variant in example.times_us:
                     self.costs[row, column] = _cost(math.log(example.times_us[variant] / example.best_us))
         self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
+        able, sums = (~np.isnan(self.costs)).sum(axis=0), np.nansum(self.costs, axis=0)
+        # What most examples can run, and of these the cheapest: a leaf's examples are not all problems that come to it.
+        self.last_resort = int(np.lexsort((sums, -able))[0])
 
     def list_of(self, rows: npt.NDArray[np.intp]) -> tuple[float, list[int]]:
         """The variants of which the first that can run is the fastest over some examples, and the sum of costs."""
@@ -108,7 +111,10 @@ class _Table:
         return total + _cost(SEEDS) * len(left), columns
 
     def complemented(self, rows: npt.NDArray[np.intp], columns: list[int]) -> list[int]:
-        """The list with variants behind it that a search tries: each saves most where the others are slow."""
+        """The list with variants behind it that a search tries, each of which saves most where the others are slow.
+
+        Then comes the last resort, for problems that none of these can run.
+        """
         columns = list(columns)
         costs = np.where(np.isnan(self.costs[rows]), _cost(SEEDS), self.costs[rows])
         best = costs[:, columns].min(axis=1) if columns else np.full(len(rows), _cost(SEEDS))
@@ -119,7 +125,7 @@ class _Table:
                 break
             columns.append(column)
             best = np.minimum(best, costs[:, column])
-        return columns
+        return columns if self.last_resort in columns else [*columns, self.last_resort]
 
 
 def _cost(regret: float) -> float:
