@@ -27,7 +27,8 @@ _PROBLEM_FACTS = (
     *("cached", "latent", "page", "max_splits", "split_length", "batch_invariant"),
     *("packed", "split", "head_dim_split", "head_dim_v_split"),
     *("causal", "bounded_left", "bounded_right", "sparse", "block_q", "block_kv"),
-    *("on_scores", "scores_by_key", "score_mod", "reads_pairs", "trigonometric", "alibi", "learned_slopes"),
+    *("on_scores", "scores_by_key", "score_mod", "reads_pairs", "reads_key_slopes"),
+    *("trigonometric", "alibi", "learned_slopes"),
     *("biased", "bias_of_pairs", "learned_bias", "sinks", "dropout"),
 )
 MAX_KINDS = 512  # whose facts are kept
@@ -133,6 +134,7 @@ def _score_mod_facts(modifiers: Modifiers) -> dict[str, Value | float]:
     return {
         "score_mod": int(expression is not None),
         "reads_pairs": int(expression is not None and expression.reads_pairs),
+        "reads_key_slopes": int(expression is not None and expression.reads_key_slopes),
         "trigonometric": int(expression is not None and expression.calls("sin", "cos")),
         "scores_by_key": int(modifiers.alibi or (expression is not None and "kv_idx" in expression.answer.asks)),
     }

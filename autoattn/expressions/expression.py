@@ -160,6 +160,21 @@ class Expression:
         reads = (node.asks for node in self._nodes() if node.act == "read")
         return any({"q_idx", "kv_idx"} <= asks or "score" in asks for asks in reads)
 
+    @property
+    def reads_key_slopes(self) -> bool:
+        """Whether it multiplies what depends on the place of the key by a number that it reads, of any size and sign."""
+        values = dict(self.steps)
+
+        def reads_number(node: Node) -> bool:
+            if node.act == "read":
+                return node.kind is Kind.FLOAT
+            return any(reads_number(part) for part in ((values[node.name],) if node.act == "step" else node.parts))
+
+        products = (node.parts for node in self._nodes() if node.act in ("*", "/"))
+        return any(
+            "kv_idx" in one.asks and reads_number(other) for pair in products for one, other in (pair, pair[::-1])
+        )
+
     def calls(self, *functions: str) -> bool:
         """Whether it calls one of these functions."""
         return any(node.act in functions for node in self._nodes())

@@ -34,6 +34,7 @@ from autoattn.runtime.plan import cache_lookup
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
+SLOPES = "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)"
 TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"  # a number a pair
 ORDER = "HEAD_GROUP"  # of the tiles, which no loop knows of
 KINDS: tuple[tuple[dict[str, Any], Traits], ...] = (
@@ -211,6 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {
         {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1, "query_stages": 1, "ping_pong": "none"},
     ),
     "far below others": ({"modifiers": Modifiers(alibi=True)}, {"softmax": "first_max"}),
+    "slopes of either sign": ({"modifiers": Modifiers(score_mod=SLOPES), "mask": "causal"}, {"softmax": "first_max"}),
     "sin and cos": ({"modifiers": Modifiers(score_mod="sin(score)")}, {}),
     "not tried with float8": ({"modifiers": Modifiers(softcap=True), "dtype": DType.FLOAT8}, {}),
     "each head has scores changed": ({"modifiers": Modifiers(sinks=True)}, {"PACK_GQA": 4}),

@@ -264,15 +264,21 @@ def test_facts_speak_of_masks_layouts_and_modifiers() -> None:
     changed = facts_of(problem(modifiers=Modifiers(score_mod="-score", bias=Bias.KEYS, sinks=True, dropout=True)), A30)
     assert all(changed[name] == 1 for name in ("on_scores", "score_mod", "biased", "sinks", "dropout"))
     read = {
-        "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]": (1, 0, 1),
-        "captured0: float32[1]\nplace = to_int(score)\nscore + captured0[place]": (1, 0, 0),
-        "captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)": (0, 0, 1),
-        "score + sin(to_float(q_idx - kv_idx))": (0, 1, 1),
-        "20.0 * tanh(score / 20.0)": (0, 0, 0),
+        "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]": (1, 0, 1, 0),
+        "captured0: float32[1]\nplace = to_int(score)\nscore + captured0[place]": (1, 0, 0, 0),
+        "captured0: int32[1]\nwhere(captured0[q_idx] == captured0[kv_idx], score, -inf)": (0, 0, 1, 0),
+        "score + sin(to_float(q_idx - kv_idx))": (0, 1, 1, 0),
+        "score + 0.01 * (kv_idx - q_idx)": (0, 0, 1, 0),
+        "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)": (0, 0, 1, 1),
+        "captured0: float32[1]\nslope = 2.0 * captured0[h]\nscore - (q_idx - kv_idx) * slope": (0, 0, 1, 1),
+        "captured0: float32[1]\nscore - (q_idx - kv_idx) / captured0[h]": (0, 0, 1, 1),
+        "captured0: float32[1]\nscore * captured0[h]": (0, 0, 0, 0),
+        "20.0 * tanh(score / 20.0)": (0, 0, 0, 0),
     }
     for text, expected in read.items():
         facts = facts_of(problem(modifiers=Modifiers(score_mod=text)), A30)
-        assert tuple(facts[name] for name in ("reads_pairs", "trigonometric", "scores_by_key")) == expected
+        names = ("reads_pairs", "trigonometric", "scores_by_key", "reads_key_slopes")
+        assert tuple(facts[name] for name in names) == expected
     assert facts_of(problem(modifiers=Modifiers(alibi=True)), A30)["scores_by_key"] == 1
     for bias in Bias:
         facts = facts_of(problem(op=Op.BACKWARD, modifiers=Modifiers(bias=bias)), A30)
