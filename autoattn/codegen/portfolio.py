@@ -7,7 +7,8 @@ run, the seeds of the templates are left.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -22,10 +23,11 @@ from autoattn.core import garbage_collection
 from autoattn.core.device import Device
 from autoattn.core.modifiers import Modifiers
 from autoattn.core.problem import DType, Op, Problem
-from autoattn.core.variant import Variant
+from autoattn.core.variant import Value, Variant
 from autoattn.errors import SpaceError
 
 VERSION = 2
+_TILE = "BLOCK_M", "BLOCK_N"
 
 
 class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
@@ -167,30 +169,59 @@ def has_measured_facts(problem: Problem) -> bool:
     return plain and problem.dtype is not DType.FLOAT8
 
 
+def stand_in(problem: Problem, suiting: Sequence[Variant], starters: Sequence[Variant]) -> Variant | None:
+    """What runs where the first variant of a list cannot; None where it is the first that can run, or nothing can.
+
+    What stands behind the first is for problems alike of other sizes, so that it runs where such problems were
+    measured. It says nothing of facts that no measured problem had, as what changes scores. There, a starter of the
+    same tile runs that has the fewest other parameters; where none of the template can run, one of the nearest tile.
+    Programs that share keys, or heads that share a tile, have their tiles for other reasons.
+
+    Args:
+        suiting: the list that the portfolio has for the problem.
+        starters: what can run of it, then the templates' seeds that can.
+    """
+    if not suiting or not starters or suiting[0] == starters[0] or has_measured_facts(problem):
+        return None
+    wanted = suiting[0]
+    params = wanted.as_dict()
+    if "SPLITS" in params or "PACK_GQA" in params:
+        return None
+    kin = [starter for starter in starters if starter.template == wanted.template]
+    alike = [starter for starter in kin if all(starter.as_dict()[name] == params[name] for name in _TILE)]
+    if alike:
+        return min(alike, key=lambda starter: sum(starter.as_dict().get(name) != params[name] for name in params))
+    if kin:
+        return None
+    return min(starters, key=lambda starter: _octaves(params, starter.as_dict()))
+
+
+def _octaves(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:
+    """How far apart two tiles are."""
+    return sum(abs(math.log2(float(one[name]) / float(other[name]))) for name in _TILE)
+
+
 def is_available(variant: Variant) -> bool:
     """Whether the installed Triton compiles a variant's template."""
     return search_space.load(variant.template).why_unavailable() is None
 
 
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
-    """The portfolio's variants of a problem, then the seeds of each template; all can run, each once."""
+    """What a call runs, the portfolio's variants of a problem, then the seeds of each template; all can run, each once."""
     seeds = (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, device))
-    return list(dict.fromkeys([*variants_for(problem, device), *seeds]))
+    starters = list(dict.fromkeys([*variants_for(problem, device), *seeds]))
+    first = stand_in(problem, load(problem.op).suiting(problem, device), starters)
+    return starters if first is None else list(dict.fromkeys([first, *starters]))
 
 
 def default(problem: Problem, device: Device) -> Variant:
     """What a call runs that no entry serves: the first variant of the portfolio, else the first template's default.
 
+    `stand_in` says what runs in place of a first variant that cannot.
+
     Raises:
         SpaceError: no template has a variant for the problem.
     """
-    variants = variants_for(problem, device)
-    if variants:
-        return variants[0]
-    refusals = []
-    for space in search_space.of(problem.op):
-        try:
-            return space.default(problem, device)
-        except SpaceError as error:
-            refusals.append(str(error))
-    raise SpaceError("; ".join(refusals))
+    if starters := starters_for(problem, device):
+        return starters[0]
+    raise SpaceError("; ".join(space.why_no_default(problem, device) for space in search_space.of(problem.op)))

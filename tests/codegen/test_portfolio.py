@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import samples
 
 from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core import device_profiles
-from autoattn.core.problem import DType, Op
+from autoattn.core.mask import Mask
+from autoattn.core.modifiers import Bias, Modifiers
+from autoattn.core.problem import DType, Layout, Op
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 
@@ -95,6 +99,54 @@ def test_what_cannot_run_gives_way_to_the_next_and_then_to_seeds(write: Write) -
     wide = samples.problem(seq_q=4096, head_dim_v=512)
     assert portfolio.variants_for(wide, H200) == []
     assert portfolio.default(wide, H200) == search_space.load("triton/forward").default(wide, H200)
+
+
+TILE = "BLOCK_M", "BLOCK_N"
+LONG = samples.problem(batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096, head_dim=128, mask=Mask())
+
+
+def listed_for_long(write: Write) -> tuple[Variant, Variant]:
+    """A list for LONG, whose first variant keeps the first maximum, and whose second has small tiles of plain Triton."""
+    seeds = search_space.load("gluon/forward").seeds_for(LONG, H200)
+    first = next(variant for variant in seeds if variant.as_dict()["softmax"] == "first_max")
+    small = search_space.load("triton/forward").seeds_for(DECODE, H200)[0]
+    write(document(question("rows < 16", (), (first, OTHER)), [first, small]))
+    return first, OTHER
+
+
+def test_where_scores_change_the_same_tile_stands_in_for_a_first_variant_that_cannot_run(write: Write) -> None:
+    first, second = listed_for_long(write)
+    assert portfolio.default(LONG, H200) == first
+    changed = replace(LONG, modifiers=Modifiers(alibi=True))  # without a mask, no first maximum may be kept
+    assert portfolio.variants_for(changed, H200) == [second]
+    stand_in = portfolio.default(changed, H200)
+    assert stand_in.template == first.template
+    assert [stand_in.as_dict()[name] for name in TILE] == [first.as_dict()[name] for name in TILE]
+    assert portfolio.starters_for(changed, H200)[:2] == [stand_in, second]
+
+
+def test_where_no_variant_of_the_template_can_run_the_nearest_tile_stands_in(write: Write) -> None:
+    first, _ = listed_for_long(write)
+    biased = replace(LONG, modifiers=Modifiers(bias=Bias.KEYS))  # Gluon's template adds no biases
+    octaves = {
+        variant: sum(abs(math.log2(variant.as_dict()[name] / first.as_dict()[name])) for name in TILE)
+        for variant in portfolio.starters_for(biased, H200)
+    }
+    assert octaves[portfolio.default(biased, H200)] == min(octaves.values()) < max(octaves.values())
+
+
+def test_the_next_variant_runs_problems_of_measured_facts_and_where_programs_share_keys(write: Write) -> None:
+    shared = next(
+        variant
+        for variant in search_space.load("triton/forward").seeds_for(DECODE, H200)
+        if "SPLITS" in variant.as_dict() and "PACK_GQA" in variant.as_dict()
+    )
+    write(document(question("rows < 16", (shared, TRITON), ()), [shared]))
+    packed = samples.problem(seq_q=1, layout=Layout.PACKED, tokens_q=4, tokens_kv=8192)
+    able = portfolio.variants_for(packed, H200)
+    assert portfolio.default(packed, H200) == (able or search_space.load("gluon/forward").seeds_for(packed, H200))[0]
+    write(TWO)
+    assert portfolio.default(PREFILL, A30) == OTHER
 
 
 def test_a_portfolio_that_is_read_again_is_asked_again(write: Write) -> None:

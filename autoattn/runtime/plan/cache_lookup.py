@@ -349,8 +349,12 @@ class _Lookup:
         return self._of_portfolio() or next(of_templates, None)
 
     def _of_portfolio(self) -> Variant | None:
-        """The portfolio's first variant that can run."""
-        return next(self.rules.runnable(self.suiting, self.facts), None)
+        """The portfolio's first variant that can run, or what stands in for one that cannot."""
+        variants = list(self.rules.runnable(self.suiting, self.facts))
+        if self.suiting[:1] == tuple(variants[:1]):
+            return variants[0] if variants else None
+        of_templates = (variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts))
+        return portfolio.stand_in(self.problem, self.suiting, [*variants, *of_templates]) or next(iter(variants), None)
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""

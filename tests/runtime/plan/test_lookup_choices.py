@@ -62,7 +62,7 @@ def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant
         repeats = entry.choice == KERNEL or not (otherwise and problem.deterministic)
         if why_not(entry, problem) is None and repeats:
             return entry.choice, entry, entry.variant
-    return KERNEL, None, portfolio.starters_for(problem, H200)[0]
+    return KERNEL, None, portfolio.default(problem, H200)
 
 
 @settings(max_examples=200)
