@@ -207,7 +207,7 @@ def is_available(variant: Variant) -> bool:
 
 
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
-    """What a call runs, the portfolio's variants of a problem, then the seeds of each template; all can run, each once."""
+    """What a call runs, the portfolio's variants of a problem, then each template's seeds; all can run, each once."""
     seeds = (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, device))
     starters = list(dict.fromkeys([*variants_for(problem, device), *seeds]))
     first = stand_in(problem, load(problem.op).suiting(problem, device), starters)

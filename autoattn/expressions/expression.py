@@ -162,7 +162,7 @@ class Expression:
 
     @property
     def reads_key_slopes(self) -> bool:
-        """Whether it multiplies what depends on the place of the key by a number that it reads, of any size and sign."""
+        """Whether it multiplies what depends on the key's place by a number that it reads, of any size and sign."""
         values = dict(self.steps)
 
         def reads_number(node: Node) -> bool:
