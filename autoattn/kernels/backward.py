@@ -236,10 +236,14 @@ def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> Sc
     """What `empty_scratch` allocates."""
     batch, heads_q, seq_q, _ = query.shape
     numbers = 3 if problem.modifiers.learned_slopes else 2
-    manifest, rows_kv = kernel.manifest, problem.tokens_kv if problem.packed else problem.seq_kv
-    sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, rows_kv
-    sums = 0 if manifest.sums is None else int(manifest.sums(*sizes))
-    turns = 0 if manifest.turns is None else int(manifest.turns(problem.batch, problem.heads_q, seq_q))
+    manifest = kernel.manifest
+    sums, turns = (
+        0 if numbers is None else int(numbers(problem.batch, problem.heads_q, seq_q))
+        for numbers in (manifest.sums, manifest.turns)
+    )
+    if manifest.key_sums is not None:
+        sums += int(manifest.key_sums(problem.batch, problem.heads_kv, problem.seq_kv))
+    sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
     copies = {} if manifest.copies is None else manifest.copies(*sizes)
     rows_of_head = -(-seq_q // ROW_STEP) * ROW_STEP
     if manifest.rows is not None:
