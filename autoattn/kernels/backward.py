@@ -54,7 +54,7 @@ class Scratch:
     # [2 or 3, batch, heads_q, rows] float32: each query's LSE in powers of two, its delta, and what it gives to the
     # gradient of a learned slope.
     rows: Tensor
-    sums: Tensor | None  # [numbers] float32, in which gradients are added up; None where none are
+    sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
     turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
     copies: dict[str, Tensor] = field(default_factory=dict)  # of COPIES -> [batch, heads, head_dim, rows]; maybe none
 
@@ -236,18 +236,15 @@ def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> Sc
     """What `empty_scratch` allocates."""
     batch, heads_q, seq_q, _ = query.shape
     numbers = 3 if problem.modifiers.learned_slopes else 2
-    manifest = kernel.manifest
     sums, turns = (
         0 if numbers is None else int(numbers(problem.batch, problem.heads_q, seq_q))
-        for numbers in (manifest.sums, manifest.turns)
+        for numbers in (kernel.manifest.sums, kernel.manifest.turns)
     )
-    if manifest.key_sums is not None:
-        sums += int(manifest.key_sums(problem.batch, problem.heads_kv, problem.seq_kv))
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
-    copies = {} if manifest.copies is None else manifest.copies(*sizes)
+    copies = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
     rows_of_head = -(-seq_q // ROW_STEP) * ROW_STEP
-    if manifest.rows is not None:
-        rows_of_head = int(manifest.rows(problem.batch, seq_q))
+    if kernel.manifest.rows is not None:
+        rows_of_head = int(kernel.manifest.rows(problem.batch, seq_q))
     rows = numbers, batch, heads_q, rows_of_head
     return ScratchShapes(rows=rows, sums=sums, turns=turns, copies=copies)
 

@@ -60,7 +60,6 @@ class Manifest:
     # Buffers of backward kernels
     rows: Sizes | None = None  # of a head, for which there is room where packed sequences begin at rows of their own
     sums: Sizes | None = None  # float32 in which the gradients of queries are added up
-    key_sums: Sizes | None = None  # float32 behind these, for those of keys and values that several programs add to
     turns: Sizes | None = None  # int32: programs that have added
     copies: Callable[..., dict[str, tuple[int, ...]]] | None = None  # tensor -> shape of its turned copy
 
@@ -87,7 +86,7 @@ def described(name: str) -> str:
 
 _FUNCTIONS = (
     *("grid", "grids", "grid_before", "turned"),
-    *("scratch", "arrivals", "tiles", "partials", "rows", "sums", "key_sums", "turns", "copies"),
+    *("scratch", "arrivals", "tiles", "partials", "rows", "sums", "turns", "copies"),
 )
 
 

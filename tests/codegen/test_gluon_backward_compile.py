@@ -383,39 +383,37 @@ def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> No
     assert {"key_full", "value_full", "key_free", "value_free"} <= set(made)
 
 
-ONE_HEAD: dict[str, Any] = {"schedule": "one_tile", "order": "any", "query_walk": "one_head"}
-
-
 @pytest.mark.parametrize("head_dim", rarely((64, 96, 128), lambda head_dim: head_dim == 128))
-def test_programs_of_one_head_leave_no_number_of_a_step_in_memory_and_have_room_for_sums_of_keys(head_dim: int) -> None:
+def test_programs_that_join_others_leave_no_number_of_a_step_in_memory_and_name_a_block_of_each_head(
+    head_dim: int,
+) -> None:
     one = problem(head_dim=head_dim, mask="causal")
-    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **ONE_HEAD), one, H200) is None
-    rendered = source(one, **ONE_HEAD)
-    report = inspect(rendered, 90)
-    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
-    module = load_module(rendered)
-    width = max(64, 1 << (head_dim - 1).bit_length())
-    assert module.key_sums(4, 8, 8192) == 4 * 8 * 8192 * 2 * width
-    assert module.grids(4, 32, 8, 4096, 8192)["backward_keys"] == (4 * 32 * 64,)
+    chosen: dict[str, Any] = {"schedule": "dynamic", "order": "any", "query_walk": "joined"}
+    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200) is None
+    report = inspect(source(one, **chosen), 90)
+    moved = {name: count for name, count in report.loop.items() if name.startswith(("LDL", "STL"))}
+    # Beside narrower heads, the entry and the lengths are left in memory before the loop, and loaded there.
+    assert sum(moved.values()) <= (0 if head_dim == 128 else 4)
+    assert not [name for name in moved if name.startswith("STL")]
+    assert load_module(source(one, **chosen)).turns(4, 32, 4096) == 1 + 4 * 32
 
 
 @pytest.mark.parametrize(
     ("words", "facts", "params"),
     [
-        ("in any order", {}, {"schedule": "dynamic"}),
-        ("in any order", {}, {"order": "descending"}),
-        ("in any order", {"head_dim": 256}, {}),
-        ("in any order", {"mask": "blocks:128x128,0.5"}, {}),
-        ("in any order", {"layout": Layout.PACKED}, {}),
-        ("only heads that share keys", {"heads_kv": 32}, {}),
+        ("do not choose where they begin", {}, {"schedule": "one_tile"}),
+        ("do not choose where they begin", {}, {"order": "descending"}),
+        ("were slower", {"mask": "full"}, {}),
+        ("were slower", {"heads_kv": 32}, {}),
+        ("were slower", {"layout": Layout.PACKED}, {}),
     ],
 )
-def test_programs_of_one_head_add_in_any_order_where_heads_share_keys(
+def test_programs_join_others_only_under_a_diagonal_where_heads_share_keys(
     words: str, facts: dict[str, Any], params: dict[str, Any]
 ) -> None:
     one = problem(**{"mask": "causal", **facts})
-    chosen = variant(one, **{**ONE_HEAD, **params})
-    reason = search_space.load(TEMPLATE).why_infeasible(chosen, one, H200)
+    chosen = {"schedule": "dynamic", "order": "any", "query_walk": "joined", **params}
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200)
     assert reason is not None
     assert words in reason
 
