@@ -13,16 +13,16 @@ from autoattn.kernels.compiler import build, inspect
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
-# Columns of the first and of the second consumer, of head dims between powers of two: of the gradients of queries, and
-# in wide heads of those of keys and of values. In front of them: products of a step that are summed over a head dim, 16
-# deep each, of scores and of weights' gradients.
-BETWEEN: dict[tuple[int, int], tuple[tuple[int, int], tuple[tuple[int, int], ...]]] = {
+# Of head dims between powers of two, the columns of the first and of the second consumer, of the gradients of queries;
+# and in wide heads the columns of the products for the gradients of keys, and of values. In front of them: products of
+# a step that are summed over a head dim, 16 deep each, of scores and of weights' gradients.
+BETWEEN: dict[tuple[int, int], tuple[tuple[int, int], tuple[tuple[int, ...], ...]]] = {
     (72, 72): ((5, 5), ((64, 16),)),
     (80, 128): ((5, 8), ((64, 16),)),
     (96, 96): ((6, 6), ((64, 32),)),
     (112, 112): ((7, 7), ((64, 64),)),
     (160, 160): ((10, 10), ((128, 32), (128, 32), (128, 32))),
-    (192, 128): ((12, 8), ((128, 64), (128, 64), (64, 64))),
+    (192, 128): ((12, 8), ((128, 64), (128, 64), (128,))),
 }
 
 
@@ -32,13 +32,14 @@ BETWEEN: dict[tuple[int, int], tuple[tuple[int, int], tuple[tuple[int, int], ...
 def test_products_of_head_dims_between_powers_of_two_leave_padding_out(head_dim: int, head_dim_v: int) -> None:
     depths, (queries, *pairs) = BETWEEN[head_dim, head_dim_v]
     one = problem(head_dim=head_dim, head_dim_v=head_dim_v)
-    ptx = build(source(one, mask_loop="branch", schedule="one_tile"), 90, "backward_keys").asm["ptx"]
+    chosen = {"mask_loop": "branch", "schedule": "one_tile", "next_scores": "own_step"}  # each product once in the text
+    ptx = build(source(one, **chosen), 90, "backward_keys").asm["ptx"]
     expected: Counter[int] = Counter()
     for c in range(2):
         expected[64] += depths[c] if pairs else sum(depths)  # wide heads have one of the two products each
         expected[queries[c]] += 4 if pairs else 2 * 4  # of 64 keys, or of those of both
-        for columns in pairs or ((128, 128), (128, 128)):
-            expected[columns[c]] += 4
+        for count in pairs[c] if pairs else (128, 128):
+            expected[count] += 4
     assert Counter(int(columns) for columns in re.findall(r"wgmma\.mma_async\S*m64n(\d+)k16", ptx)) == expected
 
 
