@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from hopper_gradients import problem, source
 from rarely import rarely
 
+from autoattn.core.mask import Mask
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import Layout
 from autoattn.kernels.compiler import build, inspect
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
@@ -59,3 +63,26 @@ def test_head_dims_that_fill_their_tiles_have_one_product_for_all_columns(head_d
     assert ".slice(" not in product
     assert product.count("warpgroup_mma(") == 1
     assert "_REST" not in text
+
+
+WIDE: dict[str, dict[str, Any]] = {
+    "causal 256": {"mask": "causal", "head_dim": 256},
+    "softcap and slopes": {"mask": "causal", "head_dim": 192, "modifiers": Modifiers(softcap=True, alibi=True)},
+    "slopes 256": {"head_dim": 256, "modifiers": Modifiers(alibi=True)},
+    "positions": {"head_dim": 256, "modifiers": Modifiers(score_mod="score + 0.01 * (kv_idx - q_idx)")},
+    "tanh": {"mask": "causal", "head_dim": 192, "modifiers": Modifiers(score_mod="20.0 * tanh(score / 20.0)")},
+    "window": {"mask": "window:600,64", "head_dim": 256},
+    "packed": {"mask": "causal", "layout": Layout.PACKED, "head_dim": 160, "head_dim_v": 112},
+    "table": {"mask": Mask.blocks(128, 128, 0.5), "head_dim": 256},
+    "in turns": {"mask": "causal", "head_dim": 256, "deterministic": True},
+    "window, in turns": {"mask": "window:600,64", "head_dim": 256, "deterministic": True},
+    "narrow keys": {"mask": "causal", "head_dim": 56, "head_dim_v": 256},
+}
+
+
+@pytest.mark.parametrize("kind", rarely(WIDE, lambda kind: kind == "in turns"))
+def test_consumers_of_wide_heads_keep_a_step_in_registers(kind: str) -> None:
+    report = inspect(source(problem(**WIDE[kind])), 90)
+    assert report.spilled_bytes <= 32
+    for loop in (report.loop, report.masked_loop):
+        assert not [name for name in loop if name.startswith(("LDL", "STL"))]
