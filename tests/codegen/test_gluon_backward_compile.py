@@ -90,13 +90,33 @@ def test_scores_that_a_caller_changes_stay_in_registers(text: str, head_dim: int
     assert sum(loop.values()) <= most * 64 * 64 // 128
 
 
-def test_consumers_of_wide_heads_share_keys_and_halve_columns() -> None:
-    report = inspect(source(problem(head_dim=256, mask="causal")), 90)
-    assert report.spilled_bytes <= 64
-    products = {name.split(".")[1]: count for name, count in report.loop.items() if name.startswith("HGMMA")}
-    assert products == {"64x64x16": 16, "64x128x16": 3 * 4}, "scores or weights' gradients; half of three gradients"
-    assert report.loop["REDG"] == 16, "64 numbers of a thread, four at a time"
-    assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
+@pytest.mark.parametrize(
+    ("mask", "mask_loop"),
+    rarely(list(itertools.product(("causal", "full"), ("branch", "split"))), lambda case: case == ("causal", "branch")),
+)
+def test_each_consumer_of_wide_heads_sums_one_gradient_and_halves_that_of_queries(mask: str, mask_loop: str) -> None:
+    report = inspect(source(problem(head_dim=256, mask=mask), mask_loop=mask_loop), 90)
+    assert report.spilled_bytes <= 16
+    for loop in (report.loop, report.masked_loop):
+        products = {name.split(".")[1]: count for name, count in loop.items() if name.startswith("HGMMA")}
+        sums = {"64x256x16": 4, "64x128x16": 4}
+        assert products == {"64x64x16": 16, **sums}, "scores or weights' gradients; of keys or values; half of queries'"
+        assert loop["WARPGROUP.ARRIVE"] == 3, "one for each product"
+        assert loop.get("REDG", 16) == 16, "64 numbers of a thread, four at a time; there is a branch around some"
+        assert not [name for name in loop if name.startswith(("LDL", "STL"))]
+
+
+def test_the_weights_of_wide_heads_do_not_wait_for_scores_gradients_of_their_own_step() -> None:
+    text = source(problem(head_dim=192, mask="causal")).text
+    step = text[text.index("def step(") : text.index("def produce(")]
+    grads, weights = step.split("    else:\n", 1)
+    behind = ("multiply_queries(", "query_grad = warpgroup_mma_wait(num_outstanding=4")
+    for part, words in (
+        (weights, ("say(WEIGHTS_FULL + grad_slot)", "hear(GRADS_FULL + (grad_slot ^ 1))", "multiply_weights(")),
+        (grads, ("hear(WEIGHTS_FULL + grad_slot)", "say(GRADS_FULL + grad_slot)", "multiply_grads(")),
+    ):
+        places = [part.index(word) for word in (*words, *behind)]
+        assert places == sorted(places), "the next scores are begun before anything is waited for"
 
 
 @pytest.mark.slow
@@ -167,7 +187,8 @@ def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any
     ("words", "params"),
     [
         ("still reads", {"score_grad_stages": 1}),
-        ("serialises", {"next_scores": "after_query_grad"}),
+        ("begin scores with both", {"next_scores": "after_value_grad"}),
+        ("16 named barriers", {"order": "ascending", "slot_release": "named"}),
         ("behind their product", {"row_loads": "early"}),
         ("shared memory", {"summing": "tma"}),
     ],
@@ -177,6 +198,13 @@ def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str
     reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **params), one, H200)
     assert reason is not None
     assert words in reason
+
+
+def test_no_registers_are_left_for_the_next_scores_beside_gradients_of_256_columns() -> None:
+    one = problem(head_dim=256)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, next_scores="at_once"), one, H200)
+    assert reason is not None
+    assert "serialises" in reason
 
 
 CHANGES: tuple[dict[str, Any], ...] = (

@@ -248,7 +248,7 @@ GRADIENTS: list[Case] = [
     ({"head_dim": 40}, {"summing": "threads", "order": "ascending", "BLOCK_M": 64, "schedule": "one_tile"}),
     ({"head_dim": 40, "head_dim_v": 16}, {"next_scores": "at_once", "BLOCK_M": 64, "order": "any"}),
     ({"head_dim": 192, "head_dim_v": 128}, {}),
-    ({"head_dim": 144, "mask": "causal"}, {"order": "ascending", "value_grad": "late"}),
+    ({"head_dim": 144, "mask": "causal"}, {"order": "ascending", "value_grad": "late", "slot_release": "mbarrier"}),
 ]  # fmt: skip
 
 
