@@ -107,7 +107,7 @@ def test_each_consumer_of_wide_heads_sums_one_gradient_and_halves_that_of_querie
 
 
 def test_the_weights_of_wide_heads_do_not_wait_for_scores_gradients_of_their_own_step() -> None:
-    text = source(problem(head_dim=192, mask="causal")).text
+    text = source(problem(head_dim=192, mask="causal"), next_scores="at_once").text
     step = text[text.index("def step(") : text.index("def produce(")]
     grads, weights = step.split("    else:\n", 1)
     behind = ("multiply_queries(", "query_grad = warpgroup_mma_wait(num_outstanding=4")
