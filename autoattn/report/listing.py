@@ -15,7 +15,7 @@ from autoattn.search.importance import params_of
 
 # Characters of kernels and differences in a report of at most a hundred problems, and of each problem in a larger one;
 # beyond it a command stands in their place. The shipped caches need nearly as much.
-ROOM, ROOM_OF_PROBLEM = 1_300_000, 14_000
+ROOM, ROOM_OF_PROBLEM = 1_300_000, 15_000
 CONTEXT = 2  # lines around a difference
 
 
