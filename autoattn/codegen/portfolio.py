@@ -8,7 +8,7 @@ run, the seeds of the templates are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -169,8 +169,10 @@ def has_measured_facts(problem: Problem) -> bool:
     return plain and problem.dtype is not DType.FLOAT8
 
 
-def stand_in(problem: Problem, suiting: Sequence[Variant], starters: Sequence[Variant]) -> Variant | None:
-    """What runs where the first variant of a list cannot; None where it is the first that can run, or nothing can.
+def first_of(
+    problem: Problem, suiting: Sequence[Variant], able: Iterator[Variant], seeds: Iterable[Variant]
+) -> Variant | None:
+    """What a call runs of a list: its first variant that can run, or what stands in for a first one that cannot.
 
     What stands behind the first is for problems alike of other sizes, so that it runs where such problems were
     measured. It says nothing of facts that no measured problem had, as what changes scores. There, a starter of the
@@ -179,21 +181,24 @@ def stand_in(problem: Problem, suiting: Sequence[Variant], starters: Sequence[Va
 
     Args:
         suiting: the list that the portfolio has for the problem.
-        starters: what can run of it, then the templates' seeds that can.
+        able: what can run of it, in its order; taken no further than needed.
+        seeds: of the templates, those that can run; not asked for where the first of the list can.
     """
-    if not suiting or not starters or suiting[0] == starters[0] or has_measured_facts(problem):
-        return None
+    first = next(able, None)
+    if not suiting or first == suiting[0] or has_measured_facts(problem):
+        return first
     wanted = suiting[0]
     params = wanted.as_dict()
     if "SPLITS" in params or "PACK_GQA" in params:
-        return None
+        return first
+    starters = [*([] if first is None else [first]), *able, *seeds]
     kin = [starter for starter in starters if starter.template == wanted.template]
     alike = [starter for starter in kin if all(starter.as_dict()[name] == params[name] for name in _TILE)]
     if alike:
         return min(alike, key=lambda starter: sum(starter.as_dict().get(name) != params[name] for name in params))
     if kin:
-        return None
-    return min(starters, key=lambda starter: _octaves(params, starter.as_dict()))
+        return first
+    return min(starters, key=lambda starter: _octaves(params, starter.as_dict()), default=None)
 
 
 def _octaves(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:
@@ -208,20 +213,26 @@ def is_available(variant: Variant) -> bool:
 
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
     """What a call runs, the portfolio's variants of a problem, then each template's seeds; all can run, each once."""
-    seeds = (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, device))
-    starters = list(dict.fromkeys([*variants_for(problem, device), *seeds]))
-    first = stand_in(problem, load(problem.op).suiting(problem, device), starters)
-    return starters if first is None else list(dict.fromkeys([first, *starters]))
+    variants, seeds = variants_for(problem, device), list(_seeds(problem, device))
+    first = first_of(problem, load(problem.op).suiting(problem, device), iter(variants), seeds)
+    return list(dict.fromkeys([*([] if first is None else [first]), *variants, *seeds]))
 
 
 def default(problem: Problem, device: Device) -> Variant:
     """What a call runs that no entry serves: the first variant of the portfolio, else the first template's default.
 
-    `stand_in` says what runs in place of a first variant that cannot.
+    `first_of` says what runs in place of a first variant that cannot.
 
     Raises:
         SpaceError: no template has a variant for the problem.
     """
-    if starters := starters_for(problem, device):
-        return starters[0]
-    raise SpaceError("; ".join(space.why_no_default(problem, device) for space in search_space.of(problem.op)))
+    suiting, able = load(problem.op).suiting(problem, device), iter(variants_for(problem, device))
+    first = first_of(problem, suiting, able, _seeds(problem, device)) or next(_seeds(problem, device), None)
+    if first is None:
+        raise SpaceError("; ".join(space.why_no_default(problem, device) for space in search_space.of(problem.op)))
+    return first
+
+
+def _seeds(problem: Problem, device: Device) -> Iterator[Variant]:
+    """The templates' seeds that can run."""
+    return (seed for space in search_space.of(problem.op) for seed in space.seeds_for(problem, device))

@@ -345,16 +345,16 @@ class _Lookup:
 
     def _first_seed(self) -> Variant | None:
         """A kernel for calls that ask for more than a rival gives."""
-        of_templates = (variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts))
-        return self._of_portfolio() or next(of_templates, None)
+        return self._of_portfolio() or next(self._seeds(), None)
 
     def _of_portfolio(self) -> Variant | None:
-        """The portfolio's first variant that can run, or what stands in for one that cannot."""
-        variants = list(self.rules.runnable(self.suiting, self.facts))
-        if self.suiting[:1] == tuple(variants[:1]):
-            return variants[0] if variants else None
-        of_templates = (variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts))
-        return portfolio.stand_in(self.problem, self.suiting, [*variants, *of_templates]) or next(iter(variants), None)
+        """What the portfolio has a call run."""
+        able = self.rules.runnable(self.suiting, self.facts)
+        return portfolio.first_of(self.problem, self.suiting, able, self._seeds())
+
+    def _seeds(self) -> Iterator[Variant]:
+        """The templates' seeds that can run."""
+        return (variant for _, seeds in self.rules.seeds for variant in seeds.feasible(self.facts))
 
     def _why_not(self, contender: Contender) -> str | None:
         """Why an entry's kernel does not count here."""
